@@ -1,0 +1,25 @@
+"""Millrace: an LLM serving engine. `from millrace import LLM, SamplingParams` is the offline interface."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millrace.llm import LLM
+    from millrace.params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    # LLM brings torch with it; whoever only wants the version or a front must not pay for that.
+    if name == "LLM":
+        from millrace.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from millrace.params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'millrace' has no attribute {name!r}")

@@ -1,0 +1,104 @@
+"""What a caller asks of one generation. Plain data: checked here, read by `plan` (limits) and `run` (sampling)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from millrace.errors import BadRequest
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling and stopping for one request. `None` and the neutral value both mean "off"."""
+
+    max_tokens: int | None = None
+    """Most tokens to generate; None lets the answer run to the end of the context."""
+    min_tokens: int = 0
+    """End tokens and stop token ids are impossible before this many generated tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output, as Hugging Face defines it."""
+    presence_penalty: float = 0.0
+    """Over the output only, as OpenAI defines it; so is the frequency penalty."""
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    """Same seed, prompt and parameters: same text, whatever else is in the batch."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None
+    """None: none. k ≥ 0: of the chosen token and of the k likeliest."""
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_numbers()
+
+    def _check_lengths(self) -> None:
+        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower min_tokens.",
+                param="min_tokens",
+            )
+        _in_range("n", self.n, 1, MAX_CHOICES)
+        _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _at_most("stop", len(self.stop), MAX_STOP_STRINGS)
+        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for text in self.stop:
+            if not text:
+                raise BadRequest("stop holds an empty string, which would stop at once; remove it.", param="stop")
+            if len(text) > MAX_STOP_STRING_CHARS:
+                raise BadRequest(
+                    f"A stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS} are allowed.",
+                    param="stop",
+                )
+
+    def _check_numbers(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise BadRequest("top_p is 0, which keeps no token; use temperature 0 for greedy.", param="top_p")
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("seed", self.seed, -(2**63), 2**64 - 1)
+        for token_id, bias in self.logit_bias:
+            _in_range("logit_bias", token_id, 0, 2**31 - 1)
+            _in_range("logit_bias", bias, -100.0, 100.0)
+        for token_id in self.stop_token_ids:
+            _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+
+
+def _in_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value) or not low <= value <= high:
+        raise BadRequest(f"{name} is {value}; it must be between {low} and {high}.", param=name)
+
+
+def _at_most(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise BadRequest(f"{name} holds {count} entries; at most {limit} are allowed.", param=name)
