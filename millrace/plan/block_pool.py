@@ -1,0 +1,136 @@
+"""The pool of KV blocks: who holds which, which can be found again by content, which may be given out.
+
+Every block is in exactly one of four states, and the pool equation holds at all times:
+    free + cached + fenced + in use = total
+  free    no content worth keeping
+  cached  unreferenced, but its content is named by a hash and can be found; evicted least recently used first
+  fenced  given back, but a launched step may still touch it; becomes free or cached when that step completes
+  in use  referenced by one row or more
+Block 0 is a scratch block for padding; it is never given out and not counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        self.total = num_blocks
+        self._free = list(range(num_blocks, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._fence_of: dict[int, int] = {}
+        self._fences: deque[tuple[int, list[int]]] = deque()
+        self._refs = [0] * (num_blocks + 1)
+        self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
+        self._tokens_of: list[bytes | None] = [None] * (num_blocks + 1)
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_fenced(self) -> int:
+        return len(self._fence_of)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_in_use(self) -> int:
+        return self.total - len(self._free) - len(self._cached) - len(self._fence_of)
+
+    def take(self) -> int:
+        """A block for one owner. The caller has checked `num_available`."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._refs[block] = 1
+        return block
+
+    def find(self, name: bytes, tokens: bytes) -> int | None:
+        """The block with this content, if it is anywhere on the device. Tokens are compared, not only the hash."""
+        block = self._by_hash.get(name)
+        return block if block is not None and self._tokens_of[block] == tokens else None
+
+    def share(self, block: int) -> None:
+        """One more owner for a block that `find` returned."""
+        if self._refs[block] == 0 and self._fence_of.pop(block, None) is None:
+            del self._cached[block]
+        self._refs[block] += 1
+
+    def name(self, block: int, name: bytes, tokens: bytes) -> None:
+        """A full block's content is computed: let it be found. The first block with a content keeps the name."""
+        if name not in self._by_hash:
+            self._by_hash[name] = block
+            self._hash_of[block] = name
+            self._tokens_of[block] = tokens
+
+    def in_use(self, block: int) -> bool:
+        return self._refs[block] > 0
+
+    def give_back(self, blocks: Iterable[int], fence: int | None) -> None:
+        """Drop one owner of each. Blocks with none left wait for step `fence` (None: no step is in flight).
+
+        Pass a sequence's blocks last first: its tail is then evicted before its head.
+        """
+        fenced = []
+        for block in blocks:
+            self._refs[block] -= 1
+            if self._refs[block] > 0:
+                continue
+            if self._refs[block] < 0:
+                raise AssertionError(f"block {block} was given back twice")
+            if fence is None:
+                self._retire(block)
+            else:
+                self._fence_of[block] = fence
+                fenced.append(block)
+        if fenced and fence is not None:
+            self._fences.append((fence, fenced))
+
+    def complete(self, step_no: int) -> None:
+        """Step `step_no` and all before it no longer touch anything."""
+        while self._fences and self._fences[0][0] <= step_no:
+            fence, blocks = self._fences.popleft()
+            for block in blocks:
+                # A block shared and given back again since then waits for its newer fence.
+                if self._fence_of.get(block) == fence:
+                    del self._fence_of[block]
+                    self._retire(block)
+
+    def _retire(self, block: int) -> None:
+        if self._hash_of[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def _forget(self, block: int) -> None:
+        name = self._hash_of[block]
+        if name is not None:
+            del self._by_hash[name]
+        self._hash_of[block] = None
+        self._tokens_of[block] = None
+
+    def check(self) -> None:
+        """The pool equation and the disjointness of its states; raises on any breach. For tests and sampling."""
+        free, cached, fenced = set(self._free), set(self._cached), set(self._fence_of)
+        used = {block for block in range(1, self.total + 1) if self._refs[block] > 0}
+        parts = [free, cached, fenced, used]
+        if sum(map(len, parts)) != self.total or len(set().union(*parts)) != self.total:
+            raise AssertionError(f"pool equation broken: {[len(part) for part in parts]} of {self.total}")
+        if len(free) != len(self._free):
+            raise AssertionError("a block is free twice")
+        for name, block in self._by_hash.items():
+            if self._hash_of[block] != name or block in free:
+                raise AssertionError(f"block {block} is named wrongly")

@@ -1,0 +1,84 @@
+"""Finding a request's prefix in the pool, and waiting for one that another request is computing right now."""
+
+from __future__ import annotations
+
+from millrace.plan.block_hash import block_hash, root_hash
+from millrace.plan.block_pool import BlockPool
+from millrace.plan.request import Request
+
+
+class PrefixIndex:
+    """Matches whole blocks by chained hash. At least one token of a request is always left to compute."""
+
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._enabled = enabled
+        self._pending: dict[bytes, int] = {}
+        """Blocks that running rows have yet to fill from their known tokens: hash to request id."""
+        self.query_tokens = 0
+        self.hit_tokens = 0
+
+    def match(self, request: Request) -> list[int]:
+        """The longest run of blocks that already hold the request's first tokens. Takes no reference."""
+        blocks: list[int] = []
+        if not (self._enabled and request.read_cache):
+            return blocks
+        usable = (len(request.history) // 4 - 1) // self._block_size
+        for index in range(usable):
+            block = self._pool.find(self.hash_of(request, index), self.tokens_of(request, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def must_wait(self, request: Request, num_matched: int) -> bool:
+        """Whether the first block that is missing is being computed by a running request."""
+        if not (self._enabled and request.read_cache):
+            return False
+        if num_matched >= (len(request.history) // 4 - 1) // self._block_size:
+            return False
+        name = self.hash_of(request, num_matched)
+        request.held_by = name if name in self._pending else None
+        return request.held_by is not None
+
+    def is_held(self, request: Request) -> bool:
+        """A cheap repeat of `must_wait`: the block it waits for is still on its way."""
+        return request.held_by is not None and request.held_by in self._pending
+
+    def expect(self, request: Request, num_matched: int) -> None:
+        """A row begins to compute this request: its known full blocks are on their way."""
+        if not self._enabled:
+            return
+        for index in range(num_matched, len(request.history) // 4 // self._block_size):
+            self._pending.setdefault(self.hash_of(request, index), request.id)
+
+    def forget(self, request: Request) -> None:
+        """The request leaves its row: what it has not filled is no longer on its way."""
+        for name in request.hashes:
+            if self._pending.get(name) == request.id:
+                del self._pending[name]
+
+    def name_block(self, request: Request, index: int, block: int) -> None:
+        """Block `index` of the request is filled and confirmed."""
+        if not self._enabled:
+            return
+        name = self.hash_of(request, index)
+        self._pool.name(block, name, self.tokens_of(request, index))
+        if self._pending.get(name) == request.id:
+            del self._pending[name]
+
+    def count(self, request: Request, num_matched: int) -> None:
+        self.query_tokens += len(request.history) // 4
+        self.hit_tokens += num_matched * self._block_size
+
+    def hash_of(self, request: Request, index: int) -> bytes:
+        hashes = request.hashes
+        while len(hashes) <= index:
+            parent = hashes[-1] if hashes else root_hash(request.salt)
+            hashes.append(block_hash(parent, self.tokens_of(request, len(hashes))))
+        return hashes[index]
+
+    def tokens_of(self, request: Request, index: int) -> bytes:
+        width = 4 * self._block_size
+        return bytes(request.history[index * width : (index + 1) * width])

@@ -1,0 +1,132 @@
+"""The running set as columns: one slot per table row, a step advances all rows with a few array operations.
+
+Two clocks run per row. The planned one (`known`, `computed`) counts what launched steps will have done; the confirmed
+one (`known_host`, `confirmed`) counts what completed steps have done. They differ by the steps in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from millrace.plan.request import Request
+from millrace.plan.step import Int32s, Int64s
+
+NO_TOKEN = -1
+
+
+class Rows:
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.capacity = capacity
+        self.block_size = block_size
+        self.request_ids = np.zeros(capacity, np.int64)
+        self.known = np.zeros(capacity, np.int32)
+        self.computed = np.zeros(capacity, np.int32)
+        self.known_host = np.zeros(capacity, np.int32)
+        self.confirmed = np.zeros(capacity, np.int32)
+        self.limit = np.zeros(capacity, np.int32)
+        self.num_prompt = np.zeros(capacity, np.int32)
+        self.ends_from = np.zeros(capacity, np.int32)
+        """End tokens count from this many known tokens on (prompt + min_tokens)."""
+        self.deadline = np.full(capacity, np.inf)
+        self.num_blocks = np.zeros(capacity, np.int32)
+        self.num_shared = np.zeros(capacity, np.int32)
+        """Blocks found in the cache at admission: giving the row up would not free them for sure."""
+        self.num_named = np.zeros(capacity, np.int32)
+        self.adapter_slot = np.zeros(capacity, np.int32)
+        self.active = np.zeros(capacity, np.bool_)
+        self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
+        self.tail = np.zeros((capacity, block_size), np.int32)
+        """Confirmed tokens of the row's last, unfilled block."""
+        self.requests: list[Request | None] = [None] * capacity
+        self.blocks: list[list[int]] = [[] for _ in range(capacity)]
+        self._free = list(range(capacity - 1, -1, -1))
+        self._fenced: deque[tuple[int, int]] = deque()
+        self._order: Int64s | None = None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def order(self) -> Int64s:
+        """Active rows, first in the queue first. Rebuilt only when a row is taken or released."""
+        if self._order is None:
+            active = np.flatnonzero(self.active)
+            ranks = [self.request(row).rank for row in active.tolist()]
+            self._order = active[np.argsort(np.asarray(ranks, np.int64), kind="stable")]
+        return self._order
+
+    def request(self, row: int) -> Request:
+        request = self.requests[row]
+        if request is None:
+            raise AssertionError(f"row {row} holds no request")
+        return request
+
+    def take(self, request: Request, blocks: list[int]) -> int:
+        """Seat a request whose first `len(blocks)` blocks were found in the cache."""
+        row = self._free.pop()
+        num_known = len(request.history) // 4
+        num_cached = len(blocks) * self.block_size
+        self.request_ids[row] = request.id
+        self.known[row] = self.known_host[row] = num_known
+        self.computed[row] = self.confirmed[row] = num_cached
+        self.limit[row] = request.limit
+        self.num_prompt[row] = request.num_prompt
+        self.ends_from[row] = request.num_prompt + request.min_tokens
+        self.deadline[row] = request.deadline
+        self.num_blocks[row] = self.num_shared[row] = self.num_named[row] = len(blocks)
+        self.adapter_slot[row] = request.adapter_slot
+        self._set_end_tokens(row, request.end_token_ids)
+        self._split_history(row, request, num_known)
+        self.active[row] = True
+        self.requests[row] = request
+        self.blocks[row] = blocks
+        self._order = None
+        return row
+
+    def release(self, row: int, fence: int | None) -> tuple[Request, list[int]]:
+        """Empty a row: its request with its whole history again, and the blocks to give back."""
+        request = self.request(row)
+        request.history = bytearray(self.tokens(row).tobytes())
+        request.num_output = int(self.known_host[row] - self.num_prompt[row])
+        self.active[row] = False
+        self.requests[row] = None
+        blocks, self.blocks[row] = self.blocks[row], []
+        self._order = None
+        if fence is None:
+            self._free.append(row)
+        else:
+            self._fenced.append((fence, row))
+        return request, blocks
+
+    def complete(self, step_no: int) -> None:
+        while self._fenced and self._fenced[0][0] <= step_no:
+            self._free.append(self._fenced.popleft()[1])
+
+    def rewind(self) -> None:
+        """Forget every step in flight: the planned clock goes back to the confirmed one."""
+        np.copyto(self.known, self.known_host)
+        np.copyto(self.computed, self.confirmed)
+
+    def tokens(self, row: int) -> Int32s:
+        """Every confirmed token of a row."""
+        request = self.request(row)
+        num_tail = int(self.known_host[row]) - len(request.history) // 4
+        return np.concatenate([np.frombuffer(bytes(request.history), np.int32), self.tail[row, :num_tail]])
+
+    def _split_history(self, row: int, request: Request, num_known: int) -> None:
+        full = num_known // self.block_size * self.block_size
+        rest = np.frombuffer(bytes(request.history[full * 4 :]), np.int32)
+        self.tail[row, : len(rest)] = rest
+        del request.history[full * 4 :]
+
+    def _set_end_tokens(self, row: int, end_token_ids: tuple[int, ...]) -> None:
+        width = self.end_tokens.shape[1]
+        if len(end_token_ids) > width:
+            wider = np.full((self.capacity, 2 * len(end_token_ids)), NO_TOKEN, np.int32)
+            wider[:, :width] = self.end_tokens
+            self.end_tokens = wider
+        self.end_tokens[row] = NO_TOKEN
+        self.end_tokens[row, : len(end_token_ids)] = end_token_ids

@@ -1,0 +1,450 @@
+"""The unified token-budget scheduler: lets `computed` catch up with `known`, under a budget, for all rows at once.
+
+There is no prefill phase and no decode phase. Each `plan` gives one token to every row that is one behind, then the
+rest of the budget to rows that are further behind, first in the queue first, then seats waiting requests. Each
+`apply` confirms the oldest launched step. Pure: no torch, no clock (time is an argument), no randomness.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection
+
+import numpy as np
+
+from millrace.plan.block_pool import BlockPool
+from millrace.plan.forecast import OutputLengths, kv_peak
+from millrace.plan.prefix import PrefixIndex
+from millrace.plan.request import Request
+from millrace.plan.rows import Rows
+from millrace.plan.step import (
+    Admission,
+    Bools,
+    Ended,
+    EndReason,
+    Int32s,
+    Int64s,
+    Release,
+    ReleaseReason,
+    StepOutcome,
+    StepPlan,
+)
+from millrace.plan.waiting import Waiting
+
+HELD_SCAN = 256
+"""Waiting requests looked at in one step when those ahead wait for another's prefix."""
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_running: int,
+        token_budget: int,
+        mixed_budget: int = 0,
+        prefix_cache: bool = True,
+        expected_output: float = 512.0,
+    ) -> None:
+        self.block_size = block_size
+        self.token_budget = token_budget
+        self.mixed_budget = min(mixed_budget or token_budget, token_budget)
+        self.pool = BlockPool(num_blocks)
+        self.rows = Rows(max_running, block_size)
+        self.prefix = PrefixIndex(self.pool, block_size, prefix_cache)
+        self.waiting = Waiting()
+        self.num_preemptions = 0
+        self._lengths = OutputLengths(guess=expected_output)
+        self._in_flight: deque[StepPlan] = deque()
+        self._next_step = 0
+        self._next_ticket = 0
+        self._row_of: dict[int, int] = {}
+        self._ended: list[Ended] = []
+        self._unsent: set[int] = set()
+        """Rows whose request and blocks the runner has not been told of."""
+        self._releases: list[Release] = []
+        self._new_blocks: list[tuple[int, int, int]] = []
+
+    # -- what callers ask ------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._row_of)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._row_of or len(self.waiting) or self._ended)
+
+    def next_deadline(self) -> float:
+        """The nearest deadline of any request here, or infinity."""
+        running = self.rows.deadline[self.rows.order]
+        return min(float(running.min()) if len(running) else math.inf, self.waiting.next_deadline())
+
+    def submit(self, request: Request) -> None:
+        request.ticket = self._next_ticket
+        self._next_ticket += 1
+        request.history = bytearray(np.ascontiguousarray(request.prompt, np.int32).tobytes())
+        needed = -(-request.limit // self.block_size)
+        if needed > self.pool.total:
+            message = (
+                f"The request may come to {request.limit} tokens, {needed} KV blocks of {self.block_size};"
+                f" the pool has {self.pool.total}. Lower max_tokens or give the KV pool more memory."
+            )
+            self._end(request, "error", message)
+            return
+        self.waiting.add(request)
+
+    def abort(self, request_id: int, reason: EndReason = "abort", message: str = "") -> bool:
+        """End a request at any moment. False if it is not here (any more)."""
+        row = self._row_of.get(request_id)
+        if row is not None:
+            self._end(self._leave(row, reason), reason, message)
+        elif request_id in self.waiting:
+            self._end(self.waiting.remove(request_id), reason, message)
+        else:
+            return False
+        return True
+
+    def take_ended(self) -> tuple[Ended, ...]:
+        """Requests that ended outside a step, each told once."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    # -- plan ------------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float, *, only: Collection[int] | None = None) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before a step in flight completes.
+
+        `only` limits the step to these rows and seats nobody: how a failed step is taken apart.
+        """
+        self._expire(now)
+        preempted_before = self.num_preemptions
+        while True:
+            singles, chunks = self._catch_up(only)
+            if len(singles) or chunks or self._in_flight or only is not None or not self._preempt_one():
+                break
+        if only is None and self.num_preemptions == preempted_before:
+            self._seat(self._budget_for_chunks(len(singles)) - sum(chunks.values()), chunks)
+        if len(singles) == 0 and not chunks:
+            return None
+        return self._compose(singles, chunks)
+
+    def _expire(self, now: float) -> None:
+        order = self.rows.order
+        late = order[self.rows.deadline[order] < now]
+        for request_id in [*self.rows.request_ids[late].tolist(), *self.waiting.expired(now)]:
+            self.abort(request_id, "deadline", "The request's deadline passed before it was finished.")
+
+    def _catch_up(self, only: Collection[int] | None) -> tuple[Int64s, dict[int, int]]:
+        """Rows that get one token, and longer chunks by row, with blocks in hand for all of it."""
+        singles, behind = self._runnable(only)
+        crossing = self._crossing(singles)
+        if len(crossing) > self.pool.num_available:
+            while len(crossing) > self.pool.num_available + self.pool.num_fenced and self._preempt_one():
+                singles, behind = self._runnable(only)
+                crossing = self._crossing(singles)
+            stalled = crossing[self.pool.num_available :]
+            crossing = crossing[: self.pool.num_available]
+            singles = singles[~np.isin(singles, stalled)]
+        for row in crossing.tolist():
+            self._grow(row, 1)
+        budget = self._budget_for_chunks(len(singles))
+        chunks: dict[int, int] = {}
+        for row in behind.tolist():
+            count = self._chunk(row, budget)
+            if count:
+                chunks[row] = count
+                budget -= count
+        return singles, chunks
+
+    def _runnable(self, only: Collection[int] | None) -> tuple[Int64s, Int64s]:
+        """Active rows that are one token behind, and those further behind; both first in the queue first."""
+        rows, order = self.rows, self.rows.order
+        if only is not None:
+            order = order[np.isin(order, np.fromiter(only, np.int64, len(only)))]
+        known = rows.known[order]
+        behind = known - rows.computed[order]
+        # A row at its limit has drawn its last token and only waits for it to be confirmed.
+        singles = order[(behind == 1) & (known < rows.limit[order])]
+        return singles[: self.token_budget], order[behind > 1]
+
+    def _crossing(self, singles: Int64s) -> Int64s:
+        """Those of the rows whose next token needs a block that they do not hold."""
+        return singles[self.rows.computed[singles] >= self.rows.num_blocks[singles] * self.block_size]
+
+    def _budget_for_chunks(self, num_singles: int) -> int:
+        """Tokens left for catching up. A step that also decodes is kept short, so that streams stay smooth."""
+        if num_singles == 0:
+            return self.token_budget
+        # Even a full house leaves some tokens, so that prefills advance beside it.
+        wanted = max(self.mixed_budget - num_singles, self.mixed_budget // 4)
+        return min(wanted, self.token_budget - num_singles)
+
+    def _chunk(self, row: int, budget: int) -> int:
+        """As much of the row as budget and blocks allow, with the blocks taken."""
+        computed, known = int(self.rows.computed[row]), int(self.rows.known[row])
+        holds = int(self.rows.num_blocks[row]) + self.pool.num_available
+        count = max(0, min(known - computed, budget, holds * self.block_size - computed))
+        if count:
+            self._grow(row, -(-(computed + count) // self.block_size) - int(self.rows.num_blocks[row]))
+        return count
+
+    def _grow(self, row: int, num_blocks: int) -> None:
+        blocks = self.rows.blocks[row]
+        for _ in range(num_blocks):
+            block = self.pool.take()
+            self._new_blocks.append((row, len(blocks), block))
+            blocks.append(block)
+        self.rows.num_blocks[row] = len(blocks)
+
+    # -- seating waiting requests ----------------------------------------------------------------------------------
+
+    def _seat(self, budget: int, chunks: dict[int, int]) -> None:
+        """Give rows to waiting requests while budget, rows and the forecast of KV memory allow.
+
+        Strictly in order, except that a request may pass those that wait for a prefix being computed.
+        """
+        seated: list[Request] = []
+        for scanned, request in enumerate(list(self.waiting) if len(self.waiting) <= HELD_SCAN else self._front()):
+            if budget <= 0 or self.rows.num_free == 0 or scanned >= HELD_SCAN:
+                break
+            if self.prefix.is_held(request):
+                continue
+            blocks = self.prefix.match(request)
+            if self.prefix.must_wait(request, len(blocks)):
+                continue
+            if not self._fits(request, blocks):
+                break
+            row = self._admit(request, blocks)
+            seated.append(request)
+            count = self._chunk(row, budget)
+            if count:
+                chunks[row] = count
+                budget -= count
+        for request in seated:
+            self.waiting.remove(request.id)
+
+    def _front(self) -> list[Request]:
+        return [request for request, _ in zip(self.waiting, range(HELD_SCAN), strict=False)]
+
+    def _fits(self, request: Request, blocks: list[int]) -> bool:
+        """Whether the pool will hold the running set and this request at their future peak. Someone always may run."""
+        if not self._row_of:
+            return True
+        if self.pool.num_available - len(blocks) <= 0:
+            return False
+        rows, order, size = self.rows, self.rows.order, self.block_size
+        known = rows.known[order].astype(np.float64)
+        own = np.ceil(known / size) * size - rows.num_shared[order] * size
+        remaining = self._lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
+        num_known = len(request.history) // 4
+        new_own = -(-num_known // size) * size - len(blocks) * size
+        generated, at_most = np.asarray([[num_known - request.num_prompt], [request.limit - num_known]], np.float64)
+        new_remaining = self._lengths.remaining(generated, at_most)
+        peak = kv_peak(np.append(own, new_own), np.append(remaining, new_remaining))
+        return peak + self._shared_tokens(order, blocks) <= self.pool.total * size
+
+    def _shared_tokens(self, order: Int64s, blocks: list[int]) -> int:
+        """Tokens in use that no row counts as its own: blocks found in the cache, each counted once."""
+        own_now = int((self.rows.num_blocks[order] - self.rows.num_shared[order]).sum())
+        newly_used = sum(not self.pool.in_use(block) for block in blocks)
+        return max(self.pool.num_in_use - own_now + newly_used, 0) * self.block_size
+
+    def _admit(self, request: Request, blocks: list[int]) -> int:
+        for block in blocks:
+            self.pool.share(block)
+        if request.preemptions == 0:
+            request.cached_tokens = len(blocks) * self.block_size
+        self.prefix.count(request, len(blocks))
+        self.prefix.expect(request, len(blocks))
+        request.held_by = None
+        row = self.rows.take(request, blocks)
+        self._row_of[request.id] = row
+        self._unsent.add(row)
+        return row
+
+    # -- leaving a row ---------------------------------------------------------------------------------------------
+
+    def _preempt_one(self) -> bool:
+        """Send the cheapest row back to the queue, to be recomputed later. The first in the queue always stays."""
+        order = self.rows.order
+        if len(order) < 2:
+            return False
+        rows = self.rows
+        candidates = order[1:]
+        lost = rows.computed[candidates] - rows.num_shared[candidates] * self.block_size
+        times = np.asarray([rows.request(row).preemptions for row in candidates.tolist()])
+        # Among equals the last in the queue; a row preempted before costs more each time.
+        cost = (lost + 1) * (1 + times)
+        victim = int(candidates[len(cost) - 1 - int(np.argmin(cost[::-1]))])
+        request = self._leave(victim, "preempted")
+        request.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.add(request)
+        return True
+
+    def _leave(self, row: int, reason: ReleaseReason) -> Request:
+        fence = self._next_step - 1 if self._in_flight else None
+        request, blocks = self.rows.release(row, fence)
+        self.prefix.forget(request)
+        self.pool.give_back(reversed(blocks), fence)
+        del self._row_of[request.id]
+        self._new_blocks = [entry for entry in self._new_blocks if entry[0] != row]
+        if row in self._unsent:
+            self._unsent.discard(row)
+        else:
+            self._releases.append(Release(row, request.id, reason))
+        return request
+
+    def _end(self, request: Request, reason: EndReason, message: str = "", stop_token_id: int = -1) -> None:
+        self._ended.append(
+            Ended(
+                request_id=request.id,
+                reason=reason,
+                message=message,
+                stop_token_id=stop_token_id,
+                num_prompt=request.num_prompt,
+                num_output=request.num_output,
+                cached_tokens=request.cached_tokens,
+                preemptions=request.preemptions,
+            )
+        )
+
+    # -- composing a plan ------------------------------------------------------------------------------------------
+
+    def _compose(self, singles: Int64s, chunks: dict[int, int]) -> StepPlan:
+        rows = self.rows
+        table_rows = np.concatenate([singles, np.fromiter(chunks, np.int64, len(chunks))]) if chunks else singles
+        counts = np.ones(len(table_rows), np.int32)
+        if chunks:
+            counts[len(singles) :] = list(chunks.values())
+        starts = rows.computed[table_rows]
+        ends = starts + counts
+        samples = ends == rows.known[table_rows]
+        rows.computed[table_rows] = ends
+        # The token about to be drawn is known from here on, although only the device will have it.
+        rows.known[table_rows] += samples
+        admitted = self._admissions(chunks, singles)
+        blocks = np.asarray(self._new_blocks, np.int32).reshape(-1, 3)
+        plan = StepPlan(
+            step_no=self._next_step,
+            rows=table_rows.astype(np.int32),
+            starts=starts,
+            counts=counts,
+            draft_counts=np.zeros(len(table_rows), np.int32),
+            samples=samples,
+            adapter_slots=rows.adapter_slot[table_rows],
+            block_rows=blocks[:, 0],
+            block_cols=blocks[:, 1],
+            block_ids=blocks[:, 2],
+            admitted=admitted,
+            released=tuple(self._releases),
+        )
+        self._releases.clear()
+        self._new_blocks.clear()
+        self._in_flight.append(plan)
+        self._next_step += 1
+        return plan
+
+    def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
+        """Records for rows of this step that the runner does not know, with every block they hold."""
+        if not self._unsent:
+            return ()
+        sent = self._unsent.intersection((*chunks, *singles.tolist()))
+        self._unsent -= sent
+        self._new_blocks = [entry for entry in self._new_blocks if entry[0] not in sent]
+        admissions = []
+        for row in sorted(sent):
+            request = self.rows.request(row)
+            self._new_blocks.extend((row, col, block) for col, block in enumerate(self.rows.blocks[row]))
+            admissions.append(Admission(row, request.id, self.rows.tokens(row), request.num_prompt, request.payload))
+        return tuple(admissions)
+
+    # -- apply -----------------------------------------------------------------------------------------------------
+
+    def apply(self, step_no: int, tokens: Int32s) -> StepOutcome:
+        """Confirm the oldest launched step. `tokens` are what its sampling rows drew, in plan order."""
+        plan = self._in_flight.popleft()
+        if plan.step_no != step_no:
+            raise AssertionError(f"step {step_no} completed, but {plan.step_no} is the oldest in flight")
+        self.pool.complete(step_no)
+        self.rows.complete(step_no)
+        rows = self.rows
+        here = rows.active[plan.rows]
+        computed_rows = plan.rows[here]
+        rows.confirmed[computed_rows] = (plan.starts + plan.counts)[here]
+        drew = np.flatnonzero(here[plan.samples])
+        table_rows, drawn = plan.rows[plan.samples][drew], tokens[drew]
+        stopped = self._append(table_rows, drawn)
+        self._name_blocks(computed_rows)
+        return self._finish(step_no, table_rows, drawn, drew, stopped)
+
+    def _append(self, table_rows: Int32s, drawn: Int32s) -> Bools:
+        """Write the drawn tokens into the tails; which of them are end tokens that count."""
+        rows, size = self.rows, self.block_size
+        position = rows.known_host[table_rows]
+        rows.tail[table_rows, position % size] = drawn
+        rows.known_host[table_rows] = position + 1
+        for row in table_rows[(position + 1) % size == 0].tolist():
+            rows.request(row).history += rows.tail[row].tobytes()
+        is_end: Bools = (rows.end_tokens[table_rows] == drawn[:, None]).any(axis=1)
+        return is_end & (position >= rows.ends_from[table_rows])
+
+    def _name_blocks(self, computed_rows: Int32s) -> None:
+        """Let blocks that this step filled be found by others."""
+        rows = self.rows
+        full = rows.confirmed[computed_rows] // self.block_size
+        for row in computed_rows[full > rows.num_named[computed_rows]].tolist():
+            request, blocks = rows.request(row), rows.blocks[row]
+            last = int(rows.confirmed[row]) // self.block_size
+            for index in range(int(rows.num_named[row]), last):
+                self.prefix.name_block(request, index, blocks[index])
+            rows.num_named[row] = last
+
+    def _finish(
+        self,
+        step_no: int,
+        table_rows: Int32s,
+        drawn: Int32s,
+        drew: Int64s,
+        stopped: Bools,
+    ) -> StepOutcome:
+        rows = self.rows
+        request_ids = rows.request_ids[table_rows]
+        first_ids = request_ids[rows.known_host[table_rows] == rows.num_prompt[table_rows] + 1]
+        full = rows.known_host[table_rows] >= rows.limit[table_rows]
+        for index in np.flatnonzero(stopped | full).tolist():
+            is_stop = bool(stopped[index])
+            request = self._leave(int(table_rows[index]), "stop" if is_stop else "length")
+            self._lengths.observe(request.num_output)
+            self._end(request, "stop" if is_stop else "length", stop_token_id=int(drawn[index]) if is_stop else -1)
+        delivered = ~stopped
+        return StepOutcome(
+            step_no=step_no,
+            request_ids=request_ids[delivered],
+            tokens=drawn[delivered],
+            sample_index=drew[delivered],
+            first_ids=first_ids,
+            ended=self.take_ended(),
+        )
+
+    def discard_in_flight(self) -> tuple[int, ...]:
+        """A launched step failed: forget all that are in flight and send every row to the runner anew.
+
+        Returns the rows of the oldest one that are still active: the culprit is among them.
+        """
+        suspects = tuple(row for row in self._in_flight[0].rows.tolist() if self.rows.active[row])
+        self._in_flight.clear()
+        self.pool.complete(self._next_step)
+        self.rows.complete(self._next_step)
+        self.rows.rewind()
+        self._unsent = set(self._row_of.values())
+        self._new_blocks.clear()
+        self._releases.clear()
+        return suspects

@@ -1,0 +1,203 @@
+"""Single behaviours of the scheduler, each small enough to read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from millrace.plan.forecast import kv_peak
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toy_device import ToyDevice
+
+
+def make(num_blocks: int = 64, block_size: int = 4, max_running: int = 8, **more: int) -> Scheduler:
+    return Scheduler(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_running=max_running,
+        token_budget=more.pop("token_budget", 64),
+        **more,
+    )
+
+
+def request(request_id: int, prompt: list[int], max_tokens: int = 4, **more) -> Request:
+    return Request(id=request_id, prompt=np.asarray(prompt, np.int32), max_tokens=max_tokens, **more)
+
+
+def run_to_end(scheduler: Scheduler, device: ToyDevice) -> dict[int, list[int]]:
+    outputs: dict[int, list[int]] = {}
+    for step in range(10_000):
+        plan = scheduler.plan(float(step))
+        if plan is None:
+            break
+        outcome = scheduler.apply(plan.step_no, device.run(plan))
+        for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+            outputs.setdefault(request_id, []).append(token)
+    return outputs
+
+
+def test_a_prompt_is_cut_to_the_budget_and_decoding_goes_first() -> None:
+    scheduler, device = make(token_budget=10), ToyDevice(64, 4, 8, 7)
+    scheduler.submit(request(0, [1, 2, 3]))
+    first = scheduler.plan(0.0)
+    assert first is not None
+    scheduler.apply(first.step_no, device.run(first))
+    scheduler.submit(request(1, list(range(25))))
+    second = scheduler.plan(1.0)
+    assert second is not None
+    assert second.counts.tolist() == [1, 9]
+    assert second.samples.tolist() == [True, False]
+
+
+def test_a_step_that_decodes_is_kept_short() -> None:
+    scheduler, device = make(token_budget=64, mixed_budget=8), ToyDevice(64, 4, 8, 7)
+    scheduler.submit(request(0, list(range(20))))
+    first = scheduler.plan(0.0)
+    assert first is not None
+    assert first.counts.tolist() == [20]
+    scheduler.apply(first.step_no, device.run(first))
+    scheduler.submit(request(1, list(range(100, 150))))
+    second = scheduler.plan(1.0)
+    assert second is not None
+    assert second.counts.tolist() == [1, 7]
+
+
+def test_a_prefix_is_found_and_one_token_is_always_recomputed() -> None:
+    scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+    scheduler.submit(request(0, list(range(16)), max_tokens=1))
+    run_to_end(scheduler, device)
+    scheduler.submit(request(1, list(range(16)), max_tokens=1))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.starts.tolist() == [12]
+    assert plan.counts.tolist() == [4]
+
+
+def test_a_different_salt_shares_nothing() -> None:
+    scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+    scheduler.submit(request(0, list(range(16)), max_tokens=1))
+    run_to_end(scheduler, device)
+    scheduler.submit(request(1, list(range(16)), max_tokens=1, salt=b"tenant"))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.starts.tolist() == [0]
+
+
+def test_equal_prompts_arriving_together_share_blocks() -> None:
+    """n choices of one prompt: the first computes it, the rest wait a step and find it."""
+    scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+    for index in range(4):
+        scheduler.submit(request(index, list(range(17)), max_tokens=3))
+    first = scheduler.plan(0.0)
+    assert first is not None
+    assert first.counts.tolist() == [17]
+    scheduler.apply(first.step_no, device.run(first))
+    second = scheduler.plan(1.0)
+    assert second is not None
+    assert sorted(second.counts.tolist()) == [1, 1, 1, 1]
+    assert scheduler.pool.num_in_use == 4 + 4
+
+
+def test_preemption_takes_the_cheapest_and_spares_the_first() -> None:
+    scheduler = make(num_blocks=12, block_size=4, max_running=4, expected_output=1)
+    device = ToyDevice(12, 4, 4, 7)
+    scheduler.submit(request(0, list(range(8)), max_tokens=24))
+    scheduler.submit(request(1, list(range(20, 32)), max_tokens=24))
+    scheduler.submit(request(2, [50, 51], max_tokens=24))
+    preempted: list[int] = []
+    for step in range(200):
+        plan = scheduler.plan(float(step))
+        if plan is None:
+            break
+        preempted += [release.request_id for release in plan.released if release.reason == "preempted"]
+        scheduler.apply(plan.step_no, device.run(plan))
+    assert preempted
+    assert 0 not in preempted
+    assert scheduler.pool.num_in_use == 0
+
+
+def test_blocks_of_an_aborted_request_wait_for_the_step_in_flight() -> None:
+    scheduler, device = make(num_blocks=8, block_size=4), ToyDevice(8, 4, 8, 7)
+    scheduler.submit(request(0, list(range(8))))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    scheduler.abort(0)
+    assert scheduler.pool.num_fenced == 2
+    assert scheduler.pool.num_available == 6
+    outcome = scheduler.apply(plan.step_no, device.run(plan))
+    assert len(outcome.tokens) == 0
+    assert scheduler.pool.num_fenced == 0
+    assert scheduler.pool.num_available == 8
+    assert [event.reason for event in outcome.ended] == ["abort"]
+
+
+def test_a_deadline_ends_waiting_and_running_requests() -> None:
+    scheduler, device = make(max_running=1), ToyDevice(64, 4, 1, 7)
+    scheduler.submit(request(0, [1, 2], max_tokens=50, deadline=5.0))
+    scheduler.submit(request(1, [3, 4], max_tokens=50, deadline=3.0))
+    assert scheduler.next_deadline() == 3.0
+    reasons: dict[int, str] = {}
+    for now in range(8):
+        plan = scheduler.plan(float(now))
+        ended = scheduler.take_ended()
+        if plan is not None:
+            ended += scheduler.apply(plan.step_no, device.run(plan)).ended
+        reasons.update({event.request_id: event.reason for event in ended})
+    assert reasons == {0: "deadline", 1: "deadline"}
+    assert not scheduler.has_work
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_remedy() -> None:
+    scheduler = make(num_blocks=4, block_size=4)
+    scheduler.submit(request(0, list(range(10)), max_tokens=20))
+    (ended,) = scheduler.take_ended()
+    assert ended.reason == "error"
+    assert "30 tokens" in ended.message
+    assert "max_tokens" in ended.message
+
+
+def test_admission_waits_for_the_forecast_peak() -> None:
+    """Three requests of 8 + 24 tokens do not fit 20 blocks of 4 together; two do, so the third waits."""
+    scheduler, device = make(num_blocks=20, block_size=4), ToyDevice(20, 4, 8, 7)
+    for index in range(3):
+        scheduler.submit(request(index, [index * 10 + i for i in range(8)], max_tokens=24))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert len(plan.rows) == 2
+    scheduler.apply(plan.step_no, device.run(plan))
+    outputs = run_to_end(scheduler, device)
+    assert {len(tokens) for tokens in outputs.values()} == {23, 24}
+    assert scheduler.num_preemptions == 0
+
+
+def test_kv_peak_is_exact() -> None:
+    held, remaining = np.asarray([5.0, 3.0, 8.0]), np.asarray([10.0, 2.0, 4.0])
+    brute = max(sum(h + min(r, t) for h, r in zip(held, remaining, strict=True) if r >= t) for t in range(11))
+    assert kv_peak(held, remaining) == brute
+
+
+def test_many_end_tokens_are_all_honoured() -> None:
+    scheduler, device = make(), ToyDevice(64, 4, 8, 1000)
+    scheduler.submit(request(0, [5], max_tokens=50, end_token_ids=tuple(range(1000))))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    outcome = scheduler.apply(plan.step_no, device.run(plan))
+    assert outcome.ended[0].reason == "stop"
+    assert len(outcome.tokens) == 0
+    assert outcome.ended[0].num_output == 1
+
+
+def test_urgent_requests_pass_but_only_so_often() -> None:
+    scheduler = make(max_running=1)
+    scheduler.submit(request(0, [1], priority=2))
+    scheduler.submit(request(1, [1], priority=0))
+    assert [waiting.id for waiting in scheduler.waiting] == [1, 0]
+    for index in range(2, 3000):
+        scheduler.submit(request(index, [1], priority=0))
+    place = [waiting.id for waiting in scheduler.waiting].index(0)
+    assert 1900 < place < 2100

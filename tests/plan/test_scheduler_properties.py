@@ -1,0 +1,245 @@
+"""Thousands of random schedules: whatever arrives, is cancelled, runs late or fails, these things hold.
+
+- every request ends exactly once, with the tokens that a lone run gives it
+- the pool equation, at every step; nothing leaks; nothing is given back twice
+- nobody starves
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toy_device import ToyDevice, lone_run
+
+VOCAB = 11
+
+
+class World:
+    """A scheduler, a toy device that lags up to `depth` steps behind it, and the ledger of what was asked."""
+
+    def __init__(self, rng: random.Random, depth: int, **limits: int) -> None:
+        self.rng, self.depth = rng, depth
+        # A low expectation of output lengths admits too much, so that preemption has work to do.
+        expected_output = rng.choice([1.0, 1.0, 512.0])
+        self.scheduler = Scheduler(**limits, prefix_cache=rng.random() < 0.8, expected_output=expected_output)
+        self.device = ToyDevice(limits["num_blocks"], limits["block_size"], limits["max_running"], VOCAB)
+        self.capacity = limits["num_blocks"] * limits["block_size"]
+        self.launched: deque = deque()
+        self.requests: dict[int, Request] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+        self.cancelled: set[int] = set()
+        self.now = 0.0
+        self.shared_prompt = [rng.randrange(VOCAB) for _ in range(40)]
+
+    def submit(self) -> None:
+        rng, request_id = self.rng, len(self.requests)
+        shared = self.shared_prompt[: rng.randrange(0, 30)] if rng.random() < 0.6 else []
+        prompt = shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))]
+        room = self.capacity - len(prompt)
+        if room < 1:
+            return
+        max_tokens = rng.randrange(1, min(room, 40) + 1)
+        request = Request(
+            id=request_id,
+            prompt=np.asarray(prompt, np.int32),
+            max_tokens=max_tokens,
+            end_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 1, 6]))),
+            min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
+            priority=rng.randrange(3),
+            salt=b"" if rng.random() < 0.8 else b"other",
+            deadline=self.now + rng.randrange(1, 60) if rng.random() < 0.1 else math.inf,
+            read_cache=rng.random() < 0.9,
+        )
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.scheduler.submit(request)
+
+    def cancel(self) -> None:
+        alive = [request_id for request_id in self.requests if request_id not in self.ended]
+        if alive:
+            victim = self.rng.choice(alive)
+            self.cancelled.add(victim)
+            assert self.scheduler.abort(victim)
+            self.collect(self.scheduler.take_ended())
+            assert not self.scheduler.abort(victim)
+
+    def step(self) -> None:
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        self.collect(self.scheduler.take_ended())
+        if plan is not None:
+            assert plan.num_tokens <= self.scheduler.token_budget
+            self.launched.append(plan)
+        while self.launched and (plan is None or len(self.launched) > self.depth):
+            self.complete()
+            plan = self.launched[0] if self.launched else plan
+            if plan is None:
+                break
+            if len(self.launched) <= self.depth:
+                break
+        self.scheduler.pool.check()
+
+    def complete(self) -> None:
+        plan = self.launched.popleft()
+        outcome = self.scheduler.apply(plan.step_no, self.device.run(plan))
+        for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+            assert request_id not in self.ended, "a token after the terminal event"
+            self.outputs[request_id].append(token)
+        self.collect(outcome.ended)
+
+    def collect(self, ended) -> None:
+        for event in ended:
+            assert event.request_id not in self.ended, "two terminal events"
+            self.ended[event.request_id] = event.reason
+
+    def drain(self, limit: int) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work and not self.launched:
+                return
+            self.step()
+        pytest.fail(f"starved: {len(self.requests) - len(self.ended)} requests never ended")
+
+    def check_end(self) -> None:
+        while self.launched:
+            self.complete()
+        assert set(self.ended) == set(self.requests)
+        for request_id, request in self.requests.items():
+            expected, reason = lone_run(
+                request.prompt.tolist(), request.max_tokens, request.end_token_ids, request.min_tokens, VOCAB
+            )
+            if self.ended[request_id] in ("stop", "length"):
+                assert (self.outputs[request_id], self.ended[request_id]) == (expected, reason)
+            else:
+                assert self.ended[request_id] in ("abort", "deadline")
+                assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
+        pool = self.scheduler.pool
+        assert pool.num_in_use == 0
+        assert pool.num_fenced == 0
+        assert self.scheduler.rows.num_free == self.scheduler.rows.capacity
+
+
+def random_world(seed: int) -> World:
+    rng = random.Random(seed)
+    max_running = rng.randrange(1, 7)
+    return World(
+        rng,
+        depth=rng.choice([0, 1, 1, 2]),
+        num_blocks=rng.choice([12, 16, 24, 60]),
+        block_size=rng.choice([1, 3, 4, 8]),
+        max_running=max_running,
+        token_budget=rng.choice([1, 2, max_running, max_running + 3, 40]),
+        mixed_budget=rng.choice([0, 4]),
+    )
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
+    world = random_world(seed)
+    for _ in range(world.rng.randrange(5, 40)):
+        for _ in range(world.rng.choice([0, 0, 1, 3])):
+            world.submit()
+        if world.rng.random() < 0.1:
+            world.cancel()
+        world.step()
+    world.drain(20_000)
+    world.check_end()
+
+
+def test_the_random_schedules_do_preempt_share_and_cancel() -> None:
+    """The property above is worth something only if the schedules reach these places."""
+    preemptions = hits = cancelled = 0
+    for seed in range(60):
+        world = random_world(seed)
+        for _ in range(20):
+            world.submit()
+            world.step()
+            if world.rng.random() < 0.1:
+                world.cancel()
+        world.drain(20_000)
+        preemptions += world.scheduler.num_preemptions
+        hits += world.scheduler.prefix.hit_tokens
+        cancelled += len(world.cancelled)
+    assert preemptions > 20
+    assert hits > 100
+    assert cancelled > 20
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_poison_request_fails_alone(seed: int) -> None:
+    """Take a failed step apart as the engine does: halve the suspects until one is left."""
+    world = random_world(seed)
+    for _ in range(6):
+        world.submit()
+    world.device.fail_on = {world.rng.randrange(6)}
+    for _ in range(5000):
+        if not world.scheduler.has_work and not world.launched:
+            break
+        try:
+            world.step()
+        except RuntimeError:
+            world.launched.clear()
+            isolate(world, list(world.scheduler.discard_in_flight()))
+    poisoned = world.device.fail_on
+    assert all(world.ended[i] in ("error", "deadline") or i not in poisoned for i in world.ended)
+    world.ended = {i: ("abort" if i in poisoned else reason) for i, reason in world.ended.items()}
+    world.check_end()
+
+
+def isolate(world: World, suspects: list[int]) -> None:
+    scheduler = world.scheduler
+    while suspects:
+        half = suspects[: max(1, len(suspects) // 2)]
+        plan = scheduler.plan(world.now, only=half)
+        world.collect(scheduler.take_ended())
+        if plan is None:
+            suspects = suspects[len(half) :]
+            continue
+        try:
+            world.launched.append(plan)
+            world.complete()
+            suspects = suspects[len(half) :]
+        except RuntimeError:
+            world.launched.clear()
+            scheduler.discard_in_flight()
+            if len(half) == 1:
+                scheduler.abort(int(scheduler.rows.request_ids[half[0]]), "error", "poison")
+                world.collect(scheduler.take_ended())
+                return
+            suspects = half
+
+
+def test_the_oldest_is_never_overtaken_for_ever() -> None:
+    """A stream of small requests cannot keep a large one waiting."""
+    scheduler = Scheduler(num_blocks=10, block_size=4, max_running=4, token_budget=16)
+    device = ToyDevice(10, 4, 4, VOCAB)
+    for index in range(3):
+        scheduler.submit(Request(id=index, prompt=np.arange(3, dtype=np.int32), max_tokens=8))
+    big = Request(id=1000, prompt=np.arange(24, dtype=np.int32), max_tokens=16)
+    scheduler.submit(big)
+    ended_at = None
+    for step in range(400):
+        scheduler.submit(Request(id=10 + step, prompt=np.full(4, step, np.int32), max_tokens=6))
+        plan = scheduler.plan(float(step))
+        if plan is not None:
+            outcome = scheduler.apply(plan.step_no, device.run(plan))
+            if any(event.request_id == 1000 for event in outcome.ended):
+                ended_at = step
+                break
+    assert ended_at is not None
+    assert ended_at < 120
