@@ -1,0 +1,227 @@
+"""The channels that carry messages between one engine and its fronts, in one process or over ZeroMQ.
+
+Both kinds have the same two ends. The engine's end: `receive` blocks until there is something to do (idle is a
+blocking wait, never a spin), `send` never blocks. The front's end lives on an asyncio loop and hands every message
+to one callback there. Over ZeroMQ a thread on each side does the (de)serialising, so that it overlaps device work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from millrace.link.messages import (
+    Stop,
+    ToEngine,
+    ToFront,
+    decode_to_engine,
+    decode_to_front,
+    encode,
+)
+
+OnMessage = Callable[[ToFront], None]
+
+
+class EngineChannel(Protocol):
+    """The engine's end."""
+
+    num_fronts: int
+
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        """Everything that has arrived; waits up to `timeout_s` (None: for ever, 0: not at all) for the first."""
+
+    def send(self, front_index: int, message: ToFront) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FrontChannel(Protocol):
+    """A front's end."""
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
+        """Deliver every message to `on_message` on `loop`, from now until `close`."""
+
+    def send(self, message: ToEngine) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Inbox:
+    """A queue that is drained whole."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+
+    def put(self, message: ToEngine) -> None:
+        self._queue.put(message)
+
+    def drain(self, timeout_s: float | None) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        if timeout_s is None or timeout_s > 0:
+            try:
+                messages.append(self._queue.get(timeout=timeout_s))
+            except queue.Empty:
+                return messages
+        while True:
+            try:
+                messages.append(self._queue.get_nowait())
+            except queue.Empty:
+                return messages
+
+
+class InProcessLink:
+    """Both ends in one process; messages are passed as they are."""
+
+    num_fronts = 1
+
+    def __init__(self) -> None:
+        self._inbox = Inbox()
+        self._front = InProcessFront(self._inbox)
+
+    @property
+    def front(self) -> InProcessFront:
+        return self._front
+
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        return self._inbox.drain(timeout_s)
+
+    def send(self, front_index: int, message: ToFront) -> None:
+        self._front.deliver(message)
+
+    def close(self) -> None:
+        pass
+
+
+class InProcessFront:
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        self._early: list[ToFront] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: OnMessage | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
+        with self._lock:
+            self._loop, self._on_message = loop, on_message
+            for message in self._early:
+                loop.call_soon_threadsafe(on_message, message)
+            self._early.clear()
+
+    def deliver(self, message: ToFront) -> None:
+        with self._lock:
+            if self._loop is None or self._on_message is None:
+                self._early.append(message)
+            elif not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._on_message, message)
+
+    def send(self, message: ToEngine) -> None:
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        pass
+
+
+def inbox_address(directory: str) -> str:
+    return f"ipc://{directory}/engine"
+
+
+def front_address(directory: str, front_index: int) -> str:
+    return f"ipc://{directory}/front-{front_index}"
+
+
+class ZmqEngineChannel:
+    """The engine's end over Unix sockets in `directory`: one PULL for all fronts, one PUSH for each."""
+
+    def __init__(self, directory: str, num_fronts: int) -> None:
+        self.num_fronts = num_fronts
+        self._context = zmq.Context()
+        self._inbox = Inbox()
+        self._outbox: queue.SimpleQueue[tuple[int, ToFront] | None] = queue.SimpleQueue()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.set_hwm(0)
+        self._pull.bind(inbox_address(directory))
+        self._pushes = []
+        for index in range(num_fronts):
+            push = self._context.socket(zmq.PUSH)
+            push.set_hwm(0)
+            push.linger = 1000
+            push.bind(front_address(directory, index))
+            self._pushes.append(push)
+        self._receiver = threading.Thread(target=self._receive_loop, name="link-in", daemon=True)
+        self._sender = threading.Thread(target=self._send_loop, name="link-out", daemon=True)
+        self._receiver.start()
+        self._sender.start()
+
+    def _receive_loop(self) -> None:
+        while True:
+            try:
+                self._inbox.put(decode_to_engine(self._pull.recv()))
+            except zmq.ContextTerminated:
+                self._pull.close(0)
+                return
+
+    def _send_loop(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            front_index, message = item
+            self._pushes[front_index].send(encode(message))
+        for push in self._pushes:
+            push.close()
+
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        return self._inbox.drain(timeout_s)
+
+    def send(self, front_index: int, message: ToFront) -> None:
+        self._outbox.put((front_index, message))
+
+    def request_stop(self) -> None:
+        """Wake the engine from inside its own process, as when the parent has gone."""
+        self._inbox.put(Stop())
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._sender.join(timeout=2.0)
+        self._context.term()
+        self._receiver.join(timeout=2.0)
+
+
+class ZmqFrontChannel:
+    """A front's end over Unix sockets. A thread receives and decodes; the loop only dispatches."""
+
+    def __init__(self, directory: str, front_index: int) -> None:
+        self._context = zmq.Context()
+        self._push = self._context.socket(zmq.PUSH)
+        self._push.set_hwm(0)
+        self._push.linger = 200
+        self._push.connect(inbox_address(directory))
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.set_hwm(0)
+        self._pull.connect(front_address(directory, front_index))
+        self._receiver: threading.Thread | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
+        def receive_loop() -> None:
+            try:
+                while True:
+                    message = decode_to_front(self._pull.recv())
+                    loop.call_soon_threadsafe(on_message, message)
+            except zmq.ContextTerminated:
+                self._pull.close(0)
+            except RuntimeError:
+                self._pull.close(0)  # The loop has closed: nobody is left to tell.
+
+        self._receiver = threading.Thread(target=receive_loop, name="link-front", daemon=True)
+        self._receiver.start()
+
+    def send(self, message: ToEngine) -> None:
+        self._push.send(encode(message))
+
+    def close(self) -> None:
+        self._push.close()
+        if self._receiver is None:
+            self._pull.close(0)
+        self._context.term()

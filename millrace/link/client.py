@@ -1,0 +1,288 @@
+"""The front's view of the engine: submit a request, be called for each of its tokens, be told once how it ended.
+
+Lives on one asyncio loop; callbacks run there. Impossible requests are refused here, before they cost the engine
+anything: the engine said at its start how much it can hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from millrace.errors import BadRequest, ContextOverflow, EngineUnavailable, Overloaded
+from millrace.link.channel import FrontChannel
+from millrace.link.messages import (
+    FRONT_SHIFT,
+    Abort,
+    EngineFailed,
+    EngineLoading,
+    EngineReady,
+    EngineStats,
+    Finish,
+    FinishReason,
+    NewRequest,
+    StepTokens,
+    ToFront,
+    TokenLogprobs,
+    pack_tokens,
+    unpack_ids,
+    unpack_tokens,
+)
+from millrace.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+STALL_S = 30.0
+"""An engine that has work and completes no step for this long is not ready."""
+
+
+class RequestSink(Protocol):
+    """What a caller gives for one sequence. `on_finish` comes exactly once, after everything else."""
+
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None: ...
+
+    def on_prompt_logprobs(self, logprobs: tuple[TokenLogprobs | None, ...]) -> None: ...
+
+    def on_finish(self, finish: Finish) -> None: ...
+
+
+class EngineClient:
+    def __init__(
+        self,
+        channel: FrontChannel,
+        *,
+        front_index: int = 0,
+        max_open: int = 1 << 30,
+        on_loading: Callable[[EngineLoading], None] | None = None,
+    ) -> None:
+        self.ready: EngineReady | None = None
+        self.stats: EngineStats | None = None
+        self.failure: str | None = None
+        self._channel = channel
+        self._max_open = max_open
+        self._on_loading = on_loading
+        self._next_id = front_index << FRONT_SHIFT
+        self._sinks: dict[int, RequestSink] = {}
+        self._changed = asyncio.Event()
+        self._finish_times: deque[float] = deque(maxlen=256)
+        self._last_progress = time.monotonic()
+        channel.start(asyncio.get_running_loop(), self._on_message)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sinks)
+
+    async def wait_ready(self, timeout_s: float | None = None) -> EngineReady:
+        """The engine's limits, once it has started."""
+
+        async def wait() -> EngineReady:
+            while self.ready is None:
+                if self.failure is not None:
+                    raise EngineUnavailable(self.failure)
+                self._changed.clear()
+                await self._changed.wait()
+            return self.ready
+
+        try:
+            return await asyncio.wait_for(wait(), timeout_s)
+        except TimeoutError:
+            raise EngineUnavailable(f"The engine was not ready after {timeout_s:g} s; try again later.") from None
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sink: RequestSink,
+        *,
+        end_token_ids: tuple[int, ...] = (),
+        priority: int = 1,
+        deadline: float | None = None,
+        cache_salt: str = "",
+    ) -> int:
+        """Send one sequence to the engine. `deadline` is on `time.monotonic`. Returns its id, for `abort`."""
+        ready = self._ready_or_raise()
+        if len(self._sinks) >= self._max_open:
+            raise self._overloaded()
+        params = self._complete(prompt, params, ready)
+        if params.ignore_eos:
+            end_token_ids = ()
+        request_id = self._next_id
+        self._next_id += 1
+        self._sinks[request_id] = sink
+        self._channel.send(
+            NewRequest(
+                id=request_id,
+                prompt=pack_tokens(list(prompt)),
+                params=params,
+                end_token_ids=tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids))),
+                priority=priority,
+                deadline=deadline,
+                arrival=time.monotonic(),
+                cache_salt=cache_salt,
+            )
+        )
+        return request_id
+
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """Ask the engine to stop a request. Its `on_finish` follows with this reason unless it ended first."""
+        if request_id in self._sinks:
+            self._channel.send(Abort(ids=(request_id,), reason=reason))
+
+    def is_progressing(self, now: float) -> bool:
+        """Readiness is progress: with work open, steps must have been completing."""
+        if self.ready is None or self.failure is not None:
+            return False
+        return not self._sinks or now - self._last_progress < STALL_S
+
+    def fail(self, message: str) -> None:
+        """The engine is gone: every open request ends now, with an error."""
+        if self.failure is None:
+            self._on_message(EngineFailed(message))
+
+    async def close(self) -> None:
+        self.fail("The server is shutting down; send the request again to another server.")
+        self._channel.close()
+
+    def _ready_or_raise(self) -> EngineReady:
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        if self.ready is None:
+            raise EngineUnavailable("The engine is still loading the model; try again in a few seconds.")
+        return self.ready
+
+    def _complete(self, prompt: Sequence[int], params: SamplingParams, ready: EngineReady) -> SamplingParams:
+        """Check the prompt against the engine's limits; fill in `max_tokens` and the seed."""
+        _check_token_ids(prompt, params, ready.vocab_size)
+        room = min(ready.max_context, ready.kv_tokens)
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(room - len(prompt), 1)
+        if len(prompt) + max_tokens > room:
+            raise _overflow(len(prompt), max_tokens, params.max_tokens is not None, ready)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        return dataclasses.replace(params, max_tokens=max_tokens, seed=seed)
+
+    def _overloaded(self) -> Overloaded:
+        """Retry-After from the drain rate: how long until the requests ahead of a new one have ended."""
+        times = self._finish_times
+        rate = (len(times) - 1) / max(times[-1] - times[0], 1e-3) if len(times) > 1 else 1.0
+        retry_after_s = min(max(1.0, 0.1 * len(self._sinks) / rate), 60.0)
+        return Overloaded(
+            f"{len(self._sinks)} requests are open, the most this server accepts; retry in {retry_after_s:.0f} s.",
+            retry_after_s=retry_after_s,
+        )
+
+    def _on_message(self, message: ToFront) -> None:
+        self._last_progress = time.monotonic()
+        if isinstance(message, StepTokens):
+            self._on_step(message)
+            return
+        if isinstance(message, EngineLoading):
+            if self._on_loading is not None:
+                self._on_loading(message)
+            return
+        if isinstance(message, EngineReady):
+            self.ready = message
+        else:
+            self._on_failed(message)
+        self._changed.set()
+
+    def _on_step(self, step: StepTokens) -> None:
+        sinks = self._sinks
+        for request_id, prompt_logprobs in step.prompt_logprobs.items():
+            if request_id in sinks:
+                try:
+                    sinks[request_id].on_prompt_logprobs(prompt_logprobs)
+                except Exception:
+                    self._drop(request_id)
+        ids, tokens = unpack_ids(step.ids).tolist(), unpack_tokens(step.tokens).tolist()
+        if step.logprobs:
+            self._dispatch_with_logprobs(ids, tokens, step.logprobs)
+        else:
+            for request_id, token_id in zip(ids, tokens, strict=True):
+                sink = sinks.get(request_id)
+                if sink is not None:
+                    try:
+                        sink.on_token(token_id, None)
+                    except Exception:
+                        self._drop(request_id)
+        if step.finished:
+            now = time.monotonic()
+            for finish in step.finished:
+                sink = sinks.pop(finish.id, None)
+                if sink is not None:
+                    self._finish_times.append(now)
+                    _finish(sink, finish)
+        if step.stats is not None:
+            self.stats = step.stats
+
+    def _dispatch_with_logprobs(
+        self, ids: list[int], tokens: list[int], logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    ) -> None:
+        taken: dict[int, int] = {}
+        for request_id, token_id in zip(ids, tokens, strict=True):
+            sink = self._sinks.get(request_id)
+            if sink is None:
+                continue
+            entries = logprobs.get(request_id, ())
+            index = taken.get(request_id, 0)
+            taken[request_id] = index + 1
+            try:
+                sink.on_token(token_id, entries[index] if index < len(entries) else None)
+            except Exception:
+                self._drop(request_id)
+
+    def _drop(self, request_id: int) -> None:
+        """A sink failed on what it was given: its request ends, the others of the step go on."""
+        log.exception("the receiver of request %d failed; the request is aborted", request_id)
+        sink = self._sinks.pop(request_id)
+        self._channel.send(Abort(ids=(request_id,)))
+        _finish(sink, Finish(id=request_id, reason="error", message="The server failed to deliver this answer."))
+
+    def _on_failed(self, message: EngineFailed) -> None:
+        self.failure = message.message
+        open_sinks, self._sinks = self._sinks, {}
+        for request_id, sink in open_sinks.items():
+            _finish(sink, Finish(id=request_id, reason="error", message=message.message))
+
+
+def _finish(sink: RequestSink, finish: Finish) -> None:
+    try:
+        sink.on_finish(finish)
+    except Exception:
+        log.exception("the receiver of request %d failed at its end", finish.id)
+
+
+def _check_token_ids(prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    if not prompt:
+        raise BadRequest("The prompt has no tokens; send at least one.", param="prompt")
+    for token_id in (min(prompt), max(prompt)):
+        if not 0 <= token_id < vocab_size:
+            raise BadRequest(
+                f"The prompt holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
+            )
+    for name, token_ids in (
+        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise BadRequest(
+                    f"{name} names token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param=name
+                )
+
+
+def _overflow(num_prompt: int, max_tokens: int, was_asked: bool, ready: EngineReady) -> ContextOverflow:
+    room, what, remedy = ready.max_context, "the context", "Shorten the prompt or lower max_tokens."
+    if ready.kv_tokens < ready.max_context:
+        room, what = ready.kv_tokens, "the KV pool"
+        remedy = "Shorten the prompt, lower max_tokens, or give the server a larger --kv-gib."
+    asked = f"max_tokens asks for {max_tokens}" if was_asked else "at least 1 token must be generated"
+    return ContextOverflow(
+        f"The prompt has {num_prompt} tokens and {asked}, but {what} holds {room}. {remedy}",
+        param="max_tokens" if was_asked and num_prompt < room else "prompt",
+    )

@@ -1,0 +1,177 @@
+"""The messages between fronts and the engine: msgpack structs whose bulk is columns (raw little-endian arrays).
+
+A front numbers its requests (`front_index << 48 | counter`), so an id names its front. Each step sends ONE
+`StepTokens` per front that has rows in it. Every submitted request is answered by exactly one `Finish`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from millrace.params import SamplingParams
+
+FRONT_SHIFT = 48
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+
+
+class NewRequest(msgspec.Struct, frozen=True, tag="new"):
+    """One sequence to generate. `n` choices are n of these with one `group`, so that they share blocks."""
+
+    id: int
+    prompt: bytes
+    """int32 token ids."""
+    params: SamplingParams
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end generation: the model's own unless `ignore_eos`, plus `stop_token_ids`."""
+    priority: int = 1
+    """0 interactive, 1 standard, 2 batch; lower runs first."""
+    deadline: float | None = None
+    """On the machine-wide monotonic clock, in seconds."""
+    arrival: float = 0.0
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop these requests now. Unknown ids are ignored: a finish may already be on its way."""
+
+    ids: tuple[int, ...]
+    reason: FinishReason = "abort"
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """The engine finishes nothing more and ends."""
+
+
+ToEngine = NewRequest | Abort | Stop
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: of the token itself, its rank, and of the likeliest tokens."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The one terminal event of a request."""
+
+    id: int
+    reason: FinishReason
+    message: str = ""
+    """For people, when the reason is an error."""
+    stop_token_id: int = -1
+    """The end token that stopped it, or -1."""
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    queued_s: float = 0.0
+    first_token_s: float = 0.0
+    """From arrival to the first token."""
+    total_s: float = 0.0
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters and gauges, sent along at most a few times a second; the front turns them into Prometheus."""
+
+    step_no: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    output_tokens: int
+    step_seconds: float
+    """Sum over all steps, from launch to result."""
+    plan_seconds: float
+    last_step_at: float
+    """Monotonic time at which a step last completed, or the engine last had nothing to do."""
+
+
+class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
+    step_no: int
+    ids: bytes
+    """int64 request ids, one per generated token."""
+    tokens: bytes
+    """int32 token ids."""
+    finished: tuple[Finish, ...] = ()
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    """Request id to the log-probabilities of the tokens it got in this step."""
+    prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
+    """Request id to those of its prompt, the first being None; sent before its first token."""
+    stats: EngineStats | None = None
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Sent once the engine can run steps. What the front needs to refuse impossible requests."""
+
+    model_name: str
+    max_context: int
+    vocab_size: int
+    kv_tokens: int
+    """Tokens the whole KV pool holds: no single request may need more."""
+    block_size: int
+    dtype: str
+    device: str
+    memory_plan: dict[str, int]
+    """Name of each part of the memory plan to its bytes."""
+    fingerprint: str
+    """Changes when weights, dtype, device or version change."""
+
+
+class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):
+    """How far the engine's start has come, for a progress bar."""
+
+    what: str
+    done: int
+    total: int
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine is gone or cannot start; every open request of this front has ended with it."""
+
+    message: str
+
+
+ToFront = StepTokens | EngineReady | EngineLoading | EngineFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+
+
+def encode(message: ToEngine | ToFront) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_to_front(data: bytes) -> ToFront:
+    return _to_front.decode(data)
+
+
+def pack_tokens(token_ids: list[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(data, dtype="<i4")
+
+
+def unpack_ids(data: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(data, dtype="<i8")
