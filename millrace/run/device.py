@@ -1,0 +1,174 @@
+"""The device a model runs on, behind the few operations in which CPU and CUDA differ.
+
+Work is launched and waited for. On CUDA launching queues kernels on a stream and returns; on the CPU a single worker
+thread plays the part of the stream. Either way launches run in order, and the host is free to plan the next step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millrace.config import RunConfig
+from millrace.errors import ConfigError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """A launched piece of work. `wait` returns its result or raises what it raised."""
+
+    def wait(self) -> T_co: ...
+
+
+class Device(Protocol):
+    kind: str
+    torch_device: torch.device
+
+    def name(self) -> str: ...
+
+    def free_bytes(self) -> int:
+        """Memory that can still be taken."""
+
+    def upload(self, array: npt.NDArray[np.int32]) -> Tensor:
+        """The array on the device, in launch order. The caller may reuse the array at once."""
+
+    def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
+        """Run `work` after everything launched before; `to_host` brings its tensors back without waiting."""
+
+    def probe(self) -> None:
+        """Raise if the device itself is broken, as after an illegal access."""
+
+    def close(self) -> None: ...
+
+
+class CpuDevice:
+    kind = "cpu"
+
+    def __init__(self, threads: int) -> None:
+        self.torch_device = torch.device("cpu")
+        self.threads = threads or usable_cores()
+        torch.set_num_threads(self.threads)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=self._enter_worker)
+
+    def _enter_worker(self) -> None:
+        torch.set_num_threads(self.threads)
+
+    def name(self) -> str:
+        return f"cpu, {self.threads} threads"
+
+    def free_bytes(self) -> int:
+        return available_memory()
+
+    def upload(self, array: npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array.copy())
+
+    def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
+        def run() -> T:
+            with torch.inference_mode():
+                return work()
+
+        return _CpuPending(self._worker.submit(run))
+
+    def probe(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+
+class _CpuPending(Generic[T]):
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def wait(self) -> T:
+        return self._future.result()
+
+
+class CudaDevice:
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def upload(self, array: npt.NDArray[np.int32]) -> Tensor:
+        # The caching host allocator reuses a pinned buffer only after the copies that read it are done.
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
+        with torch.inference_mode():
+            result = work()
+            self._copies.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._copies):
+                host = to_host(result)
+                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                done.record(self._copies)
+        return _CudaPending(host, result, done)
+
+    def probe(self) -> None:
+        torch.zeros(1, device=self.torch_device).add_(1).item()
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+
+
+class _CudaPending(Generic[T]):
+    def __init__(self, host: T, on_device: T, done: torch.cuda.Event) -> None:
+        self._host, self._on_device, self._done = host, on_device, done
+
+    def wait(self) -> T:
+        self._done.synchronize()
+        return self._host
+
+
+def open_device(config: RunConfig) -> Device:
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            raise ConfigError("run.device is cuda, but torch sees no GPU; use --device cpu.", param="run.device")
+        return CudaDevice()
+    return CpuDevice(config.threads)
+
+
+def fast_dtype(device: Device) -> torch.dtype:
+    """What `auto` means: bfloat16 where the machine multiplies it natively, float32 elsewhere."""
+    if device.kind == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity mask, and a container's CPU quota where there is one."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: the machine's, or what is left under a container's limit."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - used))

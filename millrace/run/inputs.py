@@ -1,0 +1,62 @@
+"""A step's model inputs, gathered from the request table: one upload of packed columns, the rest on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.models.batch import ForwardBatch
+from millrace.plan.step import Int32s, StepPlan
+from millrace.run.device import Device
+from millrace.run.request_table import RequestTable
+
+ON_DEVICE = -1
+"""Stands in the host's token column where the token was drawn on the device."""
+
+
+def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:
+    seq_lens = plan.starts + plan.counts
+    query_starts = np.zeros(len(plan.rows) + 1, np.int32)
+    np.cumsum(plan.counts, out=query_starts[1:])
+    token_rows = np.repeat(plan.rows, plan.counts)
+    offsets = np.arange(query_starts[-1], dtype=np.int32) - np.repeat(query_starts[:-1], plan.counts)
+    positions = np.repeat(plan.starts, plan.counts) + offsets
+    host_tokens = _host_tokens(plan, table, query_starts)
+    parts = (host_tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
+    tokens_in, rows_of, places, starts_d, lens_d, rows_d = _upload(parts, device)
+    rows_of, places = rows_of.long(), places.long()
+    tokens_in = tokens_in.long()
+    token_ids = torch.where(tokens_in == ON_DEVICE, table.last_tokens[rows_of], tokens_in)
+    blocks = table.block_tables[rows_of, places // block_size].long()
+    max_seq_len = int(seq_lens.max())
+    width = -(-max_seq_len // block_size)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=places,
+        slots=blocks * block_size + places % block_size,
+        query_starts=starts_d,
+        seq_lens=lens_d,
+        block_tables=table.block_tables[rows_d.long(), :width],
+        max_query_len=int(plan.counts.max()),
+        max_seq_len=max_seq_len,
+        query_starts_host=query_starts.tolist(),
+        seq_lens_host=seq_lens.tolist(),
+    )
+
+
+def _host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
+    """Token ids the host knows, and ON_DEVICE for rows that read the token drawn in the step before."""
+    tokens = np.full(int(query_starts[-1]), ON_DEVICE, np.int32)
+    from_host = np.flatnonzero(plan.starts < table.num_admitted[plan.rows])
+    for index in from_host.tolist():
+        start, count = int(plan.starts[index]), int(plan.counts[index])
+        given = table.tokens[int(plan.rows[index])][start : start + count]
+        first = int(query_starts[index])
+        tokens[first : first + len(given)] = given
+    return tokens
+
+
+def _upload(parts: tuple[Int32s, ...], device: Device) -> list[Tensor]:
+    packed = device.upload(np.concatenate(parts))
+    return list(torch.split(packed, [len(part) for part in parts]))

@@ -1,0 +1,66 @@
+"""Token counts for rows that ask for penalties. Others cost nothing: counts live in slots taken on demand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission
+
+
+def wants_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+class Penalties:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._in_output = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._slot_of: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def admit(self, admission: Admission) -> None:
+        """Count a row's tokens anew; a request resumed after preemption brings its output along."""
+        slot = self._take(admission.row)
+        tokens = torch.from_numpy(admission.tokens.copy()).to(self._device).long()
+        prompt, output = tokens[: admission.num_prompt], tokens[admission.num_prompt :]
+        self._in_prompt[slot] = False
+        self._in_prompt[slot, prompt] = True
+        self._in_output[slot] = torch.bincount(output, minlength=self._vocab_size).to(torch.int32)
+
+    def release(self, row: int) -> None:
+        slot = self._slot_of.pop(row, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def apply(self, logits: Tensor, index: int, row: int, params: SamplingParams) -> None:
+        """Change row `index` of the logits in place: repetition first, then presence and frequency."""
+        slot = self._slot_of[row]
+        line, counts = logits[index], self._in_output[slot]
+        produced = counts > 0
+        if params.repetition_penalty != 1.0:
+            penalty = params.repetition_penalty
+            weakened = torch.where(line > 0, line / penalty, line * penalty)
+            torch.where(produced | self._in_prompt[slot], weakened, line, out=line)
+        line -= params.frequency_penalty * counts + params.presence_penalty * produced
+
+    def count(self, row: int, token: Tensor) -> None:
+        """A token (still on the device) was drawn for the row."""
+        self._in_output[self._slot_of[row], token] += 1
+
+    def _take(self, row: int) -> int:
+        if row not in self._slot_of:
+            if not self._free:
+                self._grow()
+            self._slot_of[row] = self._free.pop()
+        return self._slot_of[row]
+
+    def _grow(self) -> None:
+        old, extra = len(self._in_prompt), max(4, len(self._in_prompt))
+        shape = (extra, self._vocab_size)
+        self._in_prompt = torch.cat([self._in_prompt, torch.zeros(shape, dtype=torch.bool, device=self._device)])
+        self._in_output = torch.cat([self._in_output, torch.zeros(shape, dtype=torch.int32, device=self._device)])
+        self._free.extend(range(old, old + extra))

@@ -1,0 +1,59 @@
+"""The persistent request table: what the device knows of every running request, by row.
+
+A row is written when its request is admitted and differences arrive with each plan; a step's inputs are gathered from
+it. The newest token of a row lives only here until the host hears of it, and the next step reads it from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission, Int32s, StepPlan
+from millrace.run.device import Device
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """What the engine attaches to a request for the runner: the scheduler passes it through unread."""
+
+    params: SamplingParams
+    end_token_ids: tuple[int, ...] = ()
+
+
+class RequestTable:
+    def __init__(self, device: Device, *, max_rows: int, max_blocks: int) -> None:
+        self._device = device
+        place = device.torch_device
+        self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=place)
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=place)
+        self.num_admitted = np.zeros(max_rows, np.int32)
+        """Tokens the host gave at admission; later ones were drawn on the device."""
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
+        self.request_ids = np.zeros(max_rows, np.int64)
+        self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
+        """Likeliest tokens wanted at each prompt position; -1 for none at all."""
+        self.params: list[RowParams] = [RowParams(SamplingParams())] * max_rows
+
+    def update(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            self._admit(admission)
+        if len(plan.block_ids):
+            columns = self._device.upload(np.stack([plan.block_rows, plan.block_cols, plan.block_ids]))
+            self.block_tables[columns[0].long(), columns[1].long()] = columns[2]
+
+    def _admit(self, admission: Admission) -> None:
+        row = admission.row
+        if not isinstance(admission.payload, RowParams):
+            raise TypeError(f"request {admission.request_id} carries no RowParams")
+        self.num_admitted[row] = len(admission.tokens)
+        self.num_prompt[row] = admission.num_prompt
+        self.tokens[row] = admission.tokens
+        self.request_ids[row] = admission.request_id
+        self.params[row] = admission.payload
+        wanted = admission.payload.params.prompt_logprobs
+        self.num_prompt_logprobs[row] = -1 if wanted is None else wanted
