@@ -1,0 +1,89 @@
+"""From a config to a running engine: device, memory plan, weights, KV pool, scheduler. The one place that joins all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+import millrace
+from millrace.config import Config
+from millrace.engine.loop import Engine
+from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
+from millrace.link.channel import EngineChannel
+from millrace.link.messages import EngineLoading, EngineReady
+from millrace.models.families import spec_from_config
+from millrace.models.load import load_decoder, weight_bytes
+from millrace.plan.scheduler import Scheduler
+from millrace.run.device import Device, fast_dtype, open_device
+from millrace.run.runner import Runner
+from millrace.sources.resolve import ModelFiles, resolve_model
+
+OnLoading = Callable[[str, int, int], None]
+
+
+def build_engine(config: Config, channel: EngineChannel) -> tuple[Engine, EngineReady]:
+    """Everything that can be refused is refused before memory is taken."""
+
+    def on_loading(what: str, done: int, total: int) -> None:
+        for front in range(channel.num_fronts):
+            channel.send(front, EngineLoading(what, done, total))
+
+    files = resolve_model(config.model.source, progress=on_loading)
+    spec = spec_from_config(files.config)
+    device = open_device(config.run)
+    dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    plan = make_memory_plan(
+        config,
+        spec,
+        dtype=dtype,
+        weights_bytes=weight_bytes(files, dtype),
+        device_kind=device.kind,
+        free_bytes=device.free_bytes(),
+    )
+    decoder = load_decoder(
+        files,
+        device=device.torch_device,
+        dtype=dtype,
+        deterministic=config.run.deterministic,
+        seed=config.model.seed,
+        progress=lambda done, total: on_loading("weights", done, total),
+    )
+    runner = Runner(
+        decoder,
+        device,
+        num_blocks=plan.num_blocks,
+        block_size=config.plan.block_size,
+        max_rows=config.plan.max_running,
+        max_context=plan.max_context,
+    )
+    scheduler = Scheduler(
+        num_blocks=plan.num_blocks,
+        block_size=config.plan.block_size,
+        max_running=config.plan.max_running,
+        token_budget=plan.token_budget,
+        mixed_budget=plan.mixed_budget,
+        prefix_cache=config.plan.prefix_cache,
+    )
+    ready = _ready(config, files, spec.vocab_size, dtype, device, plan)
+    return Engine(scheduler, runner, device, channel), ready
+
+
+def _ready(
+    config: Config, files: ModelFiles, vocab_size: int, dtype: torch.dtype, device: Device, plan: MemoryPlan
+) -> EngineReady:
+    dtype_name = str(dtype).removeprefix("torch.")
+    identity = [millrace.__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
+    identity += [f"{path.name}:{path.stat().st_size}" for path in files.weights]
+    return EngineReady(
+        model_name=config.model.served_name or files.name,
+        max_context=plan.max_context,
+        vocab_size=vocab_size,
+        kv_tokens=plan.kv_tokens,
+        block_size=config.plan.block_size,
+        dtype=dtype_name,
+        device=device.name(),
+        memory_plan=plan.parts(),
+        fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
+    )

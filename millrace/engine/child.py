@@ -1,0 +1,40 @@
+"""The engine's own process: `python -m millrace.engine.child DIRECTORY NUM_FRONTS`, settings as JSON on stdin."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+
+from millrace.config import from_dict
+from millrace.engine.process import serve_engine
+from millrace.link.channel import ZmqEngineChannel
+from millrace.observe.logs import setup_logging
+
+ORPHAN_GRACE_S = 10.0
+
+
+def main() -> None:
+    directory, num_fronts = sys.argv[1], int(sys.argv[2])
+    config = from_dict(json.loads(sys.stdin.buffer.readline()))
+    setup_logging(config.observe.log_level, process="engine")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = ZmqEngineChannel(directory, num_fronts)
+    threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
+    serve_engine(config, channel)
+    channel.close()
+
+
+def _stop_with_parent(channel: ZmqEngineChannel) -> None:
+    """The pipe closes when the parent ends or asks us to; an engine still busy after the grace time just exits."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    channel.request_stop()
+    threading.Event().wait(ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

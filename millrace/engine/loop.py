@@ -1,0 +1,225 @@
+"""The engine's loop: plan the next step while the last is in flight, launch it, apply the oldest result.
+
+One loop owns the scheduler, the runner and the outbox. Idle is a blocking wait on the channel. A step that fails is
+taken apart until the request that broke it is found; that one ends with an error and the rest go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from millrace.engine.ledger import Ledger
+from millrace.engine.outbox import Outbox
+from millrace.link.channel import EngineChannel
+from millrace.link.messages import Abort, EngineStats, NewRequest, Stop, ToEngine, unpack_tokens
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+from millrace.plan.step import StepPlan
+from millrace.run.device import Device, Pending
+from millrace.run.request_table import RowParams
+from millrace.run.runner import Runner, StepResult
+
+log = logging.getLogger(__name__)
+
+STATS_EVERY_S = 0.25
+CHECK_POOL_EVERY = 4096
+"""Steps between samplings of the pool equation."""
+STUCK_WAIT_S = 0.05
+
+Launched = tuple[StepPlan, Pending[StepResult], float]
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        device: Device,
+        channel: EngineChannel,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._device = device
+        self._channel = channel
+        self._clock = clock
+        self._ledger = Ledger()
+        self._outbox = Outbox(channel, self._ledger)
+        self._launched: deque[Launched] = deque()
+        self._stopping = False
+        self._progressed = False
+        self._step_no = 0
+        self._step_seconds = 0.0
+        self._plan_seconds = 0.0
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        """Until a `Stop` arrives."""
+        while True:
+            self._take_messages()
+            if self._stopping:
+                return
+            try:
+                launched = self._launch_next()
+                # With room for one more step in flight, plan it before waiting for the oldest.
+                self._progressed = launched or bool(self._launched)
+                if self._launched and (len(self._launched) > 1 or not launched):
+                    self._apply_oldest()
+            except Exception as error:
+                self._recover(error)
+
+    def _take_messages(self) -> None:
+        for message in self._channel.receive(self._patience()):
+            self._handle(message)
+
+    def _launch_next(self) -> bool:
+        started = self._clock()
+        plan = self._scheduler.plan(started)
+        self._plan_seconds += self._clock() - started
+        if ended := self._scheduler.take_ended():
+            self._outbox.send_ended(self._step_no, ended, started)
+        if plan is not None:
+            self._launch(plan, started)
+        return plan is not None
+
+    def _apply_oldest(self) -> None:
+        plan, pending, launched_at = self._launched[0]
+        result = pending.wait()
+        self._launched.popleft()
+        now = self._clock()
+        self._step_seconds += now - launched_at
+        self._step_no = plan.step_no
+        outcome = self._scheduler.apply(plan.step_no, result.drawn())
+        self._plan_seconds += self._clock() - now
+        self._outbox.send_step(outcome, result, now, self._stats_if_due(now))
+        if plan.step_no % CHECK_POOL_EVERY == 0:
+            self._scheduler.pool.check()
+
+    def _patience(self) -> float | None:
+        """How long to wait for messages: not at all with work in hand, for ever with none."""
+        if self._launched or self._progressed:
+            return 0.0
+        if self._scheduler.has_work:
+            return STUCK_WAIT_S
+        self._report_idle()
+        return None
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, NewRequest):
+            self._ledger.open(message, self._clock())
+            self._scheduler.submit(_to_request(message))
+        elif isinstance(message, Abort):
+            for request_id in message.ids:
+                self._scheduler.abort(request_id, message.reason)
+        elif isinstance(message, Stop):
+            self._stopping = True
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        for admission in plan.admitted:
+            self._ledger.on_admitted(admission.request_id, now)
+        self._launched.append((plan, self._runner.launch(plan), now))
+
+    # -- when a step fails -----------------------------------------------------------------------------------------
+
+    def _recover(self, error: Exception) -> None:
+        """Forget the steps in flight and run their rows again in halves, until the one that fails alone is found."""
+        log.error("a step failed; looking for the request that caused it", exc_info=error)
+        self._forget_launched()
+        self._device.probe()
+        if self._scheduler.num_in_flight == 0:
+            raise error  # No request caused this: the engine itself is wrong.
+        suspects = list(self._scheduler.discard_in_flight())
+        while suspects:
+            half = suspects[: max(1, len(suspects) // 2)]
+            failure = self._try_rows(half)
+            if failure is None:
+                suspects = suspects[len(half) :]
+            elif len(half) == 1:
+                self._fail_row(half[0], failure)
+                return
+            else:
+                suspects = half
+
+    def _forget_launched(self) -> None:
+        while self._launched:
+            _, pending, _ = self._launched.popleft()
+            try:
+                pending.wait()
+            except Exception:
+                log.debug("a later step failed too", exc_info=True)
+
+    def _try_rows(self, rows: list[int]) -> Exception | None:
+        """One step over these rows alone; the error if it fails."""
+        now = self._clock()
+        plan = self._scheduler.plan(now, only=rows)
+        if ended := self._scheduler.take_ended():
+            self._outbox.send_ended(self._step_no, ended, now)
+        if plan is None:
+            return None
+        try:
+            self._launch(plan, now)
+            self._apply_oldest()
+        except Exception as error:
+            self._forget_launched()
+            self._device.probe()
+            self._scheduler.discard_in_flight()
+            return error
+        return None
+
+    def _fail_row(self, row: int, error: Exception) -> None:
+        request_id = int(self._scheduler.rows.request_ids[row])
+        self._scheduler.abort(request_id, "error", f"The step that computed this request failed: {error}")
+        self._outbox.send_ended(self._step_no, self._scheduler.take_ended(), self._clock())
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    def _stats_if_due(self, now: float) -> EngineStats | None:
+        if now - self._stats_at < STATS_EVERY_S:
+            return None
+        self._stats_at = now
+        return self._stats(now)
+
+    def _report_idle(self) -> None:
+        self._stats_at = self._clock()
+        self._outbox.send_stats(self._step_no, self._stats(self._stats_at))
+
+    def _stats(self, now: float) -> EngineStats:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return EngineStats(
+            step_no=self._step_no,
+            running=scheduler.num_running,
+            waiting=len(scheduler.waiting),
+            blocks_total=pool.total,
+            blocks_free=pool.num_free,
+            blocks_cached=pool.num_cached,
+            prefix_hit_tokens=scheduler.prefix.hit_tokens,
+            prefix_query_tokens=scheduler.prefix.query_tokens,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._ledger.prompt_tokens,
+            output_tokens=self._ledger.output_tokens,
+            step_seconds=self._step_seconds,
+            plan_seconds=self._plan_seconds,
+            last_step_at=now,
+        )
+
+
+def _to_request(message: NewRequest) -> Request:
+    params = message.params
+    if params.max_tokens is None:
+        raise AssertionError("the front fills in max_tokens")
+    return Request(
+        id=message.id,
+        prompt=unpack_tokens(message.prompt),
+        max_tokens=params.max_tokens,
+        end_token_ids=message.end_token_ids,
+        min_tokens=params.min_tokens,
+        priority=message.priority,
+        deadline=message.deadline if message.deadline is not None else float("inf"),
+        salt=f"{message.adapter}\0{message.cache_salt}".encode() if message.adapter or message.cache_salt else b"",
+        read_cache=params.prompt_logprobs is None,
+        payload=RowParams(params, message.end_token_ids),
+    )

@@ -1,0 +1,122 @@
+"""What goes where in memory, decided before anything is allocated: weights, the worst step, the KV pool.
+
+When it does not fit, the error names the one setting to change and the value to give it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from millrace.config import Config
+from millrace.errors import MemoryPlanError
+from millrace.models.spec import ModelSpec
+from millrace.run.kv_pool import bytes_per_token
+
+GIB = 1 << 30
+MIN_KV_TOKENS = 256
+CPU_BUDGETS = (512, 192)
+"""Tokens in one step: when nothing decodes, and when something does."""
+CUDA_BUDGETS = (8192, 2048)
+CPU_FRACTION, CUDA_FRACTION = 0.25, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    weights_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    num_blocks: int
+    max_context: int
+    token_budget: int
+    mixed_budget: int
+    free_bytes: int
+
+    def parts(self) -> dict[str, int]:
+        """Name of each part to its bytes, as a person reads it."""
+        return {
+            "weights": self.weights_bytes,
+            "activations, worst step": self.activation_bytes,
+            f"KV pool, {self.kv_tokens:,} tokens": self.kv_bytes,
+            "left free": self.free_bytes - self.weights_bytes - self.activation_bytes - self.kv_bytes,
+        }
+
+
+def make_memory_plan(
+    config: Config, spec: ModelSpec, *, dtype: torch.dtype, weights_bytes: int, device_kind: str, free_bytes: int
+) -> MemoryPlan:
+    token_budget, mixed_budget = _budgets(config, device_kind)
+    max_context = _max_context(config, spec)
+    activation_bytes = _worst_step_bytes(config, spec, token_budget, dtype)
+    per_token = bytes_per_token(spec, dtype)
+    fixed = weights_bytes + activation_bytes
+    if fixed + MIN_KV_TOKENS * per_token > free_bytes:
+        raise _too_big(spec, dtype, weights_bytes, activation_bytes, free_bytes)
+    kv_tokens = _kv_tokens(config, device_kind, free_bytes - fixed, per_token, max_context)
+    num_blocks = max(1, kv_tokens // config.plan.block_size)
+    kv_tokens = num_blocks * config.plan.block_size
+    if fixed + kv_tokens * per_token > free_bytes:
+        fits = (free_bytes - fixed) / GIB
+        raise MemoryPlanError(
+            f"The KV pool asks for {kv_tokens * per_token / GIB:.2f} GiB, but beside the weights and activations"
+            f" ({fixed / GIB:.2f} GiB) only {fits:.2f} GiB are free. Set --kv-gib {fits * 0.9:.2f} or less."
+        )
+    return MemoryPlan(
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        kv_bytes=kv_tokens * per_token,
+        kv_tokens=kv_tokens,
+        num_blocks=num_blocks,
+        max_context=max_context,
+        token_budget=token_budget,
+        mixed_budget=mixed_budget,
+        free_bytes=free_bytes,
+    )
+
+
+def _budgets(config: Config, device_kind: str) -> tuple[int, int]:
+    """Tokens per step. A budget below the number of rows could not give each of them one token."""
+    chosen, mixed = CPU_BUDGETS if device_kind == "cpu" else CUDA_BUDGETS
+    token_budget = config.plan.token_budget or max(chosen, config.plan.max_running)
+    return token_budget, min(config.plan.mixed_budget or mixed, token_budget)
+
+
+def _max_context(config: Config, spec: ModelSpec) -> int:
+    asked, own = config.model.max_context, spec.max_context
+    if asked > own:
+        raise MemoryPlanError(f"model.max_context is {asked}, but the model's own context is {own}; set at most {own}.")
+    return asked or own
+
+
+def _kv_tokens(config: Config, device_kind: str, left: int, per_token: int, max_context: int) -> int:
+    if config.memory.kv_tokens:
+        return config.memory.kv_tokens
+    if config.memory.kv_gib:
+        return int(config.memory.kv_gib * GIB) // per_token
+    fraction = config.memory.fraction or (CPU_FRACTION if device_kind == "cpu" else CUDA_FRACTION)
+    # More than every row at full context could never be used.
+    return min(int(left * fraction) // per_token, config.plan.max_running * max_context)
+
+
+def _worst_step_bytes(config: Config, spec: ModelSpec, token_budget: int, dtype: torch.dtype) -> int:
+    """An upper bound on what one step holds beside weights and cache: live activations and float32 logits."""
+    widest_mlp = max(spec.inner_size, spec.moe.inner_size * spec.moe.top_k if spec.moe is not None else 0)
+    qkv = spec.q_size + 2 * spec.kv_size
+    per_token = 4 * spec.hidden_size + 2 * qkv + 3 * widest_mlp
+    logits = min(config.plan.max_running, token_budget) * spec.vocab_size * 4
+    # Sampling holds the scaled logits, their softmax and a float64 cumulative sum at once.
+    return token_budget * per_token * max(dtype.itemsize, 4) + 5 * logits
+
+
+def _too_big(spec: ModelSpec, dtype: torch.dtype, weights: int, activations: int, free: int) -> MemoryPlanError:
+    text = (
+        f"The model does not fit: weights {weights / GIB:.2f} GiB and activations {activations / GIB:.2f} GiB,"
+        f" but {free / GIB:.2f} GiB are free."
+    )
+    if dtype == torch.float32 and weights / 2 + activations < free:
+        return MemoryPlanError(f"{text} Set --dtype bfloat16, which halves the weights.")
+    if weights < free:
+        return MemoryPlanError(f"{text} Lower --max-running (logits and activations shrink with it) or --token-budget.")
+    return MemoryPlanError(f"{text} Choose a smaller model, or a machine with more memory.")

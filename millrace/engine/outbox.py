@@ -1,0 +1,104 @@
+"""Turns a step's outcome into ONE message per front: columns for the tokens, records only for what is rare."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.engine.ledger import Ledger, front_of
+from millrace.link.channel import EngineChannel
+from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, StepTokens, TokenLogprobs
+from millrace.plan.step import Ended, Int64s, StepOutcome
+from millrace.run.logprobs import LogprobColumns
+from millrace.run.runner import StepResult
+
+PromptScores = dict[int, tuple[TokenLogprobs | None, ...]]
+
+
+class Outbox:
+    def __init__(self, channel: EngineChannel, ledger: Ledger) -> None:
+        self._channel = channel
+        self._ledger = ledger
+        self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
+
+    def send_step(self, outcome: StepOutcome, result: StepResult, now: float, stats: EngineStats | None) -> None:
+        for request_id in outcome.first_ids.tolist():
+            self._ledger.on_first_token(request_id, now)
+        logprobs = _token_scores(outcome, result) if result.logprobs is not None else {}
+        prompt_logprobs = self._collect_prompt_scores(outcome, result)
+        finished = [self._finish(ended, now) for ended in outcome.ended]
+        fronts = outcome.request_ids >> FRONT_SHIFT
+        for front in range(self._channel.num_fronts):
+            mine = slice(None) if self._channel.num_fronts == 1 else fronts == front
+            message = StepTokens(
+                step_no=outcome.step_no,
+                ids=outcome.request_ids[mine].tobytes(),
+                tokens=outcome.tokens[mine].tobytes(),
+                finished=tuple(finish for finish in finished if front_of(finish.id) == front),
+                logprobs={key: value for key, value in logprobs.items() if front_of(key) == front},
+                prompt_logprobs={key: value for key, value in prompt_logprobs.items() if front_of(key) == front},
+                stats=stats,
+            )
+            if message.ids or message.finished or message.prompt_logprobs or stats is not None:
+                self._channel.send(front, message)
+
+    def send_ended(self, step_no: int, ended: tuple[Ended, ...], now: float) -> None:
+        """Requests that ended outside a step."""
+        by_front: dict[int, list[Finish]] = {}
+        for event in ended:
+            by_front.setdefault(front_of(event.request_id), []).append(self._finish(event, now))
+        for front, finished in by_front.items():
+            self._channel.send(front, StepTokens(step_no=step_no, ids=b"", tokens=b"", finished=tuple(finished)))
+
+    def send_stats(self, step_no: int, stats: EngineStats) -> None:
+        for front in range(self._channel.num_fronts):
+            self._channel.send(front, StepTokens(step_no=step_no, ids=b"", tokens=b"", stats=stats))
+
+    def _finish(self, ended: Ended, now: float) -> Finish:
+        self._prompt_scores.pop(ended.request_id, None)
+        return self._ledger.close(ended, now)
+
+    def _collect_prompt_scores(self, outcome: StepOutcome, result: StepResult) -> PromptScores:
+        """Scores gather over the prompt's chunks; they leave whole, with the request's first token."""
+        for part in result.prompt_logprobs:
+            if part.first == 1:
+                self._prompt_scores[part.request_id] = []
+            self._prompt_scores.setdefault(part.request_id, []).extend(
+                _rows(part.columns, [part.num_top] * len(part.columns.token_ids))
+            )
+        complete: PromptScores = {}
+        for request_id in outcome.first_ids.tolist():
+            entry = self._ledger.entry(request_id)
+            scores = self._prompt_scores.pop(request_id, [])
+            if entry is not None and entry.owes_prompt_logprobs:
+                entry.owes_prompt_logprobs = False
+                complete[request_id] = (None, *scores)
+        return complete
+
+
+def _token_scores(outcome: StepOutcome, result: StepResult) -> dict[int, tuple[TokenLogprobs, ...]]:
+    if result.logprobs is None:
+        return {}
+    place: Int64s = np.full(int(result.tokens.shape[0]), -1, np.int64)
+    place[result.logprob_index] = np.arange(len(result.logprob_index))
+    rows = _rows(result.logprobs, result.logprob_counts.tolist())
+    return {
+        request_id: (rows[place[index]],)
+        for request_id, index in zip(outcome.request_ids.tolist(), outcome.sample_index.tolist(), strict=True)
+        if place[index] >= 0
+    }
+
+
+def _rows(columns: LogprobColumns, counts: list[int]) -> list[TokenLogprobs]:
+    """One record per position, with as many of the likeliest tokens as its request asked for."""
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(top_ids[:count]), tuple(top_logprobs[:count]))
+        for count, token_id, logprob, rank, top_ids, top_logprobs in zip(
+            counts,
+            columns.token_ids.tolist(),
+            columns.logprobs.tolist(),
+            columns.ranks.tolist(),
+            columns.top_ids.tolist(),
+            columns.top_logprobs.tolist(),
+            strict=True,
+        )
+    ]

@@ -1,0 +1,145 @@
+"""Where the engine lives: a thread of this process, or a child process reached over Unix sockets.
+
+Either way the caller gets an `EngineHandle`. The child is started before its parent imports anything heavy, reads its
+settings from standard input, and ends when that pipe closes: an engine never outlives its server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from millrace.config import Config, as_dict
+from millrace.errors import MillraceError
+from millrace.link.channel import EngineChannel, FrontChannel, InProcessLink, ZmqFrontChannel
+from millrace.link.messages import EngineFailed, Stop
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+
+
+class EngineHandle(Protocol):
+    def channel(self, front_index: int = 0) -> FrontChannel: ...
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        """Call `on_death` on the loop with a sentence if the engine ends by itself."""
+
+    def stop(self) -> None:
+        """End the engine; bounded in time."""
+
+
+def start_engine(config: Config) -> EngineHandle:
+    return EngineThread(config) if config.server.in_process else EngineProcess(config)
+
+
+def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
+    """OpenMP threads that spin while they wait cost a busy neighbour dearly. Takes effect before torch is imported."""
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def serve_engine(config: Config, channel: EngineChannel) -> None:
+    """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
+    from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
+
+    try:
+        engine, ready = build_engine(config, channel)
+        for front in range(channel.num_fronts):
+            channel.send(front, ready)
+        engine.run()
+    except Exception as error:
+        message = error.message if isinstance(error, MillraceError) else f"The engine failed: {error!r}"
+        if not isinstance(error, MillraceError):
+            log.exception("the engine failed")
+        for front in range(channel.num_fronts):
+            channel.send(front, EngineFailed(message))
+
+
+class EngineThread:
+    """Front and engine in one process: the same code path, only the channel differs."""
+
+    def __init__(self, config: Config) -> None:
+        if "torch" not in sys.modules:
+            calm_threads(os.environ)
+        self._link = InProcessLink()
+        self._thread = threading.Thread(target=serve_engine, args=(config, self._link), name="engine", daemon=True)
+        self._thread.start()
+
+    def channel(self, front_index: int = 0) -> FrontChannel:
+        return self._link.front
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        pass  # A thread cannot die without `serve_engine` saying so.
+
+    def stop(self) -> None:
+        self._link.front.send(Stop())
+        self._thread.join(timeout=STOP_TIMEOUT_S)
+
+
+class EngineProcess:
+    def __init__(self, config: Config) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="millrace-")
+        environment = dict(os.environ)
+        calm_threads(environment)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "millrace.engine.child", self._directory.name, str(config.server.fronts)],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the front alone, which then drains.
+        )
+        if self.process.stdin is None:
+            raise AssertionError("the child has a pipe for its settings")
+        self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
+        self.process.stdin.flush()
+
+    @property
+    def directory(self) -> str:
+        """Where the sockets are; further fronts in other processes connect there."""
+        return self._directory.name
+
+    def channel(self, front_index: int = 0) -> FrontChannel:
+        return ZmqFrontChannel(self._directory.name, front_index)
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        watch_process(self.process.pid, loop, lambda: on_death(self._obituary()))
+
+    def _obituary(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1.0)
+        return f"The engine process ended with code {self.process.returncode}; its log says why. Restart the server."
+
+    def stop(self) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        try:
+            self.process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._directory.cleanup()
+
+
+def watch_process(pid: int, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
+    """Call `on_death` on the loop when the process ends. Works for any process, not only for a child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        loop.call_soon(on_death)
+        return
+
+    def on_readable() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        on_death()
+
+    loop.add_reader(descriptor, on_readable)
