@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from millrace.errors import BadRequest
@@ -95,7 +94,8 @@ class SamplingParams:
 def _in_range(name: str, value: float | None, low: float, high: float) -> None:
     if value is None:
         return
-    if not math.isfinite(value) or not low <= value <= high:
+    # The comparison is false for NaN, and exact for integers too large for a float.
+    if not low <= value <= high:
         raise BadRequest(f"{name} is {value}; it must be between {low} and {high}.", param=name)
 
 

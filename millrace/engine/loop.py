@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
+from millrace.engine.watchdog import Watchdog
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import Abort, EngineStats, NewRequest, Stop, ToEngine, unpack_tokens
 from millrace.plan.request import Request
@@ -59,6 +60,22 @@ class Engine:
 
     def run(self) -> None:
         """Until a `Stop` arrives."""
+        watchdog = Watchdog(self._oldest_launched)
+        watchdog.start()
+        try:
+            self._loop()
+        finally:
+            watchdog.stop()
+            self._device.close()
+
+    def _oldest_launched(self) -> tuple[StepPlan, float] | None:
+        try:
+            plan, _, launched_at = self._launched[0]
+        except IndexError:
+            return None
+        return plan, launched_at
+
+    def _loop(self) -> None:
         while True:
             self._take_messages()
             if self._stopping:

@@ -106,8 +106,9 @@ def _worst_step_bytes(config: Config, spec: ModelSpec, token_budget: int, dtype:
     qkv = spec.q_size + 2 * spec.kv_size
     per_token = 4 * spec.hidden_size + 2 * qkv + 3 * widest_mlp
     logits = min(config.plan.max_running, token_budget) * spec.vocab_size * 4
-    # Sampling holds the scaled logits, their softmax and a float64 cumulative sum at once.
-    return token_budget * per_token * max(dtype.itemsize, 4) + 5 * logits
+    # Sampling holds the scaled logits, their softmax and a float64 cumulative sum at once, and penalties a count and
+    # a mark for every token of every row.
+    return token_budget * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
 
 
 def _too_big(spec: ModelSpec, dtype: torch.dtype, weights: int, activations: int, free: int) -> MemoryPlanError:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+for folder in (Path(__file__).parent, Path(__file__).parents[1] / "real_models"):
+    sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def lone_answers():
+    """Each held prompt's ids with its greedy answer, computed one at a time and judged by transformers."""
+    from greedy_oracle import GreedyOracle
+    from held_prompts import CHATS, CODE, EMOJI, SCRIPTS, SHORT, long_texts
+
+    from millrace import LLM, SamplingParams
+    from millrace.sources.resolve import resolve_model
+
+    with LLM(dtype="float32", prefix_cache=False, kv_tokens=8192) as llm:
+        prompts = [llm.tokenizer.encode(text) for text in (*SHORT, *SCRIPTS, *EMOJI, *CODE, *long_texts())]
+        prompts += [llm.encode_chat(messages) for messages in CHATS]
+        answers = []
+        for prompt in prompts:
+            (generation,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+            answers.append((prompt, generation.token_ids))
+    oracle = GreedyOracle(resolve_model("smollm2-135m-instruct").path)
+    differences = {index: oracle.first_difference(*answer) for index, answer in enumerate(answers)}
+    return answers, {index: text for index, text in differences.items() if text is not None}

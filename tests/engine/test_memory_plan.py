@@ -1,0 +1,71 @@
+"""The memory plan refuses what does not fit, and names the setting that fixes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millrace.config import Config, load_config
+from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
+from millrace.errors import MemoryPlanError
+from millrace.models.families import spec_from_config
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def plan(
+    free_gib: float, weights_gib: float = 2.0, dtype: torch.dtype = torch.bfloat16, **settings: object
+) -> MemoryPlan:
+    config: Config = load_config(None, {key.replace("__", "."): value for key, value in settings.items()}).config
+    return make_memory_plan(
+        config,
+        spec_from_config(LLAMA),
+        dtype=dtype,
+        weights_bytes=int(weights_gib * GIB),
+        device_kind="cpu",
+        free_bytes=int(free_gib * GIB),
+    )
+
+
+def test_the_parts_add_up() -> None:
+    made = plan(16.0)
+    parts = made.parts()
+    assert sum(parts.values()) == made.free_bytes
+    assert min(parts.values()) >= 0
+    assert made.kv_tokens == made.num_blocks * 16
+
+
+def test_a_pool_never_exceeds_what_rows_could_use() -> None:
+    assert plan(500.0, plan__max_running=4).kv_tokens == 4 * 4096
+
+
+def test_the_pool_can_be_set_in_tokens() -> None:
+    assert plan(16.0, memory__kv_tokens=1000).kv_tokens == 992
+
+
+def test_weights_that_do_not_fit_name_the_remedy() -> None:
+    with pytest.raises(MemoryPlanError, match="--dtype bfloat16"):
+        plan(6.0, weights_gib=8.0, dtype=torch.float32)
+    with pytest.raises(MemoryPlanError, match="smaller model"):
+        plan(3.0, weights_gib=8.0)
+
+
+def test_a_pool_that_does_not_fit_says_what_would() -> None:
+    with pytest.raises(MemoryPlanError, match=r"--kv-gib \d+\.\d+"):
+        plan(8.0, memory__kv_gib=20.0)
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    with pytest.raises(MemoryPlanError, match="at most 4096"):
+        plan(16.0, model__max_context=5000)

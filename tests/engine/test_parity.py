@@ -1,0 +1,139 @@
+"""Greedy output of the real default model equals Hugging Face's, token for token: alone, and whatever else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from millrace import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+def test_alone(lone_answers) -> None:
+    answers, differences = lone_answers
+    assert len(answers) >= 60
+    assert max(len(prompt) for prompt, _ in answers) > 2000
+    assert differences == {}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param({"kv_tokens": 3200, "max_running": 12}, id="a tiny pool that preempts"),
+        pytest.param({"kv_tokens": 20_000, "max_running": 3, "token_budget": 3}, id="chunks of one to three tokens"),
+        pytest.param({"kv_tokens": 20_000, "token_budget": 64, "max_running": 64, "block_size": 5}, id="odd blocks"),
+    ],
+)
+def test_all_at_once(lone_answers, limits: dict[str, int]) -> None:
+    answers, _ = lone_answers
+    if limits.get("token_budget") == 3:
+        answers = [answer for answer in answers if len(answer[0]) < 40]
+    with LLM(dtype="float32", **limits) as llm:
+        generations = llm.generate([prompt for prompt, _ in answers], GREEDY)
+    assert [generation.token_ids for generation in generations] == [output for _, output in answers]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 33])
+def test_every_chunk_size(lone_answers, chunk: int) -> None:
+    answers, _ = lone_answers
+    chosen = [answer for answer in answers if 20 < len(answer[0]) < 90][:3]
+    with LLM(dtype="float32", max_running=1, token_budget=chunk, kv_tokens=2048) as llm:
+        for prompt, output in chosen:
+            assert llm.generate([prompt], GREEDY)[0].token_ids == output
+
+
+def test_under_churn(lone_answers) -> None:
+    """Random arrivals, cancellations at random moments, prefix hits and preemption together; then nothing is left."""
+    answers, _ = lone_answers
+    rng = random.Random(7)
+    jobs = [rng.choice(answers) for _ in range(90)]
+
+    async def one(llm: LLM, prompt: list[int], output: list[int], delay: float, cancel_at: int | None) -> None:
+        await asyncio.sleep(delay)
+        got: list[int] = []
+        async for part in llm.stream(prompt, GREEDY):
+            if part.token_id is not None:
+                got.append(part.token_id)
+            if cancel_at is not None and len(got) >= cancel_at:
+                break
+        assert got == output[: len(got)]
+        assert cancel_at is not None or len(got) == len(output)
+
+    async def churn(llm: LLM) -> None:
+        tasks = [
+            one(llm, prompt, output, rng.uniform(0, 8), rng.randrange(1, 15) if rng.random() < 0.3 else None)
+            for prompt, output in jobs
+        ]
+        await asyncio.gather(*tasks)
+        for _ in range(100):
+            stats = llm._client.stats
+            if stats is not None and stats.running == stats.waiting == 0 and llm._client.num_open == 0:
+                break
+            await asyncio.sleep(0.05)
+        assert stats is not None
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total, "a KV block leaked"
+        assert stats.prefix_hit_tokens > 0
+
+    with LLM(dtype="float32", kv_tokens=4000, max_running=10, token_budget=96) as llm:
+        asyncio.run(churn(llm))
+
+
+def test_choices_share_the_prompt_and_follow_their_seeds() -> None:
+    prompt = "The mill wheel turned slowly while the river " * 4
+    params = SamplingParams(temperature=1.0, seed=42, max_tokens=12, n=4)
+    with LLM(dtype="float32", kv_tokens=4000) as llm:
+        (crowd,) = llm.generate([prompt], params)
+        texts = [choice.text for choice in crowd.choices]
+        assert len(set(texts)) > 1
+        for index in range(4):
+            (alone,) = llm.generate([prompt], SamplingParams(temperature=1.0, seed=42 + index, max_tokens=12))
+            assert alone.text == texts[index]
+        stats = llm._client.stats
+        assert stats is not None
+        assert stats.prefix_hit_tokens >= 3 * 32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_seed_gives_the_same_text_whatever_else_runs(dtype: str) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=123, max_tokens=24)
+    prompt = "Write a short story about a lighthouse keeper."
+    with LLM(dtype=dtype, kv_tokens=8000) as llm:
+        alone = llm.generate([prompt], params)[0].text
+        others = [f"Story number {index}: " + "word " * (index * 7 % 50) for index in range(11)]
+        crowd = llm.generate([*others[:5], prompt, *others[5:]], [*[GREEDY] * 5, params, *[GREEDY] * 6])
+        assert crowd[5].text == alone
+
+
+def test_logprobs_equal_a_softmax_of_the_oracle(lone_answers) -> None:
+    import torch
+    from greedy_oracle import GreedyOracle
+
+    from millrace.sources.resolve import resolve_model
+
+    answers, _ = lone_answers
+    prompt = answers[8][0]
+    with LLM(dtype="float32", kv_tokens=2000, token_budget=5, max_running=2) as llm:
+        (generation,) = llm.generate(
+            [prompt], SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
+        )
+    oracle = GreedyOracle(resolve_model("smollm2-135m-instruct").path)
+    with torch.inference_mode():
+        logits = oracle.model(torch.tensor([[*prompt, *generation.token_ids]])).logits[0]
+    reference = torch.log_softmax(logits, -1)
+    scores = generation.choices[0].logprobs
+    assert scores is not None
+    for index, entry in enumerate(scores):
+        line = reference[len(prompt) - 1 + index]
+        assert entry.top_ids == tuple(line.topk(3).indices.tolist())
+        assert entry.logprob == pytest.approx(float(line[entry.token_id]), abs=2e-4)
+    assert generation.prompt_logprobs is not None
+    assert len(generation.prompt_logprobs) == len(prompt)
+    assert generation.prompt_logprobs[0] is None
+    for position, entry in enumerate(generation.prompt_logprobs[1:], start=1):
+        assert entry is not None
+        assert entry.token_id == prompt[position]
+        assert entry.logprob == pytest.approx(float(reference[position - 1, prompt[position]]), abs=2e-4)
+        assert len(entry.top_ids) == 2

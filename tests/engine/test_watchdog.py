@@ -1,0 +1,38 @@
+"""A stall is noticed by lack of progress, and told once, with the plan and the stacks."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from millrace.engine.watchdog import Watchdog
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+
+
+def test_a_step_that_never_ends_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=16)
+    scheduler.submit(Request(id=1, prompt=np.arange(6, dtype=np.int32), max_tokens=2))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    launched_at = time.monotonic()
+    watchdog = Watchdog(lambda: (plan, launched_at), stall_s=0.1, check_every_s=0.05)
+    logging.getLogger("millrace").propagate = True
+    with caplog.at_level(logging.ERROR, logger="millrace.engine.watchdog"):
+        watchdog.start()
+        time.sleep(0.5)
+        watchdog.stop()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "1 rows, 6 tokens" in told[0]
+
+
+def test_a_step_that_runs_in_time_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watchdog(lambda: None, stall_s=0.05, check_every_s=0.02)
+    watchdog.start()
+    time.sleep(0.2)
+    watchdog.stop()
+    assert not caplog.records

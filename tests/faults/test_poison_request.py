@@ -1,0 +1,61 @@
+"""A request whose computation fails takes nobody with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace import LLM, SamplingParams
+from millrace.errors import RequestFailed
+from millrace.models.decoder import Decoder
+
+POISON = 31337
+
+
+def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Decoder.forward
+
+    def poisoned(self, batch, kv):
+        if (batch.token_ids == POISON).any():
+            raise RuntimeError("this token is poison")
+        return forward(self, batch, kv)
+
+    monkeypatch.setattr(Decoder, "forward", poisoned)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[index + 50, index + 60, index + 70] for index in range(6)]
+    with LLM(dtype="float32", kv_tokens=4000) as llm:
+        expected = [generation.token_ids for generation in llm.generate(prompts, params)]
+        results: list[object] = []
+
+        async def everything() -> None:
+            import asyncio
+
+            async def one(prompt: list[int]) -> list[int]:
+                return [part.token_id async for part in llm.stream(prompt, params) if part.token_id is not None]
+
+            jobs = [one(prompt) for prompt in [*prompts[:3], [5, POISON, 6], *prompts[3:]]]
+            results.extend(await asyncio.gather(*jobs, return_exceptions=True))
+
+        import asyncio
+
+        asyncio.run(everything())
+        culprit = results.pop(3)
+        assert isinstance(culprit, RequestFailed)
+        assert "this token is poison" in culprit.message
+        assert results == expected
+        assert llm.generate([prompts[0]], params)[0].token_ids == expected[0]
+
+
+def test_a_device_that_breaks_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from millrace.run.device import CpuDevice
+
+    def broken(self, batch, kv):
+        raise RuntimeError("the device fell over")
+
+    def probe(self):
+        raise RuntimeError("the device is gone")
+
+    with LLM(dtype="float32", kv_tokens=4000) as llm:
+        monkeypatch.setattr(Decoder, "forward", broken)
+        monkeypatch.setattr(CpuDevice, "probe", probe)
+        with pytest.raises(RequestFailed, match="the device is gone"):
+            llm.generate(["hello"], SamplingParams(max_tokens=4))
