@@ -1,0 +1,19 @@
+"""Chooses the reader for a model's files."""
+
+from __future__ import annotations
+
+from millrace.models.weights.gguf_weights import GgufWeights
+from millrace.models.weights.random_weights import RandomWeights
+from millrace.models.weights.safetensors_weights import SafetensorsWeights
+from millrace.models.weights.source import WeightSource
+from millrace.sources.gguf_model import open_gguf_model
+from millrace.sources.resolve import ModelFiles
+
+
+def open_weights(files: ModelFiles, *, seed: int = 0) -> WeightSource:
+    """Open without reading tensors. `seed` matters to random weights only."""
+    if files.kind == "gguf":
+        return GgufWeights(open_gguf_model(files.path), files.config)
+    if files.kind == "safetensors":
+        return SafetensorsWeights(files.path, files.weights, files.config)
+    return RandomWeights(files.path, files.config, seed)

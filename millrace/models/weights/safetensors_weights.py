@@ -1,0 +1,153 @@
+"""Weights from safetensors files: one, or shards named by an index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from millrace.errors import ModelError
+from millrace.sources.hf_files import INDEX, weight_map
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+"""How multi-modal checkpoints name their text model."""
+_OTHER_MODALITIES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.")
+_FUSED = re.compile(r"(?P<prefix>model\.layers\.\d+)\.mlp\.experts\.(?P<own>gate_up_proj|down_proj)")
+_MIXTRAL_ROUTER = re.compile(r"(model\.layers\.\d+)\.mlp\.gate\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where a tensor lies: a name in a file, and for stacked experts which expert and which of its rows."""
+
+    path: Path
+    stored: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    first_row: int = 0
+
+
+class SafetensorsWeights:
+    def __init__(self, folder: Path, files: tuple[Path, ...], config: dict[str, Any]) -> None:
+        self._folder = folder
+        self._handles = {path: _open(path) for path in files}
+        self._pieces: dict[str, _Piece] = {}
+        for path in files:
+            for stored in self._handles[path].keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                for name, piece in self._read_entry(path, stored, config):
+                    if name in self._pieces:
+                        raise ModelError(f"{path}: tensor {name} is also in {self._pieces[name].path}.")
+                    self._pieces[name] = piece
+        if (folder / INDEX).is_file():
+            self._check_index()
+        self._add_missing_prefix()
+
+    def names(self) -> Iterable[str]:
+        return self._pieces.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._piece(name).shape
+
+    def file_of(self, name: str) -> Path:
+        return self._piece(name).path
+
+    def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        piece = self._piece(name)
+        handle = self._handles[piece.path]
+        try:
+            stored_type = handle.get_slice(piece.stored).get_dtype()
+            if stored_type not in _FLOATS:
+                raise ModelError(
+                    f"{piece.path}: tensor {piece.stored} has the type {stored_type}, which is not a plain float."
+                    " Use the unquantised model or a GGUF file of it."
+                )
+            tensor = self._read(handle, piece)
+        except SafetensorError as error:
+            raise ModelError(f"{piece.path}: tensor {piece.stored} cannot be read: {error}. Fetch it again.") from error
+        return tensor.to(device=device, dtype=dtype)
+
+    def _piece(self, name: str) -> _Piece:
+        piece = self._pieces.get(name)
+        if piece is None:
+            raise ModelError(f"{self._folder} holds no tensor {name}; a file is missing or of another model.")
+        return piece
+
+    @staticmethod
+    def _read(handle: Any, piece: _Piece) -> torch.Tensor:
+        if piece.expert is None:
+            whole: torch.Tensor = handle.get_tensor(piece.stored)
+            return whole
+        rows = slice(piece.first_row, piece.first_row + piece.shape[0])
+        part: torch.Tensor = handle.get_slice(piece.stored)[piece.expert : piece.expert + 1, rows]
+        return part[0].contiguous()
+
+    def _read_entry(self, path: Path, stored: str, config: dict[str, Any]) -> Iterator[tuple[str, _Piece]]:
+        name = stored
+        for prefix, plain in _PREFIXES:
+            if stored.startswith(prefix):
+                name = plain + stored.removeprefix(prefix)
+        if name.removeprefix("model.").startswith(_OTHER_MODALITIES):
+            return
+        shape = tuple(self._handles[path].get_slice(stored).get_shape())
+        fused = _FUSED.fullmatch(name)
+        if fused is not None:
+            yield from _split_experts(path, stored, shape, fused, config)
+            return
+        if config.get("model_type") == "mixtral":
+            name = _MIXTRAL_ROUTER.sub(r"\1.block_sparse_moe.gate.weight", name)
+        yield name, _Piece(path, stored, shape)
+
+    def _check_index(self) -> None:
+        stored = {(piece.path.name, piece.stored) for piece in self._pieces.values()}
+        for name, file in weight_map(self._folder).items():
+            if (file, name) not in stored and not name.removeprefix("model.").startswith(_OTHER_MODALITIES):
+                raise ModelError(f"{self._folder / file} lacks the tensor {name} that {INDEX} names. Fetch it again.")
+
+    def _add_missing_prefix(self) -> None:
+        """Checkpoints of a bare decoder, without its head, leave out the leading `model.`."""
+        if "embed_tokens.weight" in self._pieces:
+            self._pieces = {
+                name if name.startswith("lm_head.") else f"model.{name}": piece for name, piece in self._pieces.items()
+            }
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise ModelError(f"There is no file {path}. Fetch the missing file.") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file: {error}. Fetch it again.") from error
+
+
+def _split_experts(
+    path: Path, stored: str, shape: tuple[int, ...], fused: re.Match[str], config: dict[str, Any]
+) -> Iterator[tuple[str, _Piece]]:
+    """Stacked experts: `gate_up_proj` [experts, gate rows then up rows, width], `down_proj` [experts, width, rows]."""
+    halves = fused["own"] == "gate_up_proj"
+    width_axis = 2 if halves else 1
+    if len(shape) != 3 or shape[width_axis] != config.get("hidden_size") or (halves and shape[1] % 2):
+        raise ModelError(
+            f"{path}: stacked experts {stored} have shape {shape}, which does not fit hidden_size"
+            f" {config.get('hidden_size')}. Save the model again with one tensor per expert."
+        )
+    is_mixtral = config.get("model_type") == "mixtral"
+    base = f"{fused['prefix']}.{'block_sparse_moe' if is_mixtral else 'mlp'}.experts"
+    owns = (
+        (("w1", "w3") if is_mixtral else ("gate_proj", "up_proj")) if halves else ("w2" if is_mixtral else "down_proj",)
+    )
+    rows = shape[1] // len(owns)
+    for expert in range(shape[0]):
+        for index, own in enumerate(owns):
+            piece = _Piece(path, stored, (rows, shape[2]), expert, index * rows)
+            yield f"{base}.{expert}.{own}.weight", piece

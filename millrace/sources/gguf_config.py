@@ -1,0 +1,229 @@
+"""Translates GGUF metadata into the configuration that the model's own Hugging Face `config.json` would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from millrace.errors import ModelError
+from millrace.sources.gguf_metadata import Metadata
+from millrace.sources.gguf_model import GgufModel
+from millrace.sources.gguf_rope import rope_scaling
+
+MAX_LAYERS = 1024
+GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+SMOLLM3_ROPE_INTERVAL = 4
+
+_NEUTRAL: dict[str, float] = {
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "expert_weights_scale": 1.0,
+    "attention.clamp_kqv": 0.0,
+    "attention.temperature_scale": 0.0,
+    "attention.max_alibi_bias": 0.0,
+}
+"""Settings that would change the result and that no supported family uses, with the value that changes nothing."""
+
+
+def config_from_gguf(model: GgufModel) -> dict[str, Any]:
+    """The config of a supported architecture. Unknown architectures and contradictory metadata are refused."""
+    arch = model.metadata.get("general.architecture")
+    translate = _ARCHITECTURES.get(arch) if isinstance(arch, str) else None
+    if translate is None:
+        known = ", ".join(_ARCHITECTURES)
+        raise ModelError(
+            f"{model.path} has architecture {arch!r}, which cannot be served. Supported GGUF architectures: {known}."
+        )
+    return translate(Metadata(model, str(arch)))
+
+
+# --- what every family has ---
+
+
+def _common(meta: Metadata, model_type: str, architecture: str) -> dict[str, Any]:
+    _refuse_unsupported(meta)
+    hidden, heads = meta.whole("embedding_length"), meta.whole("attention.head_count")
+    head_dim = meta.whole("attention.key_length", hidden // heads)
+    _check_head(meta, hidden, heads, head_dim)
+    return {
+        "model_type": model_type,
+        "architectures": [architecture],
+        "hidden_size": hidden,
+        "num_hidden_layers": _num_layers(meta),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": meta.whole("context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": _vocab_size(meta),
+        "tie_word_embeddings": "output.weight" not in meta.model,
+        "rope_theta": meta.number("rope.freq_base", 10000.0),
+        "rope_scaling": rope_scaling(meta, head_dim),
+        "hidden_act": "silu",
+        **_special_tokens(meta),
+    }
+
+
+def _refuse_unsupported(meta: Metadata) -> None:
+    for key, neutral in _NEUTRAL.items():
+        if meta.number(key, neutral) != neutral:
+            raise meta.fail(key, f"is {meta.get(key)}, a scaling that no supported family has")
+    if meta.whole("expert_shared_count", 0, minimum=0):
+        raise meta.fail("expert_shared_count", "is not 0; shared experts are not supported")
+
+
+def _num_layers(meta: Metadata) -> int:
+    count = meta.whole("block_count")
+    if count > MAX_LAYERS:
+        raise meta.fail("block_count", f"is {count}, above the limit of {MAX_LAYERS}")
+    return count
+
+
+def _check_head(meta: Metadata, hidden: int, heads: int, head_dim: int) -> None:
+    if head_dim < 1:
+        raise meta.fail("attention.head_count", f"is {heads}, above embedding_length {hidden}")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if meta.whole(key, head_dim) != head_dim:
+            raise meta.fail(key, f"is {meta.get(key)} and the head size is {head_dim}; they must be equal")
+
+
+def _vocab_size(meta: Metadata) -> int:
+    if "token_embd.weight" not in meta.model:
+        raise ModelError(f"{meta.model.path} holds no tensor 'token_embd.weight', so it is not a whole language model.")
+    return meta.model.tensor("token_embd.weight").shape[0]
+
+
+def _special_tokens(meta: Metadata) -> dict[str, Any]:
+    ends = [meta.token_id(name) for name in ("eos", "eot", "eom")]
+    unique = list(dict.fromkeys(token for token in ends if token is not None))
+    found: dict[str, Any] = {"bos_token_id": meta.token_id("bos"), "pad_token_id": meta.token_id("padding")}
+    found["eos_token_id"] = unique[0] if len(unique) == 1 else unique or None
+    return found
+
+
+def _has_bias(meta: Metadata, part: str) -> bool:
+    return f"blk.0.{part}.bias" in meta.model
+
+
+# --- one short function per architecture ---
+
+
+def _llama(meta: Metadata) -> dict[str, Any]:
+    """Llama, Mistral, SmolLM and Mixtral share this architecture; experts and windows tell them apart."""
+    config = _common(meta, "llama", "LlamaForCausalLM")
+    config["intermediate_size"] = meta.whole("feed_forward_length")
+    config["attention_bias"] = _has_bias(meta, "attn_q") or _has_bias(meta, "attn_qkv")
+    config["mlp_bias"] = _has_bias(meta, "ffn_gate")
+    window = meta.whole("attention.sliding_window", 0, minimum=0)
+    experts = meta.whole("expert_count", 0, minimum=0)
+    if experts:
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
+        config |= {"num_experts_per_tok": meta.whole("expert_used_count"), "sliding_window": window or None}
+    elif window:
+        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return config
+
+
+def _smollm3(meta: Metadata) -> dict[str, Any]:
+    config = _common(meta, "smollm3", "SmolLM3ForCausalLM")
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return config | {
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "attention_bias": _has_bias(meta, "attn_q"),
+        "mlp_bias": _has_bias(meta, "ffn_gate"),
+        "no_rope_layer_interval": SMOLLM3_ROPE_INTERVAL,
+        "no_rope_layers": [int(layer % SMOLLM3_ROPE_INTERVAL != 0) for layer in layers],
+        "layer_types": ["full_attention" for _ in layers],
+        "use_sliding_window": False,
+    }
+
+
+def _qwen2(meta: Metadata) -> dict[str, Any]:
+    config = _common(meta, "qwen2", "Qwen2ForCausalLM")
+    return config | {"intermediate_size": meta.whole("feed_forward_length"), "use_sliding_window": False}
+
+
+def _qwen3(meta: Metadata) -> dict[str, Any]:
+    config = _common(meta, "qwen3", "Qwen3ForCausalLM")
+    config |= {"attention_bias": _has_bias(meta, "attn_q"), "use_sliding_window": False}
+    return config | {"intermediate_size": meta.whole("feed_forward_length")}
+
+
+def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
+    config = _common(meta, "qwen3_moe", "Qwen3MoeForCausalLM")
+    used, dense = meta.whole("expert_used_count"), meta.whole("feed_forward_length", 0, minimum=0)
+    per_expert = meta.whole("expert_feed_forward_length", dense // used if dense else None)
+    return config | {
+        "intermediate_size": dense or per_expert * used,
+        "moe_intermediate_size": per_expert,
+        "num_experts": meta.whole("expert_count"),
+        "num_experts_per_tok": used,
+        # The format's own convention: routing weights of the chosen experts always sum to one.
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": _has_bias(meta, "attn_q"),
+        "use_sliding_window": False,
+    }
+
+
+def _gemma2(meta: Metadata) -> dict[str, Any]:
+    config = _common(meta, "gemma2", "Gemma2ForCausalLM")
+    return config | {
+        **_gemma_shared(meta, config, GEMMA2_27B_LAYERS),
+        **_windows(meta, config["num_hidden_layers"], meta.whole("attention.sliding_window", 4096), period=2),
+        "attn_logit_softcapping": meta.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": meta.number("final_logit_softcapping", 30.0) or None,
+    }
+
+
+def _gemma3(meta: Metadata) -> dict[str, Any]:
+    config = _common(meta, "gemma3_text", "Gemma3ForCausalLM")
+    window = meta.whole("attention.sliding_window", 0, minimum=0)
+    return config | {
+        **_gemma_shared(meta, config, GEMMA3_27B_LAYERS),
+        **_windows(meta, config["num_hidden_layers"], window, period=6),
+        "rope_theta": meta.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": meta.number("rope.freq_base_swa", 10_000.0),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": meta.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _gemma_shared(meta: Metadata, config: dict[str, Any], layers_of_27b: int) -> dict[str, Any]:
+    """The 27B models alone scale queries by the width per head instead of the head size; no key says so."""
+    head_dim: int = config["head_dim"]
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    return {
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+    }
+
+
+def _windows(meta: Metadata, num_layers: int, window: int, period: int) -> dict[str, Any]:
+    """Which layers slide: a list in the file, or every layer but each `period`th."""
+    pattern = meta.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers:
+            raise meta.fail("attention.sliding_window_pattern", f"has {len(pattern)} entries for {num_layers} layers")
+        slides = [bool(item) for item in pattern]
+    else:
+        period = meta.whole("attention.sliding_window_pattern", period, minimum=0)
+        slides = [period == 0 or layer % period < period - 1 for layer in range(num_layers)]
+    kinds = ["sliding_attention" if window and slide else "full_attention" for slide in slides]
+    return {"sliding_window": window or None, "layer_types": kinds}
+
+
+_ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "smollm3": _smollm3,
+}

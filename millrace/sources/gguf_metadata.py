@@ -1,0 +1,57 @@
+"""Typed look-ups in the metadata of a GGUF model. What is missing or malformed is named with its file and key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from millrace.errors import ModelError
+from millrace.sources.gguf_model import GgufModel
+
+
+class Metadata:
+    """The metadata of one architecture; keys are given without the architecture's prefix."""
+
+    def __init__(self, model: GgufModel, arch: str) -> None:
+        self.model, self.arch = model, arch
+
+    def fail(self, key: str, problem: str) -> ModelError:
+        return ModelError(
+            f"{self.model.path}: metadata '{self.arch}.{key}' {problem}. Convert the model again or use another file."
+        )
+
+    def get(self, key: str) -> Any:
+        return self.model.metadata.get(f"{self.arch}.{key}")
+
+    def whole(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """A whole number. A per-layer list is accepted when all its entries are equal."""
+        value = self.get(key)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
+            return default
+        if isinstance(value, list):
+            raise self.fail(key, "differs between layers, which no supported family does")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**31:
+            raise self.fail(key, f"is {value!r}, not a whole number of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number. Values stored in 32 bits come back as their shortest decimal: 1e-06, not 9.99999997e-07."""
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.fail(key, f"is {value!r}, not a finite number")
+        short = float(str(np.float32(value)))
+        return short if np.float32(short) == np.float32(value) and float(np.float32(value)) == value else float(value)
+
+    def token_id(self, name: str) -> int | None:
+        value = self.model.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) and 0 <= value < 2**31 else None

@@ -1,0 +1,84 @@
+"""A GGUF model as one thing, whether it lies in one file or is split into several (`name-00001-of-00003.gguf`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.errors import ModelError
+from millrace.sources.gguf_file import GgufFile, GgufTensor, read_gguf
+
+_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class GgufModel:
+    """The metadata of the first file and the tensors of all of them."""
+
+    def __init__(self, files: tuple[GgufFile, ...]) -> None:
+        self.files = files
+        self._home = {name: file for file in files for name in file.tensors}
+        if len(self._home) != sum(len(file.tensors) for file in files):
+            names = ", ".join(str(file.path) for file in files)
+            raise ModelError(f"The same tensor name appears in more than one of {names}; the split is inconsistent.")
+
+    @property
+    def path(self) -> Path:
+        return self.files[0].path
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.files[0].metadata
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    def names(self) -> list[str]:
+        return list(self._home)
+
+    def tensor(self, name: str) -> GgufTensor:
+        return self.file_of(name).tensors[name]
+
+    def data(self, name: str) -> npt.NDArray[np.uint8]:
+        return self.file_of(name).data(name)
+
+    def file_of(self, name: str) -> GgufFile:
+        file = self._home.get(name)
+        if file is None:
+            raise ModelError(f"{self.path} holds no tensor '{name}'.")
+        return file
+
+
+def open_gguf_model(path: Path) -> GgufModel:
+    """Open a file and, if it says that it is the first of several, the others beside it."""
+    first = read_gguf(path)
+    count = first.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return GgufModel((first,))
+    return GgufModel((first, *(read_gguf(other) for other in _others(first, count))))
+
+
+def _others(first: GgufFile, count: object) -> list[Path]:
+    match = _SPLIT_NAME.fullmatch(first.path.name)
+    if match is None or not isinstance(count, int) or int(match["count"]) != count:
+        raise ModelError(
+            f"{first.path} is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf"
+            " as the parts of a split model do. Restore the names, or merge the parts into one file."
+        )
+    if int(match["index"]) != 1:
+        raise ModelError(
+            f"{first.path} is part {int(match['index'])} of {count}; name the first part,"
+            f" {match['stem']}-00001-of-{count:05}.gguf."
+        )
+    paths = [first.path.with_name(f"{match['stem']}-{index:05}-of-{count:05}.gguf") for index in range(2, count + 1)]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelError(
+            f"{first.path} is split into {count} parts and {shown} is missing beside it. Fetch every part."
+        )
+    return paths

@@ -1,0 +1,51 @@
+"""Which files of a Hugging Face directory hold its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from millrace.errors import ModelError
+from millrace.sources.hf_config import read_json_object
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def find_weights(folder: Path) -> tuple[Path, ...]:
+    """The directory's safetensors files: those its index names, else the single file, else none."""
+    if (folder / INDEX).is_file():
+        return _shards(folder, weight_map(folder))
+    if (folder / SINGLE).is_file():
+        return (folder / SINGLE,)
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) <= 1:
+        return tuple(others)
+    listed = ", ".join(path.name for path in others[:4])
+    raise ModelError(f"{folder} holds several safetensors files ({listed}) but no {INDEX}; fetch that file too.")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """The index: tensor name to file name."""
+    path = folder / INDEX
+    found = read_json_object(path).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ModelError(f"{path} has no usable weight_map. Fetch it again.")
+    return found
+
+
+def _shards(folder: Path, names: dict[str, str]) -> tuple[Path, ...]:
+    paths = []
+    for name in sorted(set(names.values())):
+        if Path(name).name != name:
+            raise ModelError(f"{folder / INDEX} names the file '{name}' outside its directory. Fetch it again.")
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} lacks the shard {name} that {INDEX} names. Fetch the missing file.")
+        paths.append(folder / name)
+    if not paths:
+        raise ModelError(f"{folder / INDEX} names no files. Fetch it again.")
+    return tuple(paths)
+
+
+def has_pickled_weights(folder: Path) -> bool:
+    return any(True for pattern in _PICKLED_PATTERNS for _ in folder.glob(pattern))

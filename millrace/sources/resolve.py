@@ -1,0 +1,135 @@
+"""From what a user typed to files that can be opened: a known name, a directory, a GGUF file, a hub id, `random:`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from millrace.errors import ModelError
+from millrace.sources.download import Progress, fetch_known
+from millrace.sources.gguf_config import config_from_gguf
+from millrace.sources.gguf_model import open_gguf_model
+from millrace.sources.hf_config import read_config
+from millrace.sources.hf_files import find_weights, has_pickled_weights
+from millrace.sources.hub import fetch_gguf, fetch_snapshot
+from millrace.sources.known_models import KNOWN_MODELS, find_known, nearest_known
+
+__all__ = ["ModelFiles", "Progress", "resolve_model"]
+
+RANDOM_PREFIX = "random:"
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf))?")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's parts lie. `config` is in the form of a Hugging Face `config.json` whatever the source."""
+
+    name: str
+    """The short name under which it is served unless the user chooses another."""
+    kind: Literal["gguf", "safetensors", "random"]
+    path: Path
+    """The .gguf file, the directory, or (random) the config file."""
+    config: dict[str, Any]
+    weights: tuple[Path, ...]
+    """The files that hold tensors."""
+
+
+def resolve_model(source: str, *, progress: Progress | None = None) -> ModelFiles:
+    """Find the model, fetching it if it is known or on the hub and not here yet."""
+    text = source.strip()
+    if text.startswith(RANDOM_PREFIX):
+        return _from_random(text.removeprefix(RANDOM_PREFIX))
+    known = find_known(text)
+    if known is not None:
+        return _from_gguf(fetch_known(known, progress=progress), known.name)
+    path = Path(text).expanduser()
+    if text and path.exists():
+        return _from_directory(path) if path.is_dir() else _from_file(path)
+    match = _HUB_ID.fullmatch(text)
+    if match is not None and not text.startswith(("./", "../", "~")):
+        return _from_hub(match["repo"], match["file"], progress)
+    raise _not_found(source)
+
+
+def _not_found(source: str) -> ModelError:
+    if source.endswith(".gguf") or source.startswith(("/", "./", "../", "~")):
+        return ModelError(f"There is no file or directory {source}. Check the path.")
+    near = nearest_known(source)
+    hint = f" Did you mean '{near}'?" if near else ""
+    names = ", ".join(model.name for model in KNOWN_MODELS)
+    return ModelError(
+        f"There is no model '{source}'.{hint} Give one of {names}; or a directory, a .gguf file,"
+        " a hub id such as org/name or org/name:file.gguf, or random:<config.json>."
+    )
+
+
+def _from_random(text: str) -> ModelFiles:
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise ModelError(f"There is no config file {path} for random weights. Give random:<config.json>.")
+    own_name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return ModelFiles(f"random-{own_name}", "random", path, read_config(path), ())
+
+
+def _from_gguf(path: Path, name: str) -> ModelFiles:
+    model = open_gguf_model(path)
+    return ModelFiles(name, "gguf", path, config_from_gguf(model), tuple(file.path for file in model.files))
+
+
+def _from_file(path: Path) -> ModelFiles:
+    if path.suffix == ".gguf":
+        return _from_gguf(path, re.sub(r"-00001-of-\d{5}$", "", path.stem))
+    if path.suffix in _PICKLED:
+        raise ModelError(
+            f"{path} is a pickled file, and loading one can run any code, so it is refused."
+            " Convert the model to safetensors or GGUF."
+        )
+    if path.suffix in (".safetensors", ".json"):
+        raise ModelError(f"{path} is one file of a model; give its directory, {path.parent}, instead.")
+    raise ModelError(f"{path} is neither a .gguf file nor a model directory.")
+
+
+def _from_directory(path: Path, name: str = "") -> ModelFiles:
+    name = name or path.resolve().name
+    weights = find_weights(path)
+    if weights:
+        return ModelFiles(name, "safetensors", path, read_config(path / "config.json"), weights)
+    ggufs = _gguf_choices(path)
+    if len(ggufs) == 1:
+        return _from_gguf(ggufs[0], name)
+    if ggufs:
+        listed = ", ".join(item.name for item in ggufs)
+        raise ModelError(f"{path} holds {len(ggufs)} GGUF models ({listed}); give the path of one of them.")
+    if has_pickled_weights(path):
+        raise ModelError(
+            f"{path} holds only pickled weights, and loading those can run any code, so they are refused."
+            " Convert the model to safetensors or GGUF."
+        )
+    raise ModelError(f"{path} holds neither .safetensors nor .gguf files, so there is no model in it.")
+
+
+def _gguf_choices(path: Path) -> list[Path]:
+    """Models among the directory's GGUF files: the first part of a split, and no vision projectors."""
+    found = []
+    for item in sorted(path.glob("*.gguf")):
+        part = re.search(r"-(\d{5})-of-\d{5}$", item.stem)
+        if not item.name.startswith("mmproj") and (part is None or int(part[1]) == 1):
+            found.append(item)
+    return found
+
+
+def _from_hub(repo: str, file: str | None, progress: Progress | None) -> ModelFiles:
+    if file is not None:
+        return _from_gguf(fetch_gguf(repo, file, progress), f"{repo}:{file}")
+    folder = fetch_snapshot(repo, progress)
+    if not find_weights(folder):
+        raise ModelError(
+            f"'{repo}' on the hub holds no safetensors files. For a GGUF file write {repo}:<file>.gguf;"
+            " pickled weights are refused, because loading them can run any code."
+        )
+    return _from_directory(folder, repo)

@@ -1,0 +1,74 @@
+"""Drives a decoder as the engine does: sequences that grow in steps of any shape, over a shuffled paged cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from millrace.models.batch import ForwardBatch
+from millrace.models.decoder import Decoder
+
+
+def make_batch(
+    rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], block_size: int, device: torch.device | None = None
+) -> ForwardBatch:
+    """Rows are (new token ids, tokens already in the cache, block ids)."""
+    token_ids, positions, slots, starts, lens = [], [], [], [0], []
+    for tokens, computed, blocks in rows:
+        for position in range(computed, computed + len(tokens)):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+        token_ids += tokens
+        starts.append(len(token_ids))
+        lens.append(computed + len(tokens))
+    width = max(1, *(len(blocks) for _, _, blocks in rows))
+    tables = [[*blocks, *[0] * (width - len(blocks))] for _, _, blocks in rows]
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        max_query_len=max(end - start for start, end in zip(starts, starts[1:], strict=False)),
+        max_seq_len=max(lens),
+        query_starts_host=starts,
+        seq_lens_host=lens,
+    )
+
+
+class PagedDriver:
+    """Every place in the cache that was not written holds NaN, so reading one shows at once."""
+
+    def __init__(self, decoder: Decoder, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> None:
+        self.decoder = decoder
+        self.block_size = block_size
+        shape = decoder.spec.kv_shape(num_blocks, block_size)
+        self.kv = [
+            torch.full(shape, float("nan"), dtype=decoder.dtype, device=decoder.device) for _ in decoder.spec.layers
+        ]
+        self._free = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self._free)
+        self._computed: dict[int, int] = {}
+        self._blocks: dict[int, list[int]] = {}
+
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Append tokens to sequences; per row the logits [tokens, vocab] of the new tokens."""
+        batch_rows = []
+        for sequence, tokens in rows:
+            computed = self._computed.get(sequence, 0)
+            blocks = self._blocks.setdefault(sequence, [])
+            while len(blocks) * self.block_size < computed + len(tokens):
+                blocks.append(self._free.pop())
+            batch_rows.append((tokens, computed, blocks))
+            self._computed[sequence] = computed + len(tokens)
+        batch = make_batch(batch_rows, self.block_size, self.decoder.device)
+        logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
+        return list(torch.split(logits, [len(tokens) for _, tokens in rows]))
+
+    def run(self, sequence: int, tokens: Sequence[int], chunk: int) -> torch.Tensor:
+        """A whole sequence in chunks; logits [tokens, vocab]."""
+        parts = [self.step([(sequence, tokens[at : at + chunk])])[0] for at in range(0, len(tokens), chunk)]
+        return torch.cat(parts)

@@ -1,0 +1,85 @@
+"""A program on a terminal of its own, typed at and read from, as a person would."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x01\x02]")
+
+
+class Terminal:
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self.process = process
+        self._master = master
+        self._raw = b""
+        self._consumed = 0
+
+    @property
+    def _seen(self) -> str:
+        """What the screen shows after the last expected text. Decoded anew, since a read may cut a character."""
+        text = _COLOUR.sub("", self._raw.decode(errors="replace")).replace("\r\n", "\n")
+        return text[self._consumed :]
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def ctrl_c(self) -> None:
+        self.type("\x03")
+
+    def expect(self, text: str, timeout_s: float = 20.0) -> str:
+        """Read until `text` appears; return what came before it. Colours are left out."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self._seen:
+            if not self._read(deadline):
+                raise AssertionError(f"{text!r} did not appear; the screen shows {self._seen[-2000:]!r}")
+        before, _, _ = self._seen.partition(text)
+        self._consumed += len(before) + len(text)
+        return before
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        deadline = time.monotonic() + timeout_s
+        while self._read(deadline):
+            pass
+        return self.process.wait(max(deadline - time.monotonic(), 0.1))
+
+    def _read(self, deadline: float) -> bool:
+        """Take in what there is; False when the time or the program is over."""
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([self._master], [], [], left)[0]:
+            return False
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:
+            return False
+        self._raw += data
+        return bool(data)
+
+
+@contextmanager
+def on_terminal(arguments: Sequence[str]) -> Iterator[Terminal]:
+    """`python -m millrace ARGUMENTS` with a terminal as its controlling one, so that Ctrl-C is a signal."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millrace", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        preexec_fn=lambda: os.login_tty(slave),  # noqa: PLW1509 - nothing else can set a controlling terminal
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.close(master)

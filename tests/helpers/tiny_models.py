@@ -1,0 +1,164 @@
+"""Small random models of every family, as `transformers` computes them and as our loader reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 97
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+def _sized(kind: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+    return kind, {**_SIZES, **changes}
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": _sized("Llama"),
+    "llama_tied": _sized("Llama", tie_word_embeddings=True, num_key_value_heads=6, head_dim=8),
+    "llama_bias": _sized("Llama", attention_bias=True, mlp_bias=True),
+    "llama_llama3": _sized("Llama", rope_parameters=_LLAMA3),
+    "llama_linear": _sized("Llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0}),
+    "llama_dynamic": _sized("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e3, "factor": 2.0}),
+    "llama_yarn": _sized("Llama", rope_parameters=_YARN),
+    "llama_yarn_mscale": _sized(
+        "Llama", rope_parameters={**_YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1, "beta_fast": 8.0}
+    ),
+    "llama_gelu": _sized("Llama", hidden_act="gelu"),
+    "mistral": _sized("Mistral", sliding_window=None),
+    "mistral_window": _sized("Mistral", sliding_window=5),
+    "qwen2": _sized("Qwen2", use_sliding_window=False),
+    "qwen2_window": _sized("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": _sized("Qwen3"),
+    "qwen3_bias_tied": _sized("Qwen3", attention_bias=True, tie_word_embeddings=True),
+    "smollm3": _sized("SmolLM3", num_hidden_layers=5, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "smollm3_window": _sized(
+        "SmolLM3",
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=6,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gemma2": _sized(
+        "Gemma2", sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=4.0
+    ),
+    "gemma3": _sized(
+        "Gemma3Text",
+        num_hidden_layers=7,
+        sliding_window=6,
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        },
+    ),
+    "mixtral": _sized("Mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "mixtral_window": _sized("Mixtral", num_local_experts=4, num_experts_per_tok=1, sliding_window=7),
+    "qwen3_moe": _sized(
+        "Qwen3Moe", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "qwen3_moe_sparse": _sized(
+        "Qwen3Moe",
+        num_hidden_layers=4,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+    ),
+}
+
+
+def make_reference(case: str, seed: int = 0) -> Any:
+    """The `transformers` model, in float32, every parameter random, so that no norm or bias could be left out."""
+    import transformers
+
+    kind, values = CASES[case]
+    config = getattr(transformers, f"{kind}Config")(**values)
+    name = "Gemma3ForCausalLM" if kind == "Gemma3Text" else f"{kind}ForCausalLM"
+    config.architectures = [name]
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, name)(config).float().eval()
+        for parameter_name, parameter in model.named_parameters():
+            is_norm = parameter_name.endswith("norm.weight")
+            centre = 1.0 if is_norm and "Gemma" not in kind else 0.0
+            torch.nn.init.normal_(parameter, centre, 0.3 if is_norm else 0.15)
+    return model
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    return dict(model.config.to_dict())
+
+
+class StateDictSource:
+    """A WeightSource over tensors in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], path: Path = Path("/models/tiny/model.safetensors")) -> None:
+        self.tensors = tensors
+        self.path = path
+
+    @classmethod
+    def of(cls, model: Any) -> StateDictSource:
+        is_mixtral = model.config.model_type == "mixtral"
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            for own, part in _as_stored(name, tensor.detach(), is_mixtral):
+                tensors[own] = part
+        if model.config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        return cls(tensors)
+
+    def names(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.tensors[name].to(device=device, dtype=dtype, copy=True)
+
+    def file_of(self, name: str) -> Path:
+        return self.path
+
+
+def _as_stored(name: str, tensor: torch.Tensor, is_mixtral: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    """Experts are stacked in memory and apart in checkpoints."""
+    base, _, own = name.rpartition(".")
+    if is_mixtral:
+        base = base.replace(".mlp.", ".block_sparse_moe.")
+        name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+    if not base.endswith(".experts"):
+        return [(name, tensor)]
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = []
+    for expert, whole in enumerate(tensor):
+        parts = {gate: whole.chunk(2)[0], up: whole.chunk(2)[1]} if own == "gate_up_proj" else {down: whole}
+        found += [(f"{base}.{expert}.{part}.weight", value.contiguous()) for part, value in parts.items()]
+    return found

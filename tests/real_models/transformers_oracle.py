@@ -1,0 +1,55 @@
+"""Run as a program: what transformers makes of a GGUF file. Its own process, so that its memory is gone afterwards.
+
+Reads a JSON request {path, num_tokens, prompts (token ids), texts} from the file named first and writes
+{outputs (token ids), token_ids (of the texts)} to the file named second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+
+def load_model(path: Path) -> Any:
+    """transformers' own reading of the file: its config, its names, its order of heads; one copy in memory."""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
+    missing = model.load_state_dict(loaded["tensors"], strict=False, assign=True)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}, missing
+    assert not missing.unexpected_keys, missing
+    model.tie_weights()
+    # Buffers that are computed, not stored, were made without memory; make them again.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    if hasattr(model.model.embed_tokens, "embed_scale"):
+        model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens)
+    return list(made[0, len(prompt) :].tolist())
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    path = Path(request["path"])
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    token_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in request["texts"]]
+    model = load_model(path)
+    outputs = [greedy(model, prompt, request["num_tokens"]) for prompt in request["prompts"]]
+    Path(sys.argv[2]).write_text(json.dumps({"outputs": outputs, "token_ids": token_ids}))
+
+
+if __name__ == "__main__":
+    main()
