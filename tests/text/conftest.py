@@ -1,0 +1,30 @@
+"""Vocabularies for the tests of this room: the default model's, and small ones that need no download."""
+
+from __future__ import annotations
+
+import pytest
+from text.small_vocabularies import small_byte_level, small_sentence_piece
+
+from millrace.config import DEFAULT_MODEL
+from millrace.sources.resolve import ModelFiles, resolve_model
+from millrace.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def default_files() -> ModelFiles:
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_files: ModelFiles) -> Tokenizer:
+    return load_tokenizer(default_files)
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    return small_byte_level()
+
+
+@pytest.fixture(scope="session")
+def sentence_piece() -> Tokenizer:
+    return small_sentence_piece()
