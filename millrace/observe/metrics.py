@@ -1,0 +1,136 @@
+"""Prometheus metrics of a front: what its requests saw, counted as each ends, and what the engine last reported.
+
+Nothing here runs per token. The engine's own counters arrive in `EngineStats` a few times a second and are read only
+when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from millrace import __version__
+from millrace.link.messages import EngineReady, EngineStats, Finish
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_WAITS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 40, 80, 160)
+_PER_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_TOTALS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
+
+
+class EngineView(Protocol):
+    """The part of the engine's client that is scraped."""
+
+    ready: EngineReady | None
+    stats: EngineStats | None
+
+    def is_progressing(self, now: float) -> bool: ...
+
+
+class FrontMetrics:
+    """One front's metrics in a registry of their own, so that several fronts may live in one process."""
+
+    def __init__(self, engine: EngineView) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "millrace_requests",
+            "HTTP requests by route, status and, where text was generated, how that ended.",
+            ("route", "status", "finish_reason"),
+            registry=registry,
+        )
+        self.ttft = _histogram(registry, "ttft", "From a request's arrival to its first token.", _WAITS_S)
+        self.tpot = _histogram(registry, "tpot", "Between tokens after the first, mean per sequence.", _PER_TOKEN_S)
+        self.e2e = _histogram(registry, "e2e", "From a request's arrival to its last token.", _TOTALS_S)
+        self.queued = _histogram(registry, "queue", "From arrival to admission by the scheduler.", _WAITS_S)
+        self.prompt_tokens = Counter(
+            "millrace_request_prompt_tokens", "Prompt tokens of ended sequences.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "millrace_request_cached_tokens", "Those found in the prefix cache.", registry=registry
+        )
+        self.output_tokens = Counter(
+            "millrace_request_output_tokens", "Generated tokens of ended sequences.", registry=registry
+        )
+        self.open_requests = Gauge("millrace_open_requests", "Requests that are generating.", registry=registry)
+        self.open_streams = Gauge("millrace_open_streams", "Those of them that stream.", registry=registry)
+        self.slow_client_drops = Counter(
+            "millrace_slow_client_drops", "Streams cut because their client did not read.", registry=registry
+        )
+        self.client_disconnects = Counter(
+            "millrace_client_disconnects", "Requests whose client left before the end.", registry=registry
+        )
+        ProcessCollector(registry=registry)
+        registry.register(_EngineCollector(engine))
+
+    def observe_sequence(self, finish: Finish, before_submit_s: float) -> None:
+        """Count one ended sequence. `before_submit_s` is what the front spent before the engine knew of it."""
+        self.prompt_tokens.inc(finish.prompt_tokens)
+        self.cached_tokens.inc(finish.cached_tokens)
+        self.output_tokens.inc(finish.output_tokens)
+        if finish.output_tokens == 0:
+            return
+        self.queued.observe(finish.queued_s)
+        self.ttft.observe(before_submit_s + finish.first_token_s)
+        if finish.output_tokens > 1:
+            self.tpot.observe(max(0.0, finish.total_s - finish.first_token_s) / (finish.output_tokens - 1))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"millrace_{name}_seconds", text, buckets=buckets, registry=registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's last report, as metrics."""
+
+    def __init__(self, engine: EngineView) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        ready, stats = self._engine.ready, self._engine.stats
+        is_ready = self._engine.is_progressing(time.monotonic())
+        yield GaugeMetricFamily("millrace_engine_ready", "1 when the engine makes progress.", value=float(is_ready))
+        if ready is not None:
+            yield from _limits(ready)
+        if stats is not None:
+            yield from _gauges(stats)
+            yield from _counters(stats)
+
+
+def _limits(ready: EngineReady) -> Iterator[Metric]:
+    labels = {"version": __version__, "model": ready.model_name, "dtype": ready.dtype, "device": ready.device}
+    yield InfoMetricFamily("millrace_engine", "What is served.", value=labels)
+    yield GaugeMetricFamily("millrace_max_context_tokens", "Longest prompt + output.", value=ready.max_context)
+    yield GaugeMetricFamily("millrace_kv_capacity_tokens", "Tokens that the KV pool holds.", value=ready.kv_tokens)
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("millrace_running_requests", "Sequences in the running set.", value=stats.running)
+    yield GaugeMetricFamily("millrace_waiting_requests", "Sequences that wait for admission.", value=stats.waiting)
+    blocks = GaugeMetricFamily("millrace_kv_blocks", "KV blocks by state.", labels=["state"])
+    blocks.add_metric(["free"], stats.blocks_free)
+    blocks.add_metric(["cached"], stats.blocks_cached)
+    blocks.add_metric(["used"], stats.blocks_total - stats.blocks_free - stats.blocks_cached)
+    yield blocks
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("steps", "Steps the engine has completed.", stats.step_no),
+        ("preemptions", "Sequences preempted to make room.", stats.preemptions),
+        ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
+        ("prefix_query_tokens", "Prompt tokens looked up there.", stats.prefix_query_tokens),
+        ("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens),
+        ("output_tokens", "Tokens generated.", stats.output_tokens),
+        ("step_seconds", "Time in steps, from launch to result.", stats.step_seconds),
+        ("plan_seconds", "Time spent planning steps.", stats.plan_seconds),
+    ):
+        yield CounterMetricFamily(f"millrace_engine_{name}", text, value=value)

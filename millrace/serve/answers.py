@@ -1,0 +1,212 @@
+"""The bodies that clients receive, as structs: what is sent, and what the OpenAPI document says, are one thing.
+
+A field typed `… | UnsetType` appears only when it was asked for. Field order is the order on the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishWord = Literal["stop", "length"]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was already in the prefix cache."""
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all choices together; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each prompt position (the first has none): token id to its log-probability and rank."""
+
+
+# ── chat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class AnswerMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: str | int | None = None
+    """The stop text or stop token id that ended the choice, if one did."""
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatAnswer(msgspec.Struct):
+    """A whole chat completion."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishWord | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """One event of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+# ── completions ───────────────────────────────────────────────────────────────────────────────────────────────────────
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionAnswer(msgspec.Struct):
+    """A whole completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishWord | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(msgspec.Struct):
+    """One event of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Model(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    """Longest prompt + output in tokens; null until the engine is ready."""
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(msgspec.Struct):
+    status: Literal["ok", "ready", "not ready"]
+    reason: str | UnsetType = UNSET
+
+
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    prompt: str
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """Every error, whatever its status."""
+
+    error: ErrorBody
+
+
+encode = msgspec.json.Encoder().encode

@@ -1,0 +1,223 @@
+"""A front as a running server: the listening socket, signals, and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from millrace.config import Config
+from millrace.errors import ConfigError, EngineUnavailable
+from millrace.link.client import EngineClient
+from millrace.observe.metrics import FrontMetrics
+from millrace.serve.http_protocol import FrontRunner
+from millrace.serve.routing import build_app
+from millrace.serve.state import FrontState
+from millrace.sources.resolve import ModelFiles
+from millrace.text.chat_template import load_chat_template
+from millrace.text.tokenizer import load_tokenizer
+
+KEEP_ALIVE_S = 75.0
+"""How long a connection may be idle, or take to send a request's head."""
+STALLED_PEER_MS = 120_000
+"""After this long without the peer taking anything of what is to be sent, the kernel gives the connection up."""
+BACKLOG = 4096
+CLOSE_GRACE_S = 2.0
+
+OnListening = Callable[[str, int], None]
+
+__all__ = [
+    "FrontState",
+    "build_app",
+    "drain",
+    "listening_socket",
+    "load_state",
+    "run_front",
+    "run_front_async",
+    "serve_front",
+]
+
+log = logging.getLogger("millrace.serve")
+
+
+def listening_socket(host: str, port: int, config: Config, *, reuse_port: bool = False) -> socket.socket:
+    """A TCP socket whose accepted connections bound what an unread stream costs in the kernel, too."""
+    family, _, _, _, address = _resolve(host, port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.server.stream_buffer_kb * 1024)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_PEER_MS)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port or --host.",
+            param="server.port",
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def _resolve(host: str, port: int) -> Any:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host!r} is not an address of this machine: {error}.", param="server.host"
+        ) from error
+
+
+async def serve_front(
+    state: FrontState,
+    host: str,
+    port: int,
+    *,
+    reuse_port: bool = False,
+    on_listening: OnListening | None = None,
+    sock: socket.socket | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT (or `stop`), then drain; a second signal stops at once.
+
+    Listens from the start, whether or not the engine is ready. `on_listening` gets the address and port.
+    """
+    sock = sock or listening_socket(host, port, state.config, reuse_port=reuse_port)
+    runner = FrontRunner(
+        build_app(state),
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=CLOSE_GRACE_S,
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        # The first answer should not wait for the table that detokenises it.
+        warm_up = asyncio.get_running_loop().run_in_executor(state.text_pool, lambda: state.tokenizer.table)
+        if on_listening is not None:
+            address = sock.getsockname()
+            on_listening(address[0], address[1])
+        await _until_stopped(state, stop or asyncio.Event())
+        warm_up.cancel()
+    finally:
+        await runner.cleanup()
+        state.close()
+
+
+async def _until_stopped(state: FrontState, stop: asyncio.Event) -> None:
+    """Wait for the first signal, then drain until done or until the second."""
+    loop = asyncio.get_running_loop()
+    second = asyncio.Event()
+
+    def on_signal() -> None:
+        (second if stop.is_set() else stop).set()
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, on_signal)
+    except (RuntimeError, ValueError):
+        pass  # Not the main thread: whoever owns the process sets `stop`.
+    try:
+        await stop.wait()
+        draining = loop.create_task(drain(state))
+        hurried = loop.create_task(second.wait())
+        await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            log.warning("Second signal: stopping now; %d requests are cut short.", len(state.jobs))
+            draining.cancel()
+            fail_open_jobs(state)
+        hurried.cancel()
+    finally:
+        for number in signals:
+            try:
+                loop.remove_signal_handler(number)
+            except (RuntimeError, ValueError):
+                pass
+
+
+async def drain(state: FrontState) -> None:
+    """Stop being ready, refuse what is new, let what runs finish within the limit, and tell the rest."""
+    state.draining = True
+    limit_s = state.config.server.drain_timeout_s
+    if state.jobs:
+        log.info("Draining: %d requests may take up to %g s to finish.", len(state.jobs), limit_s)
+        waits = [asyncio.ensure_future(_ended(job.done)) for job in state.jobs]
+        await asyncio.wait(waits, timeout=limit_s)
+        for wait in waits:
+            wait.cancel()
+    fail_open_jobs(state)
+
+
+async def _ended(done: asyncio.Future[None]) -> None:
+    await asyncio.wait((done,))
+
+
+def fail_open_jobs(state: FrontState) -> None:
+    for job in list(state.jobs):
+        job.fail(EngineUnavailable("The server shut down before this request ended; send it to another server."))
+
+
+def load_state(config: Config, client: EngineClient, files: ModelFiles) -> FrontState:
+    """What a front needs, from the model's own files."""
+    tokenizer = load_tokenizer(files)
+    return FrontState(
+        config=config,
+        client=client,
+        tokenizer=tokenizer,
+        template=load_chat_template(files, tokenizer, config.model.chat_template),
+        model_name=config.model.served_name or files.name,
+        metrics=FrontMetrics(client),
+    )
+
+
+def run_front(
+    config: Config,
+    client_factory: Callable[[], Awaitable[EngineClient]],
+    files: ModelFiles,
+    *,
+    on_listening: OnListening | None = None,
+    reuse_port: bool = False,
+    sock: socket.socket | None = None,
+) -> None:
+    """A whole front: load the tokenizer, make the client on the loop, serve, drain, close. Blocks until stopped."""
+    import uvloop
+
+    uvloop.run(
+        run_front_async(config, client_factory, files, on_listening=on_listening, reuse_port=reuse_port, sock=sock)
+    )
+
+
+async def run_front_async(
+    config: Config,
+    client_factory: Callable[[], Awaitable[EngineClient]],
+    files: ModelFiles,
+    *,
+    on_listening: OnListening | None = None,
+    reuse_port: bool = False,
+    sock: socket.socket | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """`run_front` for a caller that has its own loop."""
+    client = await client_factory()
+    try:
+        await serve_front(
+            load_state(config, client, files),
+            config.server.host,
+            config.server.port,
+            reuse_port=reuse_port,
+            on_listening=on_listening,
+            sock=sock,
+            stop=stop,
+        )
+    finally:
+        await client.close()

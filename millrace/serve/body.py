@@ -1,0 +1,250 @@
+"""From bytes on a socket to a checked struct: size, media type, JSON, types. A failure names field, value, remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+import types
+import typing
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
+
+from millrace.errors import BadRequest, BodyTooLarge, RequestTimeout, UnsupportedMediaType
+
+BODY_TIMEOUT_S = 60.0
+"""A client must have sent its whole body by then."""
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$?(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_TYPE_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "null": "null",
+    "array": "an array",
+    "object": "an object",
+}
+_SHOWN_CHARS = 80
+_LONGEST_EXPLAINED_BYTES = 1 << 20
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def check_headers(request: web.Request, limit_bytes: int) -> None:
+    """Everything that can be refused before a byte of the body is read."""
+    if request.content_length is not None and request.content_length > limit_bytes:
+        raise _too_large(request.content_length, limit_bytes)
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"The body has Content-Encoding {encoding[:_SHOWN_CHARS]!r}; send it as plain, uncompressed JSON."
+        )
+    if "Content-Type" in request.headers:
+        _check_content_type(request)
+
+
+def _check_content_type(request: web.Request) -> None:
+    media_type = request.content_type.lower()
+    if media_type != "application/json":
+        raise BadRequest(
+            f"The body has Content-Type {media_type[:_SHOWN_CHARS]!r}; send JSON with Content-Type application/json.",
+            code="unsupported_media_type",
+        )
+    charset = request.charset
+    if charset is not None and charset.lower().replace("_", "-") not in ("utf-8", "utf8", "us-ascii"):
+        raise UnsupportedMediaType(f"The body has charset {charset[:_SHOWN_CHARS]!r}; send it as UTF-8.")
+
+
+async def read_body(request: web.Request, limit_bytes: int) -> bytes:
+    """The whole body, at most `limit_bytes` of it, within `BODY_TIMEOUT_S`."""
+    check_headers(request, limit_bytes)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read_at_most(request, limit_bytes)
+    except (RequestPayloadError, HttpProcessingError) as error:
+        raise BadRequest(
+            f"The body's transfer encoding is broken: {' '.join(str(error).split())[:_SHOWN_CHARS]}",
+            code="malformed_http",
+        ) from None
+    except TimeoutError:
+        raise RequestTimeout(f"The body had not arrived after {BODY_TIMEOUT_S:g} s; send it without pausing.") from None
+
+
+async def _read_at_most(request: web.Request, limit_bytes: int) -> bytes:
+    pieces: list[bytes] = []
+    total = 0
+    while piece := await request.content.readany():
+        total += len(piece)
+        if total > limit_bytes:
+            raise _too_large(total, limit_bytes)
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _too_large(num_bytes: int, limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The body has at least {num_bytes} bytes; this server takes at most {limit_bytes}."
+        " Send less, or start the server with a larger --body-limit-mb."
+    )
+
+
+# ── decoding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class BodyDecoder(typing.Generic[_T]):
+    """Strict JSON into one struct type."""
+
+    def __init__(self, struct: type[_T]) -> None:
+        self._struct = struct
+        self._decoder = msgspec.json.Decoder(struct)
+
+    def decode(self, body: bytes) -> _T:
+        if not body:
+            raise BadRequest("The body is empty; send a JSON object.", code="empty_body")
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _explain(str(error), _parse(body), self._struct) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise json_error(error, body) from None
+
+
+def _parse(body: bytes) -> Any:
+    """Any JSON, to show a value of; or what is wrong with it as JSON, which is said before what is wrong with a field.
+    Nothing of a body so long that building it would hurt others."""
+    if len(body) > _LONGEST_EXPLAINED_BYTES:
+        return None
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        return None  # A number that no float holds; the sentence about the field says it better.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise json_error(error, body) from None
+
+
+def json_error(error: Exception, body: bytes) -> BadRequest:
+    """What is wrong with bytes that are not JSON."""
+    if isinstance(error, UnicodeDecodeError):
+        what = f"The body is not valid UTF-8 ({error.reason}); encode its texts as UTF-8."
+        return BadRequest(what, code="invalid_utf8")
+    if isinstance(error, RecursionError):
+        return BadRequest("The body is nested too deeply; flatten it.", code="invalid_json")
+    return BadRequest(f"The body is not valid JSON: {_malformed(str(error), body)}", code="invalid_json")
+
+
+def _malformed(problem: str, body: bytes) -> str:
+    problem = problem.removeprefix("JSON is malformed: ").rstrip(".")
+    if re.search(rb"[:\[,]\s*-?(NaN|Infinity)", body):
+        problem += "; JSON has no NaN or Infinity"
+    elif "surrogate" in problem or re.search(rb"\\u[dD][89a-fA-F]", body):
+        problem += "; a \\u escape of half a surrogate pair is not a character"
+    return problem + "."
+
+
+def _explain(problem: str, parsed: Any, struct: type[msgspec.Struct]) -> BadRequest:
+    """msgspec's sentence, turned into one that names the field, what was sent, and what to send."""
+    match = _AT.match(problem)
+    what, path = (match["what"], match["path"] or "") if match else (problem, "")
+    param = path.removeprefix(".").removesuffix("[...]")
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL)
+    if unknown:
+        return _unknown_field(unknown[1], param, path, struct)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", what)
+    if missing:
+        name = f"{param}.{missing[1]}" if param else missing[1]
+        return BadRequest(f"'{name}' is missing; it is required, add it.", param=name, code="missing_field")
+    shown = _value_at(parsed, path)
+    name = f"'{param}'" if param else "The body"
+    expected = re.fullmatch(r"Expected `(.*?)`(?:, got `(.*)`)?", what)
+    if expected:
+        return BadRequest(
+            f"{name}{shown}; send {_spoken(expected[1])} instead.", param=param or None, code="invalid_type"
+        )
+    choices = _choices_at(path, struct)
+    remedy = f"it must be one of {', '.join(choices)}." if choices else f"{what[0].lower()}{what[1:]}."
+    return BadRequest(f"{name}{shown}; {remedy}", param=param or None, code="invalid_value")
+
+
+def _unknown_field(field: str, at: str, path: str, struct: type[msgspec.Struct]) -> BadRequest:
+    known = sorted({name for kind in _structs_at(path, struct) for name in kind.__struct_encode_fields__})
+    close = difflib.get_close_matches(field, known, n=1, cutoff=0.6)
+    place = f"'{at}'" if at else "this endpoint"
+    hint = f"Did you mean '{close[0]}'?" if close else "Remove it; nothing is ignored silently."
+    name = f"{at}.{field}" if at else field
+    return BadRequest(
+        f"'{field[:_SHOWN_CHARS]}' is not a parameter of {place}. {hint}",
+        param=name[:200],
+        code="unknown_field",
+    )
+
+
+def _spoken(expected: str) -> str:
+    """ "int | null" as "an integer or null"."""
+    return " or ".join(_TYPE_NAMES.get(name, name) for name in expected.split(" | "))
+
+
+def _steps(path: str) -> list[str | int]:
+    return [name or (index if index == "..." else int(index)) for name, index in _STEP.findall(path)]
+
+
+def _value_at(parsed: Any, path: str) -> str:
+    """ " is <the value>", shortened; nothing where the path does not say which value it was."""
+    value = parsed
+    try:
+        for step in _steps(path):
+            value = value[step]
+    except (KeyError, IndexError, TypeError):
+        return " has a wrong value"
+    if isinstance(value, (dict, list)):
+        return " is an object" if isinstance(value, dict) else " is an array"
+    text = msgspec.json.encode(value).decode()
+    return f" is {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'}"
+
+
+# ── what the schema holds at a path ───────────────────────────────────────────────────────────────────────────────────
+def _members(kind: Any) -> list[Any]:
+    """A type without its annotations and its union."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _members(typing.get_args(kind)[0])
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return [member for part in typing.get_args(kind) for member in _members(part)]
+    return [kind]
+
+
+def _types_at(path: str, struct: type[msgspec.Struct]) -> list[Any]:
+    found: list[Any] = [struct]
+    for step in _steps(path):
+        found = [member for kind in found for inner in _step_into(kind, step) for member in _members(inner)]
+    return found
+
+
+def _step_into(kind: Any, step: str | int) -> list[Any]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [hint for name, hint in typing.get_type_hints(kind, include_extras=True).items() if name == step]
+    args = typing.get_args(kind)
+    return [args[-1]] if args else []
+
+
+def _structs_at(path: str, struct: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
+    return [kind for kind in _types_at(path, struct) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+
+
+def _choices_at(path: str, struct: type[msgspec.Struct]) -> list[str]:
+    """The legal words at a path: of a literal, or the tags of a union of structs."""
+    literals = [
+        str(choice)
+        for kind in _types_at(path, struct)
+        if typing.get_origin(kind) is typing.Literal
+        for choice in typing.get_args(kind)
+    ]
+    parent, _, field = path.rpartition(".")
+    tags = [
+        str(kind.__struct_config__.tag)
+        for kind in _structs_at(parent, struct)
+        if kind.__struct_config__.tag_field == field
+    ]
+    return literals or tags

@@ -1,0 +1,81 @@
+"""Every failure as OpenAI's error body: our own, aiohttp's, and the unexpected."""
+
+from __future__ import annotations
+
+import math
+
+from aiohttp import web
+
+from millrace.errors import (
+    BadRequest,
+    BodyTooLarge,
+    EngineUnavailable,
+    MethodNotAllowed,
+    MillraceError,
+    NotFound,
+    Overloaded,
+)
+from millrace.serve.answers import ErrorAnswer, ErrorBody, encode
+from millrace.serve.ids import REQUEST_ID_HEADER
+
+RETRY_AFTER_S = 5
+"""When the engine is loading, draining or gone; nobody knows better."""
+
+
+def error_body(error: MillraceError) -> bytes:
+    return encode(ErrorAnswer(ErrorBody(error.message, error.type, error.param, error.code)))
+
+
+def error_event(error: MillraceError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def error_response(error: MillraceError, request_id: str) -> web.Response:
+    headers = {REQUEST_ID_HEADER: request_id, "Server": "millrace"}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, EngineUnavailable):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    elif isinstance(error, AllowedMethods):
+        headers["Allow"] = ", ".join(error.methods)
+    return web.Response(status=error.status, body=error_body(error), headers=headers, content_type="application/json")
+
+
+class AllowedMethods(MethodNotAllowed):
+    """A 405 that says, as HTTP wants it, what would be allowed."""
+
+    def __init__(self, message: str, methods: list[str]) -> None:
+        super().__init__(message)
+        self.methods = methods
+
+
+def from_aiohttp(error: web.HTTPException, request: web.Request, paths: list[str]) -> MillraceError:
+    """What aiohttp's router and reader raise, in our words."""
+    if isinstance(error, web.HTTPNotFound):
+        return NotFound(
+            f"There is no {request.method[:20]} {request.path[:200]!r} here; GET /docs lists what there is."
+            + _nearest_path(request.path, paths)
+        )
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        methods = sorted(error.allowed_methods)
+        return AllowedMethods(
+            f"{request.method[:20]} is not allowed on {request.path[:200]}; use {' or '.join(methods)}.", methods
+        )
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return BodyTooLarge("The body is too large; send less.")
+    return OtherHttpError(error.status, error.reason)
+
+
+class OtherHttpError(BadRequest):
+    """A refusal of the HTTP layer that has no class of its own."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"The request was refused: {reason}. Correct it and send it again.", code="http_error")
+        self.status = status
+
+
+def _nearest_path(path: str, paths: list[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(path[:200], paths, n=1, cutoff=0.7)
+    return f" Did you mean {close[0]}?" if close else ""

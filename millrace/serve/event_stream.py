@@ -1,0 +1,212 @@
+"""One streamed answer on one connection: server-sent events, written straight to the transport as they are made.
+
+While the client keeps up, a frame costs one write and no task switch. When it does not (the transport's buffer is
+above its mark), text is held as text: many tokens become one frame once the buffer has drained. A client that lets
+more than its share pile up is dropped.
+
+aiohttp serves the connection; this file is the only one that reaches behind its response objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import Protocol
+
+from aiohttp import HttpVersion11, web
+
+LAST_CHUNK = b"0\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class TextHolder(Protocol):
+    """Whoever keeps text back while its stream is paused."""
+
+    def take_held(self) -> bytes:
+        """The held text as one frame, or nothing; it is not held any longer."""
+
+
+class EventStream:
+    """The HTTP head goes out with the first frame, so until then an error can still be a plain response."""
+
+    __slots__ = (
+        "_chunked",
+        "_ended",
+        "_head",
+        "_holders",
+        "_keep_alive",
+        "_limit_bytes",
+        "_num_held",
+        "_on_slow",
+        "_preamble",
+        "_resumer",
+        "_tail",
+        "_transport",
+        "closed",
+        "direct",
+        "paused",
+        "protocol",
+        "write",
+    )
+
+    def __init__(self, request: web.Request, *, request_id: str, limit_bytes: int) -> None:
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("The client has gone.")
+        self.protocol = request.protocol
+        self._transport = transport
+        self._chunked = request.version == HttpVersion11
+        self._keep_alive = request.keep_alive and self._chunked
+        self._head = _head(request_id, chunked=self._chunked, keep_alive=self._keep_alive)
+        self._preamble = b""
+        self._limit_bytes = limit_bytes
+        self._on_slow: Callable[[int], None] = _ignore
+        self._holders: list[TextHolder] = []
+        self._tail: list[bytes] = []
+        self._num_held = 0
+        self._resumer: asyncio.Task[None] | None = None
+        self._ended = False
+        self.write = transport.write
+        self.closed = False
+        self.paused = False
+        self.direct = False
+        """Whether frames may go straight to `write`, each as one HTTP chunk, followed by `check_pause`."""
+        transport.set_write_buffer_limits(high=limit_bytes // 4)
+
+    @property
+    def started(self) -> bool:
+        return not self._head
+
+    def begin_with(self, frames: bytes, holders: list[TextHolder], on_slow: Callable[[int], None]) -> None:
+        """`frames` precede whatever is sent first; `holders` are asked for held text after a pause; `on_slow` hears
+        how many bytes a client had left unread when it was cut off."""
+        self._preamble = frames
+        self._holders = holders
+        self._on_slow = on_slow
+
+    def send(self, frames: bytes) -> None:
+        """Send whole frames, in order with everything else."""
+        if self.closed:
+            return
+        if self.paused:
+            self._tail.append(frames)
+            self.hold(len(frames))
+            return
+        self._emit(frames)
+
+    def end(self, frames: bytes) -> None:
+        """Send the last frames and finish the HTTP body."""
+        self._ended = True
+        self.send(frames)
+        self.direct = False
+
+    def hold(self, num_bytes: int) -> None:
+        """Account for what is kept back in this process; too much of it ends the connection."""
+        self._num_held += num_bytes
+        if self._num_held + self._transport.get_write_buffer_size() > self._limit_bytes:
+            self._drop()
+
+    def _drop(self) -> None:
+        unread = self._num_held + self._transport.get_write_buffer_size()
+        self.close()
+        self._transport.abort()
+        self._on_slow(unread)
+
+    def check_pause(self) -> None:
+        if self.protocol._paused and not self.paused:
+            self.paused = True
+            self.direct = False
+            if self._resumer is None:
+                self._resumer = asyncio.get_running_loop().create_task(self._resume())
+
+    def close(self) -> None:
+        """Nothing more is written; the connection's end is somebody else's business."""
+        self.closed = True
+        self.direct = False
+
+    async def finish(self, grace_s: float) -> None:
+        """Wait until the client has taken everything; when it has not within `grace_s`, it is cut off."""
+        try:
+            async with asyncio.timeout(grace_s):
+                if self._resumer is not None:
+                    await self._resumer
+                if self._transport.get_write_buffer_size():
+                    self._transport.set_write_buffer_limits(high=0)
+                    await self._drained()
+        except TimeoutError:
+            self._drop()
+        else:
+            if not self._transport.is_closing():
+                self._transport.set_write_buffer_limits()
+
+    def sent_response(self) -> web.StreamResponse:
+        """What the handler returns to aiohttp, which must not write anything itself."""
+        return _AlreadySent(self._keep_alive)
+
+    def _emit(self, frames: bytes) -> None:
+        if self._head:
+            frames = self._preamble + frames
+        data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames
+        if self._ended and self._chunked:
+            data += LAST_CHUNK
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        self.write(data)
+        self.direct = self._chunked and not self._ended
+        self.check_pause()
+
+    async def _resume(self) -> None:
+        """Once the buffer has drained, send what was held; again, if that filled it again."""
+        try:
+            while self.paused and not self.closed:
+                await self._drained()
+                self.paused = False
+                self._num_held = 0
+                frames = b"".join([*(holder.take_held() for holder in self._holders), *self._tail])
+                self._tail.clear()
+                if frames and not self.closed:
+                    self._emit(frames)
+                else:
+                    self.direct = self._chunked and not self._ended and not self.closed
+        except ConnectionError:
+            self.close()
+        finally:
+            self._resumer = None
+
+    async def _drained(self) -> None:
+        await self.protocol._drain_helper()
+
+
+def _ignore(unread_bytes: int) -> None:
+    pass
+
+
+class _AlreadySent(web.StreamResponse):
+    def __init__(self, keep_alive: bool) -> None:
+        super().__init__(status=200)
+        self._keep_alive = keep_alive
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
+
+
+def _head(request_id: str, *, chunked: bool, keep_alive: bool) -> bytes:
+    lines = [
+        "HTTP/1.1 200 OK" if chunked else "HTTP/1.0 200 OK",
+        "Content-Type: text/event-stream; charset=utf-8",
+        "Cache-Control: no-cache",
+        "X-Accel-Buffering: no",
+        f"X-Request-Id: {request_id}",
+        f"Date: {formatdate(usegmt=True)}",
+        "Server: millrace",
+    ]
+    if chunked:
+        lines.append("Transfer-Encoding: chunked")
+    if not keep_alive:
+        lines.append("Connection: close")
+    return "\r\n".join([*lines, "", ""]).encode("ascii")

@@ -1,0 +1,23 @@
+"""Names for requests and answers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from aiohttp import web
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_LEGAL = re.compile(r"[!-~]{1,128}")
+
+
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(16)
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """The client's own id when it is short and printable, else a new one."""
+    given = request.headers.get(REQUEST_ID_HEADER)
+    if given is not None and _LEGAL.fullmatch(given):
+        return given
+    return new_id("req-")

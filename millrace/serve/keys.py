@@ -1,0 +1,16 @@
+"""Typed keys under which aiohttp carries our objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from millrace.serve.state import FrontState
+
+STATE = web.AppKey("state", FrontState)
+# aiohttp has typed keys for requests since 3.14; before, plain strings do.
+REQUEST_ID: Any = web.RequestKey("request_id", str) if hasattr(web, "RequestKey") else "request_id"
+FINISH_WORD: Any = web.RequestKey("finish_word", str) if hasattr(web, "RequestKey") else "finish_word"
+OPENAPI = web.AppKey("openapi", bytes)
+DOCS = web.AppKey("docs", str)

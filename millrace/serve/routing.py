@@ -1,0 +1,105 @@
+"""The front's application: its routes, and the one guard around all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from millrace.errors import BadRequest, MillraceError, RequestFailed
+from millrace.serve import routes_generate, routes_info
+from millrace.serve.body import check_headers
+from millrace.serve.errors_http import error_response, from_aiohttp
+from millrace.serve.ids import request_id_of
+from millrace.serve.keys import DOCS, FINISH_WORD, OPENAPI, REQUEST_ID, STATE
+from millrace.serve.openapi import openapi_document
+from millrace.serve.state import FrontState
+
+log = logging.getLogger("millrace.serve")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_app(state: FrontState) -> web.Application:
+    app = web.Application(middlewares=[guard])
+    app[STATE] = state
+    app[OPENAPI] = openapi_document()
+    app[DOCS] = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+    post, get = _post(app), app.router.add_get
+    post("/v1/chat/completions", routes_generate.chat_completions)
+    post("/v1/completions", routes_generate.completions)
+    post("/tokenize", routes_info.tokenize)
+    post("/detokenize", routes_info.detokenize)
+    get("/v1/models", routes_info.list_models)
+    get("/v1/models/{model:.+}", routes_info.get_model)
+    get("/health", routes_info.health)
+    get("/ready", routes_info.ready)
+    get("/metrics", routes_info.metrics)
+    get("/openapi.json", routes_info.openapi)
+    get("/docs", routes_info.docs)
+    get("/", routes_info.index)
+    return app
+
+
+def _post(app: web.Application) -> Callable[[str, Handler], object]:
+    def add(path: str, handler: Handler) -> object:
+        return app.router.add_post(path, handler, expect_handler=_expect)
+
+    return add
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request its id, turn every failure into an error body, count the outcome."""
+    request_id = request[REQUEST_ID] = request_id_of(request)
+    metrics = request.app[STATE].metrics
+    status = 499
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    except (MillraceError, web.HTTPException) as error:
+        if isinstance(error, web.HTTPException) and error.status < 400:
+            status = error.status
+            raise
+        shown = error if isinstance(error, MillraceError) else from_aiohttp(error, request, _paths(request.app))
+        status = shown.status
+        return error_response(shown, request_id)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        status = 500
+        log.error("Request %s failed.", request_id, exc_info=error)
+        return error_response(
+            RequestFailed(f"The server failed on this request; its log says more under {request_id}."), request_id
+        )
+    finally:
+        metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_WORD, "")).inc()
+
+
+def _route_of(request: web.Request) -> str:
+    """The route's pattern; one word for everything unmatched, so that scanners cannot grow the metrics."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unmatched"
+
+
+def _paths(app: web.Application) -> list[str]:
+    return [resource.canonical for resource in app.router.resources()]
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """`Expect: 100-continue`: whoever asks before sending is told at once that its body will not be taken."""
+    request_id = request_id_of(request)
+    try:
+        if request.headers.get("Expect", "").lower() != "100-continue":
+            raise BadRequest("The header 'Expect' may only be '100-continue'; remove it.", code="http_error")
+        check_headers(request, request.app[STATE].body_limit_bytes)
+    except MillraceError as error:
+        response = error_response(error, request_id)
+        response.force_close()
+        return response
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+    return None

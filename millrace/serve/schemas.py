@@ -1,0 +1,308 @@
+"""The bodies that clients send, as strict structs: an unknown field or a wrong type is an error, never a guess.
+
+Every parameter of OpenAI's reference is a field here. Those that the engine honours have their type; those that it
+does not are typed `Refused` and listed in `NOT_SUPPORTED` with the values that ask for nothing and are accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
+MAX_MESSAGES = 16_384
+MAX_SEQUENCES = 1024
+"""Most sequences that one HTTP request may start: prompts × choices."""
+
+PriorityClass = Literal["interactive", "standard", "batch"]
+PRIORITY_CLASSES: dict[str, int] = {"interactive": 0, "standard": 1, "batch": 2}
+
+
+Refused = Raw | UnsetType
+"""A field that is not honoured: kept as bytes, so that nothing is built from it."""
+
+
+def _doc(text: str, **schema: Any) -> Meta:
+    """Documentation for OpenAPI. `schema` describes limits that are checked in one place only, `SamplingParams`."""
+    return Meta(description=text, extra_json_schema=schema or None)
+
+
+def _later(text: str) -> Meta:
+    return Meta(description=f"Not supported yet; {text}")
+
+
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class TextPart(_Strict, kw_only=True, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+
+
+class ImagePart(_Strict, kw_only=True, tag_field="type", tag="image_url"):
+    """Not supported yet: this server takes text only."""
+
+    image_url: Refused = UNSET
+
+
+class AudioPart(_Strict, kw_only=True, tag_field="type", tag="input_audio"):
+    """Not supported yet: this server takes text only."""
+
+    input_audio: Refused = UNSET
+
+
+class FilePart(_Strict, kw_only=True, tag_field="type", tag="file"):
+    """Not supported yet: this server takes text only."""
+
+    file: Refused = UNSET
+
+
+class RefusalPart(_Strict, kw_only=True, tag_field="type", tag="refusal"):
+    """Not supported yet."""
+
+    refusal: Refused = UNSET
+
+
+ContentPart = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
+Content = Annotated[
+    str | list[ContentPart],
+    _doc("A text, or text parts, joined by line breaks where the template reads none."),
+]
+Name = Annotated[str | None, _doc("Given to the chat template as the message's `name`.")]
+
+
+class SystemMessage(_Strict, kw_only=True, tag_field="role", tag="system"):
+    """How the model should behave."""
+
+    content: Content
+    name: Name = None
+
+
+class DeveloperMessage(_Strict, kw_only=True, tag_field="role", tag="developer"):
+    """The newer name of a system message; the chat template sees the role `system`."""
+
+    content: Content
+    name: Name = None
+
+
+class UserMessage(_Strict, kw_only=True, tag_field="role", tag="user"):
+    """What a person said."""
+
+    content: Content
+    name: Name = None
+
+
+class AssistantMessage(_Strict, kw_only=True, tag_field="role", tag="assistant"):
+    """What the model said before."""
+
+    content: Content | None = None
+    name: Name = None
+    refusal: Annotated[Refused, _later("null is accepted.")] = UNSET
+    audio: Annotated[Refused, _later("null is accepted.")] = UNSET
+    tool_calls: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
+    function_call: Annotated[Refused, _later("null is accepted.")] = UNSET
+    annotations: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
+
+
+class ToolMessage(_Strict, kw_only=True, tag_field="role", tag="tool"):
+    """Not supported yet: the result of a tool call."""
+
+    content: Content | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionMessage(_Strict, kw_only=True, tag_field="role", tag="function"):
+    """Not supported yet: the result of a function call."""
+
+    content: Content | None = None
+    name: str | None = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+
+
+class StreamOptions(_Strict, kw_only=True):
+    """What a stream carries beside the text."""
+
+    include_usage: Annotated[bool | None, _doc("Send one more chunk, before [DONE], with the usage.")] = None
+    continuous_usage_stats: Annotated[bool | None, _doc("Send the usage so far with every chunk.")] = None
+    include_obfuscation: Annotated[Refused, _later("null and false are accepted.")] = UNSET
+
+
+# ── what chat and completions share ───────────────────────────────────────────────────────────────────────────────────
+class Sampled(_Strict, kw_only=True):
+    """Parameters of both endpoints. null always means "as if it had not been sent"."""
+
+    model: Annotated[str, _doc("The served model's name, as `/v1/models` lists it.")]
+    temperature: Annotated[float | None, _doc("0 is greedy; default 1.", minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, _doc("Nucleus sampling; default 1.", exclusiveMinimum=0, maximum=1)] = None
+    presence_penalty: Annotated[float | None, _doc("Over the output.", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, _doc("Over the output.", minimum=-2, maximum=2)] = None
+    logit_bias: Annotated[
+        dict[str, float] | None,
+        _doc("Token id (as a string) to a bias between -100 and 100.", maxProperties=MAX_LOGIT_BIAS),
+    ] = None
+    seed: Annotated[int | None, _doc("Same seed, prompt and parameters: same text.")] = None
+    n: Annotated[int | None, _doc("Choices per prompt; default 1.", minimum=1, maximum=MAX_CHOICES)] = None
+    stop: Annotated[
+        str | list[str] | None, _doc(f"Generation ends before these texts; at most {MAX_STOP_STRINGS}.")
+    ] = None
+    stream: Annotated[bool | None, _doc("Send server-sent events as tokens come.")] = None
+    stream_options: Annotated[StreamOptions | None, _doc("Only with `stream`.")] = None
+    user: Annotated[str | None, _doc("A label; no effect on generation.")] = None
+    metadata: Annotated[dict[str, str] | None, _doc("Labels; no effect on generation.")] = None
+
+    top_k: Annotated[int | None, _doc("Keep the k likeliest tokens; 0 or -1 keeps all.", minimum=-1)] = None
+    min_p: Annotated[float | None, _doc("Drop tokens below this share of the likeliest.", minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[
+        float | None, _doc("Over prompt and output; 1 is off.", minimum=0.01, maximum=100)
+    ] = None
+    ignore_eos: Annotated[bool | None, _doc("Do not end at the model's end tokens.")] = None
+    min_tokens: Annotated[int | None, _doc("End tokens are impossible before this many tokens.", minimum=0)] = None
+    stop_token_ids: Annotated[
+        list[int] | None, _doc("Generation ends at these tokens.", maxItems=MAX_STOP_TOKEN_IDS)
+    ] = None
+    include_stop_str_in_output: Annotated[bool | None, _doc("Keep the stop text that ended generation.")] = None
+    skip_special_tokens: Annotated[bool | None, _doc("Leave special tokens out of the text; default true.")] = None
+    prompt_logprobs: Annotated[
+        int | None, _doc("Log-probabilities of the prompt; not with `stream`.", minimum=0, maximum=MAX_LOGPROBS)
+    ] = None
+    return_token_ids: Annotated[bool | None, _doc("Add the token ids of prompt and output.")] = None
+    priority: Annotated[
+        PriorityClass | int | None, _doc("The class in the queue; 0 interactive, 1 standard (default), 2 batch.")
+    ] = None
+    cache_salt: Annotated[
+        str | None, _doc("Requests share cached prompt prefixes only with equal salts.", maxLength=1024)
+    ] = None
+    timeout: Annotated[float | None, _doc("Seconds until the request is given up.", exclusiveMinimum=0)] = None
+    truncate_prompt_tokens: Annotated[Refused, _later("a prompt is never truncated; null is accepted.")] = UNSET
+
+
+class ChatRequest(Sampled, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], _doc("The conversation so far; at least one message.", minItems=1)]
+    max_completion_tokens: Annotated[
+        int | None, _doc("Most tokens to generate; default: to the end of the context.", minimum=1)
+    ] = None
+    max_tokens: Annotated[int | None, _doc("The older name of `max_completion_tokens`.", minimum=1)] = None
+    logprobs: Annotated[bool | None, _doc("Return the log-probability of every token.")] = None
+    top_logprobs: Annotated[
+        int | None, _doc("And of this many likeliest tokens; needs `logprobs`.", minimum=0, maximum=MAX_LOGPROBS)
+    ] = None
+    safety_identifier: Annotated[str | None, _doc("A label; no effect on generation.")] = None
+    prompt_cache_key: Annotated[str | None, _doc("A label; equal prefixes are always reused here.")] = None
+
+    add_generation_prompt: Annotated[bool | None, _doc("Let the template open the answer; default true.")] = None
+    continue_final_message: Annotated[bool | None, _doc("Continue the last message instead of answering it.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, _doc("Further variables for the chat template.")] = None
+
+    response_format: Annotated[Refused, _later('null and {"type": "text"} are accepted.')] = UNSET
+    tools: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
+    tool_choice: Annotated[Refused, _later('null, "none" and "auto" are accepted.')] = UNSET
+    parallel_tool_calls: Annotated[
+        Refused, _later("null, true and false are accepted and mean nothing without tools.")
+    ] = UNSET
+    functions: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
+    function_call: Annotated[Refused, _later('null, "none" and "auto" are accepted.')] = UNSET
+    reasoning_effort: Annotated[Refused, _later("null is accepted.")] = UNSET
+    verbosity: Annotated[Refused, _later('null and "medium" are accepted.')] = UNSET
+    modalities: Annotated[Refused, _later('null and ["text"] are accepted.')] = UNSET
+    audio: Annotated[Refused, _later("null is accepted.")] = UNSET
+    prediction: Annotated[Refused, _later("null is accepted.")] = UNSET
+    web_search_options: Annotated[Refused, _later("null is accepted.")] = UNSET
+    moderation: Annotated[Refused, _later("null is accepted.")] = UNSET
+    service_tier: Annotated[Refused, _later('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
+    store: Annotated[Refused, _later("null and false are accepted.")] = UNSET
+    prompt_cache_retention: Annotated[Refused, _later('null and "in_memory" are accepted.')] = UNSET
+    prompt_cache_options: Annotated[Refused, _later("null is accepted.")] = UNSET
+
+
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "oneOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "minItems": 1,
+        },
+    ]
+}
+
+
+class CompletionRequest(Sampled, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[Raw, _doc("A text, token ids, or a list of either.", **_PROMPT_SCHEMA)]
+    max_tokens: Annotated[int | None, _doc("Most tokens to generate; default 16. 0 only with `echo`.", minimum=0)] = (
+        None
+    )
+    logprobs: Annotated[
+        int | None, _doc("Log-probabilities of this many likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS)
+    ] = None
+    echo: Annotated[bool | None, _doc("Put the prompt before the completion.")] = None
+    best_of: Annotated[
+        int | None, _doc("Generate this many and return the n likeliest; not with `stream`.", minimum=1)
+    ] = None
+    add_special_tokens: Annotated[bool | None, _doc("Begin a text prompt as the model expects; default true.")] = None
+    suffix: Annotated[Refused, _later('null and "" are accepted.')] = UNSET
+
+
+class TokenizeRequest(_Strict, kw_only=True):
+    """The body of POST /tokenize: a `prompt`, or `messages` as chat would render them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: Annotated[bool | None, _doc("Default true for a prompt, false for messages.")] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(_Strict, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: Annotated[bool | None, _doc("Default false: every token is shown.")] = None
+
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "prompt_cache_retention": ("in_memory",),
+    "prompt_cache_options": (),
+    "truncate_prompt_tokens": (),
+    "suffix": ("",),
+}
+"""Fields that are refused by name, with the values (beside null) that ask for nothing."""
+
+NOT_SUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "refusal": (),
+    "audio": (),
+    "tool_calls": ([],),
+    "function_call": (),
+    "annotations": ([],),
+}

@@ -1,0 +1,121 @@
+"""How /v1/chat/completions writes its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+
+from millrace.serve.answers import (
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    Delta,
+    Usage,
+    encode,
+)
+from millrace.serve.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.serve.job import Job
+from millrace.serve.logprobs import chat_logprobs, prompt_logprobs
+
+PLACEHOLDER = "\0"
+"""Stands for the text when a frame is shaped; no other field can hold it."""
+
+
+class ChatShape:
+    def __init__(self, job: Job, limit_names: dict[str, str]) -> None:
+        self.limit_names = limit_names
+        self._job = job
+        self._generation = job.generation
+        ready = job.state.client.ready
+        self._common: dict[str, Any] = {
+            "id": job.generation.answer_id,
+            "created": job.generation.created,
+            "model": job.state.model_name,
+            "system_fingerprint": ready.fingerprint if ready is not None else "",
+        }
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def preamble(self, choices: list[Choice]) -> bytes:
+        ids = self._generation.prompts[0].token_ids if self._generation.return_token_ids else UNSET
+        return b"".join(
+            self._frame(
+                ChatChunkChoice(choice.index, Delta(role="assistant", content="")),
+                prompt_token_ids=ids if choice.index == 0 else UNSET,
+            )
+            for choice in choices
+        )
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        shaped = self._frame(ChatChunkChoice(index, Delta(content=PLACEHOLDER)))
+        before, _, after = shaped.partition(encode(PLACEHOLDER))
+        return before, after
+
+    def prompt_chunk(self, choice: DetailedChoice) -> bytes:
+        return b""
+
+    def chunk(self, choice: DetailedChoice, text: str) -> bytes:
+        generation = self._generation
+        token_ids, logprobs = choice.take_pending()
+        shown = None
+        if generation.logprobs is not None:
+            shown = chat_logprobs(self._job.state.tokenizer, logprobs, generation.logprobs)
+        return self._frame(
+            ChatChunkChoice(
+                choice.index,
+                Delta(content=text),
+                shown,
+                token_ids=token_ids if generation.return_token_ids else UNSET,
+            )
+        )
+
+    def finish_frame(self, choice: Choice) -> bytes:
+        return self._frame(
+            ChatChunkChoice(choice.index, Delta(), None, choice.finish_word, stop_reason=choice.stop_reason)
+        )
+
+    def usage_frame(self, usage: Usage) -> bytes:
+        return (
+            b"data: "
+            + encode(ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._common))
+            + b"\n\n"
+        )
+
+    def _frame(self, choice: ChatChunkChoice, **further: Any) -> bytes:
+        usage = self._job.chunk_usage()
+        chunk = ChatChunk(object="chat.completion.chunk", choices=[choice], usage=usage, **self._common, **further)
+        return b"data: " + escape_lines(encode(chunk)) + b"\n\n"
+
+    # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        generation, tokenizer = self._generation, self._job.state.tokenizer
+        first = choices[0]
+        shown_prompt: Any = UNSET
+        if generation.prompt_logprobs:
+            shown_prompt = prompt_logprobs(tokenizer, first.prompt.token_ids, first.prompt_logprobs)
+        return encode(
+            ChatAnswer(
+                object="chat.completion",
+                choices=[self._choice(choice) for choice in choices],
+                usage=usage,
+                prompt_logprobs=shown_prompt,
+                prompt_token_ids=first.prompt.token_ids if generation.return_token_ids else UNSET,
+                **self._common,
+            )
+        )
+
+    def _choice(self, choice: CollectedChoice) -> ChatChoice:
+        generation = self._generation
+        logprobs = None
+        if generation.logprobs is not None:
+            logprobs = chat_logprobs(self._job.state.tokenizer, choice.logprobs, generation.logprobs)
+        return ChatChoice(
+            choice.index,
+            AnswerMessage("assistant", choice.answer_text),
+            logprobs,
+            choice.finish_word,
+            choice.stop_reason,
+            choice.token_ids if generation.return_token_ids else UNSET,
+        )

@@ -1,0 +1,80 @@
+"""What one front process knows. Built once, handed to every route."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from millrace.config import Config
+from millrace.errors import EngineUnavailable
+from millrace.link.client import EngineClient
+from millrace.link.messages import EngineReady
+from millrace.observe.metrics import FrontMetrics
+from millrace.text.chat_template import ChatTemplate
+from millrace.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from millrace.serve.job import Job
+
+TEXT_THREADS = 2
+
+
+def _text_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=TEXT_THREADS, thread_name_prefix="text")
+
+
+@dataclass(slots=True)
+class FrontState:
+    config: Config
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    model_name: str
+    metrics: FrontMetrics
+    text_pool: ThreadPoolExecutor = field(default_factory=_text_pool)
+    """Where long texts are templated and tokenised, so that they do not stall the streams of others."""
+    jobs: set[Job] = field(default_factory=set)
+    """Every request that is generating."""
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+    loading_wait_s: float = 30.0
+    """How long a request that comes while the model loads may wait for it, before it gets a 503."""
+    longest_token_bytes: int = 0
+    """Of the vocabulary; 0 until somebody needed it."""
+
+    @property
+    def body_limit_bytes(self) -> int:
+        return self.config.server.body_limit_mb * 1024 * 1024
+
+    async def await_engine(self) -> None:
+        """Wait, for a bounded time, while the engine is still loading. Raises like `require_engine`."""
+        if self.client.ready is None and self.client.failure is None and not self.draining:
+            with contextlib.suppress(EngineUnavailable):  # The next line says it better.
+                await self.client.wait_ready(self.loading_wait_s)
+        self.require_engine()
+
+    def require_engine(self) -> EngineReady:
+        """The engine's limits, or the reason why nothing can be generated now."""
+        if self.draining:
+            raise EngineUnavailable("The server is shutting down; send the request to another server.")
+        if self.client.failure is not None:
+            raise EngineUnavailable(self.client.failure)
+        if self.client.ready is None:
+            raise EngineUnavailable("The engine is still loading the model; try again in a few seconds.")
+        return self.client.ready
+
+    def not_ready_because(self) -> str | None:
+        """Why `/ready` must say no; None when it may say yes."""
+        try:
+            self.require_engine()
+        except EngineUnavailable as error:
+            return error.message
+        if not self.client.is_progressing(time.monotonic()):
+            return "The engine has work but completes no steps."
+        return None
+
+    def close(self) -> None:
+        self.text_pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,344 @@
+"""The real server with the real default model, through the stock client and the bare wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from contract.real_server import RealServer, real_server
+from contract.schema_check import DOCUMENT, problems, schemas
+from serve.wire import (
+    CHAT,
+    COMPLETIONS,
+    Reply,
+    chat_text,
+    completion_text,
+    connected,
+    events,
+    eventually,
+    get,
+    post,
+    raw_post,
+    stream,
+)
+
+MODEL = "smollm2-135m-instruct"
+OPTIONS = ("--dtype", "float32", "--kv-tokens", "32768", "--max-context", "4096")
+PROMPTS = [
+    "Why is the sky blue?",
+    "Write a haiku about rivers.",
+    "def fibonacci(n):",
+    "Répondez en français: quelle heure est-il?",
+    "数を三つ挙げてください。🌊",
+    "Count from one to ten.",
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with real_server(*OPTIONS) as running:
+        yield running
+        # After everything that the tests did, nothing runs and no block is held.
+        eventually(lambda: kv_used(running) == 0, 20)
+        assert get(running.port, "/ready").status == 200
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def kv_used(server: RealServer) -> float:
+    text = get(server.port, "/metrics").body.decode()
+    [line] = [line for line in text.splitlines() if line.startswith('millrace_kv_blocks{state="used"}')]
+    return float(line.split()[-1])
+
+
+def chat(content: str = PROMPTS[0], **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24, **fields}
+
+
+def text(prompt: Any = "The sea is", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 12, **fields}
+
+
+def conforms(value: Any, name: str) -> None:
+    if DOCUMENT.exists():
+        assert problems(value, {"$ref": name}, schemas()) == []
+
+
+def test_streamed_and_whole_answers_are_identical(server: RealServer) -> None:
+    for prompt in PROMPTS:
+        whole = post(server.port, CHAT, chat(prompt)).json
+        conforms(whole, "CreateChatCompletionResponse")
+        chunks = stream(server.port, CHAT, chat(prompt, stream_options={"include_usage": True}))
+        for chunk in chunks:
+            conforms(chunk, "CreateChatCompletionStreamResponse")
+        assert chat_text(chunks) == whole["choices"][0]["message"]["content"]
+        assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+        assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        assert whole["choices"][0]["message"]["content"].strip()
+
+
+def test_the_crowd_changes_nothing(server: RealServer) -> None:
+    """The same greedy answers, one at a time and all at once, streamed through the asynchronous client."""
+    alone = [post(server.port, CHAT, chat(prompt)).json["choices"][0]["message"]["content"] for prompt in PROMPTS]
+
+    async def ask(client: openai.AsyncOpenAI, prompt: str) -> str:
+        answer = await client.chat.completions.create(**chat(prompt), stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", timeout=120) as client:
+            return await asyncio.gather(*[ask(client, prompt) for prompt in PROMPTS * 2])
+
+    assert asyncio.run(main()) == alone * 2
+
+
+def test_the_stock_client(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**chat("What is the capital of France?"))
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.system_fingerprint
+    with client.chat.completions.stream(**chat("Say hello.", n=2, max_tokens=60)) as events_of_stream:
+        final = events_of_stream.get_final_completion()
+    assert final.choices[0].message.content == final.choices[1].message.content
+    completion = client.completions.create(**text())
+    assert completion.choices[0].text
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_a_second_look_at_a_prompt_is_cached(server: RealServer) -> None:
+    long = "Tell me about water. " * 40
+    first = post(server.port, CHAT, chat(long, max_tokens=2, cache_salt="fresh")).json["usage"]
+    second = post(server.port, CHAT, chat(long, max_tokens=2, cache_salt="fresh")).json["usage"]
+    other = post(server.port, CHAT, chat(long, max_tokens=2, cache_salt="other")).json["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] > first["prompt_tokens"] // 2
+    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_seeds(server: RealServer) -> None:
+    def said(**fields: Any) -> list[str]:
+        choices = post(server.port, CHAT, chat(temperature=1.0, **fields)).json["choices"]
+        return [choice["message"]["content"] for choice in choices]
+
+    assert said(seed=7, n=2) == said(seed=7, n=2)
+    assert said(seed=7, n=2)[1:] == said(seed=8)
+    assert len(set(said(n=4))) > 1
+
+
+def test_stop_strings(server: RealServer) -> None:
+    whole = post(server.port, COMPLETIONS, text(max_tokens=30)).json["choices"][0]["text"]
+    stop = whole[10:14]
+    cut = post(server.port, COMPLETIONS, text(max_tokens=30, stop=stop)).json
+    assert cut["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["choices"][0]["stop_reason"] == stop
+    kept = post(server.port, COMPLETIONS, text(max_tokens=30, stop=stop, include_stop_str_in_output=True)).json
+    assert kept["choices"][0]["text"] == whole[: whole.index(stop)] + stop
+    assert (
+        completion_text(stream(server.port, COMPLETIONS, text(max_tokens=30, stop=stop))) == cut["choices"][0]["text"]
+    )
+
+
+def test_logprobs_are_probabilities(server: RealServer) -> None:
+    answer = post(server.port, CHAT, chat(logprobs=True, top_logprobs=5, max_tokens=8)).json
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
+    for entry in content:
+        assert entry["logprob"] <= 0
+        assert entry["token"] == entry["top_logprobs"][0]["token"], "greedy takes the likeliest"
+        assert sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) <= 1.0001
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+
+
+def test_scoring_agrees_with_generating(server: RealServer) -> None:
+    """The log-probabilities of a text are the same whether it is generated or given."""
+    generated = post(server.port, COMPLETIONS, text(logprobs=0, return_token_ids=True)).json["choices"][0]
+    ids = generated["prompt_token_ids"] + generated["token_ids"]
+    scored = post(server.port, COMPLETIONS, text(ids, echo=True, logprobs=0, max_tokens=0)).json["choices"][0]
+    count = len(generated["token_ids"])
+    ours, theirs = generated["logprobs"]["token_logprobs"], scored["logprobs"]["token_logprobs"][-count:]
+    assert ours == pytest.approx(theirs, abs=2e-3)
+    assert scored["logprobs"]["token_logprobs"][0] is None
+    assert scored["text"] == "The sea is" + generated["text"]
+    assert scored["finish_reason"] == "length"
+
+
+def test_lengths_and_ends(server: RealServer) -> None:
+    hello = post(server.port, CHAT, chat("Say hello.", max_tokens=60)).json
+    assert hello["choices"][0]["finish_reason"] == "stop"
+    longer = post(server.port, CHAT, chat("Say hello.", max_tokens=60, ignore_eos=True)).json
+    assert longer["choices"][0]["finish_reason"] == "length"
+    assert longer["usage"]["completion_tokens"] == 60
+    least = hello["usage"]["completion_tokens"] + 5
+    more = post(server.port, CHAT, chat("Say hello.", max_tokens=100, min_tokens=least)).json
+    assert more["usage"]["completion_tokens"] >= least
+    assert post(server.port, CHAT, chat(max_tokens=1)).json["usage"]["completion_tokens"] == 1
+
+
+def test_logit_bias(server: RealServer) -> None:
+    [token] = post(server.port, "/tokenize", {"prompt": " banana", "add_special_tokens": False}).json["tokens"][:1]
+    answer = post(
+        server.port, COMPLETIONS, text(logit_bias={str(token): 100}, return_token_ids=True, max_tokens=3)
+    ).json
+    assert answer["choices"][0]["token_ids"] == [token] * 3
+
+
+def test_prompts_of_every_form(server: RealServer) -> None:
+    ids = post(server.port, "/tokenize", {"prompt": "The sea is"}).json["tokens"]
+    alone = post(server.port, COMPLETIONS, text()).json["choices"][0]["text"]
+    for prompt in (["The sea is", "Once"], ids, [ids, ids]):
+        assert post(server.port, COMPLETIONS, text(prompt)).json["choices"][0]["text"] == alone
+    assert post(server.port, "/detokenize", {"tokens": ids}).json["prompt"] == "The sea is"
+
+
+def test_the_context_is_never_clipped(server: RealServer) -> None:
+    error = post(server.port, COMPLETIONS, text("word " * 3000, max_tokens=2000)).error
+    assert error["code"] == "context_length_exceeded"
+    assert "2000" in error["message"]
+    assert "4096" in error["message"]
+    assert post(server.port, CHAT, chat("word " * 100_000)).error["code"] == "context_length_exceeded"
+    assert post(server.port, COMPLETIONS, text([10**6])).error["param"] == "prompt"
+    assert post(server.port, CHAT, chat(logit_bias={"999999": 1})).error["param"] == "logit_bias"
+
+
+def test_clients_that_leave_give_their_blocks_back(server: RealServer) -> None:
+    for number in range(24):
+        with connected(server.port) as sock:
+            fields = chat(
+                f"Tell a long story, number {number}.", max_tokens=800, stream=number % 3 != 0, n=1 + number % 2
+            )
+            sock.sendall(raw_post(CHAT, fields))
+            time.sleep(0.02 * (number % 4))
+    eventually(lambda: kv_used(server) == 0, 30)
+    assert post(server.port, CHAT, chat(max_tokens=2)).status == 200
+
+
+def test_a_client_that_does_not_read_hurts_nobody(server: RealServer) -> None:
+    with connected(server.port, receive_buffer=4096) as sock:
+        sock.sendall(raw_post(CHAT, chat("Tell a very long story.", stream=True, max_tokens=1500, ignore_eos=True)))
+        sock.recv(1)
+        for _ in range(3):
+            assert chat_text(stream(server.port, CHAT, chat(max_tokens=8)))
+            sock.recv(1)
+    eventually(lambda: kv_used(server) == 0, 30)
+
+
+def test_deadlines(server: RealServer) -> None:
+    reply = post(server.port, CHAT, chat("Tell a story.", max_tokens=3000, ignore_eos=True, timeout=0.5))
+    assert reply.status == 504
+    assert reply.error["code"] == "deadline_exceeded"
+    *_, last = events(
+        post(server.port, CHAT, chat("Tell.", max_tokens=3000, ignore_eos=True, timeout=0.7, stream=True))
+    )
+    assert last["error"]["code"] == "deadline_exceeded"
+
+
+def test_requests_of_every_kind(server: RealServer) -> None:
+    """Random legal parameters, many at a time: each answer has the promised shape."""
+    draw = random.Random(3)
+    failures: list[str] = []
+
+    def fields() -> dict[str, Any]:
+        options = {
+            "temperature": draw.choice([0, 0.7, 1.5]),
+            "top_p": draw.choice([0.1, 0.9, 1]),
+            "top_k": draw.choice([0, 1, 40]),
+            "min_p": draw.choice([0, 0.2]),
+            "presence_penalty": draw.choice([-2, 0, 2]),
+            "frequency_penalty": draw.choice([0, 1.5]),
+            "repetition_penalty": draw.choice([1, 1.3]),
+            "seed": draw.choice([None, 5]),
+            "n": draw.choice([1, 2]),
+            "stop": draw.choice([None, "e", [" the", "\n"]]),
+            "max_tokens": draw.choice([1, 5, 17]),
+            "logit_bias": draw.choice([None, {"10": -100, "500": 5}]),
+            "priority": draw.choice(["interactive", "batch", 1]),
+            "return_token_ids": draw.choice([True, False]),
+        }
+        return {name: value for name, value in options.items() if draw.random() < 0.5}
+
+    def one(body: dict[str, Any], path: str) -> None:
+        reply = post(server.port, path, body, timeout=120)
+        try:
+            if body.get("stream"):
+                events(reply)
+            else:
+                assert reply.status == 200, reply.body
+                conforms(reply.json, "CreateChatCompletionResponse" if path == CHAT else "CreateCompletionResponse")
+        except AssertionError as error:
+            failures.append(f"{body}: {error}")
+
+    for _ in range(5):
+        threads = []
+        for _ in range(8):
+            path = draw.choice([CHAT, COMPLETIONS])
+            base = chat(draw.choice(PROMPTS)) if path == CHAT else text(draw.choice(PROMPTS))
+            body = {**base, **fields(), "stream": draw.choice([True, False])}
+            if draw.random() < 0.4:
+                body |= {"logprobs": True, "top_logprobs": 3} if path == CHAT else {"logprobs": 3}
+            threads.append(threading.Thread(target=one, args=(body, path)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert failures == []
+
+
+def test_a_term_signal_lets_requests_finish() -> None:
+    with real_server(*OPTIONS) as server:
+        replies: list[Reply] = []
+        fields = chat("Tell a story.", max_tokens=150, ignore_eos=True)
+        thread = threading.Thread(target=lambda: replies.append(post(server.port, CHAT, fields, timeout=120)))
+        with connected(server.port) as sock:
+            sock.sendall(raw_post(CHAT, {**fields, "stream": True}))
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+            thread.start()
+            eventually(lambda: b"millrace_open_requests 2.0" in get(server.port, "/metrics").body)
+            server.signal(signal.SIGTERM)
+            eventually(lambda: get(server.port, "/ready").status == 503)
+            data = b""
+            while b"[DONE]" not in data and (piece := sock.recv(65536)):
+                data += piece
+        thread.join(60)
+        assert replies[0].status == 200
+        assert replies[0].json["usage"]["completion_tokens"] == 150
+        assert b'"finish_reason":"length"' in data
+        assert server.wait() == 0, "".join(server.lines)
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    with real_server(*OPTIONS) as server:
+        with connected(server.port) as sock:
+            sock.sendall(raw_post(CHAT, chat("Tell a story.", max_tokens=3500, ignore_eos=True, stream=True)))
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+            server.signal(signal.SIGTERM)
+            eventually(lambda: get(server.port, "/ready").status == 503)
+            began = time.monotonic()
+            server.signal(signal.SIGTERM)
+            data = b""
+            while piece := sock.recv(65536):
+                data += piece
+        server.wait(20)
+        assert time.monotonic() - began < 15
+        lines = [line for line in data.split(b"\n") if line.startswith(b'data: {"error"')]
+        assert json.loads(lines[0][6:])["error"]["code"] == "engine_unavailable"
+
+
+def test_one_process_serves_too() -> None:
+    with real_server(*OPTIONS, "--in-process") as server:
+        answer = post(server.port, CHAT, chat("What is the capital of France?")).json
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert chat_text(stream(server.port, CHAT, chat("What is the capital of France?"))).strip()

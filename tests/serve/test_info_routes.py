@@ -1,0 +1,154 @@
+"""Models, metrics, documentation and the tokenizer's routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serve.front_under_test import MODEL, Front, running_front, saying
+from serve.wire import CHAT, COMPLETIONS, get, post, request, stream
+
+from millrace.config import Config, replace
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(saying("Hello")) as running:
+        yield running
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def samples(front: Front) -> dict[str, float]:
+    text = get(front.port, "/metrics").body.decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def test_models(front: Front) -> None:
+    listed = get(front.port, "/v1/models").json
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert model["id"] == MODEL
+    assert model["object"] == "model"
+    assert model["max_model_len"] == 4096
+    assert get(front.port, f"/v1/models/{MODEL}").json == model
+
+
+def test_metrics_add_up() -> None:
+    with running_front(saying("Hello")) as front:
+        for _ in range(3):
+            post(front.port, CHAT, body())
+        stream(front.port, COMPLETIONS, {"model": MODEL, "prompt": "hi", "max_tokens": 2})
+        post(front.port, CHAT, body(n=0))
+        get(front.port, "/nowhere")
+        found = samples(front)
+    assert found[f"millrace_requests_total{{finish_reason=stop,route={CHAT},status=200}}"] == 3
+    assert found[f"millrace_requests_total{{finish_reason=length,route={COMPLETIONS},status=200}}"] == 1
+    assert found[f"millrace_requests_total{{finish_reason=,route={CHAT},status=400}}"] == 1
+    assert found["millrace_requests_total{finish_reason=,route=unmatched,status=404}"] == 1
+    assert found["millrace_ttft_seconds_count"] == 4
+    assert found["millrace_tpot_seconds_count"] == 4
+    assert found["millrace_e2e_seconds_count"] == 4
+    assert found["millrace_request_output_tokens_total"] == 3 * 6 + 2
+    assert found["millrace_request_prompt_tokens_total"] == 3 * 20 + 2
+    assert found["millrace_request_cached_tokens_total"] == 3 * 16
+    assert found["millrace_open_requests"] == 0
+    assert found["millrace_open_streams"] == 0
+    assert found["millrace_engine_output_tokens_total"] == 3 * 5 + 2
+    assert found["millrace_engine_ready"] == 1
+    assert found["millrace_kv_blocks{state=free}"] == 60
+    assert found["millrace_kv_blocks{state=cached}"] == 30
+    assert found["millrace_kv_blocks{state=used}"] == 10
+    assert found["millrace_running_requests"] == 0
+    assert found["millrace_slow_client_drops_total"] == 0
+    assert found["millrace_engine_prefix_hit_tokens_total"] == 16
+    assert found["process_cpu_seconds_total"] > 0
+
+
+def test_metrics_have_the_right_type(front: Front) -> None:
+    assert get(front.port, "/metrics").headers["content-type"].startswith("text/plain")
+
+
+def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    logging.getLogger("millrace").propagate = True
+    config = replace(Config(), observe__log_requests=True)
+    with caplog.at_level(logging.INFO, "millrace"), running_front(saying("SECRET"), config=config) as front:
+        post(front.port, CHAT, body(messages=[{"role": "user", "content": "PRIVATE"}]), {"X-Request-Id": "r-1"})
+        stream(front.port, CHAT, body())
+    lines = [record.getMessage() for record in caplog.records if record.name == "millrace.requests"]
+    assert len(lines) == 2
+    assert "request_id=r-1" in lines[0]
+    assert "output=7" in lines[0]
+    assert "SECRET" not in caplog.text
+    assert "PRIVATE" not in caplog.text
+
+
+def test_tokenize_and_back(front: Front) -> None:
+    answer = post(front.port, "/tokenize", {"prompt": "héy"}).json
+    assert answer == {"count": 4, "max_model_len": 4096, "tokens": list("héy".encode())}
+    assert post(front.port, "/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": "héy"}
+    chat = post(front.port, "/tokenize", {"messages": [{"role": "user", "content": "hi"}], "model": MODEL}).json
+    assert bytes(chat["tokens"]) == b"[user]hi\n[assistant]"
+    assert post(front.port, "/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
+def test_landing_and_docs(front: Front) -> None:
+    reply = get(front.port, "/")
+    assert reply.status == 302
+    assert reply.headers["location"] == "/docs"
+    page = get(front.port, "/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    html = page.body.decode()
+    assert "/openapi.json" in html
+    assert "https://" not in html, "the page must not fetch anything from elsewhere"
+    assert "http://" not in html
+
+
+def test_head_requests(front: Front) -> None:
+    reply = request(front.port, "HEAD", "/health")
+    assert reply.status == 200
+    assert reply.body == b""
+
+
+# ── OpenAPI ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_openapi_is_complete(front: Front) -> None:
+    document = get(front.port, "/openapi.json").json
+    assert document["openapi"].startswith("3.1")
+    for path in (CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/docs"):
+        assert path in document["paths"], path
+    text = json.dumps(document)
+    for ref in {part.split('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}:
+        assert ref in document["components"]["schemas"], ref
+    operations = [spec for methods in document["paths"].values() for spec in methods.values()]
+    names = [spec["operationId"] for spec in operations]
+    assert len(names) == len(set(names))
+    chat = document["components"]["schemas"]["ChatRequest"]
+    assert chat["additionalProperties"] is False
+    assert set(chat["required"]) == {"model", "messages"}
+    assert all("description" in field for field in chat["properties"].values())
+
+
+def test_openapi_examples_are_accepted(front: Front) -> None:
+    document = get(front.port, "/openapi.json").json
+    for path, methods in document["paths"].items():
+        for spec in methods.values():
+            if "requestBody" not in spec:
+                continue
+            example = spec["requestBody"]["content"]["application/json"]["example"]
+            if "model" in example:
+                example["model"] = MODEL
+            if "tokens" in example:
+                example["tokens"] = [65]
+            assert post(front.port, path, example).status == 200, path

@@ -1,0 +1,188 @@
+"""Before the engine is ready, while it serves, when it dies, and on the way down."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from serve.front_under_test import MODEL, Front, endless, running_front, saying
+from serve.wire import CHAT, Reply, connected, events, eventually, get, post, raw_post, read_all
+
+from millrace.config import Config, replace
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def in_background(front: Front, fields: dict[str, Any]) -> tuple[threading.Thread, list[Reply]]:
+    replies: list[Reply] = []
+    thread = threading.Thread(target=lambda: replies.append(post(front.port, CHAT, fields)))
+    thread.start()
+    eventually(lambda: bool(front.engine.rows))
+    return thread, replies
+
+
+def test_before_the_engine_is_ready() -> None:
+    with running_front(saying("ok"), is_ready=False) as front:
+        assert get(front.port, "/health").json == {"status": "ok"}
+        ready = get(front.port, "/ready")
+        assert ready.status == 503
+        assert "loading" in ready.json["reason"]
+        front.state.loading_wait_s = 0.1
+        reply = post(front.port, CHAT, body())
+        assert reply.status == 503
+        assert reply.error["code"] == "engine_unavailable"
+        assert int(reply.headers["retry-after"]) > 0
+        assert get(front.port, "/v1/models").json["data"][0]["id"] == MODEL
+        assert get(front.port, "/metrics").status == 200
+        front.call(front.engine.become_ready)
+        assert get(front.port, "/ready").json == {"status": "ready"}
+        assert post(front.port, CHAT, body()).status == 200
+
+
+def test_a_request_that_comes_while_loading_waits_for_the_engine() -> None:
+    with running_front(saying("ok"), is_ready=False) as front:
+        replies: list[Reply] = []
+        thread = threading.Thread(target=lambda: replies.append(post(front.port, CHAT, body())))
+        thread.start()
+        thread.join(timeout=0.3)
+        assert thread.is_alive()
+        assert post(front.port, CHAT, {"nonsense": 1}).status == 400
+        front.call(front.engine.become_ready)
+        thread.join(timeout=10)
+        assert [reply.status for reply in replies] == [200]
+
+
+def test_ready_means_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.link.client.STALL_S", 0.2)
+    with running_front(endless) as front:
+        front.call(lambda: setattr(front.engine, "paused", True))
+        thread, replies = in_background(front, body(max_tokens=3))
+        time.sleep(0.3)
+        stalled = get(front.port, "/ready")
+        assert stalled.status == 503
+        assert "no steps" in stalled.json["reason"]
+        assert get(front.port, "/health").status == 200
+        front.call(front.engine.resume)
+        thread.join(10)
+        assert replies[0].status == 200
+        assert get(front.port, "/ready").status == 200
+
+
+def test_the_engine_dies() -> None:
+    with running_front(endless, step_s=0.001) as front:
+        waiting, replies = in_background(front, body(max_tokens=4000))
+        with connected(front.port) as sock:
+            sock.sendall(raw_post(CHAT, body(stream=True, max_tokens=4000), headers="Connection: close\r\n"))
+            first = sock.recv(1000)
+            assert first.startswith(b"HTTP/1.1 200")
+            front.call(lambda: front.engine.die("The engine process ended with exit code -9."))
+            rest = first + read_all(sock)
+        lines = [line for line in rest.split(b"\n") if line.startswith(b"data: ")]
+        assert lines[-1] == b"data: [DONE]"
+        error = json.loads(lines[-2][6:])["error"]
+        assert error["code"] == "engine_unavailable"
+        assert "exit code -9" in error["message"]
+        assert rest.endswith(b"0\r\n\r\n")
+        waiting.join(10)
+        assert replies[0].status == 503
+        assert get(front.port, "/ready").status == 503
+        assert get(front.port, "/health").status == 200
+        assert post(front.port, CHAT, body()).status == 503
+
+
+def test_a_poisoned_request_fails_alone() -> None:
+    with running_front(endless, step_s=0.001) as front:
+        thread, replies = in_background(front, body(max_tokens=200))
+        poisoned, failed = in_background(front, body(max_tokens=300))
+        eventually(lambda: len(front.engine.received) == 2)
+        front.call(lambda: front.engine.poison.add(front.engine.received[-1].id))
+        poisoned.join(10)
+        assert failed[0].status == 500
+        assert failed[0].error["code"] == "request_failed"
+        thread.join(10)
+        assert replies[0].status == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_deadlines(streamed: bool) -> None:
+    with running_front(endless, step_s=0.005) as front:
+        if not streamed:
+            reply = post(front.port, CHAT, body(timeout=0.2))
+            assert reply.status == 504
+            assert reply.error["code"] == "deadline_exceeded"
+            return
+        *_, last = events(post(front.port, CHAT, body(timeout=0.2, stream=True)))
+        assert last["error"]["code"] == "deadline_exceeded"
+
+
+def test_an_engine_that_ignores_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.serve.routes_generate.DEADLINE_SLACK_S", 0.1)
+    with running_front(endless) as front:
+        front.call(lambda: setattr(front.engine, "paused", True))
+        assert post(front.port, CHAT, body(timeout=0.2, stream=True)).status == 504
+        assert front.call(lambda: len(front.engine.rows)) == 0
+
+
+def test_overload() -> None:
+    with running_front(endless, max_open=2, step_s=0.001) as front:
+        thread, _ = in_background(front, body(max_tokens=500, n=2))
+        reply = post(front.port, CHAT, body(max_tokens=2))
+        assert reply.status == 429
+        assert reply.error["type"] == "rate_limit_error"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert post(front.port, CHAT, body(max_tokens=2, stream=True)).status == 429
+        thread.join(20)
+        # A request that only half fits leaves nothing behind.
+        assert post(front.port, CHAT, body(max_tokens=2, n=3)).status == 429
+        eventually(lambda: not front.engine.rows)
+        assert post(front.port, CHAT, body(max_tokens=2, n=2)).status == 200
+
+
+def test_drain_lets_requests_finish() -> None:
+    with running_front(endless, step_s=0.002) as front:
+        thread, replies = in_background(front, body(max_tokens=200))
+        with connected(front.port) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.recv(1000)
+            front.begin_stop()
+            eventually(lambda: front.state.draining)
+            sock.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(1000).startswith(b"HTTP/1.1 503")
+        refused = post(front.port, CHAT, body())
+        assert refused.status == 503
+        assert "shutting down" in refused.error["message"]
+        thread.join(10)
+        assert replies[0].status == 200
+        assert len(replies[0].json["choices"][0]["message"]["content"]) == 200
+
+
+def test_drain_has_a_limit() -> None:
+    config = replace(Config(), server__drain_timeout_s=0.3)
+    with running_front(endless, config=config, step_s=0.002) as front:
+        thread, replies = in_background(front, body(max_tokens=4000))
+        with connected(front.port) as sock:
+            sock.sendall(raw_post(CHAT, body(stream=True, max_tokens=4000)))
+            sock.recv(1000)
+            front.begin_stop()
+            rest = read_all(sock)
+        thread.join(10)
+        assert replies[0].status == 503
+        assert "shut down" in replies[0].error["message"]
+        assert b"shut down" in rest
+        assert b"data: [DONE]" in rest
+        eventually(lambda: not front.engine.rows)
+
+
+def test_no_request_leaves_a_task_behind() -> None:
+    import asyncio
+
+    with running_front(saying("ok")) as front:
+        for _ in range(5):
+            events(post(front.port, CHAT, body(stream=True)))
+            post(front.port, CHAT, body())
+        eventually(lambda: front.call(lambda: len(asyncio.all_tasks())) <= 3)
