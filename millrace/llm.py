@@ -209,7 +209,7 @@ class LLM:
         for index in range(params.n):
             own = params
             if index > 0:
-                seed = None if params.seed is None else params.seed + index
+                seed = None if params.seed is None else (params.seed + index) % 2**64
                 own = dataclasses.replace(params, seed=seed, prompt_logprobs=None)
             collector = _Collector(self._client, self.tokenizer, own, index, on_part)
             collectors.append(collector)

@@ -21,6 +21,8 @@ class Rows:
         self.capacity = capacity
         self.block_size = block_size
         self.request_ids = np.zeros(capacity, np.int64)
+        self.rank = np.zeros(capacity, np.int64)
+        """Place in the queue; smaller goes first."""
         self.known = np.zeros(capacity, np.int32)
         self.computed = np.zeros(capacity, np.int32)
         self.known_host = np.zeros(capacity, np.int32)
@@ -33,7 +35,10 @@ class Rows:
         self.num_blocks = np.zeros(capacity, np.int32)
         self.num_shared = np.zeros(capacity, np.int32)
         """Blocks found in the cache at admission: giving the row up would not free them for sure."""
+        self.num_given = np.zeros(capacity, np.int32)
+        """Full blocks of the tokens known at admission: others may be waiting for these."""
         self.num_named = np.zeros(capacity, np.int32)
+        """Blocks that can be found by their content."""
         self.adapter_slot = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
@@ -51,11 +56,10 @@ class Rows:
 
     @property
     def order(self) -> Int64s:
-        """Active rows, first in the queue first. Rebuilt only when a row is taken or released."""
+        """Active rows, first in the queue first. Rebuilt only after a release; a newcomer is put in its place."""
         if self._order is None:
             active = np.flatnonzero(self.active)
-            ranks = [self.request(row).rank for row in active.tolist()]
-            self._order = active[np.argsort(np.asarray(ranks, np.int64), kind="stable")]
+            self._order = active[np.argsort(self.rank[active], kind="stable")]
         return self._order
 
     def request(self, row: int) -> Request:
@@ -77,13 +81,16 @@ class Rows:
         self.ends_from[row] = request.num_prompt + request.min_tokens
         self.deadline[row] = request.deadline
         self.num_blocks[row] = self.num_shared[row] = self.num_named[row] = len(blocks)
+        self.num_given[row] = num_known // self.block_size
         self.adapter_slot[row] = request.adapter_slot
         self._set_end_tokens(row, request.end_token_ids)
         self._split_history(row, request, num_known)
-        self.active[row] = True
         self.requests[row] = request
         self.blocks[row] = blocks
-        self._order = None
+        order = self.order
+        self.rank[row] = request.rank
+        self.active[row] = True
+        self._order = np.insert(order, np.searchsorted(self.rank[order], request.rank), row)
         return row
 
     def release(self, row: int, fence: int | None) -> tuple[Request, list[int]]:

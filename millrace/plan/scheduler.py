@@ -7,6 +7,7 @@ rest of the budget to rows that are further behind, first in the queue first, th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from collections.abc import Collection
 import numpy as np
 
 from millrace.plan.block_pool import BlockPool
-from millrace.plan.forecast import OutputLengths, kv_peak
+from millrace.plan.forecast import Crowd, Floats, OutputLengths
 from millrace.plan.prefix import PrefixIndex
 from millrace.plan.request import Request
 from millrace.plan.rows import Rows
@@ -152,8 +153,7 @@ class Scheduler:
             stalled = crossing[self.pool.num_available :]
             crossing = crossing[: self.pool.num_available]
             singles = singles[~np.isin(singles, stalled)]
-        for row in crossing.tolist():
-            self._grow(row, 1)
+        self._grow_by_one(crossing)
         budget = self._budget_for_chunks(len(singles))
         chunks: dict[int, int] = {}
         for row in behind.tolist():
@@ -195,6 +195,15 @@ class Scheduler:
             self._grow(row, -(-(computed + count) // self.block_size) - int(self.rows.num_blocks[row]))
         return count
 
+    def _grow_by_one(self, crossing: Int64s) -> None:
+        """One more block for each of these rows: the part of a steady decode step that is not columns."""
+        blocks_of, take, columns = self.rows.blocks, self.pool.take, self.rows.num_blocks[crossing].tolist()
+        for row, column in zip(crossing.tolist(), columns, strict=True):
+            block = take()
+            blocks_of[row].append(block)
+            self._new_blocks.append((row, column, block))
+        self.rows.num_blocks[crossing] += 1
+
     def _grow(self, row: int, num_blocks: int) -> None:
         blocks = self.rows.blocks[row]
         for _ in range(num_blocks):
@@ -210,16 +219,19 @@ class Scheduler:
 
         Strictly in order, except that a request may pass those that wait for a prefix being computed.
         """
+        if budget <= 0 or self.rows.num_free == 0 or len(self.waiting) == 0:
+            return
+        crowd = self._crowd()
         seated: list[Request] = []
-        for scanned, request in enumerate(list(self.waiting) if len(self.waiting) <= HELD_SCAN else self._front()):
-            if budget <= 0 or self.rows.num_free == 0 or scanned >= HELD_SCAN:
+        for request in itertools.islice(self.waiting, HELD_SCAN):
+            if budget <= 0 or self.rows.num_free == 0:
                 break
             if self.prefix.is_held(request):
                 continue
             blocks = self.prefix.match(request)
             if self.prefix.must_wait(request, len(blocks)):
                 continue
-            if not self._fits(request, blocks):
+            if not self._joins(crowd, request, blocks):
                 break
             row = self._admit(request, blocks)
             seated.append(request)
@@ -230,31 +242,30 @@ class Scheduler:
         for request in seated:
             self.waiting.remove(request.id)
 
-    def _front(self) -> list[Request]:
-        return [request for request, _ in zip(self.waiting, range(HELD_SCAN), strict=False)]
-
-    def _fits(self, request: Request, blocks: list[int]) -> bool:
-        """Whether the pool will hold the running set and this request at their future peak. Someone always may run."""
-        if not self._row_of:
-            return True
-        if self.pool.num_available - len(blocks) <= 0:
-            return False
+    def _crowd(self) -> Crowd:
+        """The running set's own tokens, now and to come, and the room that shared blocks leave them."""
         rows, order, size = self.rows, self.rows.order, self.block_size
         known = rows.known[order].astype(np.float64)
-        own = np.ceil(known / size) * size - rows.num_shared[order] * size
+        own: Floats = np.ceil(known / size) * size - rows.num_shared[order].astype(np.float64) * size
         remaining = self._lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
-        num_known = len(request.history) // 4
-        new_own = -(-num_known // size) * size - len(blocks) * size
-        generated, at_most = np.asarray([[num_known - request.num_prompt], [request.limit - num_known]], np.float64)
-        new_remaining = self._lengths.remaining(generated, at_most)
-        peak = kv_peak(np.append(own, new_own), np.append(remaining, new_remaining))
-        return peak + self._shared_tokens(order, blocks) <= self.pool.total * size
+        own_blocks = int((rows.num_blocks[order] - rows.num_shared[order]).sum())
+        num_shared = max(self.pool.num_in_use - own_blocks, 0)
+        return Crowd(own, remaining, (self.pool.total - num_shared) * size)
 
-    def _shared_tokens(self, order: Int64s, blocks: list[int]) -> int:
-        """Tokens in use that no row counts as its own: blocks found in the cache, each counted once."""
-        own_now = int((self.rows.num_blocks[order] - self.rows.num_shared[order]).sum())
-        newly_used = sum(not self.pool.in_use(block) for block in blocks)
-        return max(self.pool.num_in_use - own_now + newly_used, 0) * self.block_size
+    def _joins(self, crowd: Crowd, request: Request, blocks: list[int]) -> bool:
+        """Whether the pool will hold this request too, at the future peak; if so, count it in.
+
+        Somebody may always run, or nobody would."""
+        if self._row_of and self.pool.num_available - len(blocks) <= 0:
+            return False
+        size, num_known = self.block_size, len(request.history) // 4
+        own = -(-num_known // size) * size - len(blocks) * size
+        remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
+        shared = sum(not self.pool.in_use(block) for block in blocks) * size
+        if self._row_of and not crowd.admits(own, remaining, shared):
+            return False
+        crowd.add(own, remaining, shared)
+        return True
 
     def _admit(self, request: Request, blocks: list[int]) -> int:
         for block in blocks:
@@ -291,6 +302,7 @@ class Scheduler:
 
     def _leave(self, row: int, reason: ReleaseReason) -> Request:
         fence = self._next_step - 1 if self._in_flight else None
+        self._name_blocks(row, int(self.rows.confirmed[row]) // self.block_size)
         request, blocks = self.rows.release(row, fence)
         self.prefix.forget(request)
         self.pool.give_back(reversed(blocks), fence)
@@ -382,7 +394,7 @@ class Scheduler:
         drew = np.flatnonzero(here[plan.samples])
         table_rows, drawn = plan.rows[plan.samples][drew], tokens[drew]
         stopped = self._append(table_rows, drawn)
-        self._name_blocks(computed_rows)
+        self._name_given_blocks(computed_rows)
         return self._finish(step_no, table_rows, drawn, drew, stopped)
 
     def _append(self, table_rows: Int32s, drawn: Int32s) -> Bools:
@@ -391,21 +403,31 @@ class Scheduler:
         position = rows.known_host[table_rows]
         rows.tail[table_rows, position % size] = drawn
         rows.known_host[table_rows] = position + 1
-        for row in table_rows[(position + 1) % size == 0].tolist():
-            rows.request(row).history += rows.tail[row].tobytes()
+        self._fold_tails(table_rows[(position + 1) % size == 0])
         is_end: Bools = (rows.end_tokens[table_rows] == drawn[:, None]).any(axis=1)
         return is_end & (position >= rows.ends_from[table_rows])
 
-    def _name_blocks(self, computed_rows: Int32s) -> None:
-        """Let blocks that this step filled be found by others."""
+    def _fold_tails(self, full_rows: Int32s) -> None:
+        """Rows whose tail is a full block: it becomes part of their history."""
+        tokens, width = self.rows.tail[full_rows].tobytes(), 4 * self.block_size
+        for start, row in enumerate(full_rows.tolist()):
+            self.rows.request(row).history += tokens[start * width : (start + 1) * width]
+
+    def _name_given_blocks(self, computed_rows: Int32s) -> None:
+        """Let blocks of given tokens that this step filled be found at once: others may be waiting for them.
+
+        Generated blocks are named when their row ends, so that a steady decode step pays nothing for them.
+        """
         rows = self.rows
-        full = rows.confirmed[computed_rows] // self.block_size
-        for row in computed_rows[full > rows.num_named[computed_rows]].tolist():
-            request, blocks = rows.request(row), rows.blocks[row]
-            last = int(rows.confirmed[row]) // self.block_size
-            for index in range(int(rows.num_named[row]), last):
-                self.prefix.name_block(request, index, blocks[index])
-            rows.num_named[row] = last
+        full = np.minimum(rows.confirmed[computed_rows] // self.block_size, rows.num_given[computed_rows])
+        for index in np.flatnonzero(full > rows.num_named[computed_rows]).tolist():
+            self._name_blocks(int(computed_rows[index]), int(full[index]))
+
+    def _name_blocks(self, row: int, num_full: int) -> None:
+        request, blocks = self.rows.request(row), self.rows.blocks[row]
+        for index in range(int(self.rows.num_named[row]), num_full):
+            self.prefix.name_block(request, index, blocks[index])
+        self.rows.num_named[row] = num_full
 
     def _finish(
         self,
