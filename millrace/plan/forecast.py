@@ -23,30 +23,6 @@ def kv_peak(held: Floats, remaining: Floats) -> float:
     return float(np.max(np.cumsum(held) + np.arange(1, len(held) + 1) * remaining))
 
 
-class Crowd:
-    """The requests that share the pool, and whether one more fits at their future peak. All in tokens."""
-
-    def __init__(self, held: Floats, remaining: Floats, capacity: float) -> None:
-        self._held, self._remaining = [held], [remaining]
-        self._bound = float(held.sum() + remaining.sum())
-        """What they would hold if none ended before the last: never below the peak, and cheap to keep."""
-        self._capacity = capacity
-
-    def admits(self, held: float, remaining: float, shared: float) -> bool:
-        """Whether a newcomer fits that will hold `held + remaining` of its own and pins `shared` of the cache."""
-        room = self._capacity - shared
-        if self._bound + held + remaining <= room:
-            return True
-        all_held = np.concatenate([*self._held, [held]])
-        return kv_peak(all_held, np.concatenate([*self._remaining, [remaining]])) <= room
-
-    def add(self, held: float, remaining: float, shared: float) -> None:
-        self._held.append(np.asarray([held]))
-        self._remaining.append(np.asarray([remaining]))
-        self._bound += held + remaining
-        self._capacity -= shared
-
-
 class OutputLengths:
     """A decaying estimate of how many tokens requests really generate; `max_tokens` is usually far above it."""
 

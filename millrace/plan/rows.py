@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 
 from millrace.plan.request import Request
-from millrace.plan.step import Int32s, Int64s
+from millrace.plan.step import Bools, Int32s, Int64s
 
 NO_TOKEN = -1
 
@@ -111,6 +111,21 @@ class Rows:
     def complete(self, step_no: int) -> None:
         while self._fenced and self._fenced[0][0] <= step_no:
             self._free.append(self._fenced.popleft()[1])
+
+    def append(self, table_rows: Int32s, drawn: Int32s) -> Bools:
+        """Write confirmed tokens into the tails; which of them are end tokens that count."""
+        position = self.known_host[table_rows]
+        self.tail[table_rows, position % self.block_size] = drawn
+        self.known_host[table_rows] = position + 1
+        self._fold_tails(table_rows[(position + 1) % self.block_size == 0])
+        is_end: Bools = (self.end_tokens[table_rows] == drawn[:, None]).any(axis=1)
+        return is_end & (position >= self.ends_from[table_rows])
+
+    def _fold_tails(self, full_rows: Int32s) -> None:
+        """Rows whose tail is a full block: it becomes part of their history."""
+        tokens, width = self.tail[full_rows].tobytes(), 4 * self.block_size
+        for index, row in enumerate(full_rows.tolist()):
+            self.request(row).history += tokens[index * width : (index + 1) * width]
 
     def rewind(self) -> None:
         """Forget every step in flight: the planned clock goes back to the confirmed one."""

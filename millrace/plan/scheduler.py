@@ -15,7 +15,8 @@ from collections.abc import Collection
 import numpy as np
 
 from millrace.plan.block_pool import BlockPool
-from millrace.plan.forecast import Crowd, Floats, OutputLengths
+from millrace.plan.crowd import Crowd
+from millrace.plan.forecast import OutputLengths
 from millrace.plan.prefix import PrefixIndex
 from millrace.plan.request import Request
 from millrace.plan.rows import Rows
@@ -31,6 +32,7 @@ from millrace.plan.step import (
     StepOutcome,
     StepPlan,
 )
+from millrace.plan.victim import cheapest_victim
 from millrace.plan.waiting import Waiting
 
 HELD_SCAN = 256
@@ -221,7 +223,7 @@ class Scheduler:
         """
         if budget <= 0 or self.rows.num_free == 0 or len(self.waiting) == 0:
             return
-        crowd = self._crowd()
+        crowd = Crowd(self.rows, self.pool, self._lengths)
         seated: list[Request] = []
         for request in itertools.islice(self.waiting, HELD_SCAN):
             if budget <= 0 or self.rows.num_free == 0:
@@ -231,7 +233,7 @@ class Scheduler:
             blocks = self.prefix.match(request)
             if self.prefix.must_wait(request, len(blocks)):
                 continue
-            if not self._joins(crowd, request, blocks):
+            if not crowd.join(request, blocks):
                 break
             row = self._admit(request, blocks)
             seated.append(request)
@@ -241,31 +243,6 @@ class Scheduler:
                 budget -= count
         for request in seated:
             self.waiting.remove(request.id)
-
-    def _crowd(self) -> Crowd:
-        """The running set's own tokens, now and to come, and the room that shared blocks leave them."""
-        rows, order, size = self.rows, self.rows.order, self.block_size
-        known = rows.known[order].astype(np.float64)
-        own: Floats = np.ceil(known / size) * size - rows.num_shared[order].astype(np.float64) * size
-        remaining = self._lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
-        own_blocks = int((rows.num_blocks[order] - rows.num_shared[order]).sum())
-        num_shared = max(self.pool.num_in_use - own_blocks, 0)
-        return Crowd(own, remaining, (self.pool.total - num_shared) * size)
-
-    def _joins(self, crowd: Crowd, request: Request, blocks: list[int]) -> bool:
-        """Whether the pool will hold this request too, at the future peak; if so, count it in.
-
-        Somebody may always run, or nobody would."""
-        if self._row_of and self.pool.num_available - len(blocks) <= 0:
-            return False
-        size, num_known = self.block_size, len(request.history) // 4
-        own = -(-num_known // size) * size - len(blocks) * size
-        remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
-        shared = sum(not self.pool.in_use(block) for block in blocks) * size
-        if self._row_of and not crowd.admits(own, remaining, shared):
-            return False
-        crowd.add(own, remaining, shared)
-        return True
 
     def _admit(self, request: Request, blocks: list[int]) -> int:
         for block in blocks:
@@ -284,16 +261,9 @@ class Scheduler:
 
     def _preempt_one(self) -> bool:
         """Send the cheapest row back to the queue, to be recomputed later. The first in the queue always stays."""
-        order = self.rows.order
-        if len(order) < 2:
+        victim = cheapest_victim(self.rows)
+        if victim is None:
             return False
-        rows = self.rows
-        candidates = order[1:]
-        lost = rows.computed[candidates] - rows.num_shared[candidates] * self.block_size
-        times = np.asarray([rows.request(row).preemptions for row in candidates.tolist()])
-        # Among equals the last in the queue; a row preempted before costs more each time.
-        cost = (lost + 1) * (1 + times)
-        victim = int(candidates[len(cost) - 1 - int(np.argmin(cost[::-1]))])
         request = self._leave(victim, "preempted")
         request.preemptions += 1
         self.num_preemptions += 1
@@ -393,25 +363,9 @@ class Scheduler:
         rows.confirmed[computed_rows] = (plan.starts + plan.counts)[here]
         drew = np.flatnonzero(here[plan.samples])
         table_rows, drawn = plan.rows[plan.samples][drew], tokens[drew]
-        stopped = self._append(table_rows, drawn)
+        stopped = rows.append(table_rows, drawn)
         self._name_given_blocks(computed_rows)
         return self._finish(step_no, table_rows, drawn, drew, stopped)
-
-    def _append(self, table_rows: Int32s, drawn: Int32s) -> Bools:
-        """Write the drawn tokens into the tails; which of them are end tokens that count."""
-        rows, size = self.rows, self.block_size
-        position = rows.known_host[table_rows]
-        rows.tail[table_rows, position % size] = drawn
-        rows.known_host[table_rows] = position + 1
-        self._fold_tails(table_rows[(position + 1) % size == 0])
-        is_end: Bools = (rows.end_tokens[table_rows] == drawn[:, None]).any(axis=1)
-        return is_end & (position >= rows.ends_from[table_rows])
-
-    def _fold_tails(self, full_rows: Int32s) -> None:
-        """Rows whose tail is a full block: it becomes part of their history."""
-        tokens, width = self.rows.tail[full_rows].tobytes(), 4 * self.block_size
-        for start, row in enumerate(full_rows.tolist()):
-            self.rows.request(row).history += tokens[start * width : (start + 1) * width]
 
     def _name_given_blocks(self, computed_rows: Int32s) -> None:
         """Let blocks of given tokens that this step filled be found at once: others may be waiting for them.

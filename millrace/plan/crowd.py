@@ -1,0 +1,49 @@
+"""Admission: the requests that share the pool, and whether one more fits at their future peak. Counts in tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.plan.block_pool import BlockPool
+from millrace.plan.forecast import Floats, OutputLengths, kv_peak
+from millrace.plan.request import Request
+from millrace.plan.rows import Rows
+
+
+class Crowd:
+    """Made for one round of seating. A block that several share is counted once, as room that is gone."""
+
+    def __init__(self, rows: Rows, pool: BlockPool, lengths: OutputLengths) -> None:
+        self._pool, self._lengths, self._block_size = pool, lengths, rows.block_size
+        order, size = rows.order, rows.block_size
+        known = rows.known[order].astype(np.float64)
+        own: Floats = np.ceil(known / size) * size - rows.num_shared[order].astype(np.float64) * size
+        remaining = lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
+        own_blocks = int((rows.num_blocks[order] - rows.num_shared[order]).sum())
+        self._room = (pool.total - max(pool.num_in_use - own_blocks, 0)) * size
+        self._own, self._remaining = [own], [remaining]
+        self._bound = float(own.sum() + remaining.sum())
+        """What they would hold if none ended before the last: never below the peak, and cheap to keep."""
+        self._is_empty = len(order) == 0
+
+    def join(self, request: Request, blocks: list[int]) -> bool:
+        """Count the request in, with these blocks found in the cache, if it fits. Somebody may always run."""
+        size, num_known = self._block_size, len(request.history) // 4
+        own = -(-num_known // size) * size - len(blocks) * size
+        remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
+        newly_shared = sum(not self._pool.in_use(block) for block in blocks)
+        if not self._is_empty:
+            has_block_left = self._pool.num_available > len(blocks)
+            if not has_block_left or not self._fits(own, remaining, self._room - newly_shared * size):
+                return False
+        self._own.append(np.asarray([own], np.float64))
+        self._remaining.append(np.asarray([remaining], np.float64))
+        self._bound += own + remaining
+        self._room -= newly_shared * size
+        self._is_empty = False
+        return True
+
+    def _fits(self, own: float, remaining: float, room: float) -> bool:
+        if self._bound + own + remaining <= room:
+            return True
+        return kv_peak(np.concatenate([*self._own, [own]]), np.concatenate([*self._remaining, [remaining]])) <= room
