@@ -33,6 +33,9 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def ctrl_c(self) -> None:
+        # CPython's readline looks for signals and then waits for a key: one that falls in between is seen only with
+        # the next key. No person is that fast; a test is.
+        time.sleep(0.3)
         self.type("\x03")
 
     def expect(self, text: str, timeout_s: float = 20.0) -> str:

@@ -1,0 +1,89 @@
+# Every target sets up what it needs and nothing twice: a stamp in .venv remembers each finished stage,
+# and is older than the file that describes the stage only when that file has changed.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+TORCH := torch==2.13.0
+VENV  := .venv
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip install --disable-pip-version-check --no-input
+ARGS  ?=
+# Options for pytest, such as TESTS="tests/plan -k prefix".
+TESTS ?=
+WORKERS ?= 2
+
+.PHONY: help serve chat test test-models lint format bench setup setup-dev fetch clean
+
+help: ## Show this list
+	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo '  make serve ARGS="--port 8123 --dtype float32"    options go in ARGS; .venv/bin/millrace serve --help lists them'
+
+serve: setup ## Serve the default model, or ARGS="MODEL --port …"
+	@$(BIN)/millrace serve $(ARGS)
+
+chat: setup ## Talk to the default model in this terminal
+	@$(BIN)/millrace chat $(ARGS)
+
+test: lint fetch ## Check style, types, architecture, and run the tests with the real default model
+	@echo "── tests"
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	@echo "All checks passed. Next: make serve"
+
+test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold them to transformers
+	@$(BIN)/millrace fetch --all
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m real_models $(TESTS)
+	@echo "The real models agree. Next: make serve ARGS=qwen2.5-coder-1.5b"
+
+lint: setup-dev ## Check style, types and architecture only
+	@echo "── style"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "── types"
+	@$(BIN)/mypy
+	@echo "── architecture"
+	@$(BIN)/lint-imports --no-logo --no-cache
+
+format: setup-dev ## Rewrite the sources in the house style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup ## Measure this machine: startup, TTFT, TPOT, throughput, prefix reuse, memory
+	@$(BIN)/millrace bench $(ARGS)
+
+fetch: setup ## Fetch the default model into the user's cache
+	@$(BIN)/millrace fetch
+
+clean: ## Remove .venv and everything built (fetched models stay in the user's cache)
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find millrace tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "Clean. Next: make serve"
+
+# ── set-up ────────────────────────────────────────────────────────────────────────────────────────────────────────
+setup: $(VENV)/.millrace
+setup-dev: $(VENV)/.millrace $(VENV)/.requirements-dev
+
+$(VENV)/.python:
+	@python=$$($(CURDIR)/tools/find_python) || exit 1; \
+	 echo "── set-up 1/4: $(VENV) with $$($$python --version)"; \
+	 $$python -m venv $(VENV) && touch $@
+
+# torch comes first and alone, so that the wheel for this machine (CPU or CUDA) is never replaced by another's wish.
+$(VENV)/.torch: $(VENV)/.python
+	@echo "── set-up 2/4: $(TORCH) (the largest download)"
+	@$(PIP) $(TORCH) && touch $@
+
+$(VENV)/.requirements: $(VENV)/.torch requirements.txt
+	@echo "── set-up 3/4: the pinned requirements"
+	@$(PIP) -r requirements.txt && touch $@
+
+$(VENV)/.millrace: $(VENV)/.requirements pyproject.toml
+	@echo "── set-up 4/4: millrace itself"
+	@$(PIP) --quiet --no-deps --no-build-isolation -e . && touch $@
+
+$(VENV)/.requirements-dev: $(VENV)/.requirements requirements-dev.txt
+	@echo "── set-up: the pinned requirements of the checks"
+	@$(PIP) -r requirements-dev.txt && touch $@

@@ -1,0 +1,143 @@
+"""`millrace bench`: this machine, any OpenAI-compatible server, or the scheduler alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.commands.config import toml_lines
+from millrace.commands.parser import UsageError
+from millrace.commands.settings import add_settings, load_settings
+from millrace.commands.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from millrace.bench.figures import Figure
+    from millrace.bench.suite import SuiteOptions
+    from millrace.bench.workloads import Workload
+
+USAGE = "millrace bench [local | plan] [options]"
+EXAMPLES = """\
+workloads:
+  single         512 in / 128 out, one at a time
+  batch-1/4/16   256 in / 64 out, all at once
+  mixed          64 requests, 64–512 in / 64–256 out, 16 at once
+  shared-prefix  64 requests, 1,024 shared + 32 own in / 32 out, 8 at once
+  prefix-cold    1,056 in, never seen before, one at a time
+  prefix-warm    the same beginnings again, one at a time
+
+examples:
+  millrace bench                                         start the default model here and measure everything
+  millrace bench --model ./my-model --dtype bfloat16     another model, with settings as for serve
+  millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same work
+  millrace bench --url … --workloads single,mixed --json one JSON line per figure
+  millrace bench plan                                    host time of planning a step, from 1 to 4,096 rows"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="local", metavar="WHAT", help="local (default) or plan")
+    parser.add_argument("--url", default="", help="measure this server; without it one is started here")
+    parser.add_argument("--api-key", default="", help="the key that the server wants")
+    parser.add_argument("--pid", type=int, default=0, help="the server's process, to report its memory (with --url)")
+    parser.add_argument("--workloads", default="", metavar="NAMES", help="only these, separated by commas")
+    parser.add_argument(
+        "--time-limit", type=float, default=300.0, metavar="X", help="seconds per workload (default: 300)"
+    )
+    parser.add_argument(
+        "--content-seed", type=int, metavar="N", help="same seed, same prompts; fresh ones each run without it"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line per figure instead of a table")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.what == "plan":
+        return _bench_plan(as_json=args.json)
+    if args.what != "local":
+        raise UsageError(
+            f"There is no benchmark '{args.what}'. There are: local, plan; and --url for a running server."
+        )
+    loaded = load_settings(args)
+    if not args.time_limit > 0:
+        raise UsageError(f"--time-limit is {args.time_limit:g}; it must be more than 0 seconds.")
+    settings = "\n".join(toml_lines(loaded))
+    source = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
+    return asyncio.run(_measure(args, settings, source))
+
+
+def _bench_plan(*, as_json: bool) -> int:
+    from millrace.bench.figures import Figure, print_table
+    from millrace.bench.plan import BARS_MS, SIZES, measure_plan_cost
+
+    figures = []
+    for num_rows in SIZES:
+        cost = measure_plan_cost(num_rows)
+        bar = f", bar {BARS_MS[num_rows]} ms" if num_rows in BARS_MS else ""
+        note = f"plan {cost.plan_ms:.3f} + apply {cost.apply_ms:.3f}{bar}"
+        figures.append(Figure("plan", f"{num_rows:,} rows", cost.total_ms, "ms", note=note))
+        if as_json:
+            print(figures[-1].as_json(target="local"), flush=True)
+    if not as_json:
+        print_table(figures, "Host time of one steady decode step: planning it and applying its result")
+    return 0
+
+
+async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:
+    from millrace.bench.suite import SuiteOptions, run_local, run_remote
+    from millrace.bench.target import Target
+
+    seed = int(time.time()) if args.content_seed is None else args.content_seed
+    options = SuiteOptions(_chosen(args.workloads), seed, args.time_limit, args.pid)
+    reporter = Reporter(args.url or "local", options, as_json=args.json)
+    if args.url:
+        await run_remote(Target(args.url, source, args.api_key), options, reporter.add, reporter.progress)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "settings.toml"
+            file.write_text(settings, encoding="utf-8")
+            await run_local(["--config", str(file)], options, reporter.add, reporter.progress)
+    reporter.finish()
+    return 0
+
+
+def _chosen(names: str) -> tuple[Workload, ...]:
+    from millrace.bench.workloads import suite
+
+    everything = {workload.name: workload for workload in suite()}
+    if not names:
+        return tuple(everything.values())
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in everything:
+            raise UsageError(f"There is no workload '{name}'. There are: {', '.join(everything)}.")
+    return tuple(workload for name, workload in everything.items() if name in wanted)
+
+
+class Reporter:
+    """Figures as they come: JSON lines at once, or one table at the end with a status line until then."""
+
+    def __init__(self, target: str, options: SuiteOptions, *, as_json: bool) -> None:
+        self._target = target
+        self._seed = options.seed
+        self._as_json = as_json
+        self._figures: list[Figure] = []
+        self._line = StatusLine()
+
+    def add(self, figure: Figure) -> None:
+        self._figures.append(figure)
+        if self._as_json:
+            print(figure.as_json(target=self._target), flush=True)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self._line.show(what, done, total)
+
+    def finish(self) -> None:
+        from millrace.bench.figures import print_table
+
+        self._line.clear()
+        if not self._as_json:
+            figures = sorted(self._figures, key=lambda figure: figure.workload != "server")
+            print_table(figures, f"millrace bench of {self._target}, prompts from seed {self._seed}")

@@ -1,0 +1,91 @@
+"""`millrace ops`: a table of every op, its versions, which one this machine takes, and why."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from millrace.commands.settings import add_settings, load_settings
+from millrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from millrace.ops.version import Version
+
+USAGE = "millrace ops [options]"
+EXAMPLES = """\
+examples:
+  millrace ops                       what this machine uses at its defaults
+  millrace ops --dtype float32       in another type
+  millrace ops --deterministic       only versions whose result for a row does not depend on the batch"""
+
+_SMALLEST_WIDTH = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, sections=("model", "run"))
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from millrace.run.device import fast_dtype, open_device
+
+    config = load_settings(args).config
+    device = open_device(config.run)
+    dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    print_ops(device.torch_device, dtype, config.run.deterministic)
+    return 0
+
+
+def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> None:
+    """Print the table for a model of ordinary sizes. Compiles the CPU kernels if they are not there yet."""
+    from millrace.ops.version import short_name
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    mode = ", deterministic" if deterministic else ""
+    print(f"ops on {device.type} in {short_name(dtype)}{mode}; * marks the version that is used\n")
+    for line in table_lines(device, dtype, deterministic, width):
+        print(line)
+
+
+def table_lines(
+    device: torch.device, dtype: torch.dtype, deterministic: bool = False, width: int | None = None
+) -> Iterator[str]:
+    rows = list(_rows(device, dtype, deterministic))
+    header = ("op", "", "version", "batch-invariant", "why")
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(4)]
+    room = None if width is None else max(width - sum(widths) - 8, _SMALLEST_WIDTH)
+    for row in (header, *rows):
+        start = "  ".join(cell.ljust(size) for cell, size in zip(row[:4], widths, strict=True))
+        folded = textwrap.wrap(row[4], room) if room else [row[4]]
+        yield f"{start}  {folded[0]}"
+        yield from (" " * (len(start) + 2) + rest for rest in folded[1:])
+
+
+def _rows(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Iterator[tuple[str, str, str, str, str]]:
+    from millrace.ops.registry import OPS, TYPICAL_SHAPE
+
+    for op, versions in OPS.items():
+        chosen = _chosen(op, device, dtype, deterministic)
+        for index, version in enumerate(versions):
+            objection = version.objection(device, dtype, deterministic, TYPICAL_SHAPE)
+            invariant = "yes" if version.batch_invariant(device) else "no" if device.type in version.devices else ""
+            why = f"not here: {objection}" if objection else version.when
+            yield (op if index == 0 else "", "*" if version is chosen else " ", version.name, invariant, why)
+        if chosen is None:
+            yield ("", "!", "none", "", f"no version of {op} can run so")
+
+
+def _chosen(op: str, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Version | None:
+    from millrace.ops.registry import TYPICAL_SHAPE, choose
+
+    try:
+        return choose(op, device, dtype, deterministic, **TYPICAL_SHAPE).version
+    except ConfigError:
+        return None

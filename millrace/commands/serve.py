@@ -1,0 +1,182 @@
+"""`millrace serve`: an engine, one front or several, and a ready-to-paste request when they can serve.
+
+This process is front 0 and never imports torch; the engine is a child (or, with --in-process, a thread of this one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from millrace.commands.settings import add_model, add_settings, load_settings
+from millrace.commands.status_line import StatusLine
+from millrace.config import Config, replace
+from millrace.errors import ConfigError, EngineUnavailable, MillraceError
+
+if TYPE_CHECKING:
+    from millrace.commands.front_child import FrontProcess
+    from millrace.engine.process import EngineHandle
+    from millrace.link.client import EngineClient
+    from millrace.serve.app import FrontState
+
+USAGE = "millrace serve [MODEL] [options]"
+EXAMPLES = """\
+examples:
+  millrace serve                                       the default model on http://127.0.0.1:8000
+  millrace serve qwen2.5-coder-1.5b --port 8123        a model known by name (millrace models)
+  millrace serve ./my-model --dtype float32            a Hugging Face directory
+  millrace serve my-model.gguf --kv-gib 2              a GGUF file, with 2 GiB for the KV pool
+  millrace serve org/name --config my.toml             a hub id, with settings from a file
+  millrace serve random:config.json                    random weights of a shape, for benchmarks"""
+
+_LAST_WORDS_S = 0.3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from millrace.observe.logs import setup_logging
+
+    config = load_settings(args).config
+    setup_logging(config.observe.log_level, process="front")
+    Server(config).run()
+    return 0
+
+
+class Server:
+    """Everything that one `millrace serve` starts, and how it ends."""
+
+    def __init__(self, config: Config) -> None:
+        self._started = time.monotonic()
+        check_port(config.server.host, config.server.port)
+        self._config = config
+        self._failure = ""
+        self._is_ready = False
+        self._line = StatusLine()
+        self._stop = asyncio.Event()
+
+    def run(self) -> None:
+        """Serve until told to stop. Raises when the engine could not start or died."""
+        from millrace.commands.obtain import obtain_model
+        from millrace.engine.process import start_engine
+
+        obtain_model(self._config.model.source)
+        # The engine goes first: its imports take longest, and everything below happens beside them.
+        engine = start_engine(self._config)
+        try:
+            import uvloop
+
+            uvloop.run(self._serve(engine))
+        finally:
+            self._end(engine)
+        if self._failure:
+            raise EngineUnavailable(self._failure)
+
+    def _end(self, engine: EngineHandle) -> None:
+        """One that is still loading has nothing to finish, and would not hear a polite request until it is done."""
+        from millrace.engine.process import EngineProcess
+
+        if not self._is_ready and isinstance(engine, EngineProcess):
+            engine.process.kill()
+        engine.stop()
+
+    async def _serve(self, engine: EngineHandle) -> None:
+        from millrace.commands.front_child import start_fronts, stop_fronts
+        from millrace.serve.app import listening_socket, load_state, serve_front
+        from millrace.sources.resolve import resolve_model
+
+        server = self._config.server
+        sock = listening_socket(server.host, server.port, self._config, reuse_port=server.fronts > 1)
+        self._config = replace(self._config, server__port=sock.getsockname()[1])
+        client = self._connect(engine)
+        fronts = start_fronts(self._config, engine)
+        state = load_state(self._config, client, resolve_model(self._config.model.source))
+        tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._pass_on(fronts))]
+        try:
+            await serve_front(state, server.host, self._config.server.port, sock=sock, stop=self._stop)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await client.close()
+            await asyncio.to_thread(stop_fronts, fronts, server.drain_timeout_s)
+
+    def _connect(self, engine: EngineHandle) -> EngineClient:
+        from millrace.commands.front_child import max_open_requests
+        from millrace.link.client import EngineClient
+
+        client = EngineClient(
+            engine.channel(0),
+            max_open=max_open_requests(self._config),
+            on_loading=lambda stage: self._line.show(stage.what, stage.done, stage.total),
+        )
+
+        loop = asyncio.get_running_loop()
+
+        def on_death(message: str) -> None:
+            # The engine's own last message may still be on its way, and says more than its exit code.
+            loop.call_later(_LAST_WORDS_S, settle, message)
+
+        def settle(message: str) -> None:
+            client.fail(message)
+            self._end_with(client.failure or message)
+
+        engine.watch(loop, on_death)
+        self._line.show("starting the engine")
+        return client
+
+    async def _announce(self, state: FrontState) -> None:
+        """Say that the server is ready; or, when the engine cannot start, end with the reason."""
+        from millrace.commands.announce import memory_table, reachable_url, ready_lines
+
+        try:
+            ready = await state.client.wait_ready()
+        except EngineUnavailable as error:
+            self._end_with(error.message)
+            return
+        self._is_ready = True
+        self._line.clear()
+        url = reachable_url(self._config.server.host, self._config.server.port)
+        took_s = time.monotonic() - self._started
+        for text in (*memory_table(ready), *ready_lines(ready, url, took_s, is_chat=is_chat_model(state))):
+            print(text, flush=True)
+
+    async def _pass_on(self, fronts: list[FrontProcess]) -> None:
+        """When this front begins to drain, so do the others."""
+        await self._stop.wait()
+        for front in fronts:
+            front.drain()
+
+    def _end_with(self, failure: str) -> None:
+        """The first failure that was not asked for is the one to report."""
+        self._line.clear()
+        if not self._stop.is_set():
+            self._failure = failure
+            self._stop.set()
+
+
+def is_chat_model(state: FrontState) -> bool:
+    try:
+        state.template.render([{"role": "user", "content": "Hello"}])
+    except MillraceError:
+        return False
+    return True
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that is taken before anything is loaded for it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        # Without this a port whose last connections are still closing would look taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port or --host.",
+                param="server.port",
+            ) from error

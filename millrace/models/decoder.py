@@ -1,0 +1,156 @@
+"""The one decoder. What differs between families is in its spec; what differs between devices is in its ops.
+
+A later tensor-parallel mesh shards `qkv` and `gate_up` by rows and `out` and `down` by columns, and sums the results
+of the latter two; nothing else in a layer would change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace.models.batch import ForwardBatch
+from millrace.models.spec import ModelSpec
+from millrace.ops.attention import Attention
+from millrace.ops.embedding import Embedding
+from millrace.ops.experts import Experts
+from millrace.ops.kv_cache import cache_places
+from millrace.ops.linear import Linear
+from millrace.ops.qkv import PrepareQkv
+from millrace.ops.rope import rope_rows
+from millrace.ops.softcap import softcap
+from millrace.ops.version import Choice
+
+Mlp = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOps:
+    """The stateless ops, chosen once for this device and dtype."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    gated: Callable[[Tensor], Tensor]
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    attention: Attention
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp:
+    gate_up: Linear
+    down: Linear
+    gated: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gated(self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class MoeMlp:
+    router: Linear
+    experts: Experts
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    top_k: int
+    renormalise: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, expert_ids = self.route(self.router(x), self.top_k, self.renormalise)
+        return self.experts(x, weights, expert_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Weights and bound ops of one layer. Norm weights are float32 and hold the family's offset."""
+
+    input_norm: Tensor
+    qkv: Linear
+    prepare_qkv: PrepareQkv
+    out: Linear
+    attention_out_norm: Tensor | None
+    mlp_norm: Tensor
+    mlp: Mlp
+    mlp_out_norm: Tensor | None
+    rope: int | None
+    window: int
+    """Index into the step's prepared attentions, one per distinct window."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Tensor
+    head: Linear
+    frequencies: tuple[Tensor, ...]
+    """Inverse frequencies of each of the spec's ropes, float32 on the device."""
+    num_bytes: int
+
+
+class Decoder:
+    """A loaded model. It holds no state between steps: what persists is in the KV tensors it is handed."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        ops: DecoderOps,
+        device: torch.device,
+        dtype: torch.dtype,
+        choices: dict[str, Choice],
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.dtype = dtype
+        self.num_bytes = weights.num_bytes
+        """Bytes of all weights, tied ones once; padding inside packed layouts, under 32 rows a matrix, is left out."""
+        self.choices = choices
+        """Which version of each op was chosen, and why."""
+        self._weights = weights
+        self._ops = ops
+        # Rounded to the model's dtype, as the families that scale embeddings were trained.
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
+        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm."""
+        weights, ops, eps = self._weights, self._ops, self.spec.norm_eps
+        layers = weights.layers
+        block_size = kv[0].shape[3]
+        block_ids, offsets = cache_places(batch.slots, block_size)
+        rows = self._rope_rows(batch.positions)
+        prepared = [ops.attention.prepare(batch, block_size, window) for window in self.spec.windows]
+
+        residual = self._embed(batch.token_ids)
+        hidden = ops.rms_norm(residual, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            qkv = layer.qkv(hidden)
+            angles = None if layer.rope is None else rows[layer.rope]
+            queries = layer.prepare_qkv(qkv, angles, kv[index], block_ids, offsets)
+            hidden = layer.out(ops.attention(queries, kv[index], prepared[layer.window]))
+            if layer.attention_out_norm is not None:
+                hidden = ops.rms_norm(hidden, layer.attention_out_norm, eps)
+            hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+            hidden = layer.mlp(hidden)
+            if layer.mlp_out_norm is not None:
+                hidden = ops.rms_norm(hidden, layer.mlp_out_norm, eps)
+            next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else weights.final_norm
+            hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that."""
+        logits = self._weights.head(hidden).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else softcap(logits, cap)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        rows = self._weights.embedding(token_ids)
+        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+
+    def _rope_rows(self, positions: Tensor) -> list[Tensor]:
+        ropes = zip(self.spec.ropes, self._weights.frequencies, strict=True)
+        return [rope_rows(positions, frequencies, rope.attention_factor) for rope, frequencies in ropes]

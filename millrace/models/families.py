@@ -1,0 +1,432 @@
+"""The model families: for each, a short table from its config to a ModelSpec, and what its weights are called.
+
+To add one, add a Family; see docs/adding-a-model-family.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.errors import ModelError
+from millrace.models.config_reader import ConfigReader
+from millrace.models.rope import read_rope
+from millrace.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from millrace.ops.activation import Activation
+
+Windows = list[int | None]
+
+MAX_LAYERS = 1024
+"""More is a damaged config, not a model."""
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """Names of modules under `model.layers.<i>.` that differ between families; `{e}` is the expert."""
+
+    input_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    attention_out_norm: str = ""
+    mlp_out_norm: str = ""
+    router: str = "mlp.gate"
+    expert_gate: str = "mlp.experts.{e}.gate_proj"
+    expert_up: str = "mlp.experts.{e}.up_proj"
+    expert_down: str = "mlp.experts.{e}.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    traits: Callable[[ConfigReader], dict[str, Any]]
+    """ModelSpec fields in which this family differs from a plain Llama."""
+    windows: Callable[[ConfigReader, int], Windows]
+    """The attention window of each of so many layers."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the family's own implementation assumes where config.json says nothing."""
+    theta: float = 10_000.0
+    names: WeightNames = WeightNames()
+
+
+# --- parts that families share ---
+
+
+def _no_windows(c: ConfigReader, num_layers: int) -> Windows:
+    return [None] * num_layers
+
+
+def _all_windows(c: ConfigReader, num_layers: int) -> Windows:
+    """One window for all layers, unless the config says which layers slide."""
+    window = c.optional_whole("sliding_window")
+    return _by_type(c, num_layers, lambda layer: window is not None)
+
+
+def _opted_windows(c: ConfigReader, num_layers: int) -> Windows:
+    """Qwen: windows only if switched on, and only from `max_window_layers` up."""
+    if not c.flag("use_sliding_window"):
+        return [None] * num_layers
+    first = c.whole("max_window_layers", 28, minimum=0)
+    return _by_type(c, num_layers, lambda layer: layer >= first)
+
+
+def _opted_uniform_windows(c: ConfigReader, num_layers: int) -> Windows:
+    return _all_windows(c, num_layers) if c.flag("use_sliding_window") else [None] * num_layers
+
+
+def _by_type(c: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> Windows:
+    return [_window_of(c, kind) for kind in _layer_types(c, num_layers, slides)]
+
+
+def _layer_types(c: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """`layer_types` of the config, or else what the family's rule says of each layer."""
+    kinds = c.get("layer_types")
+    if kinds is None:
+        return ["sliding_attention" if slides(layer) else "full_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise c.fail("layer_types", f"is {kinds!r}; it must be a list of {num_layers} entries")
+    return kinds
+
+
+def _window_of(c: ConfigReader, kind: str) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind == "sliding_attention":
+        return c.whole("sliding_window")
+    raise c.fail("layer_types", f"holds {kind!r}; full_attention and sliding_attention are supported")
+
+
+def _attention_bias(c: ConfigReader) -> dict[str, Any]:
+    bias = c.flag("attention_bias")
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def _moe(c: ConfigReader, num_experts: int, inner_size: int, renormalise: bool) -> MoeSpec:
+    top_k = c.whole("num_experts_per_tok")
+    if top_k > num_experts:
+        raise c.fail("num_experts_per_tok", f"is {top_k}, more than the {num_experts} experts")
+    return MoeSpec(num_experts, top_k, inner_size, renormalise)
+
+
+# --- the traits of each family ---
+
+
+def _llama(c: ConfigReader) -> dict[str, Any]:
+    return {**_attention_bias(c), "mlp_bias": c.flag("mlp_bias")}
+
+
+def _smollm3(c: ConfigReader) -> dict[str, Any]:
+    num_layers = c.whole("num_hidden_layers")
+    rotates = c.whole_list("no_rope_layers")
+    if not c.has("no_rope_layers"):
+        interval = c.whole("no_rope_layer_interval", 4)
+        rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if len(rotates) < num_layers:
+        raise c.fail("no_rope_layers", f"has {len(rotates)} entries for {num_layers} layers")
+    windows = _smollm3_windows(c, num_layers)
+    layers = [LayerSpec(windows[layer], 0 if rotates[layer] else None) for layer in range(num_layers)]
+    return {**_llama(c), "layers": tuple(layers)}
+
+
+def _smollm3_windows(c: ConfigReader, num_layers: int) -> Windows:
+    if not (c.flag("use_sliding_window") and c.has("sliding_window")):
+        return [None] * num_layers
+    rotates = c.whole_list("no_rope_layers") or [int((layer + 1) % 4 != 0) for layer in range(num_layers)]
+    return _by_type(c, num_layers, lambda layer: not rotates[layer])
+
+
+def _gemma2(c: ConfigReader) -> dict[str, Any]:
+    _refuse_bidirectional(c)
+    return {
+        **_attention_bias(c),
+        "norm_offset": 1.0,
+        "sandwich_norms": True,
+        "attention_scale": c.positive("query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": c.optional_positive("attn_logit_softcapping"),
+        "logit_softcap": c.optional_positive("final_logit_softcapping"),
+        "embedding_scale": float(c.whole("hidden_size")) ** 0.5,
+    }
+
+
+def _gemma3(c: ConfigReader) -> dict[str, Any]:
+    windows = _gemma3_windows(c, c.whole("num_hidden_layers"))
+    return {
+        **_gemma2(c),
+        "qk_norm": True,
+        "layers": tuple(LayerSpec(window, rope=0 if window is None else 1) for window in windows),
+        "ropes": _gemma3_ropes(c),
+    }
+
+
+def _gemma3_windows(c: ConfigReader, num_layers: int) -> Windows:
+    period = c.whole("sliding_window_pattern", 6)
+    return _by_type(c, num_layers, lambda layer: (layer + 1) % period != 0)
+
+
+def _gemma3_ropes(c: ConfigReader) -> tuple[RopeSpec, RopeSpec]:
+    """The rope of global layers, then that of sliding ones, which is never scaled by `rope_scaling`."""
+    head_dim = c.whole("head_dim")
+    entries = {key: c.get(key) for key in ("rope_parameters", "max_position_embeddings", "partial_rotary_factor")}
+    scaled = {**entries, "rope_theta": c.get("rope_theta"), "rope_scaling": c.get("rope_scaling")}
+    local = {**entries, "rope_theta": c.get("rope_local_base_freq")}
+    return (
+        read_rope(scaled, head_dim, 1_000_000.0, "full_attention"),
+        read_rope(local, head_dim, 10_000.0, "sliding_attention"),
+    )
+
+
+def _refuse_bidirectional(c: ConfigReader) -> None:
+    if c.flag("use_bidirectional_attention"):
+        raise c.fail("use_bidirectional_attention", "is true: the model embeds text and cannot generate any")
+
+
+def _mixtral(c: ConfigReader) -> dict[str, Any]:
+    experts = c.whole("num_local_experts", c.whole("num_experts", 8))
+    layers = tuple(LayerSpec(window, is_moe=True) for window in _all_windows(c, c.whole("num_hidden_layers")))
+    return {"moe": _moe(c, experts, c.whole("intermediate_size"), renormalise=True), "layers": layers}
+
+
+def _qwen3_moe(c: ConfigReader) -> dict[str, Any]:
+    num_layers = c.whole("num_hidden_layers")
+    experts = c.whole("num_experts", c.whole("num_local_experts", 128), minimum=0)
+    step, dense = c.whole("decoder_sparse_step", 1), set(c.whole_list("mlp_only_layers"))
+    windows = _opted_uniform_windows(c, num_layers)
+    layers = tuple(
+        LayerSpec(windows[layer], is_moe=experts > 0 and layer not in dense and (layer + 1) % step == 0)
+        for layer in range(num_layers)
+    )
+    renormalise = c.flag("norm_topk_prob")
+    moe = _moe(c, experts, c.whole("moe_intermediate_size"), renormalise) if experts else None
+    return {**_attention_bias(c), "qk_norm": True, "moe": moe, "layers": layers}
+
+
+_GEMMA_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA_NAMES = WeightNames(
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="llama",
+        model_types=("llama",),
+        architectures=("LlamaForCausalLM",),
+        traits=_llama,
+        windows=_no_windows,
+        defaults={"max_position_embeddings": 2048},
+    ),
+    Family(
+        name="mistral",
+        model_types=("mistral",),
+        architectures=("MistralForCausalLM",),
+        traits=lambda c: {},
+        windows=_all_windows,
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    Family(
+        name="qwen2",
+        model_types=("qwen2",),
+        architectures=("Qwen2ForCausalLM",),
+        traits=lambda c: {"qkv_bias": True},
+        windows=_opted_windows,
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+    ),
+    Family(
+        name="qwen3",
+        model_types=("qwen3",),
+        architectures=("Qwen3ForCausalLM",),
+        traits=lambda c: {**_attention_bias(c), "qk_norm": True},
+        windows=_opted_windows,
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+        },
+    ),
+    Family(
+        name="smollm3",
+        model_types=("smollm3",),
+        architectures=("SmolLM3ForCausalLM",),
+        traits=_smollm3,
+        windows=_smollm3_windows,
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+        theta=2_000_000.0,
+    ),
+    Family(
+        name="gemma2",
+        model_types=("gemma2",),
+        architectures=("Gemma2ForCausalLM",),
+        traits=_gemma2,
+        windows=lambda c, num_layers: _by_type(c, num_layers, lambda layer: layer % 2 == 0),
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        names=_GEMMA_NAMES,
+    ),
+    Family(
+        name="gemma3",
+        model_types=("gemma3_text", "gemma3"),
+        architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        traits=_gemma3,
+        windows=_gemma3_windows,
+        defaults={**_GEMMA_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072},
+        names=_GEMMA_NAMES,
+    ),
+    Family(
+        name="mixtral",
+        model_types=("mixtral",),
+        architectures=("MixtralForCausalLM",),
+        traits=_mixtral,
+        windows=_all_windows,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 2,
+        },
+        theta=1_000_000.0,
+        names=WeightNames(
+            router="block_sparse_moe.gate",
+            expert_gate="block_sparse_moe.experts.{e}.w1",
+            expert_up="block_sparse_moe.experts.{e}.w3",
+            expert_down="block_sparse_moe.experts.{e}.w2",
+        ),
+    ),
+    Family(
+        name="qwen3_moe",
+        model_types=("qwen3_moe",),
+        architectures=("Qwen3MoeForCausalLM",),
+        traits=_qwen3_moe,
+        windows=_opted_uniform_windows,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+)
+
+
+# --- from a config to its spec ---
+
+
+def family_named(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """By `architectures`, or by `model_type` where a config names no architecture."""
+    architectures = config.get("architectures") or []
+    for family in FAMILIES:
+        if any(name in family.architectures for name in architectures):
+            return family
+    kind = config.get("model_type")
+    for family in FAMILIES:
+        if not architectures and kind in family.model_types:
+            return family
+    named = ", ".join(map(str, architectures)) or f"model_type {kind!r}"
+    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise ModelError(f"The model's architecture is {named}, which cannot be served. Supported: {supported}.")
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a config.json (a nested `text_config` is used in its place), or a ModelError that names the key."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {**config, **{key: value for key, value in text.items() if key != "architectures"}}
+    family = find_family(config)
+    c = ConfigReader(config, family.defaults)
+    if c.has("quantization_config"):
+        raise c.fail(
+            "quantization_config", "says that the weights are quantised; use unquantised weights or a GGUF file"
+        )
+    if c.whole("num_hidden_layers") > MAX_LAYERS:
+        raise c.fail("num_hidden_layers", f"is {c.get('num_hidden_layers')}, above the limit of {MAX_LAYERS}")
+    fields = {**_common(c, family), **family.traits(c)}
+    if "layers" not in fields:
+        windows = family.windows(c, c.whole("num_hidden_layers"))
+        fields["layers"] = tuple(LayerSpec(window) for window in windows)
+    spec = ModelSpec(family=family.name, max_context=_max_context(c, fields["ropes"]), **fields)
+    _check_heads(c, spec)
+    return spec
+
+
+def _common(c: ConfigReader, family: Family) -> dict[str, Any]:
+    hidden_size, num_heads = c.whole("hidden_size"), c.whole("num_attention_heads")
+    head_dim = c.whole("head_dim", hidden_size // num_heads)
+    entries = {key: c.get(key) for key in _ROPE_KEYS}
+    return {
+        "vocab_size": c.whole("vocab_size"),
+        "hidden_size": hidden_size,
+        "inner_size": c.whole("intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": c.whole("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "ropes": (read_rope(entries, head_dim, family.theta, "full_attention"),),
+        "norm_eps": c.positive("rms_norm_eps", 1e-6),
+        "attention_scale": head_dim**-0.5,
+        "activation": _activation(c),
+        "tied_head": c.flag("tie_word_embeddings"),
+    }
+
+
+_ROPE_KEYS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
+
+
+def _activation(c: ConfigReader) -> Activation:
+    key = "hidden_activation" if c.has("hidden_activation") else "hidden_act"
+    name = c.get(key) or "silu"
+    if name not in _ACTIVATIONS:
+        raise c.fail(key, f"is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _max_context(c: ConfigReader, ropes: tuple[RopeSpec, ...]) -> int:
+    """YaRN extends what the model was trained for; some configs state only the latter."""
+    extended = [int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn"]
+    return max(c.whole("max_position_embeddings"), *extended, 1)
+
+
+def _check_heads(c: ConfigReader, spec: ModelSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise c.fail("num_key_value_heads", f"is {spec.num_kv_heads}, which does not divide {spec.num_heads} heads")
+    if not c.has("head_dim") and spec.hidden_size % spec.num_heads:
+        raise c.fail(
+            "num_attention_heads", f"is {spec.num_heads}, which does not divide hidden_size {spec.hidden_size}"
+        )

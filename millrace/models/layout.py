@@ -1,0 +1,163 @@
+"""Which tensors a spec needs, by their Hugging Face names and shapes, and which of them are fused into one matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from millrace.models.families import WeightNames, family_named
+from millrace.models.spec import LayerSpec, ModelSpec
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_items(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer: the rows of its parts, one below the other, and likewise the biases (none or one per part)."""
+
+    parts: tuple[Part, ...]
+    biases: tuple[Part, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def all_parts(self) -> tuple[Part, ...]:
+        return self.parts + self.biases
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayout:
+    router: Matrix
+    experts: tuple[tuple[Matrix, Matrix], ...]
+    """Per expert (gate_up, down)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    input_norm: Part
+    qkv: Matrix
+    q_norm: Part | None
+    k_norm: Part | None
+    out: Matrix
+    attention_out_norm: Part | None
+    mlp_norm: Part
+    mlp: tuple[Matrix, Matrix] | MoeLayout
+    """(gate_up, down), or experts."""
+    mlp_out_norm: Part | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    embedding: Part
+    layers: tuple[LayerLayout, ...]
+    final_norm: Part
+    head: Matrix | None
+    """None when the head is the embedding."""
+
+
+def layout_of(spec: ModelSpec) -> ModelLayout:
+    names = family_named(spec.family).names
+    vocabulary = (spec.vocab_size, spec.hidden_size)
+    return ModelLayout(
+        embedding=Part(EMBEDDING, vocabulary),
+        layers=tuple(_layer(spec, names, index, layer) for index, layer in enumerate(spec.layers)),
+        final_norm=Part(FINAL_NORM, (spec.hidden_size,)),
+        head=None if spec.tied_head else Matrix((Part(HEAD, vocabulary),)),
+    )
+
+
+def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) -> LayerLayout:
+    prefix = f"model.layers.{index}."
+    attention = prefix + "self_attn."
+
+    def norm(name: str) -> Part:
+        return Part(f"{prefix}{name}.weight", (spec.hidden_size,))
+
+    def head_norm(name: str) -> Part | None:
+        return Part(f"{attention}{name}.weight", (spec.head_dim,)) if spec.qk_norm else None
+
+    rows = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    return LayerLayout(
+        input_norm=norm(names.input_norm),
+        qkv=_matrix(attention, rows, spec.hidden_size, spec.qkv_bias),
+        q_norm=head_norm("q_norm"),
+        k_norm=head_norm("k_norm"),
+        out=_matrix(attention, {"o_proj": spec.hidden_size}, spec.q_size, spec.out_bias),
+        attention_out_norm=norm(names.attention_out_norm) if spec.sandwich_norms else None,
+        mlp_norm=norm(names.mlp_norm),
+        mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, prefix),
+        mlp_out_norm=norm(names.mlp_out_norm) if spec.sandwich_norms else None,
+    )
+
+
+def _matrix(prefix: str, rows: dict[str, int], columns: int, has_bias: bool = False) -> Matrix:
+    parts = tuple(Part(f"{prefix}{name}.weight", (count, columns)) for name, count in rows.items())
+    biases = tuple(Part(f"{prefix}{name}.bias", (count,)) for name, count in rows.items())
+    return Matrix(parts, biases if has_bias else ())
+
+
+def _mlp(spec: ModelSpec, prefix: str) -> tuple[Matrix, Matrix]:
+    up = {"mlp.gate_proj": spec.inner_size, "mlp.up_proj": spec.inner_size}
+    down = {"mlp.down_proj": spec.hidden_size}
+    return (
+        _matrix(prefix, up, spec.hidden_size, spec.mlp_bias),
+        _matrix(prefix, down, spec.inner_size, spec.mlp_bias),
+    )
+
+
+def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
+    if spec.moe is None:
+        raise ValueError("a layer is marked as a mixture, but the spec describes none")
+    inner, hidden = spec.moe.inner_size, spec.hidden_size
+    experts = []
+    for expert in range(spec.moe.num_experts):
+        gate, up, down = (name.format(e=expert) for name in (names.expert_gate, names.expert_up, names.expert_down))
+        experts.append((_matrix(prefix, {gate: inner, up: inner}, hidden), _matrix(prefix, {down: hidden}, inner)))
+    return MoeLayout(_matrix(prefix, {names.router: spec.moe.num_experts}, hidden), tuple(experts))
+
+
+# --- walking a layout ---
+
+
+def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
+    yield layer.qkv
+    yield layer.out
+    if isinstance(layer.mlp, MoeLayout):
+        yield layer.mlp.router
+        for pair in layer.mlp.experts:
+            yield from pair
+    else:
+        yield from layer.mlp
+
+
+def norms_of(layer: LayerLayout) -> Iterator[Part]:
+    found = (layer.input_norm, layer.q_norm, layer.k_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+    yield from (norm for norm in found if norm is not None)
+
+
+def all_parts(layout: ModelLayout) -> Iterator[Part]:
+    """Every stored tensor the model needs."""
+    yield layout.embedding
+    for layer in layout.layers:
+        yield from norms_of(layer)
+        for matrix in matrices_of(layer):
+            yield from matrix.all_parts()
+    yield layout.final_norm
+    if layout.head is not None:
+        yield from layout.head.all_parts()

@@ -1,0 +1,295 @@
+"""Loading: tensors are read one by one, joined into the matrices the decoder multiplies with, and packed at once.
+
+At any time the memory in use is that of the finished parts, one matrix being joined, and one tensor just read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from millrace.errors import ModelError
+from millrace.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    DecoderOps,
+    DecoderWeights,
+    DenseMlp,
+    Mlp,
+    MoeMlp,
+)
+from millrace.models.families import spec_from_config
+from millrace.models.layout import (
+    HEAD,
+    LayerLayout,
+    Matrix,
+    ModelLayout,
+    MoeLayout,
+    Part,
+    all_parts,
+    layout_of,
+    norms_of,
+)
+from millrace.models.rope import inverse_frequencies
+from millrace.models.spec import LayerSpec, ModelSpec
+from millrace.ops.experts import ExpertWeights
+from millrace.ops.linear import Linear
+from millrace.ops.registry import choose
+from millrace.ops.version import Choice
+
+if TYPE_CHECKING:
+    from millrace.models.weights import WeightSource
+    from millrace.sources.resolve import ModelFiles
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called as (done_bytes, total_bytes)."""
+
+_HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
+"""Buffers that old checkpoints carry and that are computed here."""
+_OWN_LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\..*")
+
+
+def load_decoder(
+    files: ModelFiles,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Read a model's weights onto the device. What does not fit its config is a ModelError that names the tensor."""
+    from millrace.models.weights import open_weights  # brings the readers of all formats, which only this needs
+
+    spec = spec_from_config(files.config)
+    source = open_weights(files, seed=seed)
+    return build_decoder(spec, source, device=device, dtype=dtype, deterministic=deterministic, progress=progress)
+
+
+def weight_bytes(files: ModelFiles, dtype: torch.dtype) -> int:
+    """The bytes that load_decoder will hold, computed from the config alone."""
+    return spec_weight_bytes(spec_from_config(files.config), dtype)
+
+
+def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Matrices and biases in the model's dtype; norms and rotary frequencies in float32."""
+    layout = layout_of(spec)
+    norms = sum(norm.num_items for layer in layout.layers for norm in norms_of(layer)) + layout.final_norm.num_items
+    frequencies = sum(rope.rotary_dim // 2 for rope in spec.ropes)
+    items = sum(part.num_items for part in all_parts(layout)) - norms
+    return items * dtype.itemsize + 4 * (norms + frequencies)
+
+
+def build_decoder(
+    spec: ModelSpec,
+    source: WeightSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    progress: Progress | None = None,
+) -> Decoder:
+    """A decoder of this spec with the weights of any source that speaks Hugging Face names."""
+    layout = layout_of(spec)
+    check_tensors(spec, layout, source)
+    return _Builder(spec, layout, source, device, dtype, deterministic, progress).build()
+
+
+# --- is everything there? ---
+
+
+def check_tensors(spec: ModelSpec, layout: ModelLayout, source: WeightSource) -> None:
+    """Every needed tensor is there with its shape, and none that would change the result is left over."""
+    names = set(source.names())
+    needed = {part.name: part.shape for part in all_parts(layout)}
+    for name, shape in needed.items():
+        if name not in names:
+            raise _missing(spec, source, name, shape)
+        if source.shape(name) != shape:
+            raise ModelError(
+                f"{source.file_of(name)}: tensor {name} has shape {source.shape(name)}; the config asks for {shape}."
+                " The config and the weights are of different models; fetch both again."
+            )
+    _check_leftovers(spec, source, names - needed.keys())
+
+
+def _missing(spec: ModelSpec, source: WeightSource, name: str, shape: tuple[int, ...]) -> ModelError:
+    some = next(iter(source.names()), None)
+    where = "The model's files" if some is None else str(source.file_of(some).parent)
+    remedy = "Fetch the model again; a file is missing or cut short, or the config is of another model."
+    if name == HEAD:
+        remedy = "If the model shares its embedding as the head, set tie_word_embeddings to true in its config."
+    return ModelError(f"{where}: no tensor {name} of shape {shape}, which a {spec.family} model needs. {remedy}")
+
+
+def _check_leftovers(spec: ModelSpec, source: WeightSource, leftovers: set[str]) -> None:
+    unused = sorted(name for name in leftovers if not _HARMLESS.fullmatch(name) and name != HEAD)
+    for name in unused:
+        match = _OWN_LAYER.fullmatch(name)
+        if match is not None and int(match["index"]) < spec.num_layers:
+            raise ModelError(
+                f"{source.file_of(name)}: tensor {name} has no place in a {spec.family} model, so the model would not"
+                " compute what it was trained to. Check that config.json belongs to these weights."
+            )
+    if unused:
+        log.warning("%d tensors are not used by the decoder: %s", len(unused), ", ".join(unused[:8]))
+
+
+# --- building ---
+
+
+class _Builder:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: ModelLayout,
+        source: WeightSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.spec, self.layout, self.source = spec, layout, source
+        self.device, self.dtype, self.deterministic = device, dtype, deterministic
+        self.choices: dict[str, Choice] = {}
+        self._progress = progress
+        self._done_bytes = 0
+        self._total_bytes = spec_weight_bytes(spec, dtype)
+
+    @torch.inference_mode()
+    def build(self) -> Decoder:
+        spec = self.spec
+        ops = self._ops()
+        embedding, head = self._embedding_and_head()
+        windows = spec.windows
+        layers = tuple(
+            self._layer(ops, windows.index(layer.window), layer, layout)
+            for layer, layout in zip(spec.layers, self.layout.layers, strict=True)
+        )
+        frequencies = tuple(inverse_frequencies(rope).to(self.device) for rope in spec.ropes)
+        self._report(sum(table.nbytes for table in frequencies))
+        weights = DecoderWeights(
+            embedding=embedding,
+            layers=layers,
+            final_norm=self._norm(self.layout.final_norm),
+            head=head,
+            frequencies=frequencies,
+            num_bytes=self._total_bytes,
+        )
+        return Decoder(spec, weights, ops, self.device, self.dtype, self.choices)
+
+    def _choose(self, op: str, key: str = "", **shape: int) -> Choice:
+        choice = choose(op, self.device, self.dtype, self.deterministic, **shape)
+        self.choices[key or op] = choice
+        return choice
+
+    def _ops(self) -> DecoderOps:
+        spec = self.spec
+        attention = self._choose("attention", head_dim=spec.head_dim)
+        return DecoderOps(
+            rms_norm=self._choose("rms_norm").make(),
+            add_rms_norm=self._choose("add_rms_norm").make(),
+            gated=self._choose("gated").make(spec.activation),
+            route=self._choose("router").make(),
+            attention=attention.make(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
+            ),
+        )
+
+    def _embedding_and_head(self) -> tuple[Any, Linear]:
+        part = self.layout.embedding
+        if self.layout.head is not None:
+            embedding = self._choose("embedding").make(self._read(part))
+            return embedding, self._linear(self.layout.head, "head")
+        rows, columns = part.shape
+        tied = self._choose("tied_embedding", in_features=columns, out_features=rows).make(self._read(part))
+        return tied.rows, tied.head
+
+    def _layer(self, ops: DecoderOps, window: int, spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
+        model = self.spec
+        prepare = self._choose("qkv", head_dim=model.head_dim)
+        return DecoderLayer(
+            input_norm=self._norm(layout.input_norm),
+            qkv=self._linear(layout.qkv, "qkv_linear"),
+            prepare_qkv=prepare.make(
+                model.num_heads,
+                model.num_kv_heads,
+                model.head_dim,
+                model.norm_eps,
+                self._optional_norm(layout.q_norm),
+                self._optional_norm(layout.k_norm),
+            ),
+            out=self._linear(layout.out, "out_linear"),
+            attention_out_norm=self._optional_norm(layout.attention_out_norm),
+            mlp_norm=self._norm(layout.mlp_norm),
+            mlp=self._mlp(ops, layout.mlp),
+            mlp_out_norm=self._optional_norm(layout.mlp_out_norm),
+            rope=spec.rope,
+            window=window,
+        )
+
+    def _mlp(self, ops: DecoderOps, layout: tuple[Matrix, Matrix] | MoeLayout) -> Mlp:
+        if isinstance(layout, MoeLayout):
+            return self._moe(ops, layout)
+        gate_up, down = layout
+        return DenseMlp(self._linear(gate_up, "gate_up_linear"), self._linear(down, "down_linear"), ops.gated)
+
+    def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
+        moe, hidden_size = self.spec.moe, self.spec.hidden_size
+        assert moe is not None
+        linear = self._choose("linear", "expert_linear", in_features=hidden_size, out_features=moe.inner_size)
+        weights = ExpertWeights(moe.num_experts, self._experts(layout))
+        choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
+        experts = choice.make(weights, self.spec.activation, linear.make)
+        router = self._linear(layout.router, "router_linear")
+        return MoeMlp(router, experts, ops.route, moe.top_k, moe.renormalise)
+
+    def _experts(self, layout: MoeLayout) -> Iterator[tuple[Tensor, Tensor]]:
+        for gate_up, down in layout.experts:
+            yield self._join(gate_up.parts), self._join(down.parts)
+
+    def _linear(self, matrix: Matrix, key: str) -> Linear:
+        rows, columns = matrix.shape
+        choice = self._choose("linear", key, in_features=columns, out_features=rows)
+        bias = self._join(matrix.biases) if matrix.biases else None
+        linear: Linear = choice.make(self._join(matrix.parts), bias)
+        return linear
+
+    # --- reading ---
+
+    def _join(self, parts: tuple[Part, ...]) -> Tensor:
+        """The parts' rows, one below the other."""
+        if len(parts) == 1:
+            return self._read(parts[0])
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        joined = torch.empty(shape, dtype=self.dtype, device=self.device)
+        start = 0
+        for part in parts:
+            joined[start : start + part.shape[0]] = self._read(part)
+            start += part.shape[0]
+        return joined
+
+    def _read(self, part: Part) -> Tensor:
+        tensor = self.source.get(part.name, device=self.device, dtype=self.dtype)
+        self._report(tensor.nbytes)
+        return tensor.contiguous()
+
+    def _norm(self, part: Part) -> Tensor:
+        weight = self.source.get(part.name, device=self.device, dtype=torch.float32)
+        self._report(weight.nbytes)
+        return weight + self.spec.norm_offset if self.spec.norm_offset else weight
+
+    def _optional_norm(self, part: Part | None) -> Tensor | None:
+        return None if part is None else self._norm(part)
+
+    def _report(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes)

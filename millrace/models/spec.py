@@ -1,0 +1,102 @@
+"""ModelSpec: everything that tells one decoder from another. Plain data; no weights, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from millrace.ops.activation import Activation
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One set of rotary frequencies. Fields of other kinds than `kind` are ignored."""
+
+    rotary_dim: int
+    """Leading dimensions of a head that are rotated."""
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Multiplies the rotated queries and keys (YaRN)."""
+    divisors: tuple[float, ...] = ()
+    """Per frequency, what it is divided by."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    num_experts: int
+    top_k: int
+    inner_size: int
+    renormalise: bool
+    """Whether the weights of a token's chosen experts are scaled to sum to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    window: int | None = None
+    """A query at p sees keys k with p - k < window; None sees all before it."""
+    rope: int | None = 0
+    """Index into ModelSpec.ropes; None rotates nothing."""
+    is_moe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    inner_size: int
+    """Of the dense MLPs."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    """Tokens the model was made for, prompt and output together."""
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    norm_eps: float
+    attention_scale: float
+    norm_offset: float = 0.0
+    """Added to stored norm weights (Gemma stores w and means 1 + w)."""
+    activation: Activation = "silu"
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    """Whether attention and MLP outputs are normalised before they join the residual."""
+    tied_head: bool = False
+    moe: MoeSpec | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows, in order of first use."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
+        """The shape of one layer's part of the KV pool: 0 is keys, 1 is values."""
+        return (2, num_blocks, self.num_kv_heads, block_size, self.head_dim)

@@ -1,0 +1,88 @@
+"""The gated activation of an MLP: act(gate) · up, where `gate_up` holds both halves side by side.
+
+make(kind) -> function of gate_up [T, 2 I] that returns [T, I].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.version import Version
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+Gated = Callable[[Tensor], Tensor]
+
+_NATIVE_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+
+
+def gated_reference(gate_up: Tensor, kind: Activation) -> Tensor:
+    """In float32, rounded once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (activate(gate, kind) * up).to(gate_up.dtype)
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def make_reference(kind: Activation) -> Gated:
+    return lambda gate_up: gated_reference(gate_up, kind)
+
+
+def make_torch(kind: Activation) -> Gated:
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activate(gate, kind).mul_(up)
+
+    return gated
+
+
+def make_native(kind: Activation) -> Gated:
+    library, number = native(), _NATIVE_NUMBERS[kind]
+
+    def gated(gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, width = gate_up.shape
+        out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
+        library.for_rows(rows).gated(
+            DTYPES[gate_up.dtype], number, gate_up.data_ptr(), out.data_ptr(), rows, width // 2
+        )
+        return out
+
+    return gated
+
+
+VERSIONS = (
+    Version(
+        op="gated",
+        name="native",
+        make=make_native,
+        when="C++: one pass, in float32, rounded once",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
+    Version(
+        op="gated",
+        name="torch",
+        make=make_torch,
+        when="two elementwise passes, the activation rounded to the model's dtype before the product",
+        invariant_on=("cpu", "cuda"),
+    ),
+    Version(
+        op="gated",
+        name="reference",
+        make=make_reference,
+        when="defines the meaning: everything in float32",
+        invariant_on=("cpu", "cuda"),
+    ),
+)

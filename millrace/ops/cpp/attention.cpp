@@ -1,0 +1,188 @@
+// Causal attention over the paged cache in one pass, with an online softmax.
+//
+// The unit of work is up to 16 query vectors of one row (a decoding row has as many as heads) against tiles of 64 keys.
+// A query's sums run over the same tiles, in the same order, whatever block size, chunk or batch it comes in. This file
+// holds the version in plain vectors, with one KV head per unit; attention_amx.cpp that on the matrix unit.
+#include "attention.h"
+
+#include "pool.h"
+
+namespace {
+
+constexpr int ROWS = 4;  // query vectors held in registers at once
+constexpr int KEY_VECTORS = KEYS / LANES;
+constexpr int64_t MIN_PARALLEL = 1 << 15;  // multiplications below which other threads are not worth involving
+
+struct Scratch {
+    alignas(64) float queries[QUERIES][MAX_HEAD];
+    alignas(64) float keys[MAX_HEAD][KEYS];  // transposed
+    alignas(64) float values[KEYS][MAX_HEAD];
+    alignas(64) float scores[QUERIES][KEYS];
+    alignas(64) float sums[QUERIES][MAX_HEAD];
+    alignas(64) vf weights[QUERIES];
+    float largest[QUERIES];
+};
+
+template <typename T>
+struct Attention : UnitRows<T> {
+    Scratch& m;
+    TileRows<T> tiles[2];
+    TileRows<T>*now = tiles, *next = tiles + 1;
+    using UnitRows<T>::s, UnitRows<T>::positions, UnitRows<T>::count;
+
+    Attention(const Step& s, const T* queries, const T* kv, T* out, Scratch& scratch)
+        : UnitRows<T>{s, queries, kv, out, {}, 0, 0, 0}, m(scratch) {}
+
+    void run(const Unit& unit) {
+        this->begin(unit);
+        clear(unit);
+        int64_t first_tile = this->lowest / KEYS * KEYS;
+        this->find(unit, unit.kv_head, first_tile, *next);
+        for (int64_t tile = first_tile; tile < this->highest; tile += KEYS) {
+            std::swap(now, next);
+            this->find(unit, unit.kv_head, tile + KEYS, *next);
+            transpose_keys();
+            for (int first = 0; first < count; first += ROWS) score(first);
+            for (int i = 0; i < count; i++) weigh(i, tile);
+            convert_values();
+            for (int first = 0; first < count; first += ROWS) add(first);
+        }
+        finish(unit);
+    }
+
+    void clear(const Unit& unit) {
+        memset(m.queries, 0, sizeof m.queries);
+        memset(m.sums, 0, sizeof m.sums);
+        memset(m.scores, 0, sizeof m.scores);
+        for (int i = 0; i < count; i++) {
+            m.largest[i] = -INFINITY;
+            m.weights[i] = vf{};
+            for (int64_t d = 0; d < s.head_dim; d += LANES)
+                store(&m.queries[i][d], load_upto(this->query(unit, i) + d, s.head_dim - d) * s.scale);
+        }
+    }
+
+    void transpose_keys() {
+        vf rows[LANES];
+        for (int64_t d = 0; d < s.head_dim; d += LANES)
+            for (int first = 0; first < KEYS; first += LANES) {
+                for (int k = 0; k < LANES; k++) rows[k] = load_upto(now->keys[first + k] + d, s.head_dim - d);
+                transpose(rows);
+                for (int k = 0; k < LANES; k++) store(&m.keys[d + k][first], rows[k]);
+            }
+    }
+
+    void score(int first) {
+        vf sums[ROWS][KEY_VECTORS] = {};
+        for (int64_t d = 0; d < s.head_dim; d++)
+#pragma GCC unroll 4
+            for (int v = 0; v < KEY_VECTORS; v++) {
+                vf keys = load(&m.keys[d][v * LANES]);
+#pragma GCC unroll 4
+                for (int row = 0; row < ROWS; row++) sums[row][v] = fma(keys, m.queries[first + row][d], sums[row][v]);
+            }
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < KEY_VECTORS; v++) store(&m.scores[first + row][v * LANES], sums[row][v]);
+    }
+
+    // Turn a query's scores into weights relative to its largest so far, and rescale what was summed before.
+    void weigh(int i, int64_t tile) {
+        const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const vf hidden = splat(-INFINITY);
+        int last = std::min<int64_t>(positions[i] - tile, KEYS);
+        int before = s.window ? std::max<int64_t>(positions[i] - s.window - tile, -1) : -1;
+        vf scores[KEY_VECTORS], top = hidden;
+        for (int v = 0; v < KEY_VECTORS; v++) {
+            vf x = load(&m.scores[i][v * LANES]);
+            if (s.softcap > 0) x = s.softcap * tanh(x / s.softcap);
+            vi key = lanes + v * LANES;
+            scores[v] = (key <= last) & (key > before) ? x : hidden;
+            top = max(top, scores[v]);
+        }
+        float largest = std::max(m.largest[i], max_lanes(top));
+        float base = largest == -INFINITY ? 0.0f : largest;  // nothing seen yet: all weights are 0
+        float shrink = exp(splat(m.largest[i] - base))[0];
+        m.largest[i] = largest;
+        vf total = m.weights[i] * shrink;
+        for (int v = 0; v < KEY_VECTORS; v++) {
+            vf weight = exp(scores[v] - base);
+            store(&m.scores[i][v * LANES], weight);
+            total += weight;
+        }
+        m.weights[i] = total;
+        if (shrink != 1.0f)
+            for (int64_t d = 0; d < s.head_dim; d += LANES) store(&m.sums[i][d], load(&m.sums[i][d]) * shrink);
+    }
+
+    void convert_values() {
+        for (int k = 0; k < KEYS; k++) {
+            this->prefetch(*next, k);
+            for (int64_t d = 0; d < s.head_dim; d += LANES)
+                store(&m.values[k][d], load_upto(now->values[k] + d, s.head_dim - d));
+        }
+    }
+
+    void add(int first) {
+        int64_t d = 0;
+        for (; d + 4 * LANES <= s.head_dim; d += 4 * LANES) add_columns<4>(first, d);
+        for (; d < s.head_dim; d += LANES) add_columns<1>(first, d);
+    }
+
+    template <int VECTORS>
+    void add_columns(int first, int64_t d) {
+        vf sums[ROWS][VECTORS];
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < VECTORS; v++) sums[row][v] = load(&m.sums[first + row][d + v * LANES]);
+        for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                vf value = load(&m.values[k][d + v * LANES]);
+#pragma GCC unroll 4
+                for (int row = 0; row < ROWS; row++) sums[row][v] = fma(value, m.scores[first + row][k], sums[row][v]);
+            }
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < VECTORS; v++) store(&m.sums[first + row][d + v * LANES], sums[row][v]);
+    }
+
+    void finish(const Unit& unit) {
+        for (int i = 0; i < count; i++) {
+            float scale = 1.0f / sum_lanes(m.weights[i]);
+            for (int64_t d = 0; d < s.head_dim; d += LANES)
+                store_upto(this->target(unit, i) + d, load(&m.sums[i][d]) * scale, s.head_dim - d);
+        }
+    }
+};
+
+bool is_worth_sharing(const Step& s, int64_t num_rows) {
+    int64_t work = 0;
+    for (int64_t row = 0; row < num_rows; row++)
+        work += int64_t(s.query_starts[row + 1] - s.query_starts[row]) * s.seq_lens[row] * s.heads * s.head_dim;
+    return work >= MIN_PARALLEL;
+}
+
+template <typename T>
+void attend(const Step& s, const T* queries, const T* kv, T* out, int64_t num_rows, bool parallel) {
+    std::vector<Unit> units = units_of(s, num_rows, s.kv_heads * num_rows);  // one head each
+    pool::for_each(units.size(), parallel, [&](int64_t i) {
+        static thread_local Scratch scratch;
+        Attention<T>(s, queries, kv, out, scratch).run(units[i]);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+void millrace_attention(int dtype, const void* queries, int64_t query_stride, const void* kv, void* out,
+                        const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables, int64_t num_rows,
+                        int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
+                        int64_t block_size, int64_t window, float scale, float softcap) {
+    Step s{heads,        kv_heads, head_dim, heads / kv_heads, query_stride, num_blocks, block_size, table_width,
+           query_starts, seq_lens, tables,   window,           scale,        softcap};
+    bool parallel = is_worth_sharing(s, num_rows);
+    if (dtype == F32)
+        attend(s, (const float*)queries, (const float*)kv, (float*)out, num_rows, parallel);
+    else if (!attend_amx(s, (const bf16*)queries, (const bf16*)kv, (bf16*)out, num_rows, parallel))
+        attend(s, (const bf16*)queries, (const bf16*)kv, (bf16*)out, num_rows, parallel);
+}
+}

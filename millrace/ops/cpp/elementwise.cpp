@@ -1,0 +1,151 @@
+// Per-token kernels: RMS norm with and without the residual sum, gated activations, and the step from the fused
+// projection to attention's inputs (QK-norm, RoPE, cache write).
+#include "pool.h"
+#include "vec.h"
+
+namespace {
+
+// Work below this many items is not worth involving other threads.
+constexpr int64_t MIN_PARALLEL = 1 << 15;
+constexpr int64_t ROWS_PER_PIECE = 16;
+
+template <typename F>
+void for_rows(int64_t rows, int64_t width, F f) {
+    pool::for_each((rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE, rows * width >= MIN_PARALLEL, [&](int64_t piece) {
+        int64_t end = (piece + 1) * ROWS_PER_PIECE;
+        for (int64_t row = piece * ROWS_PER_PIECE; row < end && row < rows; row++) f(row);
+    });
+}
+
+template <typename T>
+void norm_row(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t dim, float eps) {
+    vf squares = {};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        int n = dim - i;
+        vf v = load_upto(x + i, n);
+        if (residual) {
+            v += load_upto(residual + i, n);
+            store_upto(total + i, v, n);
+            v = load_upto(total + i, n);  // the sum is kept in the model's dtype; what is normalised is what is kept
+        }
+        squares = fma(v, v, squares);
+    }
+    float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
+    const T* source = residual ? total : x;
+    for (int64_t i = 0; i < dim; i += LANES) {
+        int n = dim - i;
+        store_upto(out + i, load_upto(source + i, n) * scale * load_upto(weight + i, n), n);
+    }
+}
+
+template <typename T>
+void norm(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t rows, int64_t dim, float eps) {
+    for_rows(rows, dim, [&](int64_t row) {
+        int64_t at = row * dim;
+        norm_row(x + at, residual ? residual + at : nullptr, weight, out + at, total ? total + at : nullptr, dim, eps);
+    });
+}
+
+enum { SILU = 0, GELU_TANH = 1, GELU = 2 };
+
+inline vf activate(vf x, int kind) {
+    if (kind == SILU) return x / (1.0f + exp(-x));
+    if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+    float values[LANES];
+    store(values, x);
+    for (float& value : values) value = 0.5f * value * (1.0f + erff(value * 0.70710678f));
+    return load(values);
+}
+
+template <typename T>
+void gated(const T* gate_up, T* out, int64_t rows, int64_t inner, int kind) {
+    for_rows(rows, inner, [&](int64_t row) {
+        const T* gate = gate_up + row * 2 * inner;
+        const T* up = gate + inner;
+        for (int64_t i = 0; i < inner; i += LANES) {
+            int n = inner - i;
+            store_upto(out + row * inner + i, activate(load_upto(gate + i, n), kind) * load_upto(up + i, n), n);
+        }
+    });
+}
+
+struct QkvShape {
+    int64_t heads, kv_heads, head_dim, rotary_dim, num_blocks, block_size;
+    float eps;
+};
+
+// Norm and rotate one head into `out`, which may be `x` itself.
+template <typename T>
+void prepare_head(const T* x, T* out, const float* weight, const float* angles, const QkvShape& s) {
+    constexpr int MAX_HEAD = 512;
+    float head[MAX_HEAD + LANES];
+    vf squares = {};
+    for (int64_t i = 0; i < s.head_dim; i += LANES) {
+        vf v = load_upto(x + i, s.head_dim - i);
+        squares = fma(v, v, squares);
+        store(head + i, v);
+    }
+    if (weight) {
+        float scale = 1.0f / sqrtf(sum_lanes(squares) / s.head_dim + s.eps);
+        for (int64_t i = 0; i < s.head_dim; i += LANES)
+            store(head + i, load(head + i) * scale * load_upto(weight + i, s.head_dim - i));
+    }
+    int64_t half = angles ? s.rotary_dim / 2 : 0;
+    for (int64_t i = 0; i < half; i += LANES) {
+        int n = half - i;
+        vf a = load_upto(head + i, n), b = load_upto(head + half + i, n);
+        vf cosine = load_upto(angles + i, n), sine = load_upto(angles + half + i, n);
+        vf first = fma(a, cosine, -b * sine), second = fma(b, cosine, a * sine);
+        store_upto(head + i, first, n);
+        store_upto(head + half + i, second, n);
+    }
+    for (int64_t i = 0; i < s.head_dim; i += LANES) store_upto(out + i, load(head + i), s.head_dim - i);
+}
+
+template <typename T>
+void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_norm, T* kv, const int64_t* block_ids,
+                 const int64_t* offsets, int64_t tokens, const QkvShape& s) {
+    int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
+    int64_t values_at = s.num_blocks * s.kv_heads * s.block_size * s.head_dim;
+    for_rows(tokens, width, [&](int64_t token) {
+        T* head = qkv + token * width;
+        const float* angles = rows ? rows + token * s.rotary_dim : nullptr;
+        for (int64_t h = 0; h < s.heads; h++, head += s.head_dim) prepare_head(head, head, q_norm, angles, s);
+        for (int64_t h = 0; h < s.kv_heads; h++, head += s.head_dim) {
+            int64_t place = ((block_ids[token] * s.kv_heads + h) * s.block_size + offsets[token]) * s.head_dim;
+            prepare_head(head, kv + place, k_norm, angles, s);
+            memcpy(kv + values_at + place, head + s.kv_heads * s.head_dim, s.head_dim * sizeof(T));
+        }
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+void millrace_norm(int dtype, const void* x, const void* residual, const float* weight, void* out, void* total,
+                   int64_t rows, int64_t dim, float eps) {
+    if (dtype == F32)
+        norm((const float*)x, (const float*)residual, weight, (float*)out, (float*)total, rows, dim, eps);
+    else
+        norm((const bf16*)x, (const bf16*)residual, weight, (bf16*)out, (bf16*)total, rows, dim, eps);
+}
+
+void millrace_gated(int dtype, int kind, const void* gate_up, void* out, int64_t rows, int64_t inner) {
+    if (dtype == F32)
+        gated((const float*)gate_up, (float*)out, rows, inner, kind);
+    else
+        gated((const bf16*)gate_up, (bf16*)out, rows, inner, kind);
+}
+
+void millrace_prepare_qkv(int dtype, void* qkv, const float* rows, const float* q_norm, const float* k_norm, void* kv,
+                          const int64_t* block_ids, const int64_t* offsets, int64_t tokens, int64_t heads,
+                          int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, int64_t num_blocks,
+                          int64_t block_size, float eps) {
+    QkvShape s{heads, kv_heads, head_dim, rotary_dim, num_blocks, block_size, eps};
+    if (dtype == F32)
+        prepare_qkv((float*)qkv, rows, q_norm, k_norm, (float*)kv, block_ids, offsets, tokens, s);
+    else
+        prepare_qkv((bf16*)qkv, rows, q_norm, k_norm, (bf16*)kv, block_ids, offsets, tokens, s);
+}
+}

@@ -1,0 +1,159 @@
+// Sixteen floats at a time, in portable vector types: the compiler lowers them to AVX-512, AVX2, NEON or scalar code.
+//
+// Kernels built on this keep one rule: the operations on a token, and their order, never depend on how many other
+// tokens there are or on where in a tile it lies. That is what makes results independent of the batch, bit for bit.
+// Compilers may fuse a multiplication with an addition in one loop and not in the next, so they are told not to
+// (-ffp-contract=off), and `fma` says where it is wanted.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+constexpr int LANES = 16;
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// Values of the `dtype` arguments; the same numbers as in ops/native.py.
+enum { F32 = 0, BF16 = 1 };
+
+inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+// a * b + c, rounded once where the machine can do that.
+inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(z, &c, sizeof c);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    memcpy(&c, z, sizeof c);
+    return c;
+#elif defined(__aarch64__)
+    float32x4_t x[4], y[4], z[4];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(z, &c, sizeof c);
+    for (int i = 0; i < 4; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
+    memcpy(&c, z, sizeof c);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+inline vf fma(vf a, float b, vf c) { return fma(a, splat(b), c); }
+
+inline vf load(const float* p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline vf load(const bf16* p) {
+    vh v;
+    memcpy(&v, p, sizeof v);
+    return (vf)(__builtin_convertvector(v, vu) << 16);
+}
+
+inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+// Round to nearest even; a NaN stays one.
+inline vh to_bf16(vf v) {
+#if defined(__AVX512BF16__)
+    return (vh)_mm512_cvtneps_pbh((__m512)v);
+#endif
+    vu bits = (vu)v;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vu quiet = (bits >> 16) | 0x40;
+    return __builtin_convertvector((vu)(v != v) ? quiet : rounded, vh);
+}
+
+inline void store(bf16* p, vf v) {
+    vh h = to_bf16(v);
+    memcpy(p, &h, sizeof h);
+}
+
+// The first n lanes; the others are zero and untouched.
+template <typename T>
+inline vf load_some(const T* p, int n) {
+    T padded[LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+
+template <typename T>
+inline void store_some(T* p, vf v, int n) {
+    T padded[LANES];
+    store(padded, v);
+    memcpy(p, padded, n * sizeof(T));
+}
+
+template <typename T>
+inline vf load_upto(const T* p, int n) {
+    return n >= LANES ? load(p) : load_some(p, n);
+}
+
+template <typename T>
+inline void store_upto(T* p, vf v, int n) {
+    if (n >= LANES)
+        store(p, v);
+    else
+        store_some(p, v, n);
+}
+
+inline float sum_lanes(vf v) {
+    float x[LANES];
+    store(x, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+}
+
+inline float max_lanes(vf v) {
+    float x[LANES];
+    store(x, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    return x[0];
+}
+
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf min(vf a, vf b) { return a < b ? a : b; }
+
+// e^x to about one unit in the last place; exactly 0 below -87, so that what is masked counts for nothing.
+inline vf exp(vf x) {
+    vi small = x < -87.0f;
+    x = min(max(x, splat(-87.0f)), splat(88.0f));
+    vf n = fma(x, 1.44269504f, splat(12582912.0f)) - 12582912.0f;
+    vf r = fma(n, 2.12194440e-4f, fma(n, -0.693359375f, x));
+    vf y = splat(1.9875691500e-4f);
+    y = fma(y, r, splat(1.3981999507e-3f));
+    y = fma(y, r, splat(8.3334519073e-3f));
+    y = fma(y, r, splat(4.1665795894e-2f));
+    y = fma(y, r, splat(1.6666665459e-1f));
+    y = fma(y, r, splat(5.0000001201e-1f));
+    y = fma(y, r * r, r) + 1.0f;
+    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+    return small ? vf{} : y * (vf)power;
+}
+
+inline vf tanh(vf x) {
+    vf bounded = min(max(x, splat(-20.0f)), splat(20.0f));
+    return 1.0f - 2.0f / (exp(2.0f * bounded) + 1.0f);
+}

@@ -1,0 +1,89 @@
+"""Token embeddings, and the output head of models that share one matrix for both.
+
+embedding:       make(weight) -> Embedding.
+tied_embedding:  make(weight) -> TiedEmbedding: `rows(ids)` looks tokens up, `head` is the Linear over the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops.linear import Linear, NativeLinear, PlainLinear, TiledLinear
+from millrace.ops.native import DTYPES, native_missing
+from millrace.ops.version import Version
+
+Embedding = Callable[[Tensor], Tensor]
+
+
+class TiedEmbedding(Protocol):
+    head: Linear
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden]"""
+        ...
+
+
+def make_embedding(weight: Tensor) -> Embedding:
+    return lambda token_ids: F.embedding(token_ids, weight)
+
+
+class NativeTiedEmbedding:
+    """One packed matrix, read by rows for tokens and as a linear layer for logits."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.head = NativeLinear(weight)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return self.head.take_rows(token_ids)
+
+
+class PlainTiedEmbedding:
+    def __init__(self, weight: Tensor, tiled: bool = False) -> None:
+        self.weight = weight
+        plain = PlainLinear(weight)
+        self.head: Linear = TiledLinear(plain) if tiled else plain
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+VERSIONS = (
+    Version(
+        op="embedding",
+        name="torch",
+        make=make_embedding,
+        when="the only one: a copy of the tokens' rows",
+        invariant_on=("cpu", "cuda"),
+    ),
+)
+
+TIED_VERSIONS = (
+    Version(
+        op="tied_embedding",
+        name="native",
+        make=NativeTiedEmbedding,
+        when="C++ over one packed matrix, which is also read back by rows",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
+    Version(
+        op="tied_embedding",
+        name="reference",
+        make=PlainTiedEmbedding,
+        when="defines the meaning: one plain matrix read by rows and by the library's linear",
+    ),
+    Version(
+        op="tied_embedding",
+        name="tiles",
+        make=lambda weight: PlainTiedEmbedding(weight, tiled=True),
+        when="as the reference, the head in fixed tiles of rows: the same sums whatever the batch",
+        devices=("cpu",),
+        invariant_on=("cpu",),
+    ),
+)

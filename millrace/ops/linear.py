@@ -1,0 +1,188 @@
+"""A linear layer: y = x W^T + b, with the weight [N, K] in whatever form its version likes to read.
+
+make(weight, bias) -> Linear. The weight is plain, contiguous and in the model's dtype; a version that repacks it keeps
+no reference to it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.version import Shape, Version
+
+PACK_ROWS_HINT = 16
+"""Rows of x that the packed layout is laid out for; measured to be good from 1 to 512."""
+PANELS = 32
+"""The C++ kernels pack outputs in pairs of panels of 16, the last pair padded."""
+TILE_ROWS = 32
+"""Fixed number of rows where a library's result depends on how many there are."""
+
+
+class Linear(Protocol):
+    num_bytes: int
+    """Bytes held by weight and bias."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, N]"""
+        ...
+
+
+class PlainLinear:
+    """The reference: the library's own linear over the plain weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class NativeLinear:
+    """Reads each weight once per call, and sums each output in one order whatever the number of rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        library = native()
+        self._linear, self._take_rows = library.slow.linear, library.quick.take_rows
+        self._number = DTYPES[weight.dtype]
+        outputs = -(-self.out_features // PANELS) * PANELS
+        inputs = library.quick.padded_inputs(self._number, self.in_features)
+        self._packed = torch.empty(outputs * inputs, dtype=weight.dtype)
+        self._bias = None if bias is None else bias.float()
+        library.slow.pack(
+            self._number, weight.contiguous().data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features
+        )
+        self._weight_at = self._packed.data_ptr()
+        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+        self.num_bytes = self._packed.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows = x.shape[0]
+        out = torch.empty((rows, self.out_features), dtype=self.dtype)
+        self._linear(
+            self._number,
+            self._weight_at,
+            self._bias_at,
+            self.out_features,
+            self.in_features,
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            rows,
+        )
+        return out
+
+    def take_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight, by index."""
+        ids = ids.contiguous()
+        out = torch.empty((ids.shape[0], self.in_features), dtype=self.dtype)
+        wrong = self._take_rows(
+            self._number,
+            self._weight_at,
+            out.data_ptr(),
+            ids.data_ptr(),
+            ids.shape[0],
+            self.out_features,
+            self.in_features,
+        )
+        if wrong >= 0:
+            raise IndexError(f"token id {int(ids[wrong])} is outside the vocabulary of {self.out_features}")
+        return out
+
+
+class PackedLinear:
+    """oneDNN over a weight in its own blocked layout: no reordering per call, about twice as fast for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
+        self.bias = bias
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return result
+
+
+class TiledLinear:
+    """Another linear, always called with exactly `TILE_ROWS` rows, so that a row's sum never changes its order."""
+
+    def __init__(self, inner: Linear) -> None:
+        self.inner = inner
+        self.num_bytes = inner.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        padded = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
+        tiles = [self.inner(tile) for tile in torch.split(padded, TILE_ROWS)]
+        return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
+
+
+def make_packed_tiles(weight: Tensor, bias: Tensor | None = None) -> TiledLinear:
+    return TiledLinear(PackedLinear(weight, bias))
+
+
+def _can_pack(device: torch.device) -> str:
+    has_ops = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return "" if has_ops and torch._C._has_mkldnn else "needs a torch built with oneDNN"
+
+
+def _whole_blocks(shape: Shape) -> bool:
+    """oneDNN pads to whole blocks of 64; sizes that are whole blocks take exactly the plain weight's bytes."""
+    return bool(shape["in_features"] % 64 == 0 and shape["out_features"] % 64 == 0)
+
+
+VERSIONS = (
+    Version(
+        op="linear",
+        name="native",
+        make=NativeLinear,
+        when="C++ over a packed weight, with AMX where there is one: fast at few rows and many, one order of summation",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
+    Version(
+        op="linear",
+        name="packed",
+        make=PackedLinear,
+        when="oneDNN with a prepacked weight; its order of summation changes with the number of rows",
+        devices=("cpu",),
+        fits=_whole_blocks,
+        missing=_can_pack,
+    ),
+    Version(
+        op="linear",
+        name="packed_tiles",
+        make=make_packed_tiles,
+        when=f"as packed in fixed tiles of {TILE_ROWS} rows: the same sums whatever the batch, slower at many rows",
+        devices=("cpu",),
+        invariant_on=("cpu",),
+        fits=_whole_blocks,
+        missing=_can_pack,
+    ),
+    Version(
+        op="linear",
+        name="reference",
+        make=PlainLinear,
+        when="defines the meaning; the library chooses its kernel by the number of rows",
+    ),
+    Version(
+        op="linear",
+        name="tiles",
+        make=lambda weight, bias=None: TiledLinear(PlainLinear(weight, bias)),
+        when=f"the reference in fixed tiles of {TILE_ROWS} rows: the same sums whatever the batch",
+        devices=("cpu",),
+        invariant_on=("cpu",),
+    ),
+)

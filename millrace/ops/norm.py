@@ -1,0 +1,129 @@
+"""RMS normalisation, alone and joined with the residual addition before it.
+
+Weights are float32 and already hold a family's offset (Gemma's 1 + w), so there is one meaning for all.
+rms_norm:      make() -> function (x, weight, eps) -> normed, over the last dimension of x.
+add_rms_norm:  make() -> function (x, residual, weight, eps) -> (normed, x + residual).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.version import Version
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def add_rms_norm_fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm_fused(total, weight, eps), total
+
+
+class NativeRmsNorm:
+    def __init__(self) -> None:
+        self._native = native()
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
+        rows = x.numel() // dim
+        number = DTYPES[x.dtype]
+        self._native.for_rows(rows).norm(
+            number, x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None, rows, dim, eps
+        )
+        return out
+
+
+class NativeAddRmsNorm:
+    def __init__(self) -> None:
+        self._native = native()
+
+    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, residual = x.contiguous(), residual.contiguous()
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        dim = x.shape[-1]
+        rows = x.numel() // dim
+        self._native.for_rows(rows).norm(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            total.data_ptr(),
+            rows,
+            dim,
+            eps,
+        )
+        return out, total
+
+
+RMS_NORM_VERSIONS = (
+    Version(
+        op="rms_norm",
+        name="native",
+        make=NativeRmsNorm,
+        when="C++: two passes over each row while it is in the cache",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
+    Version(
+        op="rms_norm",
+        name="fused",
+        make=lambda: rms_norm_fused,
+        when="one library kernel between two casts",
+        devices=("cuda",),
+    ),
+    Version(
+        op="rms_norm",
+        name="reference",
+        make=lambda: rms_norm,
+        when="defines the meaning: float32 throughout, rounded once",
+        invariant_on=("cpu",),
+    ),
+)
+
+ADD_RMS_NORM_VERSIONS = (
+    Version(
+        op="add_rms_norm",
+        name="native",
+        make=NativeAddRmsNorm,
+        when="C++: sum and norm of a row in one call",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
+    Version(
+        op="add_rms_norm",
+        name="fused",
+        make=lambda: add_rms_norm_fused,
+        when="one library kernel between two casts",
+        devices=("cuda",),
+    ),
+    Version(
+        op="add_rms_norm",
+        name="reference",
+        make=lambda: add_rms_norm,
+        when="defines the meaning: the sum in the model's dtype, the norm in float32",
+        invariant_on=("cpu",),
+    ),
+)

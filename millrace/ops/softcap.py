@@ -1,0 +1,23 @@
+"""Soft-capping: scores squeezed smoothly into (-cap, cap)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millrace.ops.version import Version
+
+
+def softcap(scores: Tensor, cap: float) -> Tensor:
+    return torch.tanh(scores / cap) * cap
+
+
+VERSIONS = (
+    Version(
+        op="softcap",
+        name="torch",
+        make=lambda: softcap,
+        when="the only one: three elementwise passes over the logits",
+        invariant_on=("cpu", "cuda"),
+    ),
+)

@@ -1,0 +1,150 @@
+"""The chat as a person meets it: on a terminal, with keys. The answers come from a small fake server."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from helpers.fake_openai import FakeServer, running
+from helpers.terminal import on_terminal
+
+PROMPT = "you ›"
+
+
+def contents(server: FakeServer, index: int = -1) -> list[str]:
+    return [message["content"] for message in server.requests[index]["messages"]]
+
+
+def test_streams_answers_and_remembers_the_conversation() -> None:
+    with (
+        running(FakeServer(answer=("Hello", " there", "."))) as server,
+        on_terminal(["chat", "--url", server.url]) as t,
+    ):
+        t.expect("Chatting with fake")
+        t.expect(PROMPT)
+        t.type("hi\r")
+        t.expect("Hello there.")
+        t.expect(PROMPT)
+        t.type("again\r")
+        t.expect("Hello there.")
+        t.expect(PROMPT)
+        assert contents(server) == ["hi", "Hello there.", "again"]
+        t.type("\x04")
+        assert t.wait() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
+    slow = FakeServer(token_delay_s=0.05)
+    with running(slow) as server, on_terminal(["chat", "--url", server.url, "--max-tokens", "1000"]) as t:
+        t.expect(PROMPT)
+        t.type("count\r")
+        t.expect("w3")
+        t.ctrl_c()
+        t.expect("(stopped)")
+        t.expect(PROMPT)
+        for _ in range(100):
+            if server.disconnects:
+                break
+            time.sleep(0.05)
+        assert server.disconnects == 1, "the server must see that nobody listens any more"
+        t.type("go on\r")
+        t.expect("w1")
+        t.ctrl_c()
+        t.expect(PROMPT)
+        asked = contents(server)
+        assert asked[0] == "count"
+        assert asked[1].startswith(" w0 w1 w2")
+        assert asked[2] == "go on"
+        t.type("/exit\r")
+        assert t.wait() == 0
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves_and_once_does_not() -> None:
+    with running(FakeServer(answer=("Yes",))) as server, on_terminal(["chat", "--url", server.url]) as t:
+        t.expect(PROMPT)
+        t.ctrl_c()
+        t.expect("Ctrl-C again leaves")
+        t.expect(PROMPT)
+        t.type("still here?\r")
+        t.expect("Yes")
+        t.expect(PROMPT)
+        t.ctrl_c()
+        t.expect("Ctrl-C again leaves")
+        t.expect(PROMPT)
+        t.ctrl_c()
+        assert t.wait() == 0
+
+
+def test_slash_commands(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    with running(FakeServer(answer=("One",))) as server, on_terminal(["chat", "--url", server.url]) as t:
+        t.expect(PROMPT)
+        t.type("/help\r")
+        t.expect("/regenerate")
+        t.expect(PROMPT)
+        t.type("/sytem x\r")
+        t.expect("Did you mean /system?")
+        t.expect(PROMPT)
+        t.type("/regenerate\r")
+        t.expect("no answer to give again")
+        t.expect(PROMPT)
+        t.type("/system Be brief.\r")
+        t.expect("is set")
+        t.expect(PROMPT)
+        t.type("first\r")
+        t.expect("One")
+        t.expect(PROMPT)
+        assert contents(server) == ["Be brief.", "first"]
+        t.type("/regenerate\r")
+        t.expect("One")
+        t.expect(PROMPT)
+        assert contents(server) == ["Be brief.", "first"]
+        t.type("/stats\r")
+        t.expect("1 tokens in, 1 out")
+        t.expect(PROMPT)
+        t.type(f"/save {file}\r")
+        t.expect("2 messages saved")
+        t.expect(PROMPT)
+        t.type("/clear\r")
+        t.expect("Forgotten")
+        t.expect(PROMPT)
+        t.type("second\r")
+        t.expect("One")
+        t.expect(PROMPT)
+        assert contents(server) == ["Be brief.", "second"]
+        t.type("/exit\r")
+        assert t.wait() == 0
+    assert [message["role"] for message in json.loads(file.read_text())] == ["system", "user", "assistant"]
+
+
+def test_line_editing_continuation_and_history() -> None:
+    with running(FakeServer(answer=("Ok",))) as server, on_terminal(["chat", "--url", server.url]) as t:
+        t.expect(PROMPT)
+        t.type("wrld\x1b[D\x1b[D\x1b[Do\r")  # three times left, then the missing letter
+        t.expect("Ok")
+        t.expect(PROMPT)
+        assert contents(server) == ["world"]
+        t.type("one \\\r")
+        t.expect("…")
+        t.type("two\r")
+        t.expect("Ok")
+        t.expect(PROMPT)
+        assert contents(server)[-1] == "one \ntwo"
+        t.type("\x1b[A\x1b[A\x1b[A\r")  # three lines back in the history
+        t.expect("Ok")
+        assert contents(server)[-1] == "world"
+
+
+def test_server_error_is_said_and_the_chat_goes_on() -> None:
+    with running(FakeServer(answer=("Fine",))) as server, on_terminal(["chat", "--url", server.url]) as t:
+        t.expect(PROMPT)
+        server.status = 429
+        t.type("one\r")
+        t.expect("answers 429: so it was decided")
+        t.expect(PROMPT)
+        server.status = 0
+        t.type("two\r")
+        t.expect("Fine")
+        t.expect(PROMPT)
+        assert contents(server) == ["two"], "a question without an answer is taken back"

@@ -1,0 +1,173 @@
+"""`millrace serve` as a program: its last line works when pasted, it drains, it cleans up, it explains what fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.bench.local_server import descendants
+
+QUICK = ("--dtype", "float32", "--kv-tokens", "4096", "--threads", "1")
+
+
+class Served:
+    def __init__(self, process: subprocess.Popen[str], lines: list[str]) -> None:
+        self.process = process
+        self.lines = lines
+        self.url = re.match(r"curl (http://[^/]+)/", lines[-1])[1]
+
+    def post(self, path: str, body: object) -> Any:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())
+
+    def get(self, path: str) -> int:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return response.status
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Served]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millrace", "serve", "--port", "0", *QUICK, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith("curl "):
+            line = process.stdout.readline()
+            assert line, f"the server ended: {process.stderr.read()}"
+            lines.append(line.rstrip("\n"))
+        yield Served(process, lines)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def end(served: Served, number: int = signal.SIGTERM) -> int:
+    served.process.send_signal(number)
+    return served.process.wait(30)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_last_line_works_when_pasted_and_sigterm_ends_everything() -> None:
+    with serving() as served:
+        assert any("KV pool" in line for line in served.lines)
+        words = shlex.split(served.lines[-1])
+        body = {**json.loads(words[words.index("-d") + 1]), "max_tokens": 8}
+        answer = served.post(words[1].removeprefix(served.url), body)
+        assert answer["choices"][0]["message"]["content"]
+        assert served.get("/ready") == 200
+        children = descendants(served.process.pid)
+        assert len(children) == 1, "one engine process"
+        maps = Path(f"/proc/{served.process.pid}/maps").read_text()
+        assert "libtorch" not in maps, "the front must not load torch"
+        assert end(served) == 0
+        assert not any(alive(pid) for pid in children)
+
+
+def test_in_process_needs_no_child_and_ends_on_ctrl_c() -> None:
+    with serving("--in-process") as served:
+        assert descendants(served.process.pid) == []
+        answer = served.post("/v1/completions", {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 2})
+        assert answer["usage"]["completion_tokens"] == 2
+        assert end(served, signal.SIGINT) == 0
+
+
+def test_two_fronts_share_the_port_and_nothing_outlives_the_first() -> None:
+    with serving("--fronts", "2") as served:
+        children = descendants(served.process.pid)
+        assert len(children) == 2, "an engine and a second front"
+        fronts = [pid for pid in children if "front_child" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(fronts) == 1
+        wait_until(lambda: listening(fronts[0], served.url), "the second front listens too")
+        for _ in range(12):  # the kernel spreads connections over both
+            answer = served.post("/v1/completions", {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 1})
+            assert answer["usage"]["completion_tokens"] == 1
+        served.process.kill()
+        wait_until(lambda: not any(alive(pid) for pid in children), "nothing outlives the first process")
+
+
+def wait_until(condition: Any, what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def listening(pid: int, url: str) -> bool:
+    """Whether the process holds a listening socket on the port of `url`."""
+    port = int(url.rpartition(":")[2])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+    return any(f"socket:[{inode}]" in links for inode in inodes)
+
+
+def test_dead_engine_ends_the_server_with_a_sentence() -> None:
+    with serving() as served:
+        os.kill(descendants(served.process.pid)[0], signal.SIGKILL)
+        assert served.process.wait(30) == 1
+        assert "The engine process ended" in served.process.stderr.read()
+
+
+def test_taken_port_is_refused_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        done = run("--port", str(port))
+    assert done.returncode == 2
+    assert f"Cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "--port" in done.stderr
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("/no/such/model",), "/no/such/model"),
+        (("smollm2-135m-instrukt",), "smollm2-135m-instruct"),
+        (("--kv-gib", "100000"), "--kv-gib"),
+        (("--chat-template", "/no/such/file"), "/no/such/file"),
+    ],
+)
+def test_what_cannot_be_served_is_explained_in_one_sentence(options: tuple[str, ...], says: str) -> None:
+    done = run("--port", "0", *options)
+    assert done.returncode in (1, 2)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("millrace: ")]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "millrace", "serve", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

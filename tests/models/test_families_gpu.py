@@ -1,0 +1,50 @@
+"""The same decoder on CUDA: logits of every family, and not one wait of the host for the device in a forward pass."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers.paged import PagedDriver, make_batch
+from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
+
+from millrace.models.decoder import Decoder
+from millrace.models.families import spec_from_config
+from millrace.models.load import build_decoder
+
+pytestmark = pytest.mark.gpu
+
+
+def load(case: str, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
+    model = make_reference(case)
+    spec = spec_from_config(config_of(model))
+    return model, build_decoder(spec, StateDictSource.of(model), device=torch.device("cuda"), dtype=dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.08)])
+def test_logits(case: str, dtype: torch.dtype, tolerance: float) -> None:
+    model, decoder = load(case, dtype)
+    tokens = random.Random(0).choices(range(VOCAB), k=33)
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0]
+    for chunk in (33, 1, 7):
+        ours = PagedDriver(decoder, block_size=4).run(0, tokens, chunk).cpu()
+        errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+        assert errors.median() < tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_never_waits_for_the_device(case: str) -> None:
+    _, decoder = load(case, torch.bfloat16)
+    driver = PagedDriver(decoder, block_size=4)
+    rows = [(list(range(9)), 0, [1, 2, 3]), ([5], 4, [4, 5]), ([6], 7, [6, 7]), ([7, 8], 2, [8])]
+    batch = make_batch(rows, 4, decoder.device)
+    decoder.forward(batch, driver.kv)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoder.logits(decoder.forward(batch, driver.kv))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

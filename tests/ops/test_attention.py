@@ -1,0 +1,191 @@
+"""Every attention version against the reference: ragged rows, odd sizes, windows, soft-caps, unread places NaN."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged import make_batch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from millrace.models.batch import ForwardBatch
+from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceAttention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+FAST = {"batched": BatchedAttention, "native": NativeAttention}
+
+
+def make_case(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, ForwardBatch]:
+    """Rows are (queries, tokens in the cache, these included). Queries are a view into a wider tensor."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    needed = [-(-length // block_size) for _, length in rows]
+    free = list(range(1, sum(needed) + 3))
+    draw.shuffle(free)
+    blocks = [[free.pop() for _ in range(count)] for count in needed]
+    batch = make_batch([([0] * q, n - q, own) for (q, n), own in zip(rows, blocks, strict=True)], block_size)
+    kv = torch.full((2, sum(needed) + 3, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    for (_, length), own in zip(rows, blocks, strict=True):
+        for position in range(length):
+            kv[:, own[position // block_size], :, position % block_size] = torch.randn(2, kv_heads, head_dim)
+    queries = torch.randn(sum(q for q, _ in rows), heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
+    return queries, kv, batch
+
+
+def attend(
+    version: Any, case: tuple[torch.Tensor, torch.Tensor, ForwardBatch], window: int | None = None
+) -> torch.Tensor:
+    queries, kv, batch = case
+    result: torch.Tensor = version(queries, kv, version.prepare(batch, kv.shape[3], window))
+    return result
+
+
+def compare(name: str, rows: list[tuple[int, int]], window: int | None = None, **sizes: Any) -> None:
+    softcap, scale = sizes.pop("softcap", None), sizes.pop("scale", 0.3)
+    case = make_case(rows, **sizes)
+    arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
+    expected = attend(ReferenceAttention(*arguments), case, window)
+    found = attend(FAST[name](*arguments), case, window)
+    assert found.dtype == expected.dtype
+    tolerance = TOLERANCE[sizes["dtype"]]
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+SIZES: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 16, "block_size": 4, "dtype": torch.float32}
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(max_examples=60)
+@example(  # keys of three blocks that lie as if they followed each other
+    rows=[(1, 49)],
+    kv_heads=2,
+    group=1,
+    head_dim=64,
+    block_size=7,
+    window=None,
+    softcap=None,
+    dtype=torch.bfloat16,
+    seed=0,
+)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=6),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 3, 5, 8, 17]),
+    head_dim=st.sampled_from([8, 16, 20, 64, 80, 96, 128]),
+    block_size=st.sampled_from([1, 3, 7, 16, 32, 100]),
+    window=st.sampled_from([None, 1, 2, 7, 64, 65, 1000]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_agrees_with_the_reference(
+    name: str,
+    rows: list[tuple[int, int]],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    compare(
+        name,
+        [(queries, queries + before) for queries, before in rows],
+        window,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        softcap=softcap,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 513])
+def test_lengths_around_tile_borders(name: str, length: int) -> None:
+    compare(name, [(1, length), (length, length), (min(3, length), length)], **SIZES)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("window", [1, 4, 5, 63, 64, 65])
+def test_windows_that_start_inside_a_block(name: str, window: int) -> None:
+    rows = [(1, 70), (1, 3), (5, 130), (64, 64), (1, window), (1, window + 1)]
+    compare(name, rows, window, **SIZES)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_head_of_256(name: str) -> None:
+    sizes = {**SIZES, "head_dim": 256, "heads": 4, "kv_heads": 1}
+    compare(name, [(9, 80), (1, 200)], 32, **sizes)
+    compare(name, [(9, 80), (1, 200)], 32, **{**sizes, "dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_long_context(name: str) -> None:
+    compare(name, [(1, 4000), (33, 2050)], **{**SIZES, "block_size": 16})
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_rows_without_queries_are_left_out(name: str) -> None:
+    compare(name, [(2, 9), (0, 5), (1, 4)], **SIZES)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_large_scores_do_not_overflow(name: str) -> None:
+    compare(name, [(7, 90), (1, 90)], **{**SIZES, "scale": 40.0})
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_result_depends_on_nothing_but_the_query(
+    dtype: torch.dtype, softcap: float | None, window: int | None
+) -> None:
+    """Bit for bit the same in one piece, token by token, in company, and under another block size."""
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 40, "dtype": dtype}
+    attention = NativeAttention(6, 2, 40, 0.2, softcap)
+    length = 150
+    queries, kv, batch = make_case([(length, length)], block_size=16, **sizes)
+    whole = attention(queries, kv, attention.prepare(batch, 16, window))
+    table = batch.block_tables[0].tolist()
+    for first, count in ((0, 1), (63, 2), (64, 1), (100, 37), (149, 1), (5, 145)):
+        part = queries[first : first + count]
+        rows = make_batch([([0] * count, first, table)], 16)
+        assert torch.equal(attention(part, kv, attention.prepare(rows, 16, window)), whole[first : first + count])
+    others = [([0] * 9, 20, table), ([0], 149, table), ([0] * 30, 60, table)]
+    company = make_batch(others, 16)
+    together = torch.cat((queries[20:29], queries[149:], queries[60:90]))
+    expected = torch.cat((whole[20:29], whole[149:], whole[60:90]))
+    assert torch.equal(attention(together, kv, attention.prepare(company, 16, window)), expected)
+    flat = kv[:, table].transpose(2, 3).flatten(1, 2)[:, :length]
+    other = torch.full((2, 60, 2, 3, 40), float("nan"), dtype=dtype)
+    other[:, 1:51] = flat.view(2, 50, 3, 2, 40).transpose(2, 3)
+    rows = make_batch([([0] * length, 0, list(range(1, 51)))], 3)
+    assert torch.equal(attention(queries, other, attention.prepare(rows, 3, window)), whole)
+
+
+def test_batched_copies_no_more_of_the_cache_than_it_reads() -> None:
+    """Two small rows in a cache of 4096 blocks: what is allocated on the way stays small."""
+    attention = BatchedAttention(4, 2, 64, 0.1)
+    kv = torch.zeros(2, 4096, 2, 16, 64)
+    batch = make_batch([([0], 20, [5, 9]), ([0], 30, [4000, 7])], 16)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        attention(torch.randn(2, 4, 64), kv, attention.prepare(batch, 16, None))
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert largest < 1 << 20

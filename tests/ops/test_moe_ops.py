@@ -1,0 +1,84 @@
+"""Routing and experts against a plain loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.ops.activation import gated_reference
+from millrace.ops.experts import DenseExperts, ExpertWeights, GroupedExperts, LoopExperts
+from millrace.ops.linear import NativeLinear, PlainLinear
+from millrace.ops.router import route
+
+
+def plain(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token].tolist(), ids[token].tolist(), strict=True):
+            gate_up, down = (part.double() for part in pairs[expert])
+            out[token] += weight * (gated_reference(x[token].double() @ gate_up.T, "silu").double() @ down.T)
+    return out
+
+
+@settings(max_examples=40)
+@given(
+    tokens=st.integers(1, 30),
+    num_experts=st.integers(1, 9),
+    top_k=st.integers(1, 4),
+    renormalise=st.booleans(),
+    make=st.sampled_from([LoopExperts, DenseExperts]),
+    linear=st.sampled_from([PlainLinear, NativeLinear]),
+)
+def test_experts(
+    tokens: int, num_experts: int, top_k: int, renormalise: bool, make: type, linear: Callable[..., object]
+) -> None:
+    torch.manual_seed(tokens * 10 + num_experts)
+    pairs = [(torch.randn(24, 10) * 0.3, torch.randn(10, 12) * 0.3) for _ in range(num_experts)]
+    x = torch.randn(tokens, 10)
+    weights, ids = route(torch.randn(tokens, num_experts), min(top_k, num_experts), renormalise)
+    experts = make(ExpertWeights(num_experts, iter(pairs)), "silu", linear)
+    found = experts(x, weights, ids)
+    torch.testing.assert_close(found.double(), plain(x, weights, ids, pairs), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_grouped_experts_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    pairs = [
+        (torch.randn(64, 32).cuda().bfloat16() * 0.3, torch.randn(32, 32).cuda().bfloat16() * 0.3) for _ in range(7)
+    ]
+    x = torch.randn(50, 32).cuda().bfloat16()
+    weights, ids = route(torch.randn(50, 7).cuda(), 3, True)
+    found = GroupedExperts(ExpertWeights(7, iter(pairs)), "silu", PlainLinear)(x, weights, ids)
+    expected = plain(x, weights, ids, pairs)
+    assert (found.double() - expected).norm() / expected.norm() < 0.02
+
+
+def test_route_weights() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    shares = torch.softmax(logits, dim=-1)
+    weights, ids = route(logits, 2, renormalise=False)
+    assert ids.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, shares[:, [2, 1]])
+    weights, _ = route(logits, 2, renormalise=True)
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+    torch.testing.assert_close(weights[0, 0] / weights[0, 1], shares[0, 2] / shares[0, 1])
+
+
+def test_experts_do_not_depend_on_the_batch() -> None:
+    torch.manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        pairs = [(torch.randn(64, 48).to(dtype), torch.randn(48, 32).to(dtype)) for _ in range(5)]
+        experts = LoopExperts(ExpertWeights(5, pairs), "silu", NativeLinear)
+        x = torch.randn(60, 48).to(dtype)
+        weights, ids = route(torch.randn(60, 5), 2, True)
+        whole = experts(x, weights, ids)
+        for first, count in ((0, 1), (7, 2), (20, 40)):
+            part = slice(first, first + count)
+            assert torch.equal(experts(x[part], weights[part], ids[part]), whole[part])

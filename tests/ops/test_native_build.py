@@ -1,0 +1,100 @@
+"""Building the kernels: once, into the cache, with a clear reason where that cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.ops import native as native_module
+from millrace.ops.native import NativeUnavailable, build, native, native_missing
+
+
+def test_the_second_build_finds_the_first() -> None:
+    path = native().path
+    assert native_missing(torch.device("cpu")) == ""
+    before = path.stat().st_mtime_ns
+    assert build(path.parent) == path
+    assert path.stat().st_mtime_ns == before
+
+
+def test_old_objects_are_not_kept_for_ever(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"kernels-old{number}.so").touch()
+    path = build(tmp_path)
+    found = list(tmp_path.iterdir())
+    assert path in found
+    assert len(found) == native_module.KEPT_OBJECTS
+
+
+def test_without_a_compiler_the_reason_is_given(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailable, match="needs a C\\+\\+ compiler"):
+        build(tmp_path, compilers=("no-such-compiler",))
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'error: out of ideas' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(NativeUnavailable, match="out of ideas"):
+        build(tmp_path / "cache", compilers=(str(broken),))
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_ops_fall_back_to_torch_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "needs a C++ compiler (g++); none is installed"
+    monkeypatch.setattr(native_module, "_native_or_reason", lambda: reason)
+    from millrace.ops.registry import TYPICAL_SHAPE, choose
+
+    cpu = torch.device("cpu")
+    for op in ("linear", "attention", "rms_norm", "add_rms_norm", "qkv", "gated", "tied_embedding"):
+        choice = choose(op, cpu, torch.bfloat16, **TYPICAL_SHAPE)
+        assert choice.version.name != "native"
+        assert reason in choice.reason
+    with pytest.raises(Exception, match="needs a C\\+\\+ compiler"):
+        choose("attention", cpu, torch.bfloat16, deterministic=True, **TYPICAL_SHAPE)
+
+
+def test_helpers_follow_torch_and_survive_a_fork(tmp_path: Path) -> None:
+    """As many threads as torch, none more; a forked child computes the same with helpers of its own."""
+    script = """
+import os, threading, torch
+torch.set_num_threads(3)
+from millrace.ops.linear import NativeLinear
+torch.manual_seed(0)
+x, weight = torch.randn(200, 512), torch.randn(2048, 512)
+before = len(os.listdir('/proc/self/task'))
+layer = NativeLinear(weight)
+expected = layer(x)
+assert len(os.listdir('/proc/self/task')) <= before + 2
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(layer(x), expected) else 1)
+assert os.waitpid(child, 0)[1] == 0
+results = [None] * 4
+def run(i):
+    results[i] = all(torch.equal(layer(x), expected) for _ in range(20))
+threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert all(results)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
+def test_helpers_sleep_when_there_is_nothing_to_do() -> None:
+    script = """
+import time, torch
+torch.set_num_threads(4)
+from millrace.ops.linear import NativeLinear
+layer = NativeLinear(torch.randn(2048, 512))
+layer(torch.randn(4, 512))
+time.sleep(0.05)
+start = time.process_time()
+time.sleep(0.5)
+assert time.process_time() - start < 0.02, time.process_time() - start
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[2])

@@ -1,0 +1,68 @@
+"""Choosing versions: by device, dtype, sizes and determinism; with reasons; and the table that shows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millrace.commands.ops import print_ops
+from millrace.errors import ConfigError
+from millrace.ops.registry import OPS, TYPICAL_SHAPE, choose
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_op_has_a_version_everywhere(op: str, dtype: torch.dtype) -> None:
+    choice = choose(op, CPU, dtype, **TYPICAL_SHAPE)
+    assert choice.version.op == op
+    assert choice.reason
+    on_cuda = [version for version in OPS[op] if "cuda" in version.devices and dtype in version.dtypes]
+    assert on_cuda
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_names_are_unique_and_sentences_are_there(op: str) -> None:
+    names = [version.name for version in OPS[op]]
+    assert len(set(names)) == len(names)
+    assert all(version.when and version.op == op for version in OPS[op])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_is_deterministic_by_default(op: str, dtype: torch.dtype) -> None:
+    """The version taken without asking for determinism is one that has it."""
+    assert choose(op, CPU, dtype, **TYPICAL_SHAPE).version.batch_invariant(CPU)
+    assert choose(op, CPU, dtype, deterministic=True, **TYPICAL_SHAPE).version.batch_invariant(CPU)
+
+
+def test_a_missing_deterministic_version_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(ConfigError) as error:
+        choose("linear", CUDA, torch.bfloat16, deterministic=True, **TYPICAL_SHAPE)
+    text = str(error.value)
+    assert "linear" in text
+    assert "cuda" in text
+    assert "depends on the batch" in text
+    assert "run.deterministic" in text
+
+
+def test_sizes_decide() -> None:
+    large = choose("attention", CPU, torch.float32, head_dim=512)
+    assert large.version.name == "batched"
+    assert "does not take these sizes" in large.reason
+
+
+def test_table_shows_versions_choice_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    print_ops(CPU, torch.bfloat16)
+    text = capsys.readouterr().out
+    for op, versions in OPS.items():
+        assert op in text
+        assert all(version.name in text for version in versions)
+    assert text.count("*") >= len(OPS)
+    assert "not here: runs on cuda" in text
+
+
+def test_table_admits_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    print_ops(CPU, torch.float16, deterministic=True)
+    assert "no version of attention can run so" in capsys.readouterr().out

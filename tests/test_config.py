@@ -1,0 +1,185 @@
+"""Settings: three layers in order, typed, checked, with the nearest name for a misspelt one."""
+
+from __future__ import annotations
+
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.commands.config import toml_lines
+from millrace.config import Config, Leaf, as_dict, leaves, load_config, replace
+from millrace.errors import ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "settings.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_defaults_come_from_the_tree_and_say_so() -> None:
+    loaded = load_config()
+    assert loaded.config == Config()
+    assert set(loaded.sources.values()) == {"default"}
+    assert set(loaded.sources) == set(leaves())
+
+
+def test_file_overrides_default_and_command_line_overrides_file(tmp_path: Path) -> None:
+    file = write(tmp_path, '[server]\nport = 9000\nhost = "0.0.0.0"\n[model]\ndtype = "float32"\n')
+    loaded = load_config(file, {"server.port": "9100"})
+    assert (loaded.config.server.port, loaded.sources["server.port"]) == (9100, "command line")
+    assert (loaded.config.server.host, loaded.sources["server.host"]) == ("0.0.0.0", str(file))
+    assert (loaded.config.model.dtype, loaded.sources["model.dtype"]) == ("float32", str(file))
+    assert (loaded.config.plan.max_running, loaded.sources["plan.max_running"]) == (256, "default")
+
+
+def test_loaded_tree_cannot_be_changed() -> None:
+    loaded = load_config()
+    with pytest.raises(AttributeError):
+        loaded.config.server.port = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        loaded.sources["server.port"] = "me"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("server.prot", "server.port"),
+        ("server.Port", "server.port"),
+        ("plan.max_runing", "plan.max_running"),
+        ("server.dtype", "model.dtype"),
+        ("memory.kv_gb", "memory.kv_gib"),
+    ],
+)
+def test_misspelt_name_is_refused_with_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"no setting '{key}'.*Did you mean '{nearest}'"):
+        load_config(None, {key: 1})
+
+
+def test_name_unlike_any_other_points_to_the_list() -> None:
+    with pytest.raises(ConfigError, match="millrace config"):
+        load_config(None, {"zzzzzz.qqqq": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[server]\nprot = 1\n", "server.prot"),
+        ("port = 8000\n", "must be in a section"),
+        ("[server]\nport = \n", "not valid TOML"),
+        ("[server]\nport = 8000.5\n", "whole number"),
+        ('[server]\nport = "eighty"\n', "whole number"),
+        ("[server]\nport = true\n", "whole number"),
+        ("[server]\nhost = 3\n", "must be a text"),
+        ("[server]\nin_process = 1\n", "true or false"),
+        ('[model]\ndtype = "int3"\n', "must be one of auto, float32, bfloat16, float16"),
+        ("[model]\ndtype = []\n", "must be one of"),
+        ("[memory]\nkv_gib = nan\n", "kv_gib"),
+        ("[server]\nport = -1\n", "at least 0"),
+        ("[plan]\nmax_running = 0\n", "at least 1"),
+    ],
+)
+def test_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, text))
+
+
+def test_missing_file_and_folder_and_binary_file_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no settings file"):
+        load_config(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError):
+        load_config(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(binary)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"plan.token_budget": 8, "plan.max_running": 16}, "token_budget is 8, below plan.max_running 16"),
+        ({"memory.kv_gib": 1.0, "memory.kv_tokens": 100}, "give one"),
+        ({"server.in_process": True, "server.fronts": 2}, "drop one"),
+        ({"server.port": 65536}, "at most 65535"),
+        ({"memory.fraction": 1.5}, "at most 1.0"),
+    ],
+)
+def test_contradictions_are_refused_with_both_settings_named(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, settings)
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+def test_numbers_that_are_no_numbers_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(None, {"memory.kv_gib": value})
+
+
+def test_replace_checks_like_a_layer() -> None:
+    assert replace(Config(), server__port=9).server.port == 9
+    with pytest.raises(ConfigError, match="Did you mean 'server.port'"):
+        replace(Config(), server__prot=9)
+    with pytest.raises(ConfigError, match="below plan.max_running"):
+        replace(Config(), plan__token_budget=1)
+
+
+def test_flags_are_unique_and_every_leaf_is_explained() -> None:
+    flags = [leaf.flag for leaf in leaves().values()]
+    assert len(flags) == len(set(flags))
+    assert all(leaf.help for leaf in leaves().values())
+
+
+def legal_value(leaf: Leaf) -> st.SearchStrategy[Any]:
+    if typing.get_origin(leaf.kind) is Literal:
+        return st.sampled_from(typing.get_args(leaf.kind))
+    if leaf.kind is bool:
+        return st.booleans()
+    if leaf.kind is str:
+        # A lone surrogate is no text and cannot stand in a file.
+        return st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+    low = leaf.minimum or 0
+    if leaf.kind is int:
+        return st.integers(int(low), 60_000)
+    return st.floats(low, 1.0 if leaf.name == "fraction" else 1e6)
+
+
+def any_settings() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional={key: legal_value(leaf) for key, leaf in leaves().items()})
+
+
+@given(any_settings())
+def test_whatever_is_accepted_survives_toml_and_text(settings: dict[str, Any]) -> None:
+    """The tree printed as TOML, or given as command-line strings, loads as the same tree."""
+    try:
+        loaded = load_config(None, settings)
+    except ConfigError:
+        return  # a contradiction between two legal values
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        assert as_dict(loaded.config)[section][name] == value
+        assert loaded.sources[key] == "command line"
+    printed = tomllib.loads("\n".join(toml_lines(loaded)))
+    flat = {f"{section}.{name}": value for section, table in printed.items() for name, value in table.items()}
+    assert load_config(None, flat).config == loaded.config
+    as_text = {key: str(value) for key, value in settings.items()}
+    assert load_config(None, as_text).config == loaded.config
+
+
+ANYTHING = st.one_of(st.none(), st.text(max_size=8), st.integers(), st.floats(), st.lists(st.integers(), max_size=2))
+
+
+@given(st.sampled_from(sorted(leaves())), ANYTHING)
+def test_any_single_value_is_taken_or_refused_with_a_sentence(key: str, value: object) -> None:
+    try:
+        loaded = load_config(None, {key: value})
+    except ConfigError as error:
+        assert key in str(error)
+        return
+    section, _, name = key.partition(".")
+    assert isinstance(as_dict(loaded.config)[section][name], (int, float, str, bool))
