@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,3 +66,21 @@ def test_weights_are_never_unpickled() -> None:
     for file in ROOT.rglob("*.py"):
         assert not {"pickle", "cPickle", "dill", "joblib"} & set(imported(file)), f"{file} can unpickle"
         assert "torch.load(" not in file.read_text(encoding="utf-8"), f"{file} can unpickle"
+
+
+def test_documentation_names_only_files_that_exist() -> None:
+    top = ROOT.parent
+    for page in [*top.glob("*.md"), *(top / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", text):
+            assert (ROOT / name).is_file() or (top / name).is_file(), f"{page.name} names {name}"
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_requirements_are_exact_and_leave_torch_alone() -> None:
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        lines = [line.partition("#")[0].strip() for line in (ROOT.parent / name).read_text().splitlines()]
+        wanted = [line for line in lines if line and not line.startswith("-r ")]
+        assert all("==" in line for line in wanted)
+        assert not any(line.startswith("torch") for line in wanted)
