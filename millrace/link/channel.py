@@ -104,6 +104,7 @@ class InProcessFront:
         self._early: list[ToFront] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: OnMessage | None = None
+        self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
         with self._lock:
@@ -114,16 +115,20 @@ class InProcessFront:
 
     def deliver(self, message: ToFront) -> None:
         with self._lock:
+            if self._closed:
+                return
             if self._loop is None or self._on_message is None:
                 self._early.append(message)
-            elif not self._loop.is_closed():
+            else:
                 self._loop.call_soon_threadsafe(self._on_message, message)
 
     def send(self, message: ToEngine) -> None:
         self._inbox.put(message)
 
     def close(self) -> None:
-        pass
+        """Waking a loop from another thread while it closes can abort the process, so nothing is sent from here on."""
+        with self._lock:
+            self._closed = True
 
 
 def inbox_address(directory: str) -> str:
