@@ -36,7 +36,10 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
+        """Joined, so that this thread never holds the last reference to an engine: a thread that frees tensors while
+        the interpreter ends aborts the process."""
         self._stopped.set()
+        self._thread.join()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._check_every_s):

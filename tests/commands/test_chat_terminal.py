@@ -31,7 +31,7 @@ def test_streams_answers_and_remembers_the_conversation() -> None:
         t.expect(PROMPT)
         assert contents(server) == ["hi", "Hello there.", "again"]
         t.type("\x04")
-        assert t.wait() == 0
+        assert t.wait() == 0, t.screen
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
@@ -57,7 +57,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         assert asked[1].startswith(" w0 w1 w2")
         assert asked[2] == "go on"
         t.type("/exit\r")
-        assert t.wait() == 0
+        assert t.wait() == 0, t.screen
 
 
 def test_ctrl_c_twice_at_the_prompt_leaves_and_once_does_not() -> None:
@@ -73,7 +73,7 @@ def test_ctrl_c_twice_at_the_prompt_leaves_and_once_does_not() -> None:
         t.expect("Ctrl-C again leaves")
         t.expect(PROMPT)
         t.ctrl_c()
-        assert t.wait() == 0
+        assert t.wait() == 0, t.screen
 
 
 def test_slash_commands(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_slash_commands(tmp_path: Path) -> None:
         t.expect(PROMPT)
         assert contents(server) == ["Be brief.", "second"]
         t.type("/exit\r")
-        assert t.wait() == 0
+        assert t.wait() == 0, t.screen
     assert [message["role"] for message in json.loads(file.read_text())] == ["system", "user", "assistant"]
 
 

@@ -62,4 +62,4 @@ def test_chat_streams_and_ctrl_c_stops_only_the_answer() -> None:
         t.expect("Paris", timeout_s=60)
         t.expect("you ›", timeout_s=60)
         t.type("\x04")
-        assert t.wait() == 0
+        assert t.wait() == 0, t.screen

@@ -24,6 +24,11 @@ class Terminal:
         self._consumed = 0
 
     @property
+    def screen(self) -> str:
+        """Everything shown so far, for the message of a failed test."""
+        return self._raw.decode(errors="replace")
+
+    @property
     def _seen(self) -> str:
         """What the screen shows after the last expected text. Decoded anew, since a read may cut a character."""
         text = _COLOUR.sub("", self._raw.decode(errors="replace")).replace("\r\n", "\n")
