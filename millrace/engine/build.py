@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 
@@ -19,8 +18,6 @@ from millrace.plan.scheduler import Scheduler
 from millrace.run.device import Device, fast_dtype, open_device
 from millrace.run.runner import Runner
 from millrace.sources.resolve import ModelFiles, resolve_model
-
-OnLoading = Callable[[str, int, int], None]
 
 
 def build_engine(config: Config, channel: EngineChannel) -> tuple[Engine, EngineReady]:

@@ -198,13 +198,13 @@ class Engine:
         if now - self._stats_at < STATS_EVERY_S:
             return None
         self._stats_at = now
-        return self._stats(now)
+        return self._stats()
 
     def _report_idle(self) -> None:
         self._stats_at = self._clock()
-        self._outbox.send_stats(self._step_no, self._stats(self._stats_at))
+        self._outbox.send_stats(self._step_no, self._stats())
 
-    def _stats(self, now: float) -> EngineStats:
+    def _stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._scheduler.pool
         return EngineStats(
             step_no=self._step_no,
@@ -220,7 +220,6 @@ class Engine:
             output_tokens=self._ledger.output_tokens,
             step_seconds=self._step_seconds,
             plan_seconds=self._plan_seconds,
-            last_step_at=now,
         )
 
 

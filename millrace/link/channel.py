@@ -171,9 +171,12 @@ class ZmqEngineChannel:
                 return
 
     def _send_loop(self) -> None:
-        while (item := self._outbox.get()) is not None:
-            front_index, message = item
-            self._pushes[front_index].send(encode(message))
+        try:
+            while (item := self._outbox.get()) is not None:
+                front_index, message = item
+                self._pushes[front_index].send(encode(message))
+        except zmq.ContextTerminated:
+            pass  # The engine closes with a message for a front that never connected.
         for push in self._pushes:
             push.close()
 

@@ -114,6 +114,8 @@ class EngineClient:
             end_token_ids = ()
         request_id = self._next_id
         self._next_id += 1
+        if not self._sinks:
+            self._last_progress = time.monotonic()  # An idle engine says nothing; its silence counts from now.
         self._sinks[request_id] = sink
         self._channel.send(
             NewRequest(

@@ -97,8 +97,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds: float
     """Sum over all steps, from launch to result."""
     plan_seconds: float
-    last_step_at: float
-    """Monotonic time at which a step last completed, or the engine last had nothing to do."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):

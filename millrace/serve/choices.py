@@ -6,6 +6,7 @@ runs inside the dispatch of a step that also carries the tokens of others.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -40,7 +41,7 @@ def escape_lines(json: bytes) -> bytes:
     )
 
 
-class Choice:
+class Choice(ABC):
     """What every choice keeps. Subclasses say what happens to a token."""
 
     __slots__ = (
@@ -76,8 +77,8 @@ class Choice:
         self._closed = job.generation.score_only
         """Further tokens are not part of the answer."""
 
-    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None: ...
 
     def on_prompt_logprobs(self, logprobs: tuple[TokenLogprobs | None, ...]) -> None:
         self.prompt_logprobs = logprobs
@@ -89,8 +90,17 @@ class Choice:
         except Exception as error:
             self.job.on_bug(error)
 
+    @abstractmethod
     def complete(self) -> None:
         """Generation has ended well: let the rest of the text go."""
+
+    def _last_text(self) -> str:
+        """The held-back rest. The end of the text can itself complete a stop string."""
+        if self._closed:
+            return ""
+        rest = self.text.finish()
+        self._stopped = self.text.stopped_by is not None
+        return rest
 
     @property
     def is_stopped(self) -> bool:
@@ -147,8 +157,7 @@ class CollectedChoice(Choice):
             self.job.on_bug(error)
 
     def complete(self) -> None:
-        if not self._closed:
-            self._parts.append(self.text.finish())
+        self._parts.append(self._last_text())
 
     @property
     def answer_text(self) -> str:
@@ -219,10 +228,9 @@ class PlainChoice(Choice):
             self.job.on_bug(error)
 
     def complete(self) -> None:
-        if not self._closed:
-            rest = self.text.finish()
-            if rest:
-                self._show(rest)
+        rest = self._last_text()
+        if rest:
+            self._show(rest)
 
     def _show(self, text: str) -> None:
         if self._out.paused:
@@ -290,7 +298,7 @@ class DetailedChoice(Choice):
 
     def complete(self) -> None:
         self._begin()
-        text = "" if self._closed else self.text.finish()
+        text = self._last_text()
         if text or self._pending_ids:
             self._out.send(self._frames.chunk(self, text))
 

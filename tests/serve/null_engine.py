@@ -215,5 +215,4 @@ class NullEngine:
             output_tokens=self._num_output,
             step_seconds=0.5,
             plan_seconds=0.1,
-            last_step_at=time.monotonic(),
         )

@@ -52,6 +52,16 @@ def test_a_stream(front: Front) -> None:
     assert all(chunk["object"] == "text_completion" for chunk in chunks)
 
 
+def test_the_end_of_an_answer_can_complete_a_stop_string(front: Front) -> None:
+    """The longer stop holds "hello" back until generation ends; then the shorter one has matched."""
+    fields = body(stop=["hello there", "hello"], max_tokens=6)
+    choice = post(front.port, COMPLETIONS, fields).json["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" ", "stop", "hello")
+    chunks = stream(front.port, COMPLETIONS, fields)
+    assert completion_text(chunks) == " "
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [
