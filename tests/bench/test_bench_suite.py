@@ -70,14 +70,14 @@ def test_id_prompts_are_exact() -> None:
 
 
 def test_full_featured_server_gets_ids_and_ignore_eos() -> None:
-    with running(FakeServer(token_delay_s=0.002)) as server:
+    with running(FakeServer(token_delay_s=0.02)) as server:
         figures = values(measure(server, tiny()))
     sent = server.requests[-6:]
     assert all(len(body["prompt"]) == 12 and body["ignore_eos"] and body["max_tokens"] == 5 for body in sent)
     assert all(isinstance(token, int) for body in sent for token in body["prompt"])
     assert server.most_at_once == 3
     assert figures["tiny", "TTFT p50"] >= 2
-    assert 1 < figures["tiny", "TPOT p50"] < 50
+    assert 10 < figures["tiny", "TPOT p50"] < 500
     assert figures["tiny", "output"] > 0
     assert not any(workload == "server" for workload, _ in figures)
 
@@ -187,7 +187,7 @@ def test_drive_reuses_clients_until_the_work_is_done() -> None:
         async with Target(server.url, "fake") as target:
             return await drive(target, tiny(10, 4), IdPrompts(0, (1, 2)), time_limit_s=20)
 
-    with running(FakeServer(token_delay_s=0.001)) as server:
+    with running(FakeServer(token_delay_s=0.02)) as server:
         outcome = asyncio.run(go(server))
     assert len(outcome.good) == 10
     assert outcome.unsent == 0

@@ -115,8 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif 0 <= fake.fail_after < len(fake.requests):
             self._error(500, "worn out")
         else:
-            with fake.one_open():
-                self._stream(body, chat=chat) if body.get("stream") else self._whole(body, chat=chat)
+            self._stream(body, chat=chat) if body.get("stream") else self._whole(body, chat=chat)
 
     def _refusal(self, body: dict[str, Any]) -> str:
         if "ignore_eos" in body and not self.fake.ignore_eos:
@@ -153,10 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         words = self._words(body)
         try:
-            for word in words:
-                time.sleep(self.fake.token_delay_s)
-                choice = {"delta": {"content": word}} if chat else {"text": word}
-                self._event({"choices": [{"index": 0, **choice}]})
+            # No longer open when the client hears of the end: it may send its next request before we run again.
+            with self.fake.one_open():
+                for word in words:
+                    time.sleep(self.fake.token_delay_s)
+                    choice = {"delta": {"content": word}} if chat else {"text": word}
+                    self._event({"choices": [{"index": 0, **choice}]})
             if body.get("stream_options"):
                 self._event({"choices": [], "usage": self._usage(body, len(words))})
             self._chunk(b"data: [DONE]\n\n")
