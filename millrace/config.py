@@ -21,10 +21,13 @@ from typing import Any, Literal
 from millrace.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "fp8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+MOST_RUNNING = 1024
+"""Requests that run at once on any device where nothing else is asked for: some run fewer."""
 
 
 def cache_dir() -> Path:
@@ -48,6 +51,7 @@ class ModelConfig:
     source: str = setting(DEFAULT_MODEL, "a known name, a directory, a .gguf file, a hub id, or random:<config.json>")
     served_name: str = setting("", "the name clients use; empty takes the source's own name")
     dtype: Dtype = setting("auto", "the type weights are computed in; auto is bfloat16 where the machine is fast at it")
+    quantization: Quantization = setting("none", "fp8 holds the layers' weights in eight bits; needs a GPU that can")
     max_context: int = setting(0, "longest prompt + output in tokens; 0 takes the model's own", minimum=0)
     chat_template: str = setting("", "a file with a Jinja chat template; empty takes the model's own")
     seed: int = setting(0, "seed of the weights of random:<config.json>", minimum=0)
@@ -67,7 +71,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    max_running: int = setting(256, "most requests that run at once", minimum=1)
+    max_running: int = setting(0, "most requests that run at once; 0 chooses for the device", minimum=0)
     max_waiting: int = setting(4096, "most requests that wait; more get a 429", minimum=1)
     token_budget: int = setting(0, "most tokens computed in one step; 0 chooses for the device", minimum=0)
     mixed_budget: int = setting(
@@ -89,6 +93,7 @@ class RunConfig:
     device: DeviceKind = setting("auto", "where the model runs; auto takes a GPU if there is one")
     threads: int = setting(0, "CPU threads for the model; 0 takes the cores this process may use", minimum=0)
     deterministic: bool = setting(False, "use only op versions whose result for a row does not depend on the batch")
+    graphs: bool = setting(True, "replay captured CUDA graphs; off launches every kernel from the host, for debugging")
 
 
 @dataclass(frozen=True, slots=True)

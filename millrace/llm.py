@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from millrace.config import Config, leaves, load_config
+from millrace.config import MOST_RUNNING, Config, leaves, load_config
 from millrace.engine.process import EngineThread
 from millrace.errors import BadRequest, ConfigError, MillraceError, RequestFailed
 from millrace.link.client import EngineClient
@@ -176,7 +176,7 @@ class LLM:
         from millrace.observe.progress import count_progress
 
         # Enough requests open to keep every row busy; a list of any length costs no more memory than that.
-        window = asyncio.Semaphore(4 * self.config.plan.max_running)
+        window = asyncio.Semaphore(4 * (self.config.plan.max_running or MOST_RUNNING))
         with count_progress("generating", len(prompts), enabled=progress) as advance:
 
             async def one(prompt: Prompt, chosen: SamplingParams) -> Generation:

@@ -35,7 +35,7 @@ def test_file_overrides_default_and_command_line_overrides_file(tmp_path: Path) 
     assert (loaded.config.server.port, loaded.sources["server.port"]) == (9100, "command line")
     assert (loaded.config.server.host, loaded.sources["server.host"]) == ("0.0.0.0", str(file))
     assert (loaded.config.model.dtype, loaded.sources["model.dtype"]) == ("float32", str(file))
-    assert (loaded.config.plan.max_running, loaded.sources["plan.max_running"]) == (256, "default")
+    assert (loaded.config.plan.max_running, loaded.sources["plan.max_running"]) == (0, "default")
 
 
 def test_loaded_tree_cannot_be_changed() -> None:
@@ -81,7 +81,7 @@ def test_name_unlike_any_other_points_to_the_list() -> None:
         ("[model]\ndtype = []\n", "must be one of"),
         ("[memory]\nkv_gib = nan\n", "kv_gib"),
         ("[server]\nport = -1\n", "at least 0"),
-        ("[plan]\nmax_running = 0\n", "at least 1"),
+        ("[plan]\nmax_running = -1\n", "at least 0"),
     ],
 )
 def test_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
@@ -126,7 +126,7 @@ def test_replace_checks_like_a_layer() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'server.port'"):
         replace(Config(), server__prot=9)
     with pytest.raises(ConfigError, match="below plan.max_running"):
-        replace(Config(), plan__token_budget=1)
+        replace(Config(), plan__token_budget=1, plan__max_running=2)
 
 
 def test_flags_are_unique_and_every_leaf_is_explained() -> None:

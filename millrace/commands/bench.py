@@ -1,4 +1,4 @@
-"""`millrace bench`: this machine, any OpenAI-compatible server, or the scheduler alone."""
+"""`millrace bench`: this machine, any OpenAI-compatible server, the scheduler alone, or a GPU against its peer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.commands import bench_gpu
 from millrace.commands.config import toml_lines
 from millrace.commands.parser import UsageError
 from millrace.commands.settings import add_settings, load_settings
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from millrace.bench.suite import SuiteOptions
     from millrace.bench.workloads import Workload
 
-USAGE = "millrace bench [local | plan] [options]"
-EXAMPLES = """\
+USAGE = "millrace bench [local | plan | gpu] [options]"
+_EXAMPLES = """\
 workloads:
   single         512 in / 128 out, one at a time
   batch-1/4/16   256 in / 64 out, all at once
@@ -35,10 +36,11 @@ examples:
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same work
   millrace bench --url … --workloads single,mixed --json one JSON line per figure
   millrace bench plan                                    host time of planning a step, from 1 to 4,096 rows"""
+EXAMPLES = f"{_EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="local", metavar="WHAT", help="local (default) or plan")
+    parser.add_argument("what", nargs="?", default="local", metavar="WHAT", help="local (default), plan or gpu")
     parser.add_argument("--url", default="", help="measure this server; without it one is started here")
     parser.add_argument("--api-key", default="", help="the key that the server wants")
     parser.add_argument("--pid", type=int, default=0, help="the server's process, to report its memory (with --url)")
@@ -50,15 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--content-seed", type=int, metavar="N", help="same seed, same prompts; fresh ones each run without it"
     )
     parser.add_argument("--json", action="store_true", help="one JSON line per figure instead of a table")
+    bench_gpu.add_arguments(parser)
     add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.what == "gpu":
+        return bench_gpu.run(args)
+    bench_gpu.refuse_elsewhere(args)
     if args.what == "plan":
         return _bench_plan(as_json=args.json)
     if args.what != "local":
         raise UsageError(
-            f"There is no benchmark '{args.what}'. There are: local, plan; and --url for a running server."
+            f"There is no benchmark '{args.what}'. There are: local, plan, gpu; and --url for a running server."
         )
     loaded = load_settings(args)
     if not args.time_limit > 0:

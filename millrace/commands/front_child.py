@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from millrace.config import Config, as_dict, from_dict
+from millrace.config import MOST_RUNNING, Config, as_dict, from_dict
 
 if TYPE_CHECKING:
     from millrace.engine.process import EngineHandle
@@ -72,7 +72,7 @@ def stop_fronts(fronts: list[FrontProcess], drain_timeout_s: float) -> None:
 
 def max_open_requests(config: Config) -> int:
     """This front's share of the requests that may run or wait; beyond it the answer is a 429."""
-    most = config.plan.max_running + config.plan.max_waiting
+    most = (config.plan.max_running or MOST_RUNNING) + config.plan.max_waiting
     return -(-most // config.server.fronts)
 
 

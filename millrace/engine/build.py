@@ -13,10 +13,10 @@ from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.families import spec_from_config
-from millrace.models.load import load_decoder, weight_bytes
+from millrace.models.load import check_quantization, load_decoder, weight_bytes
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device import Device, fast_dtype, open_device
-from millrace.run.runner import Runner
+from millrace.run.make import make_runner
 from millrace.sources.resolve import ModelFiles, resolve_model
 
 
@@ -31,11 +31,12 @@ def build_engine(config: Config, channel: EngineChannel) -> tuple[Engine, Engine
     spec = spec_from_config(files.config)
     device = open_device(config.run)
     dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    check_quantization(config.model.quantization, device.torch_device, dtype)
     plan = make_memory_plan(
         config,
         spec,
         dtype=dtype,
-        weights_bytes=weight_bytes(files, dtype),
+        weights_bytes=weight_bytes(files, dtype, config.model.quantization),
         device_kind=device.kind,
         free_bytes=device.free_bytes(),
     )
@@ -44,21 +45,24 @@ def build_engine(config: Config, channel: EngineChannel) -> tuple[Engine, Engine
         device=device.torch_device,
         dtype=dtype,
         deterministic=config.run.deterministic,
+        quantization=config.model.quantization,
         seed=config.model.seed,
         progress=lambda done, total: on_loading("weights", done, total),
     )
-    runner = Runner(
+    runner = make_runner(
         decoder,
         device,
         num_blocks=plan.num_blocks,
         block_size=config.plan.block_size,
-        max_rows=config.plan.max_running,
+        max_rows=plan.max_running,
         max_context=plan.max_context,
+        token_budget=plan.token_budget,
+        graphs=config.run.graphs,
     )
     scheduler = Scheduler(
         num_blocks=plan.num_blocks,
         block_size=config.plan.block_size,
-        max_running=config.plan.max_running,
+        max_running=plan.max_running,
         token_budget=plan.token_budget,
         mixed_budget=plan.mixed_budget,
         prefix_cache=config.plan.prefix_cache,
@@ -72,6 +76,7 @@ def _ready(
 ) -> EngineReady:
     dtype_name = str(dtype).removeprefix("torch.")
     identity = [millrace.__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
+    identity.append(config.model.quantization)
     identity += [f"{path.name}:{path.stat().st_size}" for path in files.weights]
     return EngineReady(
         model_name=config.model.served_name or files.name,

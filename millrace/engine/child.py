@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from millrace.link.channel import ZmqEngineChannel
 from millrace.observe.logs import setup_logging
 
 ORPHAN_GRACE_S = 10.0
+GARBAGE_THRESHOLDS = (50_000, 20, 50)
+"""A step makes many small objects and no cycles: looking for garbage every 700 of them would be felt."""
 
 
 def main() -> None:
@@ -21,6 +24,7 @@ def main() -> None:
     config = from_dict(json.loads(sys.stdin.buffer.readline()))
     setup_logging(config.observe.log_level, process="engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     channel = ZmqEngineChannel(directory, num_fronts)
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
     serve_engine(config, channel)

@@ -21,7 +21,7 @@ from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
 from millrace.run.device import Device, Pending
 from millrace.run.request_table import RowParams
-from millrace.run.runner import Runner, StepResult
+from millrace.run.runner import AnyRunner, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: AnyRunner,
         device: Device,
         channel: EngineChannel,
         *,
@@ -56,6 +56,9 @@ class Engine:
         self._step_no = 0
         self._step_seconds = 0.0
         self._plan_seconds = 0.0
+        self._host_seconds = 0.0
+        self._waited = 0.0
+        """Seconds of this round of the loop spent waiting for the device."""
         self._stats_at = 0.0
 
     def run(self) -> None:
@@ -80,6 +83,8 @@ class Engine:
             self._take_messages()
             if self._stopping:
                 return
+            began = self._clock()
+            self._waited = 0.0
             try:
                 launched = self._launch_next()
                 # With room for one more step in flight, plan it before waiting for the oldest.
@@ -88,6 +93,7 @@ class Engine:
                     self._apply_oldest()
             except Exception as error:
                 self._recover(error)
+            self._host_seconds += self._clock() - began - self._waited
 
     def _take_messages(self) -> None:
         for message in self._channel.receive(self._patience()):
@@ -105,9 +111,11 @@ class Engine:
 
     def _apply_oldest(self) -> None:
         plan, pending, launched_at = self._launched[0]
+        asked = self._clock()
         result = pending.wait()
         self._launched.popleft()
         now = self._clock()
+        self._waited += now - asked
         self._step_seconds += now - launched_at
         self._step_no = plan.step_no
         outcome = self._scheduler.apply(plan.step_no, result.drawn())
@@ -122,6 +130,9 @@ class Engine:
             return 0.0
         if self._scheduler.has_work:
             return STUCK_WAIT_S
+        if not self._runner.is_warm:
+            self._runner.warm_next()
+            return 0.0
         self._report_idle()
         return None
 
@@ -220,6 +231,8 @@ class Engine:
             output_tokens=self._ledger.output_tokens,
             step_seconds=self._step_seconds,
             plan_seconds=self._plan_seconds,
+            host_seconds=self._host_seconds,
+            graphs_left=self._runner.num_cold,
         )
 
 

@@ -97,6 +97,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds: float
     """Sum over all steps, from launch to result."""
     plan_seconds: float
+    host_seconds: float = 0.0
+    """Sum over all steps of what the host did for them, waiting for the device left out."""
+    graphs_left: int = 0
+    """Captures that are still to be made before every usual step is a replay."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):

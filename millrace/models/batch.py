@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from millrace.ops.attention.long_rows import LongRow
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -28,3 +30,13 @@ class ForwardBatch:
     max_seq_len: int
     query_starts_host: list[int]
     seq_lens_host: list[int]
+    table_rows: Tensor | None = None
+    """int32 [n]: which row of `block_tables` each row reads; None where they are in order."""
+    tiles: Tensor | None = None
+    """With table_rows: the queries of longer rows cut into tiles, as PagedAttention reads them."""
+    has_singles: bool = True
+    """With table_rows: whether some rows may have exactly one query."""
+    long_rows: tuple[LongRow, ...] = ()
+    """With table_rows: rows without tiles that go through the library's attention."""
+    shared_len: Tensor | None = None
+    """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""

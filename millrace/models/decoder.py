@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
 from millrace.ops.embedding import Embedding
 from millrace.ops.experts import Experts
+from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
 from millrace.ops.linear import Linear
 from millrace.ops.qkv import PrepareQkv
@@ -24,28 +26,44 @@ from millrace.ops.rope import rope_rows
 from millrace.ops.softcap import softcap
 from millrace.ops.version import Choice
 
-Mlp = Callable[[Tensor], Tensor]
+
+class Mlp(Protocol):
+    @property
+    def takes_fp8(self) -> bool: ...
+
+    def __call__(self, x: Any) -> Tensor:
+        """[T, hidden] -> [T, hidden]. The input is a Tensor or, only where it says so, `Quantised`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderOps:
-    """The stateless ops, chosen once for this device and dtype."""
+    """The stateless ops, chosen once for this device and dtype.
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    gated: Callable[[Tensor], Tensor]
+    Norms and `gated` have a keyword `quantise`, with which they return what they normed or gated as `Quantised`.
+    """
+
+    rms_norm: Callable[..., Any]
+    """(x, weight, eps, quantise=False) -> normed"""
+    add_rms_norm: Callable[..., tuple[Any, Tensor]]
+    """(x, residual, weight, eps, quantise=False) -> (normed, x + residual)"""
+    gated: Callable[..., Any]
+    """(gate_up, quantise=False) -> act(gate) · up"""
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     attention: Attention
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
-    gated: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate_up(x)))
+    @property
+    def takes_fp8(self) -> bool:
+        return self.gate_up.takes_fp8
+
+    def __call__(self, x: Any) -> Tensor:
+        return self.down(self.gate_up(x, quantise=self.down.takes_fp8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class MoeMlp:
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     top_k: int
     renormalise: bool
+    takes_fp8: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, expert_ids = self.route(self.router(x), self.top_k, self.renormalise)
@@ -113,6 +132,10 @@ class Decoder:
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
 
+    @property
+    def attention(self) -> Attention:
+        return self._ops.attention
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
         """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm."""
@@ -124,7 +147,7 @@ class Decoder:
         prepared = [ops.attention.prepare(batch, block_size, window) for window in self.spec.windows]
 
         residual = self._embed(batch.token_ids)
-        hidden = ops.rms_norm(residual, layers[0].input_norm, eps)
+        hidden = ops.rms_norm(residual, layers[0].input_norm, eps, quantise=layers[0].qkv.takes_fp8)
         for index, layer in enumerate(layers):
             qkv = layer.qkv(hidden)
             angles = None if layer.rope is None else rows[layer.rope]
@@ -132,20 +155,32 @@ class Decoder:
             hidden = layer.out(ops.attention(queries, kv[index], prepared[layer.window]))
             if layer.attention_out_norm is not None:
                 hidden = ops.rms_norm(hidden, layer.attention_out_norm, eps)
-            hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+            hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps, quantise=layer.mlp.takes_fp8)
             hidden = layer.mlp(hidden)
             if layer.mlp_out_norm is not None:
                 hidden = ops.rms_norm(hidden, layer.mlp_out_norm, eps)
-            next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else weights.final_norm
-            hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
-        return hidden
+            next_norm, quantise = self._norm_after(index)
+            hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps, quantise=quantise)
+        final: Tensor = hidden
+        return final
+
+    def _norm_after(self, index: int) -> tuple[Tensor, bool]:
+        """The norm that follows layer `index`, and whether what comes after it takes eight bits."""
+        layers = self._weights.layers
+        if index + 1 == len(layers):
+            return self._weights.final_norm, False
+        return layers[index + 1].input_norm, layers[index + 1].qkv.takes_fp8
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that."""
-        logits = self._weights.head(hidden).float()
+    def logits(self, hidden: Tensor, *, widen: bool = True) -> Tensor:
+        """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that.
+
+        Without `widen` logits that need no cap keep the model's dtype: what a sampling kernel reads."""
+        logits = self._weights.head(hidden)
         cap = self.spec.logit_softcap
-        return logits if cap is None else softcap(logits, cap)
+        if cap is not None:
+            return softcap(logits.float(), cap)
+        return logits.float() if widen else logits
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         rows = self._weights.embedding(token_ids)

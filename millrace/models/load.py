@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from millrace.errors import ModelError
+from millrace.config import Quantization
+from millrace.errors import ConfigError, ModelError
 from millrace.models.decoder import (
     Decoder,
     DecoderLayer,
@@ -38,9 +39,12 @@ from millrace.models.layout import (
 from millrace.models.rope import inverse_frequencies
 from millrace.models.spec import LayerSpec, ModelSpec
 from millrace.ops.experts import ExpertWeights
+from millrace.ops.fp8_linear import fp8_missing
+from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.linear import Linear
+from millrace.ops.quantised import with_quantise
 from millrace.ops.registry import choose
-from millrace.ops.version import Choice
+from millrace.ops.version import Choice, short_name
 
 if TYPE_CHECKING:
     from millrace.models.weights import WeightSource
@@ -62,29 +66,71 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     deterministic: bool = False,
+    quantization: Quantization = "none",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Decoder:
     """Read a model's weights onto the device. What does not fit its config is a ModelError that names the tensor."""
     from millrace.models.weights import open_weights  # brings the readers of all formats, which only this needs
 
-    spec = spec_from_config(files.config)
-    source = open_weights(files, seed=seed)
-    return build_decoder(spec, source, device=device, dtype=dtype, deterministic=deterministic, progress=progress)
+    check_quantization(quantization, device, dtype)
+    return build_decoder(
+        spec_from_config(files.config),
+        open_weights(files, seed=seed),
+        device=device,
+        dtype=dtype,
+        deterministic=deterministic,
+        quantization=quantization,
+        progress=progress,
+    )
 
 
-def weight_bytes(files: ModelFiles, dtype: torch.dtype) -> int:
+def check_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse what this device cannot compute."""
+    if quantization == "none":
+        return
+    if fp8_missing(device):
+        where = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"model.quantization is {quantization}, which needs a GPU of compute capability 8.9 or later, but the model"
+            f" would run on {where}. Set --quantization none, or run on such a GPU.",
+            param="model.quantization",
+        )
+    if dtype != torch.bfloat16:
+        raise ConfigError(
+            f"model.quantization is {quantization}, which computes in bfloat16 beside it, but model.dtype is"
+            f" {short_name(dtype)}. Set --dtype bfloat16.",
+            param="model.dtype",
+        )
+
+
+def weight_bytes(files: ModelFiles, dtype: torch.dtype, quantization: Quantization = "none") -> int:
     """The bytes that load_decoder will hold, computed from the config alone."""
-    return spec_weight_bytes(spec_from_config(files.config), dtype)
+    return spec_weight_bytes(spec_from_config(files.config), dtype, quantization)
 
 
-def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Matrices and biases in the model's dtype; norms and rotary frequencies in float32."""
+def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+    """Matrices and biases in the model's dtype, quantised ones in eight bits with a scale per output; norms and rotary
+    frequencies in float32."""
     layout = layout_of(spec)
     norms = sum(norm.num_items for layer in layout.layers for norm in norms_of(layer)) + layout.final_norm.num_items
     frequencies = sum(rope.rotary_dim // 2 for rope in spec.ropes)
     items = sum(part.num_items for part in all_parts(layout)) - norms
-    return items * dtype.itemsize + 4 * (norms + frequencies)
+    total = items * dtype.itemsize + 4 * (norms + frequencies)
+    if quantization == "fp8":
+        for matrix in quantised_matrices(layout):
+            rows, columns = matrix.shape
+            total += rows * columns * (1 - dtype.itemsize) + 4 * rows
+    return total
+
+
+def quantised_matrices(layout: ModelLayout) -> Iterator[Matrix]:
+    """The matrices that quantisation is about: those of the layers, without the router and the experts of a mixture."""
+    for layer in layout.layers:
+        yield layer.qkv
+        yield layer.out
+        if not isinstance(layer.mlp, MoeLayout):
+            yield from layer.mlp
 
 
 def build_decoder(
@@ -94,12 +140,19 @@ def build_decoder(
     device: torch.device,
     dtype: torch.dtype,
     deterministic: bool = False,
+    quantization: Quantization = "none",
     progress: Progress | None = None,
 ) -> Decoder:
     """A decoder of this spec with the weights of any source that speaks Hugging Face names."""
     layout = layout_of(spec)
     check_tensors(spec, layout, source)
-    return _Builder(spec, layout, source, device, dtype, deterministic, progress).build()
+    if quantization != "none" and spec.moe is not None:
+        log.warning(
+            "quantization %s: the experts stay in %s; only the other matrices of the layers are held in eight bits",
+            quantization,
+            short_name(dtype),
+        )
+    return _Builder(spec, layout, source, device, dtype, deterministic, quantization, progress).build()
 
 
 # --- is everything there? ---
@@ -154,14 +207,16 @@ class _Builder:
         device: torch.device,
         dtype: torch.dtype,
         deterministic: bool,
+        quantization: Quantization,
         progress: Progress | None,
     ) -> None:
         self.spec, self.layout, self.source = spec, layout, source
         self.device, self.dtype, self.deterministic = device, dtype, deterministic
+        self._layer_linear = "linear" if quantization == "none" else "fp8_linear"
         self.choices: dict[str, Choice] = {}
         self._progress = progress
         self._done_bytes = 0
-        self._total_bytes = spec_weight_bytes(spec, dtype)
+        self._total_bytes = spec_weight_bytes(spec, dtype, quantization)
 
     @torch.inference_mode()
     def build(self) -> Decoder:
@@ -185,7 +240,7 @@ class _Builder:
         )
         return Decoder(spec, weights, ops, self.device, self.dtype, self.choices)
 
-    def _choose(self, op: str, key: str = "", **shape: int) -> Choice:
+    def _choose(self, op: str, key: str = "", **shape: Any) -> Choice:
         choice = choose(op, self.device, self.dtype, self.deterministic, **shape)
         self.choices[key or op] = choice
         return choice
@@ -194,9 +249,9 @@ class _Builder:
         spec = self.spec
         attention = self._choose("attention", head_dim=spec.head_dim)
         return DecoderOps(
-            rms_norm=self._choose("rms_norm").make(),
-            add_rms_norm=self._choose("add_rms_norm").make(),
-            gated=self._choose("gated").make(spec.activation),
+            rms_norm=with_quantise(self._choose("rms_norm").make()),
+            add_rms_norm=with_quantise(self._choose("add_rms_norm").make()),
+            gated=with_quantise(self._choose("gated").make(spec.activation)),
             route=self._choose("router").make(),
             attention=attention.make(
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
@@ -207,7 +262,7 @@ class _Builder:
         part = self.layout.embedding
         if self.layout.head is not None:
             embedding = self._choose("embedding").make(self._read(part))
-            return embedding, self._linear(self.layout.head, "head")
+            return embedding, self._linear(self.layout.head, "head", "linear")
         rows, columns = part.shape
         tied = self._choose("tied_embedding", in_features=columns, out_features=rows).make(self._read(part))
         return tied.rows, tied.head
@@ -239,7 +294,7 @@ class _Builder:
         if isinstance(layout, MoeLayout):
             return self._moe(ops, layout)
         gate_up, down = layout
-        return DenseMlp(self._linear(gate_up, "gate_up_linear"), self._linear(down, "down_linear"), ops.gated)
+        return DenseMlp(self._gated_linear(ops, gate_up), self._linear(down, "down_linear"))
 
     def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
         moe, hidden_size = self.spec.moe, self.spec.hidden_size
@@ -248,37 +303,57 @@ class _Builder:
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
         choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
         experts = choice.make(weights, self.spec.activation, linear.make)
-        router = self._linear(layout.router, "router_linear")
+        router = self._linear(layout.router, "router_linear", "linear")
         return MoeMlp(router, experts, ops.route, moe.top_k, moe.renormalise)
 
     def _experts(self, layout: MoeLayout) -> Iterator[tuple[Tensor, Tensor]]:
         for gate_up, down in layout.experts:
             yield self._join(gate_up.parts), self._join(down.parts)
 
-    def _linear(self, matrix: Matrix, key: str) -> Linear:
+    def _linear(self, matrix: Matrix, key: str, op: str = "") -> Linear:
         rows, columns = matrix.shape
-        choice = self._choose("linear", key, in_features=columns, out_features=rows)
-        bias = self._join(matrix.biases) if matrix.biases else None
-        linear: Linear = choice.make(self._join(matrix.parts), bias)
+        choice = self._choose(op or self._layer_linear, key, in_features=columns, out_features=rows)
+        linear: Linear = self._made(matrix, choice.make, quantised=choice.version.op == "fp8_linear")
         return linear
+
+    def _gated_linear(self, ops: DecoderOps, matrix: Matrix) -> GatedLinear:
+        rows, columns = matrix.shape
+        quantised = self._layer_linear == "fp8_linear"
+        linear = self._choose(self._layer_linear, "gate_up_linear", in_features=columns, out_features=rows)
+        choice = self._choose("gated_linear", in_features=columns, out_features=rows, quantised=quantised)
+
+        def make(weight: Tensor, bias: Tensor | None) -> Any:
+            return choice.make(weight, bias, self.spec.activation, linear.make, ops.gated)
+
+        gated: GatedLinear = self._made(matrix, make, quantised)
+        return gated
+
+    def _made(self, matrix: Matrix, make: Callable[[Tensor, Tensor | None], Any], quantised: bool) -> Any:
+        """What is made of a matrix. One that is quantised counts when it is, by what is then held."""
+        bias = self._join(matrix.biases) if matrix.biases else None
+        made = make(self._join(matrix.parts, report=not quantised), bias)
+        if quantised:
+            self._report(made.num_bytes - (0 if bias is None else bias.nbytes))
+        return made
 
     # --- reading ---
 
-    def _join(self, parts: tuple[Part, ...]) -> Tensor:
+    def _join(self, parts: tuple[Part, ...], report: bool = True) -> Tensor:
         """The parts' rows, one below the other."""
         if len(parts) == 1:
-            return self._read(parts[0])
+            return self._read(parts[0], report)
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         joined = torch.empty(shape, dtype=self.dtype, device=self.device)
         start = 0
         for part in parts:
-            joined[start : start + part.shape[0]] = self._read(part)
+            joined[start : start + part.shape[0]] = self._read(part, report)
             start += part.shape[0]
         return joined
 
-    def _read(self, part: Part) -> Tensor:
+    def _read(self, part: Part, report: bool = True) -> Tensor:
         tensor = self.source.get(part.name, device=self.device, dtype=self.dtype)
-        self._report(tensor.nbytes)
+        if report:
+            self._report(tensor.nbytes)
         return tensor.contiguous()
 
     def _norm(self, part: Part) -> Tensor:

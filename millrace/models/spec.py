@@ -97,6 +97,14 @@ class ModelSpec:
         """The distinct windows, in order of first use."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with in the layers: of the experts, only those it chooses."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k
+        inner = sum(chosen if layer.is_moe else self.inner_size for layer in self.layers)
+        return self.num_layers * attention + 3 * self.hidden_size * inner
+
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
         """The shape of one layer's part of the KV pool: 0 is keys, 1 is values."""
         return (2, num_blocks, self.num_kv_heads, block_size, self.head_dim)

@@ -1,6 +1,7 @@
 """The gated activation of an MLP: act(gate) · up, where `gate_up` holds both halves side by side.
 
-make(kind) -> function of gate_up [T, 2 I] that returns [T, I].
+make(kind) -> function of gate_up [T, 2 I] that returns [T, I]; a CUDA version also takes `quantise=True`, and then
+returns a Quantised for a linear that takes FP8.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.quantised import Quantised
+from millrace.ops.triton import triton_missing
 from millrace.ops.version import Version
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -60,6 +63,16 @@ def make_native(kind: Activation) -> Gated:
     return gated
 
 
+def make_triton(kind: Activation) -> Callable[..., Tensor | Quantised]:
+    from millrace.ops.triton.gated import gated as launch
+
+    def gated(gate_up: Tensor, quantise: bool = False) -> Tensor | Quantised:
+        values, scales = launch(gate_up, kind, quantise)
+        return values if scales is None else Quantised(values, scales)
+
+    return gated
+
+
 VERSIONS = (
     Version(
         op="gated",
@@ -70,6 +83,15 @@ VERSIONS = (
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
         missing=native_missing,
+    ),
+    Version(
+        op="gated",
+        name="triton",
+        make=make_triton,
+        when="one kernel, in float32, rounded once",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
     ),
     Version(
         op="gated",

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.linear import Linear, NativeLinear, PlainLinear, TiledLinear
+from millrace.ops.linear import InvariantLinear, Linear, NativeLinear, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.native import DTYPES, native_missing
+from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Version
 
 Embedding = Callable[[Tensor], Tensor]
@@ -42,10 +44,9 @@ class NativeTiedEmbedding:
 
 
 class PlainTiedEmbedding:
-    def __init__(self, weight: Tensor, tiled: bool = False) -> None:
+    def __init__(self, weight: Tensor, head: Callable[[Tensor], Linear] = PlainLinear) -> None:
         self.weight = weight
-        plain = PlainLinear(weight)
-        self.head: Linear = TiledLinear(plain) if tiled else plain
+        self.head = head(weight)
 
     def rows(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.weight)
@@ -74,6 +75,15 @@ TIED_VERSIONS = (
     ),
     Version(
         op="tied_embedding",
+        name="tuned",
+        make=lambda weight: PlainTiedEmbedding(weight, TunedLinear),
+        when="one plain matrix read by rows and by the tuned linear",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        missing=hopper_missing,
+    ),
+    Version(
+        op="tied_embedding",
         name="reference",
         make=PlainTiedEmbedding,
         when="defines the meaning: one plain matrix read by rows and by the library's linear",
@@ -81,9 +91,18 @@ TIED_VERSIONS = (
     Version(
         op="tied_embedding",
         name="tiles",
-        make=lambda weight: PlainTiedEmbedding(weight, tiled=True),
+        make=lambda weight: PlainTiedEmbedding(weight, lambda plain: TiledLinear(PlainLinear(plain))),
         when="as the reference, the head in fixed tiles of rows: the same sums whatever the batch",
         devices=("cpu",),
         invariant_on=("cpu",),
+    ),
+    Version(
+        op="tied_embedding",
+        name="invariant",
+        make=lambda weight: PlainTiedEmbedding(weight, InvariantLinear),
+        when="one plain matrix read by rows and by the invariant linear: the same sums whatever the batch",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
     ),
 )

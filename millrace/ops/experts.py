@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from millrace.ops.activation import Activation, activate
 from millrace.ops.linear import Linear
+from millrace.ops.triton import triton_missing
 from millrace.ops.version import Version
 
 
@@ -32,7 +34,7 @@ class Experts(Protocol):
     num_bytes: int
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """x [T, H], weights float32 [T, k], expert_ids int64 [T, k] -> [T, H]"""
+        """x [T, H], weights float32 [T, k], expert_ids int32 or int64 [T, k], each row's distinct -> [T, H]"""
         ...
 
 
@@ -121,12 +123,29 @@ class DenseExperts(StackedExperts):
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         shares = torch.zeros((x.shape[0], self.gate_up.shape[0]), device=x.device)
-        shares.scatter_(1, expert_ids, weights)
+        shares.scatter_(1, expert_ids.long(), weights)
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in range(self.gate_up.shape[0]):
             hidden = gate(F.linear(x, self.gate_up[expert]), self.activation)
             total += F.linear(hidden, self.down[expert]).float() * shares[:, expert, None]
         return total.to(x.dtype)
+
+
+class TritonExperts(StackedExperts):
+    """Products that gather each expert's tokens. Their tiles suit the number of tokens or, fixed, are always the same:
+    then a row of a product is added up alike whatever else is in the step."""
+
+    def __init__(
+        self, weights: ExpertWeights, activation: Activation, linear: MakeLinear, *, fixed: bool = False
+    ) -> None:
+        from millrace.ops.triton import moe
+
+        super().__init__(weights, activation, linear)
+        self._experts, self._config = moe.experts, moe.FIXED if fixed else None
+        self._gpu = moe.gpu_of(self.gate_up.device)
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, self._config, self._gpu)
 
 
 def _no_grouped_mm(device: torch.device) -> str:
@@ -136,6 +155,23 @@ def _no_grouped_mm(device: torch.device) -> str:
 
 
 VERSIONS = (
+    Version(
+        op="experts",
+        name="triton",
+        make=TritonExperts,
+        when="no permutation: two products that gather an expert's tokens, tiles to suit the number of tokens",
+        devices=("cuda",),
+        missing=triton_missing,
+    ),
+    Version(
+        op="experts",
+        name="triton_fixed",
+        make=partial(TritonExperts, fixed=True),
+        when="the same with one tile for every number of tokens, so that a batch cannot change a token's result",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
+    ),
     Version(
         op="experts",
         name="grouped",

@@ -6,14 +6,18 @@ no reference to it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Shape, Version
+
+if TYPE_CHECKING:
+    from millrace.ops.triton.gemm_choice import TilesByRows
 
 PACK_ROWS_HINT = 16
 """Rows of x that the packed layout is laid out for; measured to be good from 1 to 512."""
@@ -25,15 +29,22 @@ TILE_ROWS = 32
 
 class Linear(Protocol):
     num_bytes: int
-    """Bytes held by weight and bias."""
+    """Bytes held by weight, scales and bias; counters and other scratch of a few KiB are left out."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N]"""
+    @property
+    def takes_fp8(self) -> bool:
+        """Whether it would rather have its input as `Quantised`."""
+        ...
+
+    def __call__(self, x: Any) -> Tensor:
+        """[T, K] -> [T, N]. The input is a Tensor or, only where it says so, `Quantised`."""
         ...
 
 
 class PlainLinear:
     """The reference: the library's own linear over the plain weight."""
+
+    takes_fp8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -46,6 +57,8 @@ class PlainLinear:
 
 class NativeLinear:
     """Reads each weight once per call, and sums each output in one order whatever the number of rows."""
+
+    takes_fp8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -103,6 +116,8 @@ class NativeLinear:
 class PackedLinear:
     """oneDNN over a weight in its own blocked layout: no reordering per call, about twice as fast for few rows."""
 
+    takes_fp8 = False
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
         self.bias = bias
@@ -116,6 +131,8 @@ class PackedLinear:
 class TiledLinear:
     """Another linear, always called with exactly `TILE_ROWS` rows, so that a row's sum never changes its order."""
 
+    takes_fp8 = False
+
     def __init__(self, inner: Linear) -> None:
         self.inner = inner
         self.num_bytes = inner.num_bytes
@@ -125,6 +142,47 @@ class TiledLinear:
         padded = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
         tiles = [self.inner(tile) for tile in torch.split(padded, TILE_ROWS)]
         return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
+
+
+class TunedLinear:
+    """For each number of rows what was measured to be fastest for this size: the library, or a kernel and its tiles."""
+
+    takes_fp8 = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, tiles: TilesByRows | None = None) -> None:
+        from millrace.ops.triton import gemm, gemm_choice, gemm_table
+
+        self.weight = weight
+        self.bias = bias
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._multiply = gemm.multiply
+        self._tiles = tiles or gemm_choice.measured(gemm_table.BF16, weight)
+        self._counters = self._tiles.counters(weight.shape[0], weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tiles = self._tiles.of(x.shape[0])
+        if tiles is None:
+            return F.linear(x, self.weight, self.bias)
+        return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
+
+
+class InvariantLinear:
+    """A kernel whose sums are cut by the weight's size alone, so that a row's result does not depend on the others."""
+
+    takes_fp8 = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        from millrace.ops.triton import gemm, gemm_choice
+
+        self.weight = weight
+        self.bias = bias
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._multiply, self._choose = gemm.multiply, gemm_choice.invariant
+        self._counters = gemm_choice.invariant_counters(weight.shape[0], weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tiles = self._choose(x.shape[0], self.weight)
+        return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
 
 
 def make_packed_tiles(weight: Tensor, bias: Tensor | None = None) -> TiledLinear:
@@ -173,6 +231,15 @@ VERSIONS = (
     ),
     Version(
         op="linear",
+        name="tuned",
+        make=TunedLinear,
+        when="by a table measured for each size and number of rows: the library, or Triton kernels made for few rows",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        missing=hopper_missing,
+    ),
+    Version(
+        op="linear",
         name="reference",
         make=PlainLinear,
         when="defines the meaning; the library chooses its kernel by the number of rows",
@@ -184,5 +251,14 @@ VERSIONS = (
         when=f"the reference in fixed tiles of {TILE_ROWS} rows: the same sums whatever the batch",
         devices=("cpu",),
         invariant_on=("cpu",),
+    ),
+    Version(
+        op="linear",
+        name="invariant",
+        make=InvariantLinear,
+        when="Triton with sums cut by the weight's size alone: the same whatever the batch, slower at many rows",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
     ),
 )

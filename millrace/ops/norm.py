@@ -1,17 +1,22 @@
 """RMS normalisation, alone and joined with the residual addition before it.
 
 Weights are float32 and already hold a family's offset (Gemma's 1 + w), so there is one meaning for all.
-rms_norm:      make() -> function (x, weight, eps) -> normed, over the last dimension of x.
-add_rms_norm:  make() -> function (x, residual, weight, eps) -> (normed, x + residual).
+rms_norm:      make() -> function (x, weight, eps, quantise=False) -> normed, over the last dimension of x.
+add_rms_norm:  make() -> function (x, residual, weight, eps, quantise=False) -> (normed, x + residual).
+With `quantise`, which only the CUDA versions take, `normed` is a Quantised for a linear that takes FP8.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.quantised import Quantised
+from millrace.ops.triton import triton_missing
 from millrace.ops.version import Version
 
 
@@ -74,6 +79,28 @@ class NativeAddRmsNorm:
         return out, total
 
 
+def make_triton_rms_norm() -> Callable[..., Tensor | Quantised]:
+    from millrace.ops.triton.norm import rms_norm as launch
+
+    def normed(x: Tensor, weight: Tensor, eps: float, quantise: bool = False) -> Tensor | Quantised:
+        values, scales = launch(x, weight, eps, quantise)
+        return values if scales is None else Quantised(values, scales)
+
+    return normed
+
+
+def make_triton_add_rms_norm() -> Callable[..., tuple[Tensor | Quantised, Tensor]]:
+    from millrace.ops.triton.norm import add_rms_norm as launch
+
+    def normed(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantise: bool = False
+    ) -> tuple[Tensor | Quantised, Tensor]:
+        values, scales, total = launch(x, residual, weight, eps, quantise)
+        return (values if scales is None else Quantised(values, scales)), total
+
+    return normed
+
+
 RMS_NORM_VERSIONS = (
     Version(
         op="rms_norm",
@@ -84,6 +111,15 @@ RMS_NORM_VERSIONS = (
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
         missing=native_missing,
+    ),
+    Version(
+        op="rms_norm",
+        name="triton",
+        make=make_triton_rms_norm,
+        when="one kernel, a row in the registers of one program",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
     ),
     Version(
         op="rms_norm",
@@ -111,6 +147,15 @@ ADD_RMS_NORM_VERSIONS = (
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
         missing=native_missing,
+    ),
+    Version(
+        op="add_rms_norm",
+        name="triton",
+        make=make_triton_add_rms_norm,
+        when="one kernel, a row in the registers of one program",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
     ),
     Version(
         op="add_rms_norm",

@@ -14,6 +14,7 @@ from millrace.ops.kv_cache import write_kv
 from millrace.ops.native import DTYPES, native, native_missing
 from millrace.ops.norm import rms_norm
 from millrace.ops.rope import rope
+from millrace.ops.triton import triton_missing
 from millrace.ops.version import Version
 
 MAX_HEAD_DIM = 512
@@ -103,6 +104,14 @@ class NativePrepareQkv:
         return qkv.view(tokens, -1, head_dim)[:, :heads]
 
 
+def make_triton(
+    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, q_norm: Tensor | None, k_norm: Tensor | None
+) -> PrepareQkv:
+    from millrace.ops.triton.qkv import PrepareQkvKernel
+
+    return PrepareQkvKernel(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm)
+
+
 VERSIONS = (
     Version(
         op="qkv",
@@ -114,6 +123,16 @@ VERSIONS = (
         invariant_on=("cpu",),
         fits=lambda shape: bool(shape["head_dim"] <= MAX_HEAD_DIM),
         missing=native_missing,
+    ),
+    Version(
+        op="qkv",
+        name="triton",
+        make=make_triton,
+        when="norm, rotation and cache write of a token's heads in one kernel",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        fits=lambda shape: bool(shape["head_dim"] % 2 == 0),
+        missing=triton_missing,
     ),
     Version(
         op="qkv",

@@ -9,7 +9,19 @@ from typing import Any
 import torch
 
 from millrace.errors import ConfigError
-from millrace.ops import activation, attention, embedding, experts, linear, norm, qkv, router, softcap
+from millrace.ops import (
+    activation,
+    attention,
+    embedding,
+    experts,
+    fp8_linear,
+    gated_linear,
+    linear,
+    norm,
+    qkv,
+    router,
+    softcap,
+)
 from millrace.ops.version import Choice, Version, short_name
 
 OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
@@ -17,6 +29,8 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "embedding": embedding.VERSIONS,
         "tied_embedding": embedding.TIED_VERSIONS,
         "linear": linear.VERSIONS,
+        "fp8_linear": fp8_linear.VERSIONS,
+        "gated_linear": gated_linear.VERSIONS,
         "rms_norm": norm.RMS_NORM_VERSIONS,
         "add_rms_norm": norm.ADD_RMS_NORM_VERSIONS,
         "qkv": qkv.VERSIONS,

@@ -1,14 +1,20 @@
 """Routing tokens to experts: softmax over all experts, then the k likeliest.
 
-make() -> function (logits [T, E], top_k, renormalise) -> (weights [T, k] float32, expert ids [T, k] int64).
+make() -> function (logits [T, E], top_k, renormalise) -> (weights [T, k] float32, expert ids [T, k] int32 or int64),
+a token's choices from the likeliest down. Which of equally likely experts come first is a version's own affair.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from millrace.ops.triton import triton_missing
 from millrace.ops.version import Version
+
+Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -20,7 +26,22 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return weights, expert_ids
 
 
+def make_triton() -> Route:
+    from millrace.ops.triton.moe import route as triton_route
+
+    return triton_route
+
+
 VERSIONS = (
+    Version(
+        op="router",
+        name="triton",
+        make=make_triton,
+        when="one kernel: softmax, choice and renormalisation of a token in one warp's registers",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
+    ),
     Version(
         op="router",
         name="torch",

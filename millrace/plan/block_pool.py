@@ -76,6 +76,10 @@ class BlockPool:
             self._hash_of[block] = name
             self._tokens_of[block] = tokens
 
+    def num_holders(self, block: int) -> int:
+        """Rows that hold the block."""
+        return self._refs[block]
+
     def in_use(self, block: int) -> bool:
         return self._refs[block] > 0
 

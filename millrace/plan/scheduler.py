@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection
 
@@ -35,6 +36,9 @@ from millrace.plan.step import (
 from millrace.plan.victim import cheapest_victim
 from millrace.plan.waiting import Waiting
 
+CROWD = 8
+"""Requests without a first token that are a crowd: if they are also more than half as many as the streams, steps are
+made long, because it is those who wait that are many."""
 HELD_SCAN = 256
 """Waiting requests looked at in one step when those ahead wait for another's prefix."""
 
@@ -60,6 +64,7 @@ class Scheduler:
         self.waiting = Waiting()
         self.num_preemptions = 0
         self._lengths = OutputLengths(guess=expected_output)
+        self._num_catching_up = 0
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 0
         self._next_ticket = 0
@@ -147,6 +152,7 @@ class Scheduler:
     def _catch_up(self, only: Collection[int] | None) -> tuple[Int64s, dict[int, int]]:
         """Rows that get one token, and longer chunks by row, with blocks in hand for all of it."""
         singles, behind = self._runnable(only)
+        self._num_catching_up = len(behind)
         crossing = self._crossing(singles)
         if len(crossing) > self.pool.num_available:
             while len(crossing) > self.pool.num_available + self.pool.num_fenced and self._preempt_one():
@@ -181,12 +187,18 @@ class Scheduler:
         return singles[self.rows.computed[singles] >= self.rows.num_blocks[singles] * self.block_size]
 
     def _budget_for_chunks(self, num_singles: int) -> int:
-        """Tokens left for catching up. A step that also decodes is kept short, so that streams stay smooth."""
-        if num_singles == 0:
-            return self.token_budget
+        """Tokens left for catching up. A step that also decodes is kept short, so that streams stay smooth,
+        unless those that wait for their first token are many beside them."""
+        behind = self._num_behind()
+        if num_singles == 0 or (behind >= CROWD and behind * 2 > num_singles):
+            return self.token_budget - num_singles
         # Even a full house leaves some tokens, so that prefills advance beside it.
         wanted = max(self.mixed_budget - num_singles, self.mixed_budget // 4)
         return min(wanted, self.token_budget - num_singles)
+
+    def _num_behind(self) -> int:
+        """Requests that have not got their first token: the long steps that streams feel are what those wait for."""
+        return len(self.waiting) + self._num_catching_up
 
     def _chunk(self, row: int, budget: int) -> int:
         """As much of the row as budget and blocks allow, with the blocks taken."""
@@ -327,12 +339,21 @@ class Scheduler:
             block_ids=blocks[:, 2],
             admitted=admitted,
             released=tuple(self._releases),
+            shared_blocks=0 if chunks else self._shared_blocks(int(table_rows[0])),
         )
         self._releases.clear()
         self._new_blocks.clear()
         self._in_flight.append(plan)
         self._next_step += 1
         return plan
+
+    def _shared_blocks(self, row: int) -> int:
+        """Leading blocks of this row that every running row holds. Equal blocks are in equal places, and each is
+        held by no fewer rows than the one after it."""
+        blocks, everyone = self.rows.blocks[row], self.num_running
+        if everyone < 2 or not blocks or self.pool.num_holders(blocks[0]) < everyone:
+            return 0
+        return bisect_left(blocks, True, key=lambda block: self.pool.num_holders(block) < everyone)
 
     def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
         """Records for rows of this step that the runner does not know, with every block they hold."""

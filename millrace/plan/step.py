@@ -68,6 +68,8 @@ class StepPlan:
     admitted: tuple[Admission, ...] = ()
     released: tuple[Release, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    shared_blocks: int = 0
+    """Leading blocks that every row of the step has in common; told only of steps of single tokens."""
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,9 @@ from torch import Tensor
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
 
+CORES_TO_WATCH = 4
+"""From this many cores on, a thread may spend one on watching the GPU while a step runs."""
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -99,7 +102,8 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # To be woken takes longer than a small step; with a core to spare the host watches for the end instead.
+        self._sleeps = usable_cores() < CORES_TO_WATCH
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
@@ -114,11 +118,10 @@ class CudaDevice:
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
         with torch.inference_mode():
             result = work()
-            self._copies.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._copies):
-                host = to_host(result)
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record(self._copies)
+            # On the same stream: a few kilobytes cost less than the hand-over to a second one and back.
+            host = to_host(result)
+            done = torch.cuda.Event(blocking=self._sleeps)  # type: ignore[no-untyped-call]
+            done.record()
         return _CudaPending(host, result, done)
 
     def probe(self) -> None:

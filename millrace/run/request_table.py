@@ -6,7 +6,7 @@ it. The newest token of a row lives only here until the host hears of it, and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,11 +40,27 @@ class RequestTable:
         self.params: list[RowParams] = [RowParams(SamplingParams())] * max_rows
 
     def update(self, plan: StepPlan) -> None:
+        """Take in all that the plan changes."""
+        self.note(plan)
+        self._send_blocks(plan.block_rows, plan.block_cols, plan.block_ids)
+
+    def note(self, plan: StepPlan) -> None:
+        """Take in what the host keeps; the plan's blocks reach the device in another way."""
         for admission in plan.admitted:
             self._admit(admission)
-        if len(plan.block_ids):
-            columns = self._device.upload(np.stack([plan.block_rows, plan.block_cols, plan.block_ids]))
-            self.block_tables[columns[0].long(), columns[1].long()] = columns[2]
+
+    def send_excess(self, plan: StepPlan, most: int) -> StepPlan:
+        """Send the plan's blocks ahead if they are more than `most`, and return the plan without them."""
+        if len(plan.block_ids) <= most:
+            return plan
+        self._send_blocks(plan.block_rows, plan.block_cols, plan.block_ids)
+        none = np.zeros(0, np.int32)
+        return replace(plan, block_rows=none, block_cols=none, block_ids=none)
+
+    def _send_blocks(self, rows: Int32s, columns: Int32s, block_ids: Int32s) -> None:
+        if len(block_ids):
+            sent = self._device.upload(np.stack([rows, columns, block_ids]))
+            self.block_tables[sent[0].long(), sent[1].long()] = sent[2]
 
     def _admit(self, admission: Admission) -> None:
         row = admission.row

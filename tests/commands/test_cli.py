@@ -120,7 +120,7 @@ def test_config_as_toml_is_a_file_that_config_accepts(tmp_path: Path, capsys: py
         (["config", "a", "b"], "'b' is one argument too many."),
         (["config", "a", "--source", "b"], "The model is given twice"),
         (["config", "--config", "/no/such/file.toml"], "There is no settings file /no/such/file.toml."),
-        (["config", "--token-budget", "3"], "below plan.max_running"),
+        (["config", "--token-budget", "3", "--max-running", "9"], "below plan.max_running"),
         (["--port", "1", "config"], "'--port' stands before the command"),
         (["generate"], "PROMPT is missing."),
         (["generate", "x", "--raw", "--chat"], "not allowed with"),

@@ -39,6 +39,33 @@ def make_batch(
     )
 
 
+def make_attention_case(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, ForwardBatch]:
+    """Rows are (queries, tokens in the cache, these included). Queries are a view into a wider tensor."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    needed = [-(-length // block_size) for _, length in rows]
+    free = list(range(1, sum(needed) + 3))
+    draw.shuffle(free)
+    blocks = [[free.pop() for _ in range(count)] for count in needed]
+    batch = make_batch([([0] * q, n - q, own) for (q, n), own in zip(rows, blocks, strict=True)], block_size, device)
+    kv = torch.full((2, sum(needed) + 3, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    for (_, length), own in zip(rows, blocks, strict=True):
+        for position in range(length):
+            kv[:, own[position // block_size], :, position % block_size] = torch.randn(2, kv_heads, head_dim)
+    queries = torch.randn(sum(q for q, _ in rows), heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
+    return queries.to(device), kv.to(device), batch
+
+
 class PagedDriver:
     """Every place in the cache that was not written holds NaN, so reading one shows at once."""
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
-from helpers.paged import make_batch
+from helpers.paged import make_attention_case, make_batch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,32 +15,6 @@ from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceA
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 FAST = {"batched": BatchedAttention, "native": NativeAttention}
-
-
-def make_case(
-    rows: list[tuple[int, int]],
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    seed: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, ForwardBatch]:
-    """Rows are (queries, tokens in the cache, these included). Queries are a view into a wider tensor."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    needed = [-(-length // block_size) for _, length in rows]
-    free = list(range(1, sum(needed) + 3))
-    draw.shuffle(free)
-    blocks = [[free.pop() for _ in range(count)] for count in needed]
-    batch = make_batch([([0] * q, n - q, own) for (q, n), own in zip(rows, blocks, strict=True)], block_size)
-    kv = torch.full((2, sum(needed) + 3, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
-    for (_, length), own in zip(rows, blocks, strict=True):
-        for position in range(length):
-            kv[:, own[position // block_size], :, position % block_size] = torch.randn(2, kv_heads, head_dim)
-    queries = torch.randn(sum(q for q, _ in rows), heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
-    return queries, kv, batch
 
 
 def attend(
@@ -54,7 +27,7 @@ def attend(
 
 def compare(name: str, rows: list[tuple[int, int]], window: int | None = None, **sizes: Any) -> None:
     softcap, scale = sizes.pop("softcap", None), sizes.pop("scale", 0.3)
-    case = make_case(rows, **sizes)
+    case = make_attention_case(rows, **sizes)
     arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
     expected = attend(ReferenceAttention(*arguments), case, window)
     found = attend(FAST[name](*arguments), case, window)
@@ -161,7 +134,7 @@ def test_native_result_depends_on_nothing_but_the_query(
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 40, "dtype": dtype}
     attention = NativeAttention(6, 2, 40, 0.2, softcap)
     length = 150
-    queries, kv, batch = make_case([(length, length)], block_size=16, **sizes)
+    queries, kv, batch = make_attention_case([(length, length)], block_size=16, **sizes)
     whole = attention(queries, kv, attention.prepare(batch, 16, window))
     table = batch.block_tables[0].tolist()
     for first, count in ((0, 1), (63, 2), (64, 1), (100, 37), (149, 1), (5, 145)):

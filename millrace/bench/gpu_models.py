@@ -1,0 +1,114 @@
+"""Which models `millrace bench gpu` runs: shapes with random weights, by name or path, with suffixes for number types.
+
+`llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights, `+kv-fp8` adds a KV cache in FP8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config import Config, LoadedConfig, leaves, load_config
+from millrace.errors import ConfigError
+
+SHAPES_DIR = Path(__file__).with_name("shapes")
+DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.1-8b+fp8", "qwen3-0.6b", "qwen3-30b-a3b")
+
+SUFFIXES = {"fp8": ("quantization", "fp8"), "kv-fp8": ("kv_dtype", "fp8")}
+"""Each suffix is a setting, by its leaf's name, and the value that it gets."""
+
+MAX_RUNNING, MAX_CONTEXT = 512, 33792
+"""As the peer was set up, unless the user says otherwise."""
+
+
+class SettingMissing(ConfigError):
+    """A model needs a setting that this version does not have; the other models can still be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    label: str
+    """The name in every JSON line: the shape's own with its suffixes."""
+    config: Config
+
+
+def known_shapes(directory: Path | None = None) -> dict[str, Path]:
+    """Names to files: those that come with Millrace, overridden by `directory`'s *.json and */config.json."""
+    found = {path.stem: path for path in sorted(SHAPES_DIR.glob("*.json"))}
+    if directory is not None:
+        if not directory.is_dir():
+            raise ConfigError(f"--shapes is {directory}, which is not a directory.")
+        found |= {path.stem: path for path in sorted(directory.glob("*.json")) if path.name != "config.json"}
+        found |= {path.parent.name: path for path in sorted(directory.glob("*/config.json"))}
+    return found
+
+
+def make_model(text: str, loaded: LoadedConfig, shapes: Mapping[str, Path]) -> GpuModel:
+    """`text` is a shape's name or path with suffixes; the user's own settings apply to every model."""
+    name, *suffixes = text.split("+")
+    path = _shape_path(name, shapes)
+    label = path.resolve().parent.name if path.name == "config.json" else path.stem
+    chosen = _given(loaded)
+    chosen.update(_suffix_settings(text, suffixes))
+    chosen["model.source"] = f"random:{path}"
+    chosen.setdefault("plan.max_running", MAX_RUNNING)
+    chosen.setdefault("model.max_context", min(MAX_CONTEXT, _own_context(path)))
+    chosen.setdefault("observe.log_level", "warning")
+    for suffix, (leaf, value) in SUFFIXES.items():
+        if _key(leaf) in chosen and chosen[_key(leaf)] == value:
+            label += f"+{suffix}"
+    return GpuModel(label, load_config(None, chosen).config)
+
+
+def _shape_path(name: str, shapes: Mapping[str, Path]) -> Path:
+    if name in shapes:
+        return shapes[name]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        return path.resolve()
+    listed = ", ".join(shapes)
+    raise ConfigError(
+        f"There is no model shape '{name}'. Give one of {listed}; or the path of a config.json;"
+        " or a directory of them with --shapes.",
+        param="models",
+    )
+
+
+def _given(loaded: LoadedConfig) -> dict[str, object]:
+    """Only what the user set; the rest is this benchmark's to choose."""
+    config = loaded.config
+    given = {key: origin for key, origin in loaded.sources.items() if origin != "default"}
+    if "model.source" in given:
+        raise ConfigError("bench gpu takes shapes with random weights: name them with --models, not --model.")
+    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in given}
+
+
+def _suffix_settings(text: str, suffixes: list[str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for suffix in suffixes:
+        if suffix not in SUFFIXES:
+            raise ConfigError(f"'{text}' ends in '+{suffix}'; there are: {', '.join('+' + s for s in SUFFIXES)}.")
+        leaf, value = SUFFIXES[suffix]
+        if not _key(leaf):
+            raise SettingMissing(f"'{text}' needs the setting '{leaf}', which this version of Millrace does not have.")
+        found[_key(leaf)] = value
+    return found
+
+
+def _key(leaf_name: str) -> str:
+    """The dotted key of a setting, or an empty text if there is none of that name."""
+    return next((key for key, leaf in leaves().items() if leaf.name == leaf_name), "")
+
+
+def _own_context(path: Path) -> int:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return int(tree["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not the config.json of a model: it cannot be read or has no max_position_embeddings."
+        ) from error

@@ -1,0 +1,193 @@
+"""`millrace bench gpu`: the engine that users run, on the shapes and workloads of the recorded peer figures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.commands.parser import UsageError
+from millrace.commands.settings import load_settings
+from millrace.commands.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from millrace.bench.gpu import GpuOptions
+    from millrace.bench.gpu_models import GpuModel
+
+EXAMPLES = """\
+bench gpu:
+  startup        from the start of the engine's process to the first token
+  decode         512 in / 128 out, at every batch size: time per step with all rows running
+  ttft           one request of 128 to 32,768 tokens, never seen before: its first token
+  mixed          256 and 1,024 requests at once, 100–1,024 in / 100–1,024 out
+  prefix         512 requests, 2,048 shared + 64 own in / 64 out; and the first token with a known prefix
+  host           the host's own time per step at batch 256, by the engine's counters
+  millrace bench gpu > results.jsonl                     everything, one JSON line per figure
+  millrace bench gpu --models llama-3.1-8b+fp8 --cases decode --batches 1,128 --quick
+  millrace bench gpu --table results.jsonl               the figures in markdown, beside the recorded peer's
+  millrace bench gpu --device cpu --models smollm2-135m --scale 0.05 --batches 1,4   a try without a GPU"""
+
+PROFILE_BATCHES = (1, 128)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("bench gpu")
+    group.add_argument(
+        "--models", default="", metavar="NAMES", help="shapes by name or path, separated by commas; +fp8, +kv-fp8"
+    )
+    group.add_argument("--shapes", type=Path, metavar="DIR", help="a directory of further shapes (config.json files)")
+    group.add_argument("--cases", default="", metavar="NAMES", help="startup,decode,ttft,mixed,prefix,host")
+    group.add_argument("--batches", default="", metavar="NS", help="batch sizes of decode (default: 1,8,32,128,256)")
+    group.add_argument("--quick", action="store_true", help="fewer repetitions, no mixed load of the largest size")
+    group.add_argument(
+        "--scale", type=float, default=1.0, metavar="X", help="sizes times this, to try the command (default: 1)"
+    )
+    group.add_argument("--profile", action="store_true", help="also one decode step kernel by kernel, batch 1 and 128")
+    group.add_argument("--table", type=Path, metavar="FILE", help="print these results as markdown; measure nothing")
+
+
+def refuse_elsewhere(args: argparse.Namespace) -> None:
+    """Options of `bench gpu` mean nothing to the other benchmarks."""
+    for name in ("models", "shapes", "cases", "batches", "quick", "profile", "table"):
+        if getattr(args, name):
+            raise UsageError(f"--{name} belongs to another benchmark; write: millrace bench gpu --{name} …")
+    if args.scale != 1:
+        raise UsageError("--scale belongs to another benchmark; write: millrace bench gpu --scale …")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.url or args.workloads or args.pid or args.api_key:
+        raise UsageError(
+            "bench gpu starts its own engines and has its own cases: drop --url, --workloads, --pid and --api-key."
+        )
+    if args.table is not None:
+        return _print_table(args.table)
+    if not (math.isfinite(args.time_limit) and args.time_limit > 0):
+        raise UsageError(f"--time-limit is {args.time_limit:g}; it must be more than 0 seconds.")
+    options, reporter = _options(args), Reporter()
+    models = _models(args, reporter)
+    try:
+        _measure(args, models, options, reporter)
+    finally:
+        reporter.finish()
+    return 1 if reporter.failures else 0
+
+
+def _measure(args: argparse.Namespace, models: list[GpuModel], options: GpuOptions, reporter: Reporter) -> None:
+    from millrace.bench.gpu import run_models
+
+    asyncio.run(run_models(models, options, reporter.add, reporter.progress))
+    if args.profile:
+        batches = tuple(batch for batch in PROFILE_BATCHES if batch in options.sizes.batches) or options.sizes.batches
+        for model in models:
+            reporter.progress(f"{model.label}: profiling", 0, 0)
+            _profile(model, batches, options, reporter)
+
+
+def _profile(model: GpuModel, batches: tuple[int, ...], options: GpuOptions, reporter: Reporter) -> None:
+    from millrace.bench.gpu_profile import profile_model
+    from millrace.bench.gpu_report import profile_table
+    from millrace.errors import MillraceError
+
+    try:
+        records = profile_model(
+            model,
+            batches,
+            prompt_tokens=options.sizes.decode_prompt,
+            seed=options.seed,
+            time_limit_s=options.time_limit_s,
+        )
+    except MillraceError as error:
+        reporter.add({"engine": "millrace", "model": model.label, "case": "profile", "error": error.message})
+        return
+    for record in records:
+        reporter.add(record)
+        if "kernels" in record:
+            print(f"\n{profile_table(record)}\n", file=sys.stderr, flush=True)
+
+
+def _models(args: argparse.Namespace, reporter: Reporter) -> list[GpuModel]:
+    from millrace.bench.gpu_models import DEFAULT_MODELS, SettingMissing, known_shapes, make_model
+
+    loaded = load_settings(args)
+    shapes = known_shapes(args.shapes)
+    found = []
+    for name in _names(args.models) or DEFAULT_MODELS:
+        try:
+            found.append(make_model(name, loaded, shapes))
+        except SettingMissing as error:
+            reporter.add({"engine": "millrace", "model": name, "case": "startup", "error": error.message})
+    return found
+
+
+def _options(args: argparse.Namespace) -> GpuOptions:
+    from millrace.bench.gpu import GpuOptions
+    from millrace.bench.gpu_cases import BATCHES, CASES, Sizes
+    from millrace.bench.gpu_peers import load_peers
+
+    if not (math.isfinite(args.scale) and 0 < args.scale <= 1):
+        raise UsageError(f"--scale is {args.scale:g}; it must be more than 0 and at most 1.")
+    cases = tuple(_names(args.cases)) or CASES
+    for case in cases:
+        if case not in CASES:
+            raise UsageError(f"There is no case '{case}'. There are: {', '.join(CASES)}.")
+    sizes = Sizes(batches=_batches(args.batches) or BATCHES)
+    whole = args.scale == 1
+    return GpuOptions(
+        cases=cases,
+        sizes=sizes if whole else sizes.scaled(args.scale),
+        seed=args.content_seed if args.content_seed is not None else 0,
+        quick=args.quick,
+        time_limit_s=args.time_limit,
+        peers=load_peers() if whole else None,
+    )
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    found = []
+    for item in _names(text):
+        if not item.isdecimal() or not 1 <= int(item) <= 4096:
+            raise UsageError(f"--batches has '{item}'; give whole numbers from 1 to 4096, such as 1,8,32.")
+        found.append(int(item))
+    return tuple(found)
+
+
+def _print_table(path: Path) -> int:
+    from millrace.bench.gpu_peers import load_peers
+    from millrace.bench.gpu_report import markdown, read_records
+
+    print(markdown(read_records(path), load_peers()), end="")
+    return 0
+
+
+class Reporter:
+    """One JSON line per figure on standard output at once; progress and the table on standard error."""
+
+    def __init__(self) -> None:
+        self._records: list[dict[str, object]] = []
+        self._line = StatusLine()
+        self.failures = 0
+
+    def add(self, record: dict[str, object]) -> None:
+        self._line.clear()
+        self._records.append(record)
+        self.failures += "error" in record
+        print(json.dumps(record, ensure_ascii=False), flush=True)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self._line.show(what, done, total)
+
+    def finish(self) -> None:
+        from millrace.bench.gpu_report import print_terminal_table
+
+        self._line.clear()
+        if self._records:
+            print_terminal_table(self._records, sys.stderr)

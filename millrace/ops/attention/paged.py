@@ -1,0 +1,172 @@
+"""Attention in Triton over the paged cache: rows with one query in one launch, tiles of longer rows in another.
+
+A step that is captured in a graph brings its own tiles and table rows (see `Tiled`); any other step's are made from
+the host's lists. `everything_tiled` sends single queries through the tiles too: then one kernel with one tiling
+computes every query, and its result cannot depend on how a sequence was cut into steps or on what ran beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from millrace.ops.attention.long_rows import LongRow, attend_long_row
+from millrace.ops.attention.rows import Rows
+
+if TYPE_CHECKING:
+    from millrace.ops.triton.attention import DecodeTuning, PagedRows, PrefillTuning, SharedPrefix, SplitWorkspace
+
+PROGRAMS_WANTED = 1024
+"""Programs that keep a large GPU busy: fewer rows than that are split along their keys."""
+MOST_SPLITS = 64
+SHARED_ROWS = 1024
+"""Rows that the workspace of shared prefixes has room for from the start: it must not move under captured steps."""
+
+
+@runtime_checkable
+class Tiled(Protocol):
+    """Rows that come with their tiles: what a captured step needs, since its launches cannot change in number."""
+
+    table_rows: Tensor | None
+    tiles: Tensor | None
+    """int32 [n, 2]: (row, first query), a row of -1 for none; no tiles at all where every row has one query."""
+    has_singles: bool
+    """Whether some rows may have exactly one query."""
+    long_rows: tuple[LongRow, ...]
+    """Rows that have no tiles and are long enough for the library's attention; only in steps that are not captured."""
+    shared_len: Tensor | None
+    """int32 [1] in steps of single queries whose rows all begin with the same blocks: how many tokens those hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    rows: PagedRows
+    tiles: Tensor | None
+    has_singles: bool
+    window: int
+    long_rows: tuple[LongRow, ...] = ()
+    shared_len: Tensor | None = None
+
+
+class PagedAttention:
+    """make(num_heads, num_kv_heads, head_dim, scale, softcap): see the package."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        softcap: float | None = None,
+        *,
+        everything_tiled: bool = False,
+    ) -> None:
+        from millrace.ops.triton.attention import HeadShape
+
+        self._shape = HeadShape(num_heads, num_kv_heads, head_dim, scale, softcap)
+        self._workspace: SplitWorkspace | None = None
+        self._shared: SharedPrefix | None = None
+        self.everything_tiled = everything_tiled
+        self.queries_per_tile = self._prefill_tuning(torch.bfloat16).queries_per_tile(self._shape.group)
+
+    def prepare(self, rows: Rows, block_size: int, window: int | None) -> PreparedRows:
+        from millrace.ops.triton.attention import PagedRows
+
+        shared_len = None
+        if isinstance(rows, Tiled) and rows.table_rows is not None:
+            shared_len = rows.shared_len
+            table_rows, tiles, has_singles, long_rows = rows.table_rows, rows.tiles, rows.has_singles, rows.long_rows
+        else:
+            long_rows, device = (), rows.seq_lens.device
+            table_rows = torch.arange(len(rows.seq_lens_host), dtype=torch.int32, device=device)
+            listed = tiles_of(rows.query_starts_host, self.queries_per_tile, self.everything_tiled)
+            tiles = torch.tensor(listed, dtype=torch.int32).to(device, non_blocking=True) if listed else None
+            starts = rows.query_starts_host
+            has_singles = any(end - start == 1 for start, end in zip(starts, starts[1:], strict=False))
+            has_singles = has_singles and not self.everything_tiled
+        paged = PagedRows(rows.query_starts, rows.seq_lens, table_rows, rows.block_tables)
+        return PreparedRows(paged, tiles, has_singles, window or 0, long_rows, shared_len)
+
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows) -> Tensor:
+        from millrace.ops.triton import attention as kernels
+
+        shape, long_rows = self._shape, prepared.long_rows
+        if len(long_rows) == 1 and long_rows[0].num_queries == queries.shape[0]:
+            return attend_long_row(queries, kv, prepared.rows, long_rows[0], shape)
+        out = torch.empty((queries.shape[0], shape.num_heads * shape.head_dim), dtype=queries.dtype, device=kv.device)
+        for row in long_rows:
+            tokens = slice(row.first_token, row.first_token + row.num_queries)
+            out[tokens] = attend_long_row(queries, kv, prepared.rows, row, shape)
+        if prepared.tiles is not None:
+            tuning = self._prefill_tuning(queries.dtype)
+            kernels.prefill(queries, kv, out, prepared.tiles, prepared.rows, shape, tuning, prepared.window)
+        if prepared.shared_len is not None:
+            self._attend_shared(queries, kv, out, prepared, prepared.shared_len)
+        elif prepared.has_singles:
+            decoding = self._decode_tuning(prepared.rows.seq_lens.shape[0], queries.dtype)
+            kernels.decode(
+                queries,
+                kv,
+                out,
+                prepared.rows,
+                shape,
+                self._split_workspace(kv.device),
+                decoding,
+                prepared.window,
+                all_single=prepared.tiles is None and not prepared.long_rows,
+            )
+        return out
+
+    def _attend_shared(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, length: Tensor) -> None:
+        """The keys that all rows share once for many rows, then each row's own."""
+        from millrace.ops.triton import attention as kernels
+
+        shape, rows = self._shape, prepared.rows
+        if self._shared is None or self._shared.most_rows < rows.seq_lens.shape[0]:
+            most = max(rows.seq_lens.shape[0], SHARED_ROWS)
+            self._shared = kernels.SharedPrefix(most, shape, kv.device, length)
+        kernels.shared_prefix(queries, kv, rows, shape, self._shared)
+        tuning = replace(self._decode_tuning(rows.seq_lens.shape[0], queries.dtype), splits=1)
+        workspace = self._split_workspace(kv.device)
+        kernels.decode(queries, kv, out, rows, shape, workspace, tuning, all_single=True, shared=self._shared)
+
+    def _split_workspace(self, device: torch.device) -> SplitWorkspace:
+        from millrace.ops.triton.attention import SplitWorkspace
+
+        if self._workspace is None:
+            self._workspace = SplitWorkspace(PROGRAMS_WANTED, self._shape, device)
+        return self._workspace
+
+    def _decode_tuning(self, num_rows: int, dtype: torch.dtype) -> DecodeTuning:
+        from millrace.ops.triton.attention import DecodeTuning
+
+        splits = 1
+        while splits < MOST_SPLITS and num_rows * self._shape.num_kv_heads * splits * 2 <= PROGRAMS_WANTED:
+            splits *= 2
+        wide = self._shape.head_dim > 128 or dtype == torch.float32
+        return DecodeTuning(tile=32 if wide else 64, splits=splits, min_tiles=1, warps=2, stages=2 if wide else 3)
+
+    def _prefill_tuning(self, dtype: torch.dtype) -> PrefillTuning:
+        """`block_m` is the same for every dtype: the host cuts rows into tiles without asking for it."""
+        from millrace.ops.triton.attention import PrefillTuning
+
+        large = self._shape.head_dim > 128
+        least = 64 if large else 128
+        while least < self._shape.group:
+            least *= 2
+        if dtype == torch.float32:
+            return PrefillTuning(block_m=least, tile=32, warps=8, stages=2)
+        return PrefillTuning(block_m=least, tile=64 if large else 128, warps=8, stages=2 if large else 3)
+
+
+def tiles_of(query_starts: list[int], queries_per_tile: int, every_row: bool = False) -> list[tuple[int, int]]:
+    """(row, first query of the tile) for every row with more than one query; with `every_row` for all."""
+    return [
+        (row, first)
+        for row, (start, end) in enumerate(zip(query_starts, query_starts[1:], strict=False))
+        if end - start > 1 or (every_row and end > start)
+        for first in range(0, end - start, queries_per_tile)
+    ]

@@ -1,0 +1,104 @@
+"""The first half of a gated MLP: act(x Wg^T + bg) · (x Wu^T + bu), where the weight [2 I, K] holds Wg above Wu.
+
+make(weight, bias, activation, linear, gated) -> GatedLinear, where `linear` makes a Linear of a weight and bias, and
+`gated` is the op of that name for the same activation: what the composed version consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from millrace.ops.activation import Activation
+from millrace.ops.linear import Linear
+from millrace.ops.quantised import Quantised
+from millrace.ops.triton import hopper_missing
+from millrace.ops.version import Version
+
+if TYPE_CHECKING:
+    from millrace.ops.triton.gemm_choice import TilesByRows
+
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+Gated = Callable[..., Any]
+"""(gate_up [T, 2 I], quantise=False) -> [T, I], as a Tensor or as Quantised"""
+
+
+class GatedLinear(Protocol):
+    num_bytes: int
+
+    @property
+    def takes_fp8(self) -> bool: ...
+
+    def __call__(self, x: Any, quantise: bool = False) -> Tensor | Quantised:
+        """[T, K] -> [T, I]; the result as `Quantised` where asked."""
+        ...
+
+
+class ComposedGatedLinear:
+    """The reference: a linear layer, then the gated activation of what it gives."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
+    ) -> None:
+        self._linear, self._gated = linear(weight, bias), gated
+        self.num_bytes = self._linear.num_bytes
+        self.takes_fp8 = self._linear.takes_fp8
+
+    def __call__(self, x: Any, quantise: bool = False) -> Any:
+        return self._gated(self._linear(x), quantise=quantise)
+
+
+class TunedGatedLinear:
+    """One kernel that computes matching gates and ups and writes their product, where that was measured faster."""
+
+    takes_fp8 = False
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation,
+        linear: MakeLinear,
+        gated: Gated,
+        tiles: TilesByRows | None = None,
+    ) -> None:
+        from millrace.ops.triton import gemm, gemm_choice, gemm_table
+
+        self._weight, self._bias, self._activation = weight, bias, activation
+        self._linear, self._gated = linear(weight, bias), gated
+        self.num_bytes = self._linear.num_bytes
+        self._multiply = gemm.multiply
+        self._tiles = tiles or gemm_choice.measured(gemm_table.GATED, weight)
+        self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
+
+    def __call__(self, x: Any, quantise: bool = False) -> Any:
+        tiles = None if quantise else self._tiles.of(x.shape[0])
+        if tiles is None:
+            return self._gated(self._linear(x), quantise=quantise)
+        return self._multiply(
+            x, self._weight, tiles, bias=self._bias, activation=self._activation, counters=self._counters
+        )
+
+
+VERSIONS = (
+    Version(
+        op="gated_linear",
+        name="tuned",
+        make=TunedGatedLinear,
+        when="by a table measured for each size and number of rows: one Triton kernel for all of it, or its parts",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        fits=lambda shape: not shape.get("quantised", False),
+        missing=hopper_missing,
+    ),
+    Version(
+        op="gated_linear",
+        name="composed",
+        make=ComposedGatedLinear,
+        when="defines the meaning: the ops linear and gated one after the other, as invariant as they are",
+        invariant_on=("cpu", "cuda"),
+    ),
+)

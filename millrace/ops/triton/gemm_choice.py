@@ -1,0 +1,94 @@
+"""Which tiles a product takes: what was measured for its size, or a rule for the sizes nobody measured."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from millrace.ops.triton.gemm import Kind, Tiles, new_counters
+from millrace.ops.triton.gemm_table import MEASURED_ON, Entry, Table
+
+ALIKE = 1.5
+"""A size that nobody measured takes the tiles of one within this factor; the others go to the library."""
+INVARIANT = Tiles("dot", 64, 64, 128, warps=4, stages=3)
+"""Tiles of the products whose result for a row must not depend on the others: the same for any number of rows."""
+INVARIANT_PROGRAMS = 256
+"""How many programs a product with one tile of rows should at least have."""
+INVARIANT_PARALLEL_ROWS = 128
+"""Up to here the parts of a split sum are programs of their own; with more rows there are enough without."""
+
+
+@dataclass(frozen=True, slots=True)
+class TilesByRows:
+    """What one product takes for each number of rows; None is the library."""
+
+    limits: tuple[int, ...]
+    choices: tuple[Tiles | None, ...]
+
+    def of(self, rows: int) -> Tiles | None:
+        at = bisect_left(self.limits, rows)
+        return self.choices[at] if at < len(self.choices) else None
+
+    def counters(self, outputs: int, device: torch.device) -> Tensor | None:
+        """Counters that suffice for all choices, or None where no sum is split."""
+        needed = 0
+        for limit, tiles in zip(self.limits, self.choices, strict=True):
+            if tiles is not None and tiles.split > 1:
+                needed = max(needed, tiles.count(limit, outputs))
+        return new_counters(needed, device) if needed else None
+
+
+LIBRARY = TilesByRows((), ())
+
+
+def measured(table: Table, weight: Tensor) -> TilesByRows:
+    """From the table, if this is the chip it was measured on and the weight's size, or one much like it, is in it."""
+    outputs, inputs = weight.shape
+    entries = nearest(table, outputs, inputs)
+    if not entries or torch.cuda.get_device_capability(weight.device) != MEASURED_ON:
+        return LIBRARY
+    limits = tuple(sorted(entries))
+    choices = []
+    for limit in limits:
+        entry = entries[limit]
+        choices.append(None if entry is None else Tiles(cast(Kind, entry[0]), *entry[1:]))
+    return TilesByRows(limits, tuple(choices))
+
+
+def nearest(table: Table, outputs: int, inputs: int) -> dict[int, Entry]:
+    """The entries of the size that differs least; nothing where all differ by more than ALIKE in one direction."""
+    if (outputs, inputs) in table:
+        return table[outputs, inputs]
+    if inputs % 16:
+        return {}  # rows that do not start at whole vectors
+
+    def distance(size: tuple[int, int]) -> float:
+        return max(abs(math.log(size[0] / outputs)), abs(math.log(size[1] / inputs)))
+
+    best = min(table, key=distance, default=None)
+    return {} if best is None or distance(best) > math.log(ALIKE) else table[best]
+
+
+def invariant(rows: int, weight: Tensor) -> Tiles:
+    """Cut by the weight's size alone; the number of rows decides only what runs side by side."""
+    outputs, inputs = weight.shape
+    parts = max(1, min(8, INVARIANT_PROGRAMS // -(-outputs // INVARIANT.n), inputs // 512))
+    return Tiles(
+        INVARIANT.kind,
+        INVARIANT.m,
+        INVARIANT.n,
+        INVARIANT.k if weight.element_size() <= 2 else INVARIANT.k // 4,
+        split=parts,
+        warps=INVARIANT.warps,
+        stages=INVARIANT.stages,
+        parallel=rows <= INVARIANT_PARALLEL_ROWS,
+    )
+
+
+def invariant_counters(outputs: int, device: torch.device) -> Tensor:
+    return new_counters(INVARIANT.count(INVARIANT_PARALLEL_ROWS, outputs), device)

@@ -1,0 +1,324 @@
+"""Kernels of the mixture of experts. `moe.py` beside this launches them; a *slot* is one choice of one token.
+
+Slot s belongs to token s // top_k. Everything between the two matrix products is indexed by slot, so nothing is ever
+permuted: programs gather the rows of their expert and scatter the results back to the same slots.
+
+With EARLY a kernel may start before the one before it has ended: it waits for that end (`gdc_wait`) before it touches
+what that one writes, and lets the next start once all its own programs have. What a kernel reads before it waits must
+come from a kernel that its predecessor had waited for: the choices and their grouping are such for the down product.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    """KIND: 0 silu, 1 gelu by tanh, 2 gelu."""
+    if KIND == 0:
+        y = x * tl.sigmoid(x)
+    elif KIND == 1:
+        # 0.5 · (1 + tanh(u)) is sigmoid(2 u).
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    weights,
+    ids,
+    row_stride,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    """One token: its TOP_K largest logits, the lower expert first among equals, and their shares of the softmax."""
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, EXPERT_BLOCK)
+    choices = tl.arange(0, CHOICES)
+    row = tl.load(logits + token * row_stride + experts, mask=experts < EXPERTS, other=float("-inf")).to(tl.float32)
+    largest = tl.max(row, 0)
+    total = tl.sum(tl.exp(row - largest), 0)
+    chosen = tl.zeros([CHOICES], tl.int32)
+    values = tl.full([CHOICES], float("-inf"), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        value, index = tl.max(row, 0, return_indices=True)
+        values = tl.where(choices == choice, value, values)
+        # Logits that are not numbers could elect a place past the last expert, which must not be read.
+        chosen = tl.where(choices == choice, tl.minimum(index, EXPERTS - 1), chosen)
+        row = tl.where(experts == index, float("-inf"), row)
+    shares = tl.exp(values - largest)
+    if RENORMALISE:
+        total = tl.sum(shares, 0)
+    shares = shares / total
+    real = choices < TOP_K
+    tl.store(weights + token * TOP_K + choices, shares, mask=real)
+    tl.store(ids + token * TOP_K + choices, chosen, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def group_kernel(ids, counts, table, num_slots, capacity, BLOCK: tl.constexpr):
+    """One expert: how many slots chose it, and which, in their order, in its row of the table [E, capacity]."""
+    expert = tl.program_id(0)
+    places = table + expert.to(tl.int64) * capacity
+    offsets = tl.arange(0, BLOCK)
+    count = 0
+    for start in range(0, num_slots, BLOCK):
+        slots = start + offsets
+        mine = tl.load(ids + slots, mask=slots < num_slots, other=-1).to(tl.int32) == expert
+        ranks = count + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(places + ranks, slots, mask=mine & (ranks < capacity))
+        count += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts + expert, tl.minimum(count, capacity))
+
+
+@triton.jit
+def _find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which expert's rows tile number `tile` holds: (expert, first row, rows of the expert); past the last tile the
+    expert is EXPERT_BLOCK."""
+    experts = tl.arange(0, EXPERT_BLOCK)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    here = experts == expert
+    count = tl.sum(tl.where(here, counts, 0), 0)
+    first = (tile - tl.sum(tl.where(here, ends - tiles, 0), 0)) * BLOCK_M
+    return expert, first, count
+
+
+@triton.jit
+def _find_rows_by_scan(ids, num_slots, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr):
+    """(expert, slots [BLOCK_M], which of them are real), found by looking through all choices of a small step."""
+    experts = tl.arange(0, EXPERT_BLOCK)
+    slots = tl.arange(0, SLOTS)
+    chosen = tl.load(ids + slots, mask=slots < num_slots, other=-1).to(tl.int32)
+    counts = tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), 0)
+    expert, first, count = _find_tile(counts, tile, EXPERT_BLOCK, BLOCK_M)
+    mine = chosen == expert
+    ranks = tl.cumsum(mine.to(tl.int32), 0) - 1
+    wanted = first + tl.arange(0, BLOCK_M)
+    found = mine[None, :] & (ranks[None, :] == wanted[:, None])
+    rows = tl.sum(tl.where(found, slots[None, :], 0), 1)
+    return expert, rows, wanted < count
+
+
+@triton.jit
+def _find_rows_in_table(
+    counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The same from what `group_kernel` left."""
+    experts = tl.arange(0, EXPERT_BLOCK)
+    sizes = tl.load(counts + experts, mask=experts < EXPERTS, other=0)
+    expert, first, count = _find_tile(sizes, tile, EXPERT_BLOCK, BLOCK_M)
+    wanted = first + tl.arange(0, BLOCK_M)
+    real = wanted < count
+    rows = tl.load(table + expert.to(tl.int64) * capacity + wanted, mask=real, other=0)
+    return expert, rows, real
+
+
+@triton.jit
+def _product(
+    a_rows,
+    b_rows,
+    real,
+    ks,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """float32 [BLOCK_M, WIDTH] from the rows at these pointers; those of `a` that are not real count as zeros."""
+    if SWAP:
+        acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_rows + k, mask=real[:, None], other=0.0)
+            b = tl.load(b_rows + k)
+        else:
+            inside = (k + ks < K)[None, :]
+            a = tl.load(a_rows + k, mask=real[:, None] & inside, other=0.0)
+            b = tl.load(b_rows + k, mask=inside, other=0.0)
+        if SWAP:
+            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    if SWAP:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def grouped_kernel(
+    x,
+    w,
+    out,
+    ids,
+    counts,
+    table,
+    num_slots,
+    capacity,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    SLOTS_PER_ROW: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    SCANNED_SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Up to BLOCK_M slots of one expert, BLOCK_N columns of out[slot] = x[slot // SLOTS_PER_ROW] · w[expert]ᵀ.
+
+    GATED: w is [E, 2 N, K], gate rows before up rows, and out is act(gate) · up; otherwise w is [E, N, K].
+    SCANNED_SLOTS: 0 when `counts` and `table` are filled, else a power of two that is at least num_slots.
+    SWAP computes the transposed product, so that the weights' rows and not the few tokens fill the matrix unit.
+    """
+    if EARLY:
+        if GATED:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // N_TILES
+    first_column = (tl.program_id(0) % N_TILES) * BLOCK_N
+    if SCANNED_SLOTS > 0:
+        expert, slots, real = _find_rows_by_scan(ids, num_slots, tile, EXPERT_BLOCK, BLOCK_M, SCANNED_SLOTS)
+    else:
+        expert, slots, real = _find_rows_in_table(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    if EARLY and not GATED:
+        tl.extra.cuda.gdc_wait()
+    ks = tl.arange(0, BLOCK_K)
+    a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
+    # Gated, row 2 i of the tile is gate row i and row 2 i + 1 is up row i: neighbours in one thread's registers.
+    HALVES: tl.constexpr = 2 if GATED else 1
+    WIDTH: tl.constexpr = HALVES * BLOCK_N
+    places = tl.arange(0, WIDTH)
+    b_index = tl.minimum(first_column + places // HALVES, N - 1) + (places % HALVES) * N
+    b_rows = w + expert.to(tl.int64) * (HALVES * N * K) + b_index[:, None] * K + ks[None, :]
+
+    acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, WIDTH, BLOCK_K, SWAP)
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+        result = _activate(gate, KIND) * up
+    else:
+        result = acc
+    columns = first_column + tl.arange(0, BLOCK_N)
+    places_out = out + slots.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(places_out, result.to(out.dtype.element_ty), mask=real[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    outputs, weights, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """out[token] = Σ weight · outputs[slot] over the token's slots, added in float32 in the order of its choices."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < H
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        slot = token * TOP_K + choice
+        part = tl.load(outputs + slot * H + columns, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + slot) * part
+    tl.store(out + token * H + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def vector_gate_up_kernel(
+    x,
+    w,
+    out,
+    ids,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK_N columns of one slot's act(gate) · up, by products with a vector: nothing is grouped or sorted."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.program_id(0)
+    expert = tl.load(ids + slot).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    gate_rows = w + expert * (2 * N * K) + tl.minimum(columns, N - 1)[:, None] * K + ks[None, :]
+    token = x + (slot // TOP_K).to(tl.int64) * K + ks
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    UNROLLED: tl.constexpr = STEPS if STEPS < 4 else 4
+    for start in range(0, K, UNROLLED * BLOCK_K):
+        for step in tl.static_range(UNROLLED):
+            k = start + step * BLOCK_K
+            inside = k + ks < K
+            values = tl.load(token + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            gate_part = tl.load(gate_rows + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            up_part = tl.load(gate_rows + N * K + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            gate += gate_part.to(tl.float32) * values
+            up += up_part.to(tl.float32) * values
+    result = _activate(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
+    tl.store(out + slot.to(tl.int64) * N + columns, result.to(out.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def vector_down_kernel(
+    hidden,
+    w,
+    out,
+    weights,
+    ids,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK_N columns of one token's result: all its experts' down products, weighted and added."""
+    # Neighbouring programs are other tokens' same columns: an expert that two of them chose comes from memory once.
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    choices = tl.arange(0, CHOICES)
+    ks = tl.arange(0, BLOCK_K)
+    slots = token * TOP_K + choices
+    real = choices < TOP_K
+    experts = tl.load(ids + slots, mask=real, other=0).to(tl.int64)
+    shares = tl.load(weights + slots, mask=real, other=0.0)
+    rows = w + experts[:, None, None] * (N * K) + tl.minimum(columns, N - 1)[None, :, None] * K + ks[None, None, :]
+    inputs = hidden + slots[:, None] * K + ks[None, :]
+    total = tl.zeros([CHOICES, BLOCK_N, BLOCK_K], tl.float32)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    UNROLLED: tl.constexpr = STEPS if STEPS < 4 else 4
+    for start in range(0, K, UNROLLED * BLOCK_K):
+        for step in tl.static_range(UNROLLED):
+            k = start + step * BLOCK_K
+            inside = real[:, None] & (k + ks < K)[None, :]
+            part = tl.load(rows + k, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
+            if EARLY and step == 0:
+                tl.extra.cuda.gdc_wait()
+            values = tl.load(inputs + k, mask=inside, other=0.0).to(tl.float32)
+            total += part.to(tl.float32) * values[:, None, :]
+    result = tl.sum(tl.sum(total, 2) * shares[:, None], 0)
+    tl.store(out + token * N + columns, result.to(out.dtype.element_ty), mask=columns < N)

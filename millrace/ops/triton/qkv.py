@@ -1,0 +1,123 @@
+"""QK-norm, rotary positions and the cache write of one step in a single pass over the fused projection.
+
+A program takes a few heads of one token. Query and key heads are rewritten in place; key and value heads also go to the
+cache. So the projection's buffer ends up holding what a row without earlier tokens attends to.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.ops.triton import early_start
+
+
+@triton.jit
+def _norm_weights(q_norm_ptr, k_norm_ptr, is_query, i, COUNT: tl.constexpr):
+    """[heads, items]: the query norm's weights for query heads, the key norm's for the others."""
+    q_norm = tl.load(q_norm_ptr + i, mask=i < COUNT, other=0.0)
+    k_norm = tl.load(k_norm_ptr + i, mask=i < COUNT, other=0.0)
+    return tl.where(is_query[:, None], q_norm[None, :], k_norm[None, :])
+
+
+@triton.jit
+def _qkv_kernel(
+    qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, blocks_ptr, offsets_ptr, eps, qkv_stride, value_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
+    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr,
+    ROTATE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_query = heads < HEADS
+    is_value = heads >= HEADS + KV_HEADS
+    exists = heads < HEADS + 2 * KV_HEADS
+    i = tl.arange(0, HP)
+    # Places and angles were made at the start of the step: they are asked for before the kernel just before has ended.
+    block = tl.load(blocks_ptr + token).to(tl.int64)
+    offset = tl.load(offsets_ptr + token).to(tl.int64)
+    if ROTATE:
+        cos = tl.load(angles_ptr + token * 2 * HALF + i, mask=i < HALF, other=1.0)[None, :]
+        sin = tl.load(angles_ptr + token * 2 * HALF + HALF + i, mask=i < HALF, other=0.0)[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = exists[:, None] & (i < HALF)[None, :]
+    base = qkv_ptr + token * qkv_stride + heads[:, None] * D
+    left_raw = tl.load(base + i[None, :], mask=pair, other=0.0)
+    right_raw = tl.load(base + HALF + i[None, :], mask=pair, other=0.0)
+    left, right = left_raw.to(tl.float32), right_raw.to(tl.float32)
+    r = tl.arange(0, RP)
+    tail = exists[:, None] & (r < REST)[None, :]
+    if REST > 0:
+        rest_raw = tl.load(base + 2 * HALF + r[None, :], mask=tail, other=0.0)
+        rest = rest_raw.to(tl.float32)
+    if NORM:
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = 1.0 / tl.sqrt(squares / D + eps)
+        left = left * scale[:, None] * _norm_weights(q_norm_ptr, k_norm_ptr, is_query, i, HALF)
+        right = right * scale[:, None] * _norm_weights(q_norm_ptr + HALF, k_norm_ptr + HALF, is_query, i, HALF)
+        if REST > 0:
+            rest = rest * scale[:, None]
+            rest = rest * _norm_weights(q_norm_ptr + 2 * HALF, k_norm_ptr + 2 * HALF, is_query, r, REST)
+    if ROTATE:
+        turned = left * cos - right * sin
+        right = right * cos + left * sin
+        left = turned
+    dtype = qkv_ptr.dtype.element_ty
+    left = tl.where(is_value[:, None], left_raw, left.to(dtype))
+    right = tl.where(is_value[:, None], right_raw, right.to(dtype))
+    mine = pair & (heads < HEADS + KV_HEADS)[:, None]
+    tl.store(base + i[None, :], left, mask=mine)
+    tl.store(base + HALF + i[None, :], right, mask=mine)
+
+    kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
+    at = (block * KV_HEADS + kv_head) * (BS * D) + offset * D + tl.where(is_value, value_stride, 0)
+    places = kv_ptr + at[:, None]
+    cached = pair & (heads >= HEADS)[:, None]
+    kind = kv_ptr.dtype.element_ty
+    tl.store(places + i[None, :], left.to(kind), mask=cached)
+    tl.store(places + HALF + i[None, :], right.to(kind), mask=cached)
+    if REST > 0:
+        rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
+        tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
+        tl.store(places + 2 * HALF + r[None, :], rest.to(kind), mask=tail & (heads >= HEADS)[:, None])
+
+
+class PrepareQkvKernel:
+    """make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm) of the op `qkv`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> None:
+        self._sizes = (num_heads, num_kv_heads, head_dim)
+        self._eps = eps
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("queries and keys are normed both or neither")
+        self._norms = (q_norm, k_norm)
+
+    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        heads, kv_heads, head_dim = self._sizes
+        tokens = qkv.shape[0]
+        half = head_dim // 2 if rows is None else rows.shape[1] // 2
+        rest = head_dim - 2 * half
+        block_h = 8
+        q_norm, k_norm = self._norms
+        grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
+        _qkv_kernel[grid](
+            qkv, rows, q_norm, k_norm, kv, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
+            HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
+            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], BLOCK_H=block_h,
+            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=4, **early_start(qkv.device),
+        )  # fmt: skip
+        return qkv.view(tokens, -1, head_dim)[:, :heads]

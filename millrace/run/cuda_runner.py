@@ -1,0 +1,307 @@
+"""Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out, and the host is free.
+
+A step is cut in two. The body turns the packet into hidden states of the rows that draw; the head turns those into
+tokens. Both work on buffers that never move, padded to a bucket, and are captured as CUDA graphs the second time their
+bucket is met (the first run compiles and warms what they launch). A step that fits no bucket runs the same code
+uncaptured, in its exact size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.models.batch import ForwardBatch
+from millrace.models.decoder import Decoder
+from millrace.ops.attention import PagedAttention
+from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
+from millrace.ops.triton.step_inputs import gather, update_tables
+from millrace.plan.step import StepPlan
+from millrace.run.buckets import Buckets
+from millrace.run.compile_ahead import compile_ahead
+from millrace.run.device import Device, Pending
+from millrace.run.device_sampler import DeviceSampler, Variant
+from millrace.run.kv_pool import allocate_kv
+from millrace.run.logprobs import LogprobColumns, score
+from millrace.run.prompt_scores import PromptLogprobs, score_prompts
+from millrace.run.request_table import RequestTable
+from millrace.run.runner import StepResult, bring_back
+from millrace.run.step_packet import Bucket, PacketWriter, Section
+
+log = logging.getLogger(__name__)
+
+RING = 4
+"""Host buffers in turn: more than there are steps in flight, so none is written while a copy may read it."""
+UPDATES_IN_PACKET = 1 << 15
+SHARING_ROWS, SHARING_TOKENS = 16, 256
+"""Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
+FIRST_PROMPT = 512
+"""Tokens of the prompt whose kernels are compiled before the engine calls itself ready."""
+HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Decode sizes captured first; others follow when the engine is idle or when they are met."""
+
+
+@dataclass(slots=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+
+
+class CudaRunner:
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: Device,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_context: int,
+        token_budget: int,
+        kv_dtype: torch.dtype | None = None,
+        graphs: bool = True,
+    ) -> None:
+        attention = decoder.attention
+        if not isinstance(attention, PagedAttention):
+            raise TypeError("CudaRunner needs paged attention")
+        place = device.torch_device
+        spec = decoder.spec
+        pinned = place.type == "cuda"
+        graphs = graphs and pinned
+        self._decoder = decoder
+        self._device = device
+        self._block_size = block_size
+        self._kv = allocate_kv(
+            spec, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype or decoder.dtype, device=place
+        )
+        # Padding rows read as many columns as they have tokens.
+        most_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-token_budget // block_size))
+        self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=most_blocks)
+        self._sampler = DeviceSampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
+        tile_singles, per_tile = attention.everything_tiled, attention.queries_per_tile
+        self._writer = PacketWriter(
+            max_rows=max_rows, block_size=block_size, queries_per_tile=per_tile, tile_singles=tile_singles
+        )
+        self._tile_singles = tile_singles
+        self._buckets = Buckets(
+            max_rows=max_rows, token_budget=token_budget, queries_per_tile=per_tile, tile_singles=tile_singles
+        )
+        self._can_share = not tile_singles and all(window is None for window in spec.windows)
+        self._takes_long_rows = (
+            not tile_singles
+            and all(window is None for window in spec.windows)
+            and can_take_long_rows(place, decoder.dtype, spec.head_dim, spec.attention_softcap)
+        )
+        self._max_rows = max_rows
+        most_tokens = max(token_budget, max_rows)
+        words = 4 * max_rows + 8 * (max_rows + 32) + 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
+        self._packet = torch.zeros(words, dtype=torch.int32, device=place)
+        self._packets_out = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._packet_views = [buffer.numpy() for buffer in self._packets_out]
+        self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=place)
+        self._positions = torch.zeros_like(self._token_ids)
+        self._slots = torch.zeros_like(self._token_ids)
+        self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
+        self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
+        self._drawn_back = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._turn = 0
+        self._use_graphs = graphs
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._met: set[object] = set()
+        self._captured: dict[object, Captured] = {}
+        self._to_warm = self._warm_list() if graphs else []
+        if pinned:
+            self._compile_first_steps()
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """Queue the step. Steps run in the order of their launches."""
+        return self._device.launch(lambda: self._execute(plan), bring_back)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self._table.note(plan)
+        self._sampler.admit(plan)
+        plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
+        bucket, exact = self._bucket_for(plan)
+        self._send(plan, bucket)
+        long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
+        hidden = self._run(bucket, lambda: self._body(bucket, long_rows), exact)
+        prompt_logprobs = self._score_prompts(plan, hidden)
+        return self._finish(plan, prompt_logprobs)
+
+    def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
+        """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
+        num_rows = len(plan.rows)
+        if plan.counts.max() == 1:
+            decode = self._buckets.decode(num_rows)
+            return (replace(decode, shares=True) if self._shares(plan) else decode), False
+        if self._takes_long_rows and plan.counts.max() >= WORTH_IT:
+            tiles = self._writer.num_tiles(plan.counts, WORTH_IT)
+            return Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=WORTH_IT), True
+        tiles = self._writer.num_tiles(plan.counts)
+        bucket = self._buckets.mixed(plan.num_tokens, num_rows, tiles)
+        if bucket is None or (self._table.num_prompt_logprobs[plan.rows] >= 0).any():
+            return Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), True
+        return bucket, False
+
+    def _shares(self, plan: StepPlan) -> bool:
+        return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
+
+    def _send(self, plan: StepPlan | None, bucket: Bucket) -> None:
+        self._turn = (self._turn + 1) % RING
+        used = self._writer.write(plan, self._table, bucket, self._packet_views[self._turn])
+        self._packet[:used].copy_(self._packets_out[self._turn][:used], non_blocking=True)
+
+    def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = ()) -> Tensor:
+        """From the packet to hidden states [T, hidden]; those that precede a draw are gathered for the head."""
+        layout, packet = self._writer.layout(bucket), self._packet
+
+        def part(section: Section) -> Tensor:
+            return packet[section.start : section.start + section.length]
+
+        table, size = self._table, bucket.tokens
+        update_tables(packet[layout.updates_start :], part(layout.num_updates), table.block_tables)
+        token_ids, positions, slots = self._token_ids[:size], self._positions[:size], self._slots[:size]
+        query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
+        gather(
+            tokens_in=part(layout.tokens_in),
+            token_rows=None if bucket.is_decode else part(layout.token_rows),
+            table_rows=table_rows,
+            starts=part(layout.starts),
+            query_starts=query_starts,
+            last_tokens=table.last_tokens,
+            tables=table.block_tables,
+            block_size=self._block_size,
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+        )
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            seq_lens=part(layout.seq_lens),
+            block_tables=table.block_tables,
+            max_query_len=0,
+            max_seq_len=0,
+            query_starts_host=[],
+            seq_lens_host=[],
+            table_rows=table_rows,
+            tiles=part(layout.tiles).view(-1, 2) if bucket.tiles else None,
+            has_singles=not self._tile_singles,
+            long_rows=long_rows,
+            shared_len=part(layout.shared_len) if bucket.shares else None,
+        )
+        hidden = self._decoder.forward(batch, self._kv)
+        most = min(size, self._max_rows)
+        torch.index_select(hidden, 0, part(layout.sample_tokens)[:most], out=self._sampled[:most])
+        return hidden
+
+    def _head(self, size: int, variant: Variant) -> Tensor:
+        """Logits [size, vocab] of the gathered rows; what was drawn from them is in `_drawn`."""
+        layout = self._writer.layout(self._buckets.decode(1))
+        rows = self._packet[layout.sample_rows.start :][:size]
+        positions = self._packet[layout.sample_positions.start :][:size]
+        logits = self._decoder.logits(self._sampled[:size], widen=False)
+        self._sampler.draw(logits, rows, positions, self._drawn[:size], variant)
+        return logits
+
+    def _finish(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...]) -> StepResult:
+        due = np.flatnonzero(plan.samples)
+        rows = plan.rows[due]
+        back = self._drawn_back[self._turn][: len(due)]
+        logprobs: LogprobColumns | None = None
+        wanted = np.flatnonzero(self._sampler.num_logprobs[rows] >= 0)
+        counts = self._sampler.num_logprobs[rows[wanted]]
+        if len(due):
+            variant = self._sampler.variant_for(rows, (plan.starts + plan.counts)[due])
+            size = self._buckets.decode(len(due)).rows
+            logits = self._run((size, variant), lambda: self._head(size, variant), False)
+            back.copy_(self._drawn[: len(due)], non_blocking=True)
+            if len(wanted):
+                index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
+                chosen = self._drawn[: len(due)].long()[index]
+                logprobs = score(logits[index].float(), chosen, max(1, int(counts.max())))
+        return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
+
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
+        query_starts = np.zeros(len(plan.rows) + 1, np.int32)
+        np.cumsum(plan.counts, out=query_starts[1:])
+        return score_prompts(plan, query_starts, self._table, self._decoder, hidden)
+
+    # -- capture ---------------------------------------------------------------------------------------------------
+
+    def _run(self, key: object, work: Callable[[], Tensor], exact: bool) -> Tensor:
+        captured = self._captured.get(key)
+        if captured is None and self._use_graphs and not exact:
+            if key in self._met:
+                captured = self._capture(key, work)
+            self._met.add(key)
+        if captured is None:
+            return work()
+        captured.graph.replay()
+        return captured.output
+
+    def _capture(self, key: object, work: Callable[[], Tensor]) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = work()
+        self._captured[key] = captured = Captured(graph, output)
+        return captured
+
+    @torch.inference_mode()
+    def _compile_first_steps(self) -> None:
+        """What the first short prompt and the steps after it launch."""
+        prompt = self._buckets.mixed(min(FIRST_PROMPT, self._buckets.mixed_tokens[-1]), 1, 1)
+        first = [self._buckets.decode(1)] + ([prompt] if prompt is not None else [])
+        compile_ahead(
+            [*(lambda bucket=bucket: self._body(bucket) for bucket in first), lambda: self._head(1, "greedy")]
+        )
+
+    def _warm_list(self) -> list[Bucket]:
+        """Buckets to capture ahead of need, last first."""
+        hot = [size for size in self._buckets.decode_sizes if size in HOT_DECODE]
+        rest = [size for size in self._buckets.decode_sizes if size not in HOT_DECODE]
+        mixed = [self._buckets.mixed(size, 1, 1) for size in self._buckets.mixed_tokens]
+        ordered = [self._buckets.decode(size) for size in hot] + [bucket for bucket in mixed if bucket is not None]
+        if self._can_share:
+            ordered += [replace(self._buckets.decode(size), shares=True) for size in hot if size >= SHARING_ROWS]
+        ordered += [self._buckets.decode(size) for size in rest]
+        return ordered[::-1]
+
+    @property
+    def is_warm(self) -> bool:
+        return not self._to_warm
+
+    @property
+    def num_cold(self) -> int:
+        return len(self._to_warm)
+
+    @torch.inference_mode()
+    def warm_next(self) -> None:
+        """Compile and capture what one more bucket needs, on a step of padding. A few tens of milliseconds."""
+        bucket = self._to_warm.pop()
+        if bucket in self._captured:
+            return
+        self._send(None, bucket)
+        self._run(bucket, lambda: self._body(bucket), False)
+        self._run(bucket, lambda: self._body(bucket), False)
+        if bucket.is_decode and not bucket.shares:
+            key = (bucket.rows, "greedy")
+            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
+            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
+
+
+def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:
+    first_tokens = np.cumsum(plan.counts) - plan.counts
+    return tuple(
+        LongRow(index, int(first_tokens[index]), int(plan.counts[index]), int(plan.starts[index]))
+        for index in np.flatnonzero(plan.counts >= long_from).tolist()
+    )

@@ -1,0 +1,41 @@
+"""Which runner a model gets: captured steps where its kernels allow it, plain ones elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from millrace.models.decoder import Decoder
+from millrace.ops.attention import PagedAttention
+from millrace.run.device import Device
+from millrace.run.runner import AnyRunner, Runner
+
+
+def make_runner(
+    decoder: Decoder,
+    device: Device,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_rows: int,
+    max_context: int,
+    token_budget: int,
+    kv_dtype: torch.dtype | None = None,
+    graphs: bool = True,
+) -> AnyRunner:
+    if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
+        return Runner(
+            decoder, device, num_blocks=num_blocks, block_size=block_size, max_rows=max_rows, max_context=max_context
+        )
+    from millrace.run.cuda_runner import CudaRunner  # needs Triton
+
+    return CudaRunner(
+        decoder,
+        device,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_context=max_context,
+        token_budget=token_budget,
+        kv_dtype=kv_dtype,
+        graphs=graphs,
+    )

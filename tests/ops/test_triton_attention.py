@@ -1,0 +1,150 @@
+"""Paged attention in Triton against the reference: page and tile borders, group sizes, windows, caps, head sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged import make_attention_case, make_batch
+from helpers.quick_interpreter import quick_interpreter
+from helpers.triton_mode import device, interpreted
+
+from millrace.ops.attention import PagedAttention, ReferenceAttention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+HALF = torch.float16 if interpreted else torch.bfloat16
+"""Triton's interpreter multiplies no bfloat16."""
+SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_interpreter() if interpreted else nullcontext():
+        yield
+
+
+def attend(version: Any, case: Any, window: int | None = None) -> torch.Tensor:
+    queries, kv, batch = case
+    result: torch.Tensor = version(queries, kv, version.prepare(batch, kv.shape[3], window))
+    return result
+
+
+def compare(rows: list[tuple[int, int]], window: int | None = None, tiled: bool = False, **changes: Any) -> None:
+    sizes = {**SIZES, **changes}
+    softcap, scale = sizes.pop("softcap", None), sizes.pop("scale", 0.3)
+    case = make_attention_case(rows, device=device, **sizes)
+    arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
+    expected = attend(ReferenceAttention(*arguments), case, window)
+    found = attend(PagedAttention(*arguments, everything_tiled=tiled), case, window)
+    assert found.dtype == expected.dtype
+    tolerance = TOLERANCE[sizes["dtype"]]
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+MIXED = [(1, 1), (1, 17), (1, 64), (1, 65), (1, 300), (2, 2), (5, 70), (33, 33), (70, 129), (1, 16)]
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_mixed_rows(dtype: torch.dtype, tiled: bool) -> None:
+    compare(MIXED, tiled=tiled, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_sizes(head_dim: int) -> None:
+    compare([(1, 70), (3, 40), (1, 200)], head_dim=head_dim)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 17])
+def test_query_heads_per_kv_head(group: int) -> None:
+    compare([(1, 70), (45, 50)], heads=group, kv_heads=1)
+
+
+@pytest.mark.parametrize("window", [1, 4, 63, 64, 65, 1000])
+def test_windows(window: int) -> None:
+    compare([(1, 70), (1, 3), (5, 130), (64, 64), (1, window + 1)], window)
+
+
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+def test_softcap(softcap: float) -> None:
+    compare([(1, 70), (9, 130)], softcap=softcap, scale=2.0)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 32, 100])
+def test_block_sizes(block_size: int) -> None:
+    compare([(1, 70), (9, 130)], block_size=block_size)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    compare([(7, 90), (1, 90)], scale=40.0)
+
+
+def test_rows_without_queries_are_left_out() -> None:
+    compare([(2, 9), (0, 5), (1, 4)])
+
+
+def test_many_rows_take_one_split_and_few_take_many() -> None:
+    if not interpreted:
+        compare([(1, 2 + row) for row in range(66)], kv_heads=8, heads=8)
+    compare([(1, 1500)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_rows_of_real_sizes(dtype: torch.dtype) -> None:
+    real = {"heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 0.09, "dtype": dtype}
+    compare([(1, 32768), (1, 8191), (129, 4100), (1, 1)], **real)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_tiled_result_depends_on_nothing_but_the_query(window: int | None) -> None:
+    """Bit for bit the same in one piece, token by token and in company."""
+    attention = PagedAttention(4, 2, 16, 0.2, everything_tiled=True)
+    length = 100 if interpreted else 700
+    queries, kv, batch = make_attention_case([(length, length)], device=device, **SIZES)
+    whole = attention(queries, kv, attention.prepare(batch, 16, window))
+    table = batch.block_tables[0].tolist()
+    for first, count in ((0, 1), (63, 2), (64, 1), (70, 30), (99, 1)):
+        rows = make_batch([([0] * count, first, table)], 16, device)
+        part = attention(queries[first : first + count], kv, attention.prepare(rows, 16, window))
+        assert torch.equal(part, whole[first : first + count])
+    company = make_batch([([0] * 9, 20, table), ([0], 99, table), ([0] * 30, 60, table)], 16, device)
+    together = torch.cat((queries[20:29], queries[99:100], queries[60:90]))
+    expected = torch.cat((whole[20:29], whole[99:100], whole[60:90]))
+    assert torch.equal(attention(together, kv, attention.prepare(company, 16, window)), expected)
+
+
+def test_arrival_counters_are_left_at_zero() -> None:
+    """A second launch over the same workspace gives the same result."""
+    attention = PagedAttention(4, 2, 16, 0.2)
+    queries, kv, batch = make_attention_case([(1, 700), (1, 90)], device=device, **SIZES)
+    prepared = attention.prepare(batch, 16, None)
+    assert torch.equal(attention(queries, kv, prepared), attention(queries, kv, prepared))
+
+
+@pytest.mark.parametrize("shared", [128, 256, 640])
+@pytest.mark.parametrize("group", [1, 4])
+def test_shared_prefix(shared: int, group: int) -> None:
+    """Rows that begin with the same blocks: as if each had read them itself, padding beside them or not."""
+    lengths = [shared + 1, shared + 40, shared + 200]
+    sizes = {**SIZES, "heads": 2 * group}
+    queries, kv, batch = make_attention_case([(1, length) for length in lengths], device=device, **sizes)
+    kv = torch.where(kv.isnan(), 0.25, kv)
+    tables = torch.zeros((5, 64), dtype=torch.int32, device=device)
+    tables[:3, : batch.block_tables.shape[1]] = batch.block_tables
+    tables[:3, : shared // 16] = tables[0, : shared // 16].clone()
+    batch.block_tables = tables[:3]
+    arguments = (2 * group, 2, 16, 0.3)
+    expected = attend(ReferenceAttention(*arguments), (queries, kv, batch))
+    batch.block_tables = tables
+    batch.table_rows = torch.tensor([0, 1, 2, 4], dtype=torch.int32, device=device)
+    batch.query_starts = torch.arange(5, dtype=torch.int32, device=device)
+    batch.seq_lens = torch.tensor([*lengths, 1], dtype=torch.int32, device=device)
+    batch.shared_len = torch.tensor([shared], dtype=torch.int32, device=device)
+    found = attend(PagedAttention(*arguments), (torch.cat((queries, queries[:1])), kv, batch))
+    tolerance = TOLERANCE[HALF]
+    torch.testing.assert_close(found[:3].float(), expected.float(), atol=tolerance, rtol=tolerance)
+    assert found[3].isfinite().all()

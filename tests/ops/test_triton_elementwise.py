@@ -1,0 +1,111 @@
+"""Norms, gated activation and QKV preparation in Triton against their torch references, with and without FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers.quick_interpreter import quick_interpreter
+from helpers.triton_mode import device, interpreted
+
+from millrace.ops.activation import gated_reference
+from millrace.ops.activation import make_triton as make_gated
+from millrace.ops.norm import add_rms_norm, make_triton_add_rms_norm, make_triton_rms_norm, rms_norm
+from millrace.ops.qkv import TorchPrepareQkv, make_triton
+from millrace.ops.quantised import Quantised
+
+HALF = torch.float16 if interpreted else torch.bfloat16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_interpreter() if interpreted else nullcontext():
+        yield
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).to(device)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def back(quantised: Quantised) -> torch.Tensor:
+    return quantised.values.float() * quantised.scales[:, None]
+
+
+@pytest.mark.parametrize("dim", [1, 7, 64, 576, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_norms(dim: int, dtype: torch.dtype) -> None:
+    x, residual, weight = random(3, dim, dtype=dtype), random(3, dim, dtype=dtype), random(dim)
+    close(make_triton_rms_norm()(x, weight, 1e-5), rms_norm(x, weight, 1e-5))
+    normed, total = make_triton_add_rms_norm()(x, residual, weight, 1e-5)
+    expected, sums = add_rms_norm(x, residual, weight, 1e-5)
+    close(normed, expected)
+    assert torch.equal(total, sums)
+
+
+def test_norm_of_a_view_with_gaps() -> None:
+    x, weight = random(5, 96, dtype=HALF)[:, :64], random(64)
+    close(make_triton_rms_norm()(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.skipif(interpreted, reason="Triton's interpreter rounds to FP8 in another way")
+@pytest.mark.parametrize("dim", [64, 576, 14336])
+def test_fp8_rows_are_within_half_a_step(dim: int) -> None:
+    x, weight = random(9, dim, dtype=HALF) * 5, random(dim)
+    normed = rms_norm(x, weight, 1e-5).float()
+    found = make_triton_rms_norm()(x, weight, 1e-5, quantise=True)
+    assert isinstance(found, Quantised)
+    assert ((back(found) - normed).norm() / normed.norm()).item() < 0.04
+    torch.testing.assert_close(found.scales, normed.abs().amax(dim=1) / 448, rtol=2e-2, atol=0)
+    gate_up = random(9, 2 * dim, dtype=HALF)
+    product = gated_reference(gate_up, "silu").float()
+    quantised = make_gated("silu")(gate_up, quantise=True)
+    assert isinstance(quantised, Quantised)
+    assert ((back(quantised) - product).norm() / product.norm()).item() < 0.04
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("inner", [1, 33, 1536])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_gated(kind: Any, inner: int, dtype: torch.dtype) -> None:
+    gate_up = random(4, 2 * inner, dtype=dtype) * 3
+    close(make_gated(kind)(gate_up), gated_reference(gate_up, kind))
+
+
+@pytest.mark.parametrize("rotary", [None, 16, 8, 6])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (1, 1)])
+def test_qkv(rotary: int | None, normed: bool, heads: int, kv_heads: int) -> None:
+    head_dim, block_size, tokens = 16, 4, 5
+    norms = (random(head_dim), random(head_dim)) if normed else (None, None)
+    qkv = random(tokens, (heads + 2 * kv_heads) * head_dim, dtype=HALF)
+    angles = None if rotary is None else random(tokens, rotary)
+    kv = random(2, 6, kv_heads, block_size, head_dim, dtype=HALF)
+    expected_kv = kv.clone()
+    blocks = torch.tensor([1, 1, 5, 3, 2], device=device)
+    offsets = torch.tensor([0, 3, 2, 1, 0], device=device)
+    arguments = (heads, kv_heads, head_dim, 1e-6, *norms)
+    expected = TorchPrepareQkv(*arguments)(qkv.clone(), angles, expected_kv, blocks, offsets)
+    found = make_triton(*arguments)(qkv, angles, kv, blocks, offsets)
+    close(found, expected)
+    close(kv, expected_kv)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_qkv_head_sizes(head_dim: int) -> None:
+    qkv, angles = random(3, 6 * head_dim, dtype=HALF), random(3, head_dim)
+    kv = random(2, 4, 1, 16, head_dim, dtype=HALF)
+    expected_kv = kv.clone()
+    places = (torch.tensor([1, 2, 3], device=device), torch.tensor([0, 15, 7], device=device))
+    norms = (random(head_dim), random(head_dim))
+    expected = TorchPrepareQkv(4, 1, head_dim, 1e-6, *norms)(qkv.clone(), angles, expected_kv, *places)
+    close(make_triton(4, 1, head_dim, 1e-6, *norms)(qkv, angles, kv, *places), expected)
+    close(kv, expected_kv)

@@ -1,0 +1,256 @@
+"""The mixture of experts in Triton against a plain loop over tokens: every way, odd sizes, equal bits in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.triton_mode import device, interpreted
+
+from millrace.ops.activation import Activation, activate
+from millrace.ops.experts import ExpertWeights, TritonExperts
+from millrace.ops.linear import PlainLinear
+from millrace.ops.registry import choose
+from millrace.ops.router import route as route_reference
+from millrace.ops.triton import moe
+from millrace.ops.triton.moe import Gpu, MoeConfig, MoeShape, Tile
+
+# The interpreter multiplies the bits of bfloat16 matrices instead of their values.
+HALF = torch.float16 if interpreted else torch.bfloat16
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+VECTOR_TILE, SMALL_TILE = Tile(1, 8, 64), Tile(16, 16, 16, stages=2)
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def random_pairs(shape: MoeShape, dtype: torch.dtype) -> Pairs:
+    sizes = ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
+    return [
+        tuple((torch.randn(size) * size[1] ** -0.5).to(device, dtype) for size in sizes)
+        for _ in range(shape.num_experts)
+    ]
+
+
+def stacks(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([up for up, _ in pairs]), torch.stack([down for _, down in pairs])
+
+
+def plain(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, pairs: Pairs, kind: Activation = "silu"
+) -> torch.Tensor:
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token].tolist(), ids[token].tolist(), strict=True):
+            gate_up, down = (part.double() for part in pairs[expert])
+            gate, up = (gate_up @ x[token].double()).chunk(2)
+            out[token] += weight * (down @ (activate(gate, kind) * up))
+    return out
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (found.double() - expected).norm() / expected.norm()
+    assert float(error) < TOLERANCE[found.dtype]
+    assert bool(found.isfinite().all())
+
+
+def inputs(tokens: int, shape: MoeShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(tokens, shape.hidden).to(device, dtype)
+    weights, ids = route_reference(torch.randn(tokens, shape.num_experts, device=device), shape.top_k, True)
+    return x, weights, ids
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel writes is not a number, or an absurd index."""
+    plain_empty: Callable[..., torch.Tensor] = torch.empty
+
+    def poisoned(*args: object, **options: object) -> torch.Tensor:
+        out = plain_empty(*args, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out.fill_(-(2**30))
+
+    monkeypatch.setattr(moe.torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 1, 1), (5, 8, 2), (3, 37, 6), (4, 128, 8)])
+def test_route(tokens: int, num_experts: int, top_k: int, renormalise: bool) -> None:
+    torch.manual_seed(num_experts)
+    for dtype in (torch.float32, torch.bfloat16):
+        # Distinct in bfloat16 too, so that there is only one right choice.
+        logits = torch.stack([torch.randperm(num_experts) for _ in range(tokens)]).to(device, dtype) / 16
+        weights, ids = moe.route(logits, top_k, renormalise)
+        expected_weights, expected_ids = route_reference(logits, top_k, renormalise)
+        assert torch.equal(ids.long(), expected_ids)
+        torch.testing.assert_close(weights, expected_weights)
+
+
+def test_route_takes_rows_of_a_wider_matrix_and_logits_whose_shares_vanish() -> None:
+    logits = (torch.randn(4, 20, device=device) * 200)[:, 3:14]
+    weights, ids = moe.route(logits, 3, True)
+    assert torch.equal(ids.long(), logits.topk(3).indices)
+    torch.testing.assert_close(weights, route_reference(logits, 3, True)[0])
+
+
+def test_route_prefers_the_lower_expert_and_stays_in_range_when_logits_are_not_numbers() -> None:
+    logits = torch.zeros(2, 5, device=device)
+    logits[1] = float("nan")
+    _, ids = moe.route(logits, 3, True)
+    assert ids[0].tolist() == [0, 1, 2]
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
+@pytest.mark.parametrize("way", ["vector", "scan", "table"])
+@pytest.mark.parametrize(
+    ("tokens", "shape"),
+    [
+        (1, (4, 2, 32, 16)),
+        (3, (7, 3, 40, 24)),
+        (19, (5, 2, 48, 33)),
+        (18, (1, 1, 17, 9)),
+    ],
+)
+def test_every_way(tokens: int, shape: tuple[int, int, int, int], way: moe.Way, dtype: torch.dtype) -> None:
+    if way == "vector" and interpreted:
+        tokens = min(tokens, 4)  # a program per token and few columns: slow to interpret
+    torch.manual_seed(tokens)
+    moe_shape = MoeShape(*shape, itemsize=dtype.itemsize)
+    pairs = random_pairs(moe_shape, dtype)
+    x, weights, ids = inputs(tokens, moe_shape, dtype)
+    tile = VECTOR_TILE if way == "vector" else SMALL_TILE
+    found = moe.experts(x, weights, ids.int(), *stacks(pairs), "silu", MoeConfig(way, tile, tile))
+    check(found, plain(x, weights, ids, pairs))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("way", ["vector", "scan"])
+def test_activations(kind: Activation, way: moe.Way) -> None:
+    shape = MoeShape(3, 2, 32, 16, itemsize=4)
+    pairs = [(up * 4, down) for up, down in random_pairs(shape, torch.float32)]
+    x, weights, ids = inputs(4, shape, torch.float32)
+    tile = VECTOR_TILE if way == "vector" else SMALL_TILE
+    found = moe.experts(x, weights, ids, *stacks(pairs), kind, MoeConfig(way, tile, tile))
+    check(found, plain(x, weights, ids, pairs, kind))
+
+
+@pytest.mark.parametrize("way", ["scan", "table"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_all_tokens_to_the_same_experts(way: moe.Way, swap: bool) -> None:
+    """More slots than a tile has rows, on the first and the last expert only, as the padding of a bucket does."""
+    shape = MoeShape(6, 2, 32, 16, itemsize=2)
+    pairs = random_pairs(shape, HALF)
+    x, weights, _ = inputs(37, shape, HALF)
+    ids = torch.tensor([[5, 0]], device=device).expand(37, 2)
+    tile = Tile(16, 16, 32, stages=2, swap=swap)
+    found = moe.experts(x, weights, ids, *stacks(pairs), "silu", MoeConfig(way, tile, tile))
+    check(found, plain(x, weights, ids, pairs))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6, 40])
+def test_the_version_by_the_number_of_tokens(tokens: int) -> None:
+    """The configurations really used, over sizes that their tiles do not divide."""
+    torch.manual_seed(tokens)
+    shape = MoeShape(8, 2, 72, 56, itemsize=2)
+    pairs = random_pairs(shape, HALF)
+    x, weights, ids = inputs(tokens, shape, HALF)
+    experts = TritonExperts(ExpertWeights(8, iter(pairs)), "silu", PlainLinear)
+    assert experts.num_bytes == sum(part.nbytes for pair in pairs for part in pair)
+    check(experts(x, weights, ids), plain(x, weights, ids, pairs))
+    assert experts(x[:0], weights[:0], ids[:0]).shape == (0, 72)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
+def test_the_fixed_version_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    shape = MoeShape(5, 2, 40, 24, dtype.itemsize)
+    pairs = random_pairs(shape, dtype)
+    experts = TritonExperts(ExpertWeights(5, iter(pairs)), "silu", PlainLinear, fixed=True)
+    x, weights, ids = inputs(70, shape, dtype)
+    whole = experts(x, weights, ids)
+    check(whole, plain(x, weights, ids, pairs))
+    for first, count in ((0, 1), (7, 2), (20, 40)):
+        part = slice(first, first + count)
+        assert torch.equal(experts(x[part], weights[part], ids[part]), whole[part])
+
+
+@pytest.mark.parametrize("slots", [1, 7, 64, 300])
+def test_no_more_tiles_are_needed_than_launched(slots: int) -> None:
+    for num_experts in (1, 3, 128):
+        for rows in (16, 64):
+            # As many experts as possible with one row too many for their tiles is the worst case.
+            sizes = [1] * min(slots, num_experts)
+            left, index = slots - len(sizes), 0
+            while left:
+                step = min(left, rows)
+                sizes[index % len(sizes)] += step
+                left, index = left - step, index + 1
+            assert sum(-(-size // rows) for size in sizes) <= moe.most_tiles(slots, num_experts, rows)
+
+
+def test_configurations_fit_their_matrices_and_the_gpu() -> None:
+    small = Gpu(shared_bytes=100_000, early=False)
+    for shape in (
+        MoeShape(128, 8, 2048, 768, 2),
+        MoeShape(128, 8, 2048, 768, 2, small),
+        MoeShape(8, 2, 4096, 14336, 2),
+        MoeShape(4, 2, 24, 10, 4),
+    ):
+        for tokens in (1, 2, 4, 8, 33, 256, 512, 2048, 8192):
+            config = moe.config_for(tokens, shape)
+            for tile, columns, depth, halves in (
+                (config.gate_up, shape.inner, shape.hidden, 2),
+                (config.down, shape.hidden, shape.inner, 1),
+            ):
+                assert tile.columns < max(32, 2 * columns)
+                assert 16 <= tile.depth < max(32, 2 * depth)
+                assert all(size & (size - 1) == 0 for size in (tile.rows, tile.columns, tile.depth))
+                stage_bytes = shape.itemsize * (tile.rows + halves * tile.columns) * tile.depth
+                assert config.way == "vector" or stage_bytes * tile.stages <= shape.gpu.shared_bytes
+
+
+def test_the_choice_on_a_gpu_where_triton_is_installed() -> None:
+    cuda = torch.device("cuda")
+    for deterministic, name in ((False, "triton"), (True, "triton_fixed")):
+        shape = {"in_features": 2048, "inner_features": 768}
+        assert choose("experts", cuda, torch.bfloat16, deterministic, **shape).version.name == name
+        assert choose("router", cuda, torch.bfloat16, deterministic).version.name == "triton"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["vector", "scan", "table"])
+def test_early_starts(way: moe.Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many layers in a row, each reading what the one before wrote, give the same bits as without."""
+    monkeypatch.undo()  # poisoning is a kernel between the kernels, and would keep them apart
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    shape = MoeShape(16, 4, 256, 128, itemsize=2)
+    pairs = random_pairs(shape, HALF)
+    x, weights, ids = inputs(24, shape, HALF)
+    tile = Tile(1, 4, 128) if way == "vector" else Tile(16, 32, 64)
+    found = []
+    for early in (False, True):
+        config = MoeConfig(way, tile, tile, early)
+        y = x
+        for _ in range(30):
+            y = x + moe.experts(y, weights, ids.int(), *stacks(pairs), "silu", config)
+        found.append(y)
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_new_choices() -> None:
+    shape = MoeShape(16, 4, 256, 128, itemsize=2)
+    pairs = random_pairs(shape, HALF)
+    experts = TritonExperts(ExpertWeights(16, iter(pairs)), "silu", PlainLinear)
+    for tokens in (1, 24, 300):
+        x, weights, ids = inputs(tokens, shape, HALF)
+        experts(x, weights, ids)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = experts(x, weights, ids)
+        for static, fresh in zip((x, weights, ids), inputs(tokens, shape, HALF), strict=True):
+            static.copy_(fresh)
+        graph.replay()
+        check(found, plain(x, weights, ids, pairs))

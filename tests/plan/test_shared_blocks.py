@@ -1,0 +1,73 @@
+"""What a plan tells of a beginning that all its rows share, and when steps are made long for those who wait."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from millrace.plan.request import Request
+from millrace.plan.scheduler import CROWD, Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toy_device import ToyDevice
+
+
+def request(request_id: int, prompt: list[int], max_tokens: int) -> Request:
+    return Request(id=request_id, prompt=np.asarray(prompt, np.int32), max_tokens=max_tokens)
+
+
+def common_blocks(scheduler: Scheduler, rows: list[int]) -> int:
+    held = [scheduler.rows.blocks[row] for row in rows]
+    count = 0
+    for column in zip(*held, strict=False):
+        if len(set(column)) > 1:
+            break
+        count += 1
+    return count
+
+
+def test_every_row_of_a_step_begins_with_the_shared_blocks() -> None:
+    draw = random.Random(3)
+    prefixes = [draw.choices(range(50), k=40), draw.choices(range(50), k=23), []]
+    told = 0
+    for round_no in range(30):
+        scheduler, device = Scheduler(num_blocks=150, block_size=4, max_running=6, token_budget=64), None
+        device = ToyDevice(150, 4, 6, 7)
+        usual = draw.choice(prefixes)
+        for index in range(8):
+            prefix = usual if draw.random() < 0.9 else draw.choice(prefixes)
+            scheduler.submit(request(index, prefix + draw.choices(range(50), k=draw.randint(1, 9)), draw.randint(1, 9)))
+        for step in range(500):
+            plan = scheduler.plan(float(step))
+            if plan is None:
+                break
+            assert plan.shared_blocks <= common_blocks(scheduler, plan.rows.tolist()), round_no
+            assert plan.shared_blocks == 0 or plan.counts.max() == 1
+            told += plan.shared_blocks > 0
+            scheduler.apply(plan.step_no, device.run(plan))
+    assert told > 50
+
+
+def test_a_crowd_that_waits_gets_long_steps() -> None:
+    """A few streams do not hold up a crowd; a few newcomers do not disturb many streams."""
+
+    def second_step(streams: int, newcomers: int) -> int:
+        scheduler = Scheduler(num_blocks=4000, block_size=4, max_running=64, token_budget=256, mixed_budget=32)
+        device = ToyDevice(4000, 4, 64, 7)
+        for index in range(streams):
+            scheduler.submit(request(index, [index, 1], 40))
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        scheduler.apply(plan.step_no, device.run(plan))
+        for index in range(newcomers):
+            scheduler.submit(request(100 + index, list(range(index, index + 30)), 4))
+        plan = scheduler.plan(1.0)
+        assert plan is not None
+        return plan.num_tokens
+
+    assert second_step(streams=4, newcomers=CROWD) > 200
+    assert second_step(streams=4, newcomers=CROWD - 1) <= 32
+    assert second_step(streams=20, newcomers=CROWD) <= 32

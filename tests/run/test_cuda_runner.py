@@ -1,0 +1,123 @@
+"""The GPU's runner against the plain one: the same plans give the same tokens, padded, chunked, sampled and scored.
+
+On a GPU this replays graphs; elsewhere the same code runs uncaptured, its kernels interpreted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from helpers.quick_interpreter import quick_interpreter
+from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
+from helpers.triton_mode import device as place
+
+from millrace.config import RunConfig
+from millrace.models.decoder import Decoder
+from millrace.models.families import spec_from_config
+from millrace.models.load import build_decoder
+from millrace.ops.attention import PagedAttention, paged
+from millrace.params import SamplingParams
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+from millrace.run.cuda_runner import CudaRunner
+from millrace.run.device import CpuDevice, open_device
+from millrace.run.request_table import RowParams
+from millrace.run.runner import Runner
+
+BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
+SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}
+
+
+def decoder_for(case: str, device: torch.device, paged: bool) -> Decoder:
+    model = make_reference(case)
+    spec = spec_from_config(config_of(model))
+    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
+    if paged and not isinstance(decoder.attention, PagedAttention):
+        attention = PagedAttention(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
+        )
+        decoder._ops = dataclasses.replace(decoder._ops, attention=attention)
+    return decoder
+
+
+def requests(count: int, seed: int, params: list[SamplingParams]) -> list[Request]:
+    draw = random.Random(seed)
+    made = []
+    for index in range(count):
+        chosen = params[index % len(params)]
+        prompt = np.array(draw.choices(range(VOCAB), k=draw.choice([1, 2, 7, 30, 50])), np.int32)
+        made.append(
+            Request(
+                id=index,
+                prompt=prompt,
+                max_tokens=chosen.max_tokens or 6,
+                end_token_ids=(5,),
+                min_tokens=chosen.min_tokens,
+                read_cache=chosen.prompt_logprobs is None,
+                payload=RowParams(chosen, (5,)),
+            )
+        )
+    return made
+
+
+def drive(runner: Runner | CudaRunner, asked: list[Request]) -> tuple[dict[int, list[int]], list[float]]:
+    """All requests to their end, two steps in flight; tokens by request, and every log-probability on the way."""
+    scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=24)
+    for request in asked:
+        scheduler.submit(request)
+    tokens: dict[int, list[int]] = {request.id: [] for request in asked}
+    scores: list[float] = []
+    flying = []
+    while scheduler.has_work or flying:
+        plan = scheduler.plan(0.0)
+        if plan is not None:
+            flying.append((plan, runner.launch(plan)))
+        if len(flying) > 1 or plan is None:
+            plan, pending = flying.pop(0)
+            result = pending.wait()
+            outcome = scheduler.apply(plan.step_no, result.drawn())
+            for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+                tokens[request_id].append(token)
+            for columns in (result.logprobs, *(part.columns for part in result.prompt_logprobs)):
+                if columns is not None:
+                    scores += columns.logprobs.tolist() + columns.top_logprobs.flatten().tolist()
+    return tokens, scores
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+KINDS = {
+    "greedy": [GREEDY],
+    "stops": [SamplingParams(temperature=0, max_tokens=9, min_tokens=3)],
+    "sampled": [
+        SamplingParams(temperature=0.9, seed=3, max_tokens=6),
+        GREEDY,
+        SamplingParams(temperature=1.3, top_k=7, top_p=0.8, min_p=0.02, seed=4, max_tokens=6),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.4, seed=5, max_tokens=6),
+        SamplingParams(temperature=0, presence_penalty=0.5, logit_bias=((3, 4.0), (9, -50.0)), max_tokens=6),
+    ],
+    "scored": [
+        dataclasses.replace(GREEDY, logprobs=3),
+        GREEDY,
+        dataclasses.replace(GREEDY, prompt_logprobs=2),
+        SamplingParams(temperature=0, max_tokens=5, min_tokens=4, logprobs=0),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place.type == "cpu":  # the interpreter runs one program after the other, those without work too
+        monkeypatch.setattr(paged, "PROGRAMS_WANTED", 16)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
+    expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
+    with quick_interpreter() if place.type == "cpu" else nullcontext():
+        found, scores = drive(fast, requests(7, 1, KINDS[kind]))
+    assert found == expected
+    assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)

@@ -1,0 +1,318 @@
+"""The sampler of captured graphs against the sampler that defines the meaning, for all kinds of rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from helpers.quick_interpreter import quick_interpreter
+from helpers.triton_mode import device, interpreted
+
+from millrace.config import RunConfig
+from millrace.errors import RequestFailed
+from millrace.ops.triton.sampling import Cut
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission, Release, StepPlan
+from millrace.run.device import open_device
+from millrace.run.device_sampler import DeviceSampler
+from millrace.run.noise import uniforms
+from millrace.run.request_table import RequestTable, RowParams
+from millrace.run.sampler import Sampler
+
+SMALL = Cut(tile=1024, group=8, capacity=128, groups_wanted=16)
+NOTHING = np.zeros(0, np.int32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    if not interpreted:
+        yield
+        return
+    with quick_interpreter():
+        yield
+
+
+def plan_of(admitted: list[Admission], released: list[Release] | None = None) -> StepPlan:
+    return StepPlan(
+        step_no=0, rows=NOTHING, starts=NOTHING, counts=NOTHING, draft_counts=NOTHING, samples=np.zeros(0, np.bool_),
+        adapter_slots=NOTHING, block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING,
+        admitted=tuple(admitted), released=tuple(released or ()),
+    )  # fmt: skip
+
+
+class Pair:
+    """Both samplers with the same rows."""
+
+    def __init__(self, vocab: int, max_rows: int = 16, cut: Cut | None = None) -> None:
+        self.vocab, self.max_rows = vocab, max_rows
+        self.host = open_device(RunConfig(device="cpu", threads=1))
+        self.place = open_device(RunConfig(device=device.type, threads=1))
+        self.table = RequestTable(self.host, max_rows=max_rows, max_blocks=2)
+        self.reference = Sampler(self.host, self.table, max_rows=max_rows, vocab_size=vocab)
+        self.device_table = RequestTable(self.place, max_rows=max_rows, max_blocks=2)
+        self.device_table.last_tokens.fill_(-5)
+        self.ours = DeviceSampler(self.place, self.device_table, max_rows=max_rows, vocab_size=vocab, cut=cut)
+
+    def seat(self, *admissions: Admission) -> None:
+        plan = plan_of(list(admissions))
+        self.table.update(plan)
+        self.reference.update(plan)
+        self.ours.admit(plan)
+
+    def expect(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+        drawn = self.reference.draw(logits.float(), np.array(rows, np.int32), np.array(positions, np.int32))
+        return drawn.tokens.tolist()
+
+    def draw(self, logits: torch.Tensor, rows: list[int], positions: list[int], variant: str = "") -> list[int]:
+        """Ours; what it leaves of the logits is in `self.left`."""
+        due, at = np.array(rows, np.int32), np.array(positions, np.int32)
+        self.left = logits.clone().to(device)
+        out = torch.full((len(rows),), -9, dtype=torch.int64, device=device)
+        self.ours.draw(
+            self.left, torch.from_numpy(due).to(device), torch.from_numpy(at).to(device), out,
+            variant or self.ours.variant_for(due, at),
+        )  # fmt: skip
+        for row, token in zip(rows, out.tolist(), strict=True):
+            assert row < 0 or self.device_table.last_tokens[row] == token
+        return out.tolist()
+
+
+def seat(row: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt: int = 0, ends=()) -> Admission:
+    array = np.asarray(tokens, np.int32)
+    return Admission(row, row, array, num_prompt or len(array), RowParams(params, tuple(ends)))
+
+
+def could_draw(adjusted: np.ndarray, params: SamplingParams, noise: float, token: int) -> bool:
+    """Whether rounding at an edge explains this token: in float64, with the bounds nudged either way."""
+    for nudge in (0.0, 1e-5, -1e-5):
+        scaled = adjusted / params.temperature
+        if 0 < params.top_k < len(scaled):
+            scaled[scaled < np.sort(scaled)[-params.top_k] - abs(nudge)] = -np.inf
+        if params.min_p > 0:
+            scaled[scaled < scaled.max() + np.log(params.min_p) - nudge] = -np.inf
+        probs = np.exp(scaled - scaled.max())
+        probs /= probs.sum()
+        if params.top_p < 1:
+            order = np.sort(probs)[::-1]
+            needed = int((np.cumsum(order) - order < params.top_p + nudge).sum())
+            probs[probs < order[max(needed, 1) - 1] * (1 - 1e-6)] = 0
+        through = np.cumsum(probs) / probs.sum()
+        if probs[token] > 0 and through[token] - probs[token] - 1e-5 <= noise <= through[token] + 1e-5:
+            return True
+    return False
+
+
+def some_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
+    def one_of(*values: float) -> float:
+        return float(rng.choice(values))
+
+    return SamplingParams(
+        temperature=one_of(0, 1e-4, 0.3, 1, 1.7, 100),
+        top_k=int(one_of(0, 0, 1, 5, 40, 400)),
+        top_p=one_of(1, 1, 0.999, 0.9, 0.5, 1e-6),
+        min_p=one_of(0, 0, 0.05, 1),
+        seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
+        repetition_penalty=one_of(1, 1, 1.3),
+        presence_penalty=one_of(0, 0, 0.5),
+        frequency_penalty=one_of(0, 0, -0.3),
+        logit_bias=tuple((int(rng.integers(vocab)), float(rng.normal() * 5)) for _ in range(int(one_of(0, 0, 0, 4)))),
+        min_tokens=int(one_of(0, 0, 6)),
+        logprobs=None if rng.random() < 0.5 else 2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "cut", "spread"),
+    [
+        (50, torch.float32, None, 2.0),
+        (333, torch.bfloat16, SMALL, 1.0),
+        (1000, torch.float32, SMALL, 4.0),
+        (3000, torch.bfloat16, SMALL, 0.4),
+        (3000, torch.float32, SMALL, 2.0),
+        (49_152, torch.bfloat16, None, 2.5),
+    ],
+)
+def test_the_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype, cut: Cut | None, spread: float) -> None:
+    rng = np.random.default_rng(vocab + int(10 * spread))
+    count = 8
+    pair = Pair(vocab, cut=cut)
+    specs = [some_params(rng, vocab) for _ in range(count)]
+    rows = rng.permutation(16)[:count].tolist()
+    pair.seat(
+        *(seat(row, spec, rng.integers(0, vocab, 12), 8, rng.integers(0, vocab, 3).tolist())
+          for row, spec in zip(rows, specs, strict=True))
+    )  # fmt: skip
+    for step in range(2 if interpreted else 30):
+        logits = torch.from_numpy(rng.normal(size=(count, vocab)) * spread).to(dtype)
+        positions = [12 + 3 * step] * count
+        adjusted = logits.float()
+        pair.reference._constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
+        expected, drawn = pair.expect(logits, rows, positions), pair.draw(logits, rows, positions)
+        for at, spec in enumerate(specs):
+            if spec.logprobs is not None:
+                assert (pair.left[at].cpu() == logits[at]).all(), "raw logits are wanted for log-probabilities"
+            if drawn[at] != expected[at]:
+                noise = uniforms(np.array([spec.seed], np.uint64), np.array(positions[:1], np.uint64))[0]
+                assert spec.temperature > 0, spec
+                assert could_draw(adjusted[at].double().numpy(), spec, float(noise), drawn[at]), (spec, expected[at])
+                return  # counts for penalties may differ from here on
+
+
+def test_extreme_parameters() -> None:
+    vocab = 300
+    pair = Pair(vocab, cut=SMALL)
+    torch.manual_seed(5)
+    logits = torch.randn(6, vocab) * 3
+    logits[4] = -torch.inf
+    logits[4, 211] = -40.0
+    greatest = logits.argmax(-1).tolist()
+    pair.seat(
+        seat(0, SamplingParams(temperature=2.0, top_k=1, seed=1)),
+        seat(1, SamplingParams(temperature=2.0, top_p=1e-9, seed=2)),
+        seat(2, SamplingParams(temperature=2.0, min_p=1.0, seed=3)),
+        seat(3, SamplingParams(temperature=1e-4, seed=4)),
+        seat(4, SamplingParams(temperature=100.0, top_k=17, seed=5)),
+        seat(5, SamplingParams(temperature=1.0, top_k=vocab + 9, top_p=0.4, seed=6)),
+    )
+    for position in (3, 4):
+        drawn = pair.draw(logits, list(range(6)), [position] * 6)
+        assert drawn[:4] == greatest[:4]
+        assert drawn[4] == 211
+        assert drawn == pair.expect(logits.clone(), list(range(6)), [position] * 6)
+
+
+def test_padding_is_untouched() -> None:
+    pair = Pair(200, cut=SMALL)
+    pair.seat(seat(2, SamplingParams(temperature=1.0, seed=1)), seat(3, SamplingParams(temperature=0)))
+    logits = torch.randn(5, 200)
+    for variant in ("greedy", "full"):
+        pair.device_table.last_tokens.fill_(-5)
+        drawn = pair.draw(logits, [-1, 3, -1, 2, -1], [9] * 5, variant)
+        assert [drawn[0], drawn[2], drawn[4]] == [-9, -9, -9]
+        last = pair.device_table.last_tokens.tolist()
+        assert [row for row, token in enumerate(last) if token != -5] == [2, 3]
+        assert drawn[1] == logits[1].argmax()
+
+
+def test_the_padding_of_a_wide_head_is_never_drawn() -> None:
+    pair = Pair(200, cut=SMALL)
+    pair.seat(seat(0, SamplingParams(temperature=0)), seat(1, SamplingParams(temperature=1.0, top_k=3, seed=1)))
+    logits = torch.full((2, 256), 50.0)
+    logits[:, :200] = torch.randn(2, 200)
+    for variant in ("greedy", "full"):
+        assert max(pair.draw(logits, [0, 1], [3, 3], variant)) < 200
+
+
+def test_a_token_does_not_depend_on_the_batch() -> None:
+    vocab = 700
+    rng = np.random.default_rng(8)
+    alone, crowd = Pair(vocab, cut=SMALL), Pair(vocab, cut=SMALL)
+    spec = SamplingParams(temperature=1.3, top_p=0.95, seed=77, presence_penalty=0.2)
+    alone.seat(seat(3, spec))
+    crowd.seat(*(seat(row, spec if row == 9 else some_params(rng, vocab)) for row in (1, 9, 4)))
+    for position in range(3, 6):
+        logits = torch.from_numpy(rng.normal(size=(3, vocab)) * 2).float()
+        together = crowd.draw(logits, [1, 9, 4], [position] * 3)
+        assert alone.draw(logits[1:2], [3], [position]) == [together[1]]
+
+
+def test_draws_follow_the_distribution_over_seeds() -> None:
+    draws = 96 if interpreted else 4096
+    pair = Pair(5, max_rows=draws)
+    logits = torch.tensor([0.1, 1.0, -0.5, 0.7, -torch.inf])
+    pair.seat(*(seat(row, SamplingParams(temperature=0.8, seed=row * 7919), [1]) for row in range(draws)))
+    drawn = pair.draw(logits.expand(draws, 5).contiguous(), list(range(draws)), [1] * draws)
+    seen = np.bincount(drawn, minlength=5)
+    wanted = torch.softmax(logits / 0.8, -1).numpy() * draws
+    assert seen[4] == 0
+    assert ((seen[:4] - wanted[:4]) ** 2 / wanted[:4]).sum() < 16.27  # chi-square, 3 degrees of freedom, p = 0.001
+
+
+def test_penalties_count_what_was_drawn_on_the_device() -> None:
+    pair = Pair(40)
+    spec = SamplingParams(temperature=0, frequency_penalty=0.6, presence_penalty=0.3, repetition_penalty=1.1)
+    pair.seat(seat(6, spec, [1, 2, 2, 30], num_prompt=2))
+    logits = torch.linspace(3.0, 2.0, 40)[None]
+    drawn = [pair.draw(logits, [6], [position])[0] for position in range(4, 16)]
+    assert len(set(drawn)) > 6
+    assert drawn == [pair.expect(logits.clone(), [6], [position])[0] for position in range(4, 16)]
+    resumed = Pair(40)
+    resumed.seat(seat(0, spec, [1, 2, 2, 30, *drawn[:7]], num_prompt=2))
+    assert resumed.draw(logits, [0], [11])[0] == drawn[7]
+
+
+def test_end_tokens_wait_for_the_minimum_length() -> None:
+    pair = Pair(60)
+    plain = SamplingParams(temperature=0, min_tokens=4)
+    scored = SamplingParams(temperature=0, min_tokens=4, logprobs=3)
+    pair.seat(
+        seat(0, plain, ends=[7, 8]), seat(1, scored, ends=[7, 8]), seat(2, SamplingParams(temperature=0), ends=[7])
+    )
+    logits = torch.zeros(3, 60)
+    logits[:, 7], logits[:, 8], logits[:, 40] = 5.0, 4.0, 3.0
+    assert pair.draw(logits, [0, 1, 2], [6] * 3) == [40, 40, 7]
+    assert (pair.left[1:].cpu() == logits[1:]).all()
+    assert pair.draw(logits, [0, 1, 2], [7] * 3) == [7, 7, 7]
+
+
+def test_bias_adds_up_over_repeated_tokens() -> None:
+    pair = Pair(60)
+    pair.seat(seat(0, SamplingParams(temperature=0, logit_bias=((5, 2.0), (9, 2.5), (5, 1.0)))))
+    assert pair.draw(torch.zeros(1, 60), [0], [3]) == [5]
+
+
+def test_the_variant_is_the_least_that_serves() -> None:
+    sampler = (pair := Pair(50)).ours
+    pair.seat(
+        seat(0, SamplingParams(temperature=0)),
+        seat(1, SamplingParams(temperature=1e-7, top_k=4, top_p=0.5)),
+        seat(2, SamplingParams(temperature=0.5)),
+        seat(3, SamplingParams(temperature=0, presence_penalty=0.1)),
+        seat(4, SamplingParams(temperature=0, logit_bias=((1, 1.0),))),
+        seat(5, SamplingParams(temperature=0, min_tokens=4), ends=[3]),
+        seat(6, SamplingParams(temperature=0, min_tokens=4)),
+    )
+
+    def variant(*rows: int, at: int | None = None) -> str:
+        due = np.array(rows, np.int32)
+        return sampler.variant_for(due, None if at is None else np.full(len(rows), at, np.int32))
+
+    assert variant(0, 1, 6) == variant() == "greedy"
+    assert {variant(0, row) for row in (2, 3, 4, 5)} == {"full"}
+    assert variant(5, at=6) == "full"
+    assert variant(5, at=7) == "greedy"
+    pair.seat(seat(2, SamplingParams(temperature=0)))
+    assert variant(0, 2) == "greedy"
+
+
+def test_admission_is_one_upload_and_a_row_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(50)
+    uploads: list[int] = []
+    upload = pair.place.upload
+    monkeypatch.setattr(pair.place, "upload", lambda array: (uploads.append(array.nbytes), upload(array))[1])
+    pair.ours.admit(plan_of([], [Release(3, 3, "stop")]))
+    assert uploads == []
+    pair.seat(*(seat(row, SamplingParams(temperature=0)) for row in range(16)))
+    assert uploads == [16 * 128]
+    busy = SamplingParams(temperature=0, frequency_penalty=2.0, logit_bias=((4, 9.0),))
+    pair.seat(seat(3, busy, [4, 4, 4, 4, 4, 4, 4], num_prompt=1))
+    pair.ours.admit(plan_of([], [Release(3, 3, "stop")]))
+    logits = torch.zeros(1, 50)
+    logits[0, 4] = 1.0
+    pair.seat(seat(3, SamplingParams(temperature=0)), seat(8, busy, [2]))
+    assert pair.draw(logits, [3], [3], "full") == [4]
+    assert pair.draw(logits, [8], [1]) == [4]
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_it_reaches_the_device() -> None:
+    pair = Pair(50)
+    with pytest.raises(RequestFailed, match="Token id 50 is outside"):
+        pair.ours.admit(plan_of([seat(0, SamplingParams(logit_bias=((50, 1.0),)))]))
+    with pytest.raises(RequestFailed, match="Token id 99 is outside"):
+        pair.ours.admit(plan_of([seat(0, SamplingParams(presence_penalty=1.0), [1, 99])]))
+    with pytest.raises(RequestFailed, match="200 end tokens"):
+        pair.ours.admit(plan_of([seat(0, SamplingParams(min_tokens=1), ends=range(200))]))
+    with pytest.raises(TypeError, match="no RowParams"):
+        pair.ours.admit(plan_of([Admission(0, 0, NOTHING, 0, None)]))
