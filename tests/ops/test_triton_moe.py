@@ -190,7 +190,7 @@ def test_no_more_tiles_are_needed_than_launched(slots: int) -> None:
 
 
 def test_configurations_fit_their_matrices_and_the_gpu() -> None:
-    small = Gpu(shared_bytes=100_000, early=False)
+    small = Gpu(shared_bytes=100_000)
     for shape in (
         MoeShape(128, 8, 2048, 768, 2),
         MoeShape(128, 8, 2048, 768, 2, small),
@@ -216,27 +216,6 @@ def test_the_choice_on_a_gpu_where_triton_is_installed() -> None:
         shape = {"in_features": 2048, "inner_features": 768}
         assert choose("experts", cuda, torch.bfloat16, deterministic, **shape).version.name == name
         assert choose("router", cuda, torch.bfloat16, deterministic).version.name == "triton"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["vector", "scan", "table"])
-def test_early_starts(way: moe.Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many layers in a row, each reading what the one before wrote, give the same bits as without."""
-    monkeypatch.undo()  # poisoning is a kernel between the kernels, and would keep them apart
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    shape = MoeShape(16, 4, 256, 128, itemsize=2)
-    pairs = random_pairs(shape, HALF)
-    x, weights, ids = inputs(24, shape, HALF)
-    tile = Tile(1, 4, 128) if way == "vector" else Tile(16, 32, 64)
-    found = []
-    for early in (False, True):
-        config = MoeConfig(way, tile, tile, early)
-        y = x
-        for _ in range(30):
-            y = x + moe.experts(y, weights, ids.int(), *stacks(pairs), "silu", config)
-        found.append(y)
-    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

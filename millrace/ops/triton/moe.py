@@ -44,17 +44,15 @@ class Gpu:
 
     shared_bytes: int = 232_448
     """Shared memory that one program can have."""
-    early: bool = True
-    """Whether kernels can start before their predecessors have ended."""
 
 
 def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
-        return Gpu(early=False)
+        return Gpu()
     major, minor = torch.cuda.get_device_capability(device)
     if major in (9, 10):
         return Gpu()
-    return Gpu(166_912 if (major, minor) in ((8, 0), (8, 7)) else 101_376, early=major >= 9)
+    return Gpu(166_912 if (major, minor) in ((8, 0), (8, 7)) else 101_376)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,6 @@ class MoeConfig:
     way: Way
     gate_up: Tile
     down: Tile
-    early: bool = False
-    """Kernels start before their predecessors have ended, and wait inside. Not for the interpreter."""
 
 
 VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256))
@@ -97,23 +93,18 @@ FIXED = MoeConfig("table", Tile(64, 64, 64, stages=4), Tile(64, 128, 64, stages=
 SCAN_LIMIT = 256 * 128
 """Slots × experts above which a kernel of its own groups them faster than every program for itself."""
 
-EARLY_TOKENS = range(9, 129)
-"""Steps whose kernels start early: with fewer tokens the waiting programs take room from those that run, with more
-there is nothing to win."""
-
 
 def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
     """The fastest known configuration for a step of this many tokens."""
     slots = tokens * shape.top_k
-    early = shape.gpu.early and tokens in EARLY_TOKENS
     if tokens == 1 or slots * 2 <= shape.num_experts:
         gate_up, down = VECTOR
         depth = VECTOR_ELEMENTS // (down.columns * _power(shape.top_k))
-        return fit(MoeConfig("vector", gate_up, replace(down, depth=depth), early), shape)
+        return fit(MoeConfig("vector", gate_up, replace(down, depth=depth)), shape)
     mean = slots / shape.num_experts
     gate_up, down = next((up, down) for limit, up, down in GROUPED if mean <= limit)
     way: Way = "scan" if slots * shape.num_experts <= SCAN_LIMIT else "table"
-    return fit(MoeConfig(way, gate_up, down, early), shape)
+    return fit(MoeConfig(way, gate_up, down), shape)
 
 
 def fit(config: MoeConfig, shape: MoeShape) -> MoeConfig:
@@ -150,10 +141,6 @@ def _fit_tile(tile: Tile, columns: int, depth: int, halves: int, shape: MoeShape
     while row_bytes * tile.depth * tile.stages > shape.gpu.shared_bytes and tile.depth > 16:
         tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, depth=tile.depth // 2)
     return tile
-
-
-def _launch(early: bool) -> dict[str, bool]:
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _power(value: int) -> int:
@@ -213,9 +200,7 @@ def most_tiles(slots: int, num_experts: int, rows: int) -> int:
     return (slots + groups * (rows - 1)) // rows
 
 
-def grouped_product(
-    x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile, early: bool = False
-) -> Tensor:
+def grouped_product(x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile) -> Tensor:
     """[slots, N] in the order of the slots. With a kind, w is [E, 2 N, K] and the result act(gate) · up, and x has a
     row per token; without, w is [E, N, K] and x has a row per slot."""
     slots, top_k = groups.ids.numel(), groups.ids.shape[1]
@@ -246,24 +231,23 @@ def grouped_product(
         SWAP=tile.swap,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **_launch(early),
     )
     return out
 
 
-def combine(outputs: Tensor, weights: Tensor, early: bool = False) -> Tensor:
+def combine(outputs: Tensor, weights: Tensor) -> Tensor:
     """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices."""
     tokens, top_k = weights.shape
     hidden = outputs.shape[1]
     out = torch.empty((tokens, hidden), dtype=outputs.dtype, device=outputs.device)
     block = min(1024, _power(hidden))
     kernels.combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        outputs, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **_launch(early)
+        outputs, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
     )
     return out
 
 
-def vector_gate_up(x: Tensor, w: Tensor, ids: Tensor, kind: Activation, tile: Tile, early: bool = False) -> Tensor:
+def vector_gate_up(x: Tensor, w: Tensor, ids: Tensor, kind: Activation, tile: Tile) -> Tensor:
     """act(gate) · up, [slots, I], of tokens x [T, H]."""
     slots, inner = ids.numel(), w.shape[1] // 2
     out = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
@@ -279,12 +263,11 @@ def vector_gate_up(x: Tensor, w: Tensor, ids: Tensor, kind: Activation, tile: Ti
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         num_warps=tile.warps,
-        **_launch(early),
     )
     return out
 
 
-def vector_down(hidden: Tensor, w: Tensor, weights: Tensor, ids: Tensor, tile: Tile, early: bool = False) -> Tensor:
+def vector_down(hidden: Tensor, w: Tensor, weights: Tensor, ids: Tensor, tile: Tile) -> Tensor:
     """Weighted and added over each token's choices: slots [T k, I] -> tokens [T, H]."""
     tokens, top_k = ids.shape
     out = torch.empty((tokens, w.shape[1]), dtype=hidden.dtype, device=hidden.device)
@@ -301,7 +284,6 @@ def vector_down(hidden: Tensor, w: Tensor, weights: Tensor, ids: Tensor, tile: T
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         num_warps=tile.warps,
-        **_launch(early),
     )
     return out
 
@@ -324,10 +306,9 @@ def experts(
     num_experts, hidden, inner = down.shape
     shape = MoeShape(num_experts, top_k, hidden, inner, x.element_size(), gpu or gpu_of(x.device))
     config = config_for(tokens, shape) if config is None else fit(config, shape)
-    early = config.early
     if config.way == "vector":
-        activated = vector_gate_up(x, gate_up, ids, kind, config.gate_up, early)
-        return vector_down(activated, down, weights, ids, config.down, early)
+        activated = vector_gate_up(x, gate_up, ids, kind, config.gate_up)
+        return vector_down(activated, down, weights, ids, config.down)
     groups = group(ids, num_experts, config.way == "scan")
-    activated = grouped_product(x, gate_up, groups, kind, config.gate_up, early)
-    return combine(grouped_product(activated, down, groups, None, config.down, early), weights, early)
+    activated = grouped_product(x, gate_up, groups, kind, config.gate_up)
+    return combine(grouped_product(activated, down, groups, None, config.down), weights)

@@ -2,10 +2,6 @@
 
 Slot s belongs to token s // top_k. Everything between the two matrix products is indexed by slot, so nothing is ever
 permuted: programs gather the rows of their expert and scatter the results back to the same slots.
-
-With EARLY a kernel may start before the one before it has ended: it waits for that end (`gdc_wait`) before it touches
-what that one writes, and lets the next start once all its own programs have. What a kernel reads before it waits must
-come from a kernel that its predecessor had waited for: the choices and their grouping are such for the down product.
 """
 
 from __future__ import annotations
@@ -179,7 +175,6 @@ def grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Up to BLOCK_M slots of one expert, BLOCK_N columns of out[slot] = x[slot // SLOTS_PER_ROW] · w[expert]ᵀ.
 
@@ -187,10 +182,6 @@ def grouped_kernel(
     SCANNED_SLOTS: 0 when `counts` and `table` are filled, else a power of two that is at least num_slots.
     SWAP computes the transposed product, so that the weights' rows and not the few tokens fill the matrix unit.
     """
-    if EARLY:
-        if GATED:
-            tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // N_TILES
     first_column = (tl.program_id(0) % N_TILES) * BLOCK_N
@@ -200,8 +191,6 @@ def grouped_kernel(
         expert, slots, real = _find_rows_in_table(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
-    if EARLY and not GATED:
-        tl.extra.cuda.gdc_wait()
     ks = tl.arange(0, BLOCK_K)
     a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
     # Gated, row 2 i of the tile is gate row i and row 2 i + 1 is up row i: neighbours in one thread's registers.
@@ -223,12 +212,8 @@ def grouped_kernel(
 
 
 @triton.jit
-def combine_kernel(
-    outputs, weights, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
+def combine_kernel(outputs, weights, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """out[token] = Σ weight · outputs[slot] over the token's slots, added in float32 in the order of its choices."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
@@ -252,12 +237,8 @@ def vector_gate_up_kernel(
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """BLOCK_N columns of one slot's act(gate) · up, by products with a vector: nothing is grouped or sorted."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(0)
     expert = tl.load(ids + slot).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -294,7 +275,6 @@ def vector_down_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """BLOCK_N columns of one token's result: all its experts' down products, weighted and added."""
     # Neighbouring programs are other tokens' same columns: an expert that two of them chose comes from memory once.
@@ -316,8 +296,6 @@ def vector_down_kernel(
             k = start + step * BLOCK_K
             inside = real[:, None] & (k + ks < K)[None, :]
             part = tl.load(rows + k, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
-            if EARLY and step == 0:
-                tl.extra.cuda.gdc_wait()
             values = tl.load(inputs + k, mask=inside, other=0.0).to(tl.float32)
             total += part.to(tl.float32) * values[:, None, :]
     result = tl.sum(tl.sum(total, 2) * shares[:, None], 0)
