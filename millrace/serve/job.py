@@ -16,8 +16,7 @@ from millrace.link.messages import Finish, FinishReason
 from millrace.params import SamplingParams
 from millrace.serve.answers import PromptTokensDetails, Usage
 from millrace.serve.choices import Choice, CollectedChoice, DetailedChoice, DetailedFrames, PlainChoice
-from millrace.serve.errors_http import error_event
-from millrace.serve.event_stream import DONE, EventStream
+from millrace.serve.event_stream import EventStream
 from millrace.serve.generation import Generation, Prompt
 from millrace.serve.sampling import name_fields
 from millrace.serve.state import FrontState
@@ -43,7 +42,11 @@ class Shape(DetailedFrames, Protocol):
 
     def finish_frame(self, choice: Choice) -> bytes: ...
 
-    def usage_frame(self, usage: Usage) -> bytes: ...
+    def end_frames(self, usage: Usage) -> bytes:
+        """What closes a stream that ended well."""
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        """What closes a stream that had begun when it failed."""
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         """The whole body of an answer that is not streamed."""
@@ -65,6 +68,8 @@ class Job:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: MillraceError | None = None
         self.submitted_at = 0.0
+        self.request_id = self.path = ""
+        """The HTTP request that it belongs to; empty where there is none."""
         self._shape = make_shape(self)
         self._num_open = 0
         self.choices: list[Choice] = []
@@ -90,6 +95,11 @@ class Job:
         except MillraceError as error:
             self.close()
             raise (name_fields(error, self._shape.limit_names) if isinstance(error, BadRequest) else error) from None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether every sequence was accepted."""
+        return all(choice.request_id is not None for choice in self.choices)
 
     def _make_choices(self) -> None:
         generation, choices = self.generation, self.choices
@@ -124,9 +134,8 @@ class Job:
             self._end_well()
 
     def _end_well(self) -> None:
-        if self.out is not None:
-            usage = self._shape.usage_frame(self.usage()) if self.generation.include_usage else b""
-            self.out.end(usage + DONE)
+        if self.out is not None and not self.generation.holds_end:
+            self.out.end(self._shape.end_frames(self.usage()))
         if not self.done.done():
             self.done.set_result(None)
 
@@ -139,7 +148,7 @@ class Job:
         if self.out is None or not self.out.started:
             self.done.set_exception(error)
             return
-        self.out.end(error_event(error) + DONE)
+        self.out.end(self._shape.error_frames(error))
         self.done.set_result(None)
 
     def on_bug(self, error: Exception) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from millrace.errors import BadRequest, MillraceError, RequestFailed
-from millrace.serve import routes_generate, routes_info
+from millrace.serve import routes_absent, routes_anthropic, routes_generate, routes_info, routes_ollama
 from millrace.serve.body import check_headers
 from millrace.serve.errors_http import error_response, from_aiohttp
 from millrace.serve.ids import request_id_of
@@ -30,16 +30,25 @@ def build_app(state: FrontState) -> web.Application:
     post, get = _post(app), app.router.add_get
     post("/v1/chat/completions", routes_generate.chat_completions)
     post("/v1/completions", routes_generate.completions)
+    post("/v1/messages", routes_anthropic.messages)
+    post("/v1/messages/count_tokens", routes_anthropic.count_tokens)
+    post("/api/chat", routes_ollama.chat)
+    post("/api/generate", routes_ollama.generate)
+    post("/api/show", routes_ollama.show)
     post("/tokenize", routes_info.tokenize)
     post("/detokenize", routes_info.detokenize)
     get("/v1/models", routes_info.list_models)
     get("/v1/models/{model:.+}", routes_info.get_model)
+    get("/api/tags", routes_ollama.tags)
+    get("/api/ps", routes_ollama.loaded)
+    get("/api/version", routes_ollama.version)
     get("/health", routes_info.health)
     get("/ready", routes_info.ready)
     get("/metrics", routes_info.metrics)
     get("/openapi.json", routes_info.openapi)
     get("/docs", routes_info.docs)
     get("/", routes_info.index)
+    routes_absent.add_absent_routes(app)
     return app
 
 
@@ -66,14 +75,16 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         shown = error if isinstance(error, MillraceError) else from_aiohttp(error, request, _paths(request.app))
         status = shown.status
-        return error_response(shown, request_id)
+        return error_response(shown, request_id, request.path)
     except ConnectionError:
         raise
     except Exception as error:
         status = 500
         log.error("Request %s failed.", request_id, exc_info=error)
         return error_response(
-            RequestFailed(f"The server failed on this request; its log says more under {request_id}."), request_id
+            RequestFailed(f"The server failed on this request; its log says more under {request_id}."),
+            request_id,
+            request.path,
         )
     finally:
         metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_WORD, "")).inc()
@@ -97,7 +108,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
             raise BadRequest("The header 'Expect' may only be '100-continue'; remove it.", code="http_error")
         check_headers(request, request.app[STATE].body_limit_bytes)
     except MillraceError as error:
-        response = error_response(error, request_id)
+        response = error_response(error, request_id, request.path)
         response.force_close()
         return response
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

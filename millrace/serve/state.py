@@ -42,6 +42,8 @@ class FrontState:
     started: int = field(default_factory=lambda: int(time.time()))
     loading_wait_s: float = 30.0
     """How long a request that comes while the model loads may wait for it, before it gets a 503."""
+    model_facts: dict[str, str] = field(default_factory=dict)
+    """What clients may be told of the model's files: `family` and `format`."""
     longest_token_bytes: int = 0
     """Of the vocabulary; 0 until somebody needed it."""
 
