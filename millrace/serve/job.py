@@ -68,9 +68,9 @@ class Job:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: MillraceError | None = None
         self.submitted_at = 0.0
-        self.request_id = self.path = ""
-        """The HTTP request that it belongs to; empty where there is none."""
-        self._shape = make_shape(self)
+        self.request_id = self.path = self.owner = ""
+        """The request that it belongs to, where that went, and whose it is."""
+        self.shape = make_shape(self)
         self._num_open = 0
         self.choices: list[Choice] = []
         self._make_choices()
@@ -94,7 +94,7 @@ class Job:
                 )
         except MillraceError as error:
             self.close()
-            raise (name_fields(error, self._shape.limit_names) if isinstance(error, BadRequest) else error) from None
+            raise (name_fields(error, self.shape.limit_names) if isinstance(error, BadRequest) else error) from None
 
     @property
     def is_started(self) -> bool:
@@ -108,15 +108,15 @@ class Job:
                 choices.append(self._make_choice(len(choices), prompt, _params_of(generation.params, number)))
         if self.out is not None:
             holders = [choice for choice in choices if isinstance(choice, PlainChoice)]
-            self.out.begin_with(self._shape.preamble(choices), list(holders), self.on_slow_client)
+            self.out.begin_with(self.shape.preamble(choices), list(holders), self.on_slow_client)
 
     def _make_choice(self, index: int, prompt: Prompt, params: SamplingParams) -> Choice:
         text = TextStream(self.state.tokenizer, params)
         if self.out is None:
             return CollectedChoice(self, index, prompt, params, text)
         if self.generation.is_detailed:
-            return DetailedChoice(self, index, prompt, params, text, self.out, self._shape)
-        return PlainChoice(self, index, prompt, params, text, self.out, self._shape.text_frame(index))
+            return DetailedChoice(self, index, prompt, params, text, self.out, self.shape)
+        return PlainChoice(self, index, prompt, params, text, self.out, self.shape.text_frame(index))
 
     # ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def on_choice_end(self, choice: Choice, finish: Finish) -> None:
@@ -128,14 +128,14 @@ class Job:
             return
         choice.complete()
         if self.out is not None:
-            self.out.send(self._shape.finish_frame(choice))
+            self.out.send(self.shape.finish_frame(choice))
         self._num_open -= 1
         if self._num_open == 0:
             self._end_well()
 
     def _end_well(self) -> None:
         if self.out is not None and not self.generation.holds_end:
-            self.out.end(self._shape.end_frames(self.usage()))
+            self.out.end(self.shape.end_frames(self.usage()))
         if not self.done.done():
             self.done.set_result(None)
 
@@ -148,7 +148,7 @@ class Job:
         if self.out is None or not self.out.started:
             self.done.set_exception(error)
             return
-        self.out.end(self._shape.error_frames(error))
+        self.out.end(self.shape.error_frames(error))
         self.done.set_result(None)
 
     def on_bug(self, error: Exception) -> None:
@@ -207,7 +207,7 @@ class Job:
 
     def body(self) -> bytes:
         """The whole answer, after `done`."""
-        return self._shape.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
+        return self.shape.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
 
     @property
     def finish_word(self) -> str:

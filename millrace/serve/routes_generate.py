@@ -12,6 +12,7 @@ from millrace.serve.event_stream import SERVER_SENT_EVENTS, EventStream
 from millrace.serve.ids import REQUEST_ID_HEADER
 from millrace.serve.job import Job
 from millrace.serve.keys import FINISH_WORD, REQUEST_ID, STATE
+from millrace.serve.owner import owner_of
 from millrace.serve.state import FrontState
 from millrace.serve.work import Prepare, Work, chat_work, completion_work, until_done, whole_answer
 
@@ -46,7 +47,7 @@ async def answer(
         limit_bytes = state.config.server.stream_buffer_kb * 1024
         out = EventStream(request, request_id=request[REQUEST_ID], limit_bytes=limit_bytes, media_type=media_type)
     job = Job(state, work.generation, work.make_shape, out)
-    job.request_id, job.path = request[REQUEST_ID], request.path
+    job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
     try:
         if out is not None:
             return await _stream(state, work, job, out)
