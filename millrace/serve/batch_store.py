@@ -92,9 +92,9 @@ class BatchAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
 class BatchList(msgspec.Struct):
     object: Literal["list"]
     data: list[BatchAnswer]
-    first_id: str | UnsetType
-    last_id: str | UnsetType
     has_more: bool
+    first_id: str | UnsetType = UNSET
+    last_id: str | UnsetType = UNSET
 
 
 _MAYBE = (
@@ -171,7 +171,7 @@ def list_batches(database: sqlite3.Connection, owner: str, page: Page) -> BatchL
     ).fetchall()
     shown = [_answer(row) for row in rows[: page.limit]]
     first, last = (shown[0].id, shown[-1].id) if shown else (UNSET, UNSET)
-    return BatchList("list", shown, first, last, len(rows) > len(shown))
+    return BatchList("list", shown, len(rows) > len(shown), first, last)
 
 
 def cancel_batch(database: sqlite3.Connection, batch_id: str, owner: str) -> BatchAnswer:

@@ -29,7 +29,7 @@ LONG_TEXT_CHARS = 4096
 _MESSAGE_CHARS = 64
 """What rendering a message costs beside its text, in characters' worth."""
 
-_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents")
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents")
 _T = TypeVar("_T")
 
 
@@ -179,7 +179,7 @@ def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bo
 
 def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
     for name in kwargs or {}:
-        if name in _RESERVED or not name.isidentifier():
+        if name in RESERVED or not name.isidentifier():
             raise BadRequest(
                 f"chat_template_kwargs sets {name[:80]!r}, which is reserved or not a name; remove it.",
                 param="chat_template_kwargs",

@@ -19,7 +19,7 @@ from millrace.serve.keys import STATE
 from millrace.serve.prompts import encode_chat, template_messages
 from millrace.serve.routes_generate import respond
 from millrace.serve.routes_info import json_answer
-from millrace.serve.sampling import check_model, name_fields, refuse_unsupported
+from millrace.serve.sampling import check_model, check_range, name_fields, refuse_unsupported
 from millrace.serve.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -61,7 +61,7 @@ def chat_messages(body: CountTokensRequest) -> list[Message]:
     return found
 
 
-def _content(content: str | list[Block] | list[TextBlock], at: str) -> str | list[ContentPart]:
+def _content(content: str | list[Block], at: str) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
     if not content:
@@ -89,6 +89,7 @@ def _continues(body: CountTokensRequest) -> bool:
 def _chat_request(body: MessagesRequest) -> ChatRequest:
     if body.temperature is not None and not 0 <= body.temperature <= 1:
         raise BadRequest(f"temperature is {body.temperature}; it must be between 0 and 1.", param="temperature")
+    check_range("top_k", body.top_k, 0, 2**31 - 1)
     messages = chat_messages(body)
     return ChatRequest(
         model=body.model,

@@ -29,7 +29,7 @@ from millrace.serve.keys import STATE
 from millrace.serve.logprobs import chat_logprobs
 from millrace.serve.routes_generate import answer
 from millrace.serve.routes_info import json_answer
-from millrace.serve.sampling import check_model, check_range, name_fields, refuse_unsupported
+from millrace.serve.sampling import check_logprobs, check_model, check_range, name_fields, refuse_unsupported
 from millrace.serve.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -80,6 +80,11 @@ def _check(body: OllamaCommon, state: FrontState) -> OllamaOptions:
             " it.",
             param="keep_alive",
             code="unsupported_parameter",
+        )
+    check_logprobs("top_logprobs", body.top_logprobs)
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest(
+            f"top_logprobs is {body.top_logprobs}, which needs 'logprobs' to be true; set it.", param="top_logprobs"
         )
     options = body.options or OllamaOptions()
     refuse_unsupported(options, OPTIONS_NOT_SUPPORTED, "options.")

@@ -80,7 +80,7 @@ class CountTokensRequest(Strict, kw_only=True):
         list[AnthropicMessage],
         described("The conversation; a final message of the assistant is continued.", minItems=1),
     ]
-    system: Annotated[str | list[TextBlock] | None, described("How the model should behave.")] = None
+    system: Annotated[str | list[Block] | None, described("How the model should behave.")] = None
     cache_control: CacheControl = UNSET
     thinking: Annotated[Refused, later('null and {"type": "disabled"} are accepted.')] = UNSET
     tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
