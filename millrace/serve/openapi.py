@@ -26,7 +26,7 @@ _TYPES = (
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.CancelledRequest),
     *(schemas_anthropic.MessagesRequest, schemas_anthropic.CountTokensRequest),
-    *(schemas_anthropic.MessageAnswer, schemas_anthropic.CountTokensAnswer),
+    *(schemas_anthropic.MessageAnswer, schemas_anthropic.MessageEvent, schemas_anthropic.CountTokensAnswer),
     *(schemas_ollama.OllamaChatRequest, schemas_ollama.OllamaGenerateRequest, schemas_ollama.OllamaShowRequest),
     *(schemas_ollama.OllamaAnswer, schemas_ollama.OllamaModels, schemas_ollama.OllamaShowAnswer),
     schemas_ollama.OllamaVersion,

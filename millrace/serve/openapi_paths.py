@@ -223,7 +223,7 @@ def _batch_paths() -> dict[str, Any]:
 def _anthropic_paths() -> dict[str, Any]:
     shape = "AnthropicErrorAnswer"
     ask = {"model": _NAME, "messages": _TURN}
-    names = ("MessagesRequest", "MessageAnswer", "ResponseEvent")
+    names = ("MessagesRequest", "MessageAnswer", "MessageEvent")
     count = _operation("anthropic", "countMessageTokens", "Count tokens", "CountTokensAnswer", BODY_ERRORS, shape=shape)
     return {
         "/v1/messages": {
@@ -265,7 +265,9 @@ def _own_paths() -> dict[str, Any]:
             "get": _operation("operate", "retrieveRequest", "One of them", "RunningRequest", ("404",), parameters=one),
             "delete": _operation("operate", "cancelRequest", "End it", "CancelledRequest", ("404",), parameters=one),
         },
-        "/v1/requests/{request_id}/cancel": {"post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ("404",), parameters=one)},
+        "/v1/requests/{request_id}/cancel": {
+            "post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ("404",), parameters=one)
+        },
     }
 
 

@@ -29,7 +29,14 @@ from millrace.serve.keys import STATE
 from millrace.serve.logprobs import chat_logprobs
 from millrace.serve.routes_generate import answer
 from millrace.serve.routes_info import json_answer
-from millrace.serve.sampling import check_logprobs, check_model, check_range, name_fields, refuse_unsupported
+from millrace.serve.sampling import (
+    check_logprobs,
+    check_model,
+    check_range,
+    name_fields,
+    refuse_unsupported,
+    sampling_params,
+)
 from millrace.serve.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -109,6 +116,15 @@ def _sampling(body: OllamaCommon, options: OllamaOptions) -> dict[str, Any]:
         "frequency_penalty": options.frequency_penalty,
         **{name: DEFAULTS[name] if value is None else value for name, value in wanted.items()},
     }
+
+
+def _check_sampling(body: OllamaCommon) -> None:
+    """Of a request that generates nothing: its options are held to the same rules."""
+    request = ChatRequest(messages=[], **_sampling(body, body.options or OllamaOptions()))
+    try:
+        sampling_params(request, max_tokens=request.max_tokens, logprobs=None, prompt_logprobs=None)
+    except BadRequest as error:
+        raise name_fields(error, _OPTION_NAMES) from None
 
 
 _OPTION_NAMES = {
@@ -200,6 +216,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     body = _chat_body.decode(await read_body(request, state.body_limit_bytes))
     _check(body, state)
     if not body.messages:
+        _check_sampling(body)
         return json_answer(request, _loaded(state, OllamaAnswerMessage("assistant", ""), UNSET))
     messages = _chat_messages(body.messages)
     return await _respond(request, body, lambda: _chat(state, body, messages, received), received, is_chat=True)
@@ -210,6 +227,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = _generate_body.decode(await read_body(request, state.body_limit_bytes))
     _check(body, state)
     if not body.prompt:
+        _check_sampling(body)
         return json_answer(request, _loaded(state, UNSET, ""))
     return await _respond(request, body, lambda: _generate(state, body, received), received, is_chat=False)
 

@@ -156,5 +156,19 @@ class MessageAnswer(msgspec.Struct):
     usage: AnthropicUsage
 
 
+class MessageEvent(msgspec.Struct):
+    """One event of a streamed message; `type` says which further fields it has."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]
+
+
 class CountTokensAnswer(msgspec.Struct):
     input_tokens: int

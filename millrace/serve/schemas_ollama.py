@@ -20,9 +20,9 @@ class OllamaOptions(Strict, kw_only=True):
     top_p: Annotated[float | None, described("Default 0.9.", exclusiveMinimum=0, maximum=1)] = None
     min_p: Annotated[float | None, described("Default 0.", minimum=0, maximum=1)] = None
     seed: Annotated[int | None, described("Same seed, same text; -1 is a random one.")] = None
-    num_predict: Annotated[int | None, described("Most tokens; -1 or -2: to the end of the context.", minimum=-2)] = (
-        None
-    )
+    num_predict: Annotated[
+        int | None, described("Most tokens; -1 or -2: to the end of the context.", minimum=-2, **{"not": {"const": 0}})
+    ] = None
     num_ctx: Annotated[int | None, described("Most tokens of prompt and answer; never above the model's.")] = None
     stop: Annotated[str | list[str] | None, described("Generation ends before these texts.")] = None
     repeat_penalty: Annotated[

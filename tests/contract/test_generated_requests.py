@@ -162,8 +162,11 @@ def completion_request(draw: Draw) -> Request:
         }
     )
     return COMPLETIONS, {
-        **{"prompt": draw.prompt(), "max_tokens": pick((0, 1, 2, 3, 500))},
-        **{**draw.sampling(), **draw.chat_like(), **own},
+        "prompt": draw.prompt(),
+        "max_tokens": pick((0, 1, 2, 3, 500)),
+        **draw.sampling(),
+        **draw.chat_like(),
+        **own,
     }
 
 
@@ -231,7 +234,7 @@ ANSWERS = {
     CHAT: ("ChatAnswer", "ChatChunk"),
     COMPLETIONS: ("CompletionAnswer", "CompletionChunk"),
     "/v1/responses": ("ResponseAnswer", "ResponseEvent"),
-    "/v1/messages": ("MessageAnswer", "ResponseEvent"),
+    "/v1/messages": ("MessageAnswer", "MessageEvent"),
     "/api/chat": ("OllamaAnswer", "OllamaAnswer"),
     "/api/generate": ("OllamaAnswer", "OllamaAnswer"),
 }
@@ -305,10 +308,7 @@ def _pieces(path: str, reply: Reply) -> list[dict[str, Any]]:
     lines = reply.body.decode().split("\n")
     if path.startswith("/api/"):
         return [json.loads(line) for line in lines if line]
-    found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    if path == "/v1/messages":  # Anthropic does not number its events; ours of the other kind are.
-        found = [{"sequence_number": number, **event} for number, event in enumerate(found)]
-    return found
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
 
 
 def whole_text(path: str, answer: dict[str, Any]) -> list[str]:
@@ -340,5 +340,5 @@ def test_generated_requests(server: RealServer) -> None:
         outcomes = list(pool.map(judge.send, range(SIZE)))
     answered = outcomes.count("answered")
     assert len(outcomes) == SIZE
-    assert answered > SIZE // 4, "most combinations are legal and are answered"
+    assert answered > SIZE // 4, "many combinations are legal and are answered"
     assert outcomes.count("refused") > SIZE // 20, "some are refused by name"

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, get, post, request, stream
 
-from millrace.serve import api_routes
 from millrace.config import Config, replace
+from millrace.serve import api_routes
 
 
 @pytest.fixture(scope="module")
