@@ -83,6 +83,12 @@ def _page(most: int, *names: str) -> list[dict[str, Any]]:
     return [known[name] for name in names]
 
 
+def _event(name: str) -> dict[str, Any]:
+    """One server-sent event as an object, its data being JSON in a text."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(name)}
+    return {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
+
+
 def _generate(
     operation: str,
     summary: str,
@@ -95,7 +101,7 @@ def _generate(
 ) -> dict[str, Any]:
     request, answer, chunk = names
     ok = _json(answer, "The answer, or its stream.")
-    ok["content"][media_type] = {"schema": ref(chunk)}
+    ok["content"][media_type] = {"schema": _event(chunk) if media_type == "text/event-stream" else ref(chunk)}
     errors = tuple(status for status in ERRORS if status != "409" or request == "ResponsesRequest")
     made = _operation("generate", operation, summary, ok, errors, description=note, parameters=[_header()], shape=shape)
     return {**made, "requestBody": _body(request, example)}
