@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from millrace.errors import EngineUnavailable, MillraceError, Overloaded
@@ -24,13 +25,14 @@ from millrace.serve.batch_run import RETRY_S, BatchRun
 from millrace.serve.batch_store import OpenBatch, open_batches
 from millrace.serve.job import Job
 from millrace.serve.response_store import OpenResponse, end_response, mark_started, open_responses
-from millrace.serve.responses import decode_response, opening_answer, response_work
+from millrace.serve.responses import response_work
 from millrace.serve.shape_responses import failed
 from millrace.serve.state import FrontState
 from millrace.serve.work import Prepare, chat_work, completion_work, whole_answer
 
 POLL_S = 2.0
 """How often the database is asked for what other processes put there."""
+FORGET_S = 3600.0
 MAX_BATCHES = 8
 """Batches that run at once; further ones wait for their turn."""
 MAX_RESPONSES = 64
@@ -55,6 +57,7 @@ class Background:
         self._lock_fd: int | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, BatchRun] = {}
+        self._forget_at = 0.0
         self._slots = asyncio.Semaphore(state.config.server.batch_lines)
 
     def wake(self) -> None:
@@ -68,6 +71,7 @@ class Background:
                 try:
                     if await store.in_thread(self._has_lock):
                         await self._sweep()
+                        await self._forget()
                 except MillraceError as error:
                     log.error("Batches and background responses wait: %s", error)
             with contextlib.suppress(TimeoutError):
@@ -110,6 +114,12 @@ class Background:
             if response.id not in self._tasks and len(self._tasks) < MAX_RESPONSES + MAX_BATCHES:
                 self._start(response.id, self._response(response))
 
+    async def _forget(self) -> None:
+        """Now and then, remove what has expired."""
+        if time.monotonic() >= self._forget_at:
+            self._forget_at = time.monotonic() + FORGET_S
+            await self._state.store.run(self._state.store.forget_expired)
+
     def _start_batch(self, batch: OpenBatch) -> None:
         prepare = batch_endpoints(batch.owner)[batch.endpoint]
         run = self._runs[batch.id] = BatchRun(self._state, batch, prepare, self._slots)
@@ -132,12 +142,12 @@ class Background:
     # ── background responses ──────────────────────────────────────────────────────────────────────────────────────────
     async def _response(self, response: OpenResponse) -> None:
         state, store = self._state, self._state.store
-        opening = opening_answer(state, decode_response(response.request), response.id)
+        opening = msgspec.structs.replace(response.answer, status="in_progress")
         await store.run(mark_started, opening)
         while not state.draining:
             try:
                 work = await response_work(
-                    state, response.request, time.monotonic(), owner=response.owner, response_id=response.id
+                    state, response.request, time.monotonic(), owner=response.owner, queued=opening
                 )
                 job = Job(state, dataclasses.replace(work.generation, stream=False), work.make_shape)
                 job.request_id, job.path, job.owner = response.id, "/v1/responses", response.owner

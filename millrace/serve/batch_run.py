@@ -41,7 +41,7 @@ RETRY_S = 1.0
 """How long a line waits before it is tried again when the engine is full or away."""
 
 
-class _Envelope(msgspec.Struct):
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
     """A line of the input file."""
 
     custom_id: str

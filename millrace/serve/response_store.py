@@ -16,6 +16,7 @@ MAX_TURNS = 1000
 """Longest chain of previous responses."""
 
 _items = msgspec.json.Decoder(list[InputItem])
+_answer = msgspec.json.Decoder(ResponseAnswer)
 _messages = msgspec.json.Decoder(list[OutputMessage])
 
 
@@ -74,7 +75,7 @@ def delete_response(database: sqlite3.Connection, response_id: str, owner: str) 
 def cancel_response(database: sqlite3.Connection, response_id: str, owner: str) -> bytes:
     row = _row(database, response_id, owner)
     if row["request"] is not None:
-        body = msgspec.json.decode(row["body"], type=ResponseAnswer)
+        body = _answer.decode(row["body"])
         body.status = "cancelled"
         end_response(database, body)
         return msgspec.json.encode(body)
@@ -129,13 +130,15 @@ class OpenResponse:
     id: str
     owner: str
     request: bytes
+    answer: ResponseAnswer
+    """As it stands."""
 
 
 def open_responses(database: sqlite3.Connection) -> list[OpenResponse]:
     rows = database.execute(
-        "SELECT id, owner, request FROM responses WHERE background = 1 AND request IS NOT NULL ORDER BY number"
+        "SELECT id, owner, request, body FROM responses WHERE background = 1 AND request IS NOT NULL ORDER BY number"
     ).fetchall()
-    return [OpenResponse(row["id"], row["owner"], bytes(row["request"])) for row in rows]
+    return [OpenResponse(row["id"], row["owner"], bytes(row["request"]), _answer.decode(row["body"])) for row in rows]
 
 
 def mark_started(database: sqlite3.Connection, answer: ResponseAnswer) -> None:

@@ -142,7 +142,8 @@ async def _conversation(
 
 
 def _check(state: FrontState, body: ResponsesRequest | InputTokensRequest) -> None:
-    check_model(body.model, state.model_name)
+    if body.model is not None:
+        check_model(body.model, state.model_name)
     refuse_unsupported(body, NOT_SUPPORTED, "")
     if body.text is not None:
         refuse_unsupported(body.text, TEXT_NOT_SUPPORTED, "text.")
@@ -154,16 +155,16 @@ def decode_response(data: bytes) -> ResponsesRequest:
 
 
 async def response_work(
-    state: FrontState, data: bytes, received: float, *, owner: str = "", response_id: str | None = None
+    state: FrontState, data: bytes, received: float, *, owner: str = "", queued: ResponseAnswer | None = None
 ) -> Work:
-    """`response_id` is given where a response that was queued before is generated now."""
+    """`queued` is given where a response that was stored before is generated now."""
     body = decode_response(data)
     _check(state, body)
     num_top = _logprobs(body)
     items = input_items(body.input)
     await state.await_engine()
     request = ChatRequest(
-        model=body.model,
+        model=state.model_name,
         messages=await _conversation(state, body, items, owner),
         max_completion_tokens=body.max_output_tokens,
         logprobs=num_top is not None,
@@ -174,13 +175,10 @@ async def response_work(
         generation = await chat_generation(state, request, received)
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
-    generation = dataclasses.replace(
-        generation, answer_id=response_id or new_id("resp_"), writes_details=True, holds_end=True
-    )
-    opening = opening_answer(state, body, generation.answer_id)
-    is_queued = response_id is not None
+    opening = queued or opening_answer(state, body, new_id("resp_"))
+    generation = dataclasses.replace(generation, answer_id=opening.id, writes_details=True, holds_end=True)
     shape = partial(ResponseShape, opening=opening, limit_names=LIMIT_NAMES)
-    return Work(generation, shape, partial(_conclude, state, items, owner, is_queued))
+    return Work(generation, shape, partial(_conclude, state, items, owner, queued is not None))
 
 
 async def _conclude(state: FrontState, items: list[InputItem], owner: str, is_queued: bool, job: Job) -> bytes:

@@ -7,6 +7,7 @@ import time
 
 from aiohttp import web
 
+from millrace.errors import MillraceError
 from millrace.serve.body import read_body
 from millrace.serve.event_stream import SERVER_SENT_EVENTS, EventStream
 from millrace.serve.ids import REQUEST_ID_HEADER
@@ -65,7 +66,10 @@ async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> 
     job.start()
     await until_done(state, job)
     if work.conclude is not None and job.error is None:
-        out.end(await work.conclude(job))
+        try:
+            out.end(await work.conclude(job))
+        except MillraceError as error:
+            out.end(job.shape.error_frames(error))
     await out.finish(FLUSH_GRACE_S)
     return out.sent_response()
 

@@ -157,7 +157,13 @@ def _chat_messages(messages: list[OllamaMessage]) -> list[Message]:
 
 async def _chat(state: FrontState, body: OllamaCommon, messages: list[Message], received: float) -> Generation:
     fields = {**_sampling(body, body.options or OllamaOptions()), "model": state.model_name}
-    request = ChatRequest(messages=messages, logprobs=body.logprobs, top_logprobs=body.top_logprobs, **fields)
+    request = ChatRequest(
+        messages=messages,
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        continue_final_message=isinstance(messages[-1], AssistantMessage),
+        **fields,
+    )
     return await chat_generation(state, request, received)
 
 

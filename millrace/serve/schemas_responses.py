@@ -79,7 +79,7 @@ class ResponseStreamOptions(Strict, kw_only=True):
 
 
 class _ResponseInput(Strict, kw_only=True):
-    model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
+    model: Annotated[str | None, described("The served model's name; default: that one.")] = None
     input: Annotated[Raw, described("A text, or a list of messages.", **_INPUT_SCHEMA)]
     instructions: Annotated[str | None, described("A system message before everything else.")] = None
     previous_response_id: Annotated[str | None, described("Continue the conversation of a stored response.")] = None

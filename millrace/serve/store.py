@@ -100,6 +100,14 @@ class Store:
                 " or start the server with another --data-dir."
             ) from error
 
+    def forget_expired(self, connection: sqlite3.Connection) -> None:
+        """For `run`: remove responses and files whose time has come."""
+        now = int(time.time())
+        connection.execute("DELETE FROM responses WHERE created_at < ?", (now - RESPONSE_DAYS * 86400,))
+        for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall():
+            (self.files / row["id"]).unlink(missing_ok=True)
+            connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))
+
     def close(self) -> None:
         self._thread.submit(self._close)
         self._thread.shutdown(wait=True)
@@ -127,15 +135,7 @@ class Store:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.executescript(_SCHEMA)
             self._connection = connection
-            self._forget_expired(connection)
         return self._connection
-
-    def _forget_expired(self, connection: sqlite3.Connection) -> None:
-        now = int(time.time())
-        connection.execute("DELETE FROM responses WHERE created_at < ?", (now - RESPONSE_DAYS * 86400,))
-        for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall():
-            (self.files / row["id"]).unlink(missing_ok=True)
-            connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))
 
     def _close(self) -> None:
         if self._connection is not None:

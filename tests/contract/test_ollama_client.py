@@ -63,6 +63,11 @@ def test_generate(client: ollama.Client, front: Front) -> None:
     assert front.engine.received[-1].params.max_tokens == 256 - 2
 
 
+def test_an_answer_that_has_begun_is_continued(client: ollama.Client, front: Front) -> None:
+    client.chat(MODEL, [*HI, {"role": "assistant", "content": "It is"}])
+    assert prompt_of(front) == "[user]hi\n[assistant]It is"
+
+
 def test_streams_are_json_lines(front: Front) -> None:
     reply = post(front.port, "/api/generate", {"model": MODEL, "prompt": "hi"})
     assert reply.headers["content-type"] == "application/x-ndjson"

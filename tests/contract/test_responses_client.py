@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +13,7 @@ import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import eventually, get, post, request
 
+from millrace.config import Config, replace
 from millrace.link.messages import unpack_tokens
 
 TEXT = 'Grüße, "world" 🌍\nbye'
@@ -131,7 +134,11 @@ def test_background(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hi", background=True)
     assert response.status == "queued"
     eventually(lambda: client.responses.retrieve(response.id).status == "completed")
-    assert client.responses.retrieve(response.id).output_text == TEXT
+    done = client.responses.retrieve(response.id)
+    assert done.output_text == TEXT
+    assert done.created_at == response.created_at
+    follow = client.responses.create(input="more", previous_response_id=response.id)
+    assert follow.model == MODEL
     with pytest.raises(openai.ConflictError):
         client.responses.cancel(response.id)
 
@@ -147,6 +154,27 @@ def test_a_background_response_can_be_cancelled() -> None:
         assert client.responses.cancel(response.id).status == "cancelled"
         eventually(lambda: front.call(lambda: len(front.engine.rows)) == 0)
         assert client.responses.retrieve(response.id).status == "cancelled"
+
+
+def test_a_background_response_survives_a_restart(tmp_path: Path) -> None:
+    config = replace(Config(), server__port=0, server__drain_timeout_s=0.1, server__data_dir=str(tmp_path))
+    with running_front(endless, step_s=0.01, config=config) as front:
+        asked = {"model": MODEL, "input": "hi", "background": True, "max_output_tokens": 4000}
+        response_id = post(front.port, RESPONSES, asked).json["id"]
+        eventually(lambda: front.call(lambda: len(front.engine.rows)) == 1)
+    with running_front(saying(TEXT), config=config) as front:
+        eventually(lambda: get(front.port, f"{RESPONSES}/{response_id}").json["status"] == "completed")
+
+
+def test_old_responses_are_forgotten(tmp_path: Path) -> None:
+    config = replace(Config(), server__port=0, server__data_dir=str(tmp_path))
+    with running_front(saying(TEXT), config=config) as front:
+        old, new = (post(front.port, RESPONSES, {"model": MODEL, "input": "hi"}).json["id"] for _ in range(2))
+    with sqlite3.connect(tmp_path / "store.sqlite3") as database:
+        database.execute("UPDATE responses SET created_at = created_at - 31 * 86400 WHERE id = ?", (old,))
+    with running_front(saying(TEXT), config=config) as front:
+        eventually(lambda: get(front.port, f"{RESPONSES}/{old}").status == 404)
+        assert get(front.port, f"{RESPONSES}/{new}").status == 200
 
 
 def test_input_tokens(client: openai.OpenAI) -> None:
