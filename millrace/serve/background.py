@@ -28,7 +28,7 @@ from millrace.serve.response_store import OpenResponse, end_response, mark_start
 from millrace.serve.responses import response_work
 from millrace.serve.shape_responses import failed
 from millrace.serve.state import FrontState
-from millrace.serve.work import Prepare, chat_work, completion_work, whole_answer
+from millrace.serve.work import Prepare, chat_work, completion_work, unattended_answer
 
 POLL_S = 2.0
 """How often the database is asked for what other processes put there."""
@@ -146,12 +146,11 @@ class Background:
         await store.run(mark_started, opening)
         while not state.draining:
             try:
-                work = await response_work(
-                    state, response.request, time.monotonic(), owner=response.owner, queued=opening
-                )
+                received = time.monotonic()
+                work = await response_work(state, response.request, received, owner=response.owner, queued=opening)
                 job = Job(state, dataclasses.replace(work.generation, stream=False), work.make_shape)
                 job.request_id, job.path, job.owner = response.id, "/v1/responses", response.owner
-                await whole_answer(state, work, job)
+                await unattended_answer(state, work, job, received)
                 return
             except (EngineUnavailable, Overloaded):
                 await asyncio.sleep(RETRY_S)

@@ -32,7 +32,7 @@ from millrace.serve.ids import new_id
 from millrace.serve.job import Job
 from millrace.serve.schemas import PRIORITY_CLASSES
 from millrace.serve.state import FrontState
-from millrace.serve.work import Prepare, Work, whole_answer
+from millrace.serve.work import Prepare, Work, unattended_answer
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
@@ -181,12 +181,12 @@ class BatchRun:
         return False
 
     async def _result(self, line: Line) -> tuple[int, bytes, tuple[int, int, int]]:
-        request_id, tokens = new_id("req-"), (0, 0, 0)
+        request_id, received, tokens = new_id("req-"), time.monotonic(), (0, 0, 0)
         try:
             work = await self._prepared(line)
             job = Job(self._state, work.generation, work.make_shape)
             job.request_id, job.path, job.owner = request_id, self._batch.endpoint, self._batch.owner
-            body, code = await whole_answer(self._state, work, job), 200
+            body, code = await unattended_answer(self._state, work, job, received), 200
             usage = job.usage()
             tokens = (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
         except (Overloaded, EngineUnavailable):

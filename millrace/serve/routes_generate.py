@@ -15,7 +15,7 @@ from millrace.serve.job import Job
 from millrace.serve.keys import FINISH_WORD, REQUEST_ID, STATE
 from millrace.serve.owner import owner_of
 from millrace.serve.state import FrontState
-from millrace.serve.work import Prepare, Work, chat_work, completion_work, until_done, whole_answer
+from millrace.serve.work import Prepare, Work, chat_work, completion_work, observe, until_done, whole_answer
 
 FLUSH_GRACE_S = 30.0
 """How long a client may take to read the rest of a stream that has ended."""
@@ -77,10 +77,7 @@ async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> 
 def _account(state: FrontState, request: web.Request, job: Job, received: float) -> None:
     """Count and, when asked to, log one request that reached the engine."""
     metrics, now = state.metrics, time.monotonic()
-    before_submit_s = job.submitted_at - received
-    for choice in job.choices:
-        if choice.finish is not None:
-            metrics.observe_sequence(choice.finish, before_submit_s)
+    observe(state, job, received)
     ended = job.finish_word
     request[FINISH_WORD] = ended
     if ended == "abort":

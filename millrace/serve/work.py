@@ -70,3 +70,18 @@ async def whole_answer(state: FrontState, work: Work, job: Job) -> bytes:
     job.start()
     await until_done(state, job)
     return job.body() if work.conclude is None else await work.conclude(job)
+
+
+async def unattended_answer(state: FrontState, work: Work, job: Job, received: float) -> bytes:
+    """`whole_answer` where no HTTP request is behind the job: it is counted here."""
+    try:
+        return await whole_answer(state, work, job)
+    finally:
+        observe(state, job, received)
+
+
+def observe(state: FrontState, job: Job, received: float) -> None:
+    """Count the sequences of a job that have ended."""
+    for choice in job.choices:
+        if choice.finish is not None:
+            state.metrics.observe_sequence(choice.finish, job.submitted_at - received)
