@@ -253,12 +253,12 @@ def until_completed(client: openai.OpenAI, batch_id: str, least: int) -> None:
 @pytest.mark.parametrize("stops", [1, 3])
 def test_a_restart_loses_and_repeats_nothing(tmp_path: Path, stops: int) -> None:
     """The server is stopped in the middle, as often as asked; what was answered is not answered again."""
-    total = 24
+    total = 60
     config = config_in(tmp_path, server__batch_lines=3)
     answered: list[str] = []
     batch_id = ""
     for _ in range(stops):
-        with running_front(echoing, step_s=0.002, config=config) as front:
+        with running_front(echoing, step_s=0.003, config=config) as front:
             client = client_of(front)
             batch_id = batch_id or begin(client, [chat_line(number) for number in range(total)])
             before = len(answered)
