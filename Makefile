@@ -12,8 +12,10 @@ ARGS  ?=
 # Options for pytest, such as TESTS="tests/plan -k prefix".
 TESTS ?=
 WORKERS ?= 2
+# How much `make fuzz` sends.
+SIZE ?= 100
 
-.PHONY: help serve chat test test-models lint format bench setup setup-dev fetch clean
+.PHONY: help serve chat test test-models fuzz lint format bench setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -37,6 +39,10 @@ test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold th
 	@$(BIN)/millrace fetch --all
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m real_models $(TESTS)
 	@echo "The real models agree. Next: make serve ARGS=qwen2.5-coder-1.5b"
+
+fuzz: setup-dev ## Send SIZE generated requests to each endpoint, and 100 × SIZE to the real engine
+	@MILLRACE_FUZZ=$(SIZE) MILLRACE_REQUESTS=$(SIZE)00 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest \
+		--timeout=0 tests/contract/test_schemathesis.py tests/contract/test_generated_requests.py
 
 lint: setup-dev ## Check style, types and architecture only
 	@echo "── style"

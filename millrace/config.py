@@ -36,6 +36,12 @@ def cache_dir() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "millrace"
 
 
+def data_dir() -> Path:
+    """Where what clients stored is kept: `millrace` in the user's data directory (XDG_DATA_HOME if it is absolute)."""
+    base = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "millrace"
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with `changes`, for a program that we start and that reads its own settings there."""
     return {**os.environ, **changes}
@@ -66,6 +72,11 @@ class ServerConfig:
     body_limit_mb: int = setting(32, "largest request body in MiB; more gets a 413 before it is read", minimum=1)
     stream_buffer_kb: int = setting(256, "unread KiB a slow streaming client may hold before it is dropped", minimum=16)
     request_timeout_s: float = setting(600.0, "deadline of a request that names none, in seconds", minimum=0.1)
+    data_dir: str = setting(
+        "", "where files, batches and stored responses live; empty takes millrace/<model> in the user's data directory"
+    )
+    file_limit_mb: int = setting(512, "largest uploaded file in MiB; more gets a 413 before it is read", minimum=1)
+    batch_lines: int = setting(64, "most lines of batches that are generated at once", minimum=1)
     drain_timeout_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0.0)
 
 

@@ -98,6 +98,30 @@ class UnsupportedMediaType(MillraceError):
     code = "unsupported_media_type"
 
 
+class Conflict(MillraceError):
+    """The thing exists, but not in a state in which this can be done to it."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+
+class RequestCancelled(MillraceError):
+    """Somebody cancelled the request through the API while it ran."""
+
+    status = 499
+    type = "invalid_request_error"
+    code = "request_cancelled"
+
+
+class NotImplementedYet(MillraceError):
+    """A part of a public API that this server knows of and does not have."""
+
+    status = 501
+    type = "invalid_request_error"
+    code = "not_implemented"
+
+
 class Overloaded(MillraceError):
     """The bounded queue is full. `retry_after_s` comes from the measured drain rate."""
 

@@ -84,6 +84,8 @@ class ChatAnswer(msgspec.Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    truncated_prompt_tokens: int | UnsetType = UNSET
+    """How many tokens `truncate_prompt_tokens` cut off the prompt's beginning."""
 
 
 class Delta(msgspec.Struct):
@@ -111,6 +113,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    truncated_prompt_tokens: int | UnsetType = UNSET
 
 
 # ── completions ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,6 +133,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    truncated_prompt_tokens: int | UnsetType = UNSET
 
 
 class CompletionAnswer(msgspec.Struct):
@@ -152,6 +156,7 @@ class CompletionChunkChoice(msgspec.Struct):
     stop_reason: str | int | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    truncated_prompt_tokens: int | UnsetType = UNSET
 
 
 class CompletionChunk(msgspec.Struct):
@@ -207,6 +212,23 @@ class ErrorAnswer(msgspec.Struct):
     """Every error, whatever its status."""
 
     error: ErrorBody
+
+
+class AnthropicErrorAnswer(msgspec.Struct):
+    """Every error of /v1/messages: Anthropic's shape with OpenAI's fields in it."""
+
+    type: Literal["error"]
+    error: ErrorBody
+
+
+class OllamaErrorAnswer(msgspec.Struct):
+    """Every error of /api/…: Ollama's `error` is a text; OpenAI's fields stand beside it."""
+
+    error: str
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
 encode = msgspec.json.Encoder().encode

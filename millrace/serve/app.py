@@ -177,6 +177,7 @@ def load_state(config: Config, client: EngineClient, files: ModelFiles) -> Front
         template=load_chat_template(files, tokenizer, config.model.chat_template),
         model_name=config.model.served_name or files.name,
         metrics=FrontMetrics(client),
+        model_facts={"family": str(files.config.get("model_type", "unknown")), "format": files.kind},
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from millrace.errors import BadRequest
 from millrace.serve.generation import Generation, Prompt
 from millrace.serve.ids import new_id
-from millrace.serve.prompts import encode_chat, generation_prompt, template_kwargs, template_messages
+from millrace.serve.prompts import cut_prompt, encode_chat, generation_prompt, template_kwargs, template_messages
 from millrace.serve.sampling import (
     check_fields,
     check_logprobs,
     check_model,
     check_num_sequences,
+    check_truncation,
     deadline_of,
     name_fields,
     priority_of,
@@ -24,6 +25,7 @@ from millrace.serve.state import FrontState
 async def chat_generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
     check_model(request.model, state.model_name)
     check_fields(request)
+    check_truncation(request.truncate_prompt_tokens)
     max_tokens, limit_name = _max_tokens(request)
     logprobs = _logprobs(request)
     try:
@@ -35,7 +37,7 @@ async def chat_generation(state: FrontState, request: ChatRequest, received: flo
     check_num_sequences(1, params.n)
     options = request.stream_options
     return Generation(
-        prompts=[Prompt(await _prompt_ids(state, request, max_tokens), None)],
+        prompts=[await _prompt(state, request, max_tokens)],
         params=params,
         answer_id=new_id("chatcmpl-"),
         deadline=deadline_of(request, state.config, received),
@@ -49,7 +51,14 @@ async def chat_generation(state: FrontState, request: ChatRequest, received: flo
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs is not None,
         return_token_ids=bool(request.return_token_ids),
+        reports_dropped=request.truncate_prompt_tokens is not None,
     )
+
+
+async def _prompt(state: FrontState, request: ChatRequest, max_tokens: int | None) -> Prompt:
+    token_ids = await _prompt_ids(state, request, max_tokens)
+    keep = request.truncate_prompt_tokens
+    return Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
 
 
 async def _prompt_ids(state: FrontState, request: ChatRequest, max_tokens: int | None) -> list[int]:
@@ -62,6 +71,7 @@ async def _prompt_ids(state: FrontState, request: ChatRequest, max_tokens: int |
             continue_final_message=continue_final,
             template_kwargs=template_kwargs(request.chat_template_kwargs),
             max_tokens=max_tokens,
+            may_cut=request.truncate_prompt_tokens is not None,
         )
     except BadRequest as error:
         raise name_fields(error, {"prompt": "messages"}) from None

@@ -11,13 +11,14 @@ from millrace.errors import BadRequest
 from millrace.serve.body import json_error
 from millrace.serve.generation import Generation, Prompt
 from millrace.serve.ids import new_id
-from millrace.serve.prompts import encode_texts
+from millrace.serve.prompts import cut_prompt, encode_texts
 from millrace.serve.sampling import (
     check_fields,
     check_logprobs,
     check_model,
     check_num_sequences,
     check_range,
+    check_truncation,
     deadline_of,
     priority_of,
     salt_of,
@@ -37,6 +38,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completion_generation(state: FrontState, request: CompletionRequest, received: float) -> Generation:
     check_model(request.model, state.model_name)
     check_fields(request)
+    check_truncation(request.truncate_prompt_tokens)
     echo = bool(request.echo)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     score_only = echo and max_tokens == 0
@@ -69,6 +71,7 @@ async def completion_generation(state: FrontState, request: CompletionRequest, r
         echo=echo,
         score_only=score_only,
         return_token_ids=bool(request.return_token_ids),
+        reports_dropped=request.truncate_prompt_tokens is not None,
     )
 
 
@@ -107,7 +110,11 @@ async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: in
     check_num_sequences(max(len(texts), len(token_lists)), per_prompt)
     if texts:
         encoded = await encode_texts(
-            state, texts, add_special=request.add_special_tokens is not False, max_tokens=max_tokens
+            state,
+            texts,
+            add_special=request.add_special_tokens is not False,
+            max_tokens=max_tokens,
+            may_cut=request.truncate_prompt_tokens is not None,
         )
         prompts = [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
     else:
@@ -115,7 +122,10 @@ async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: in
     for prompt in prompts:
         if not prompt.token_ids:
             raise BadRequest("'prompt' has no tokens; send at least one character or token.", param="prompt")
-    return prompts
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return prompts
+    return [cut_prompt(state, prompt.token_ids, prompt.text, keep, max_tokens) for prompt in prompts]
 
 
 def _split(raw: msgspec.Raw) -> tuple[list[str], list[list[int]]]:

@@ -1,4 +1,7 @@
-"""Every failure as OpenAI's error body: our own, aiohttp's, and the unexpected."""
+"""Every failure as an error body: our own, aiohttp's, and the unexpected.
+
+OpenAI's four fields are always there. Where a path belongs to another API, they stand where its clients look.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,48 @@ from millrace.errors import (
     NotFound,
     Overloaded,
 )
-from millrace.serve.answers import ErrorAnswer, ErrorBody, encode
+from millrace.serve.answers import AnthropicErrorAnswer, ErrorAnswer, ErrorBody, OllamaErrorAnswer, encode
 from millrace.serve.ids import REQUEST_ID_HEADER
 
 RETRY_AFTER_S = 5
 """When the engine is loading, draining or gone; nobody knows better."""
 
 
-def error_body(error: MillraceError) -> bytes:
+ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: MillraceError, path: str = "") -> bytes:
+    if path.startswith(ANTHROPIC_PATHS):
+        return anthropic_error_body(error)
+    if path.startswith(OLLAMA_PATHS):
+        return ollama_error_body(error)
     return encode(ErrorAnswer(ErrorBody(error.message, error.type, error.param, error.code)))
+
+
+def anthropic_error_body(error: MillraceError) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return encode(AnthropicErrorAnswer("error", ErrorBody(error.message, kind, error.param, error.code)))
+
+
+def ollama_error_body(error: MillraceError) -> bytes:
+    return encode(OllamaErrorAnswer(error.message, error.message, error.type, error.param, error.code))
 
 
 def error_event(error: MillraceError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
-def error_response(error: MillraceError, request_id: str) -> web.Response:
+def error_response(error: MillraceError, request_id: str, path: str = "") -> web.Response:
     headers = {REQUEST_ID_HEADER: request_id, "Server": "millrace"}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -38,7 +67,8 @@ def error_response(error: MillraceError, request_id: str) -> web.Response:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     elif isinstance(error, AllowedMethods):
         headers["Allow"] = ", ".join(error.methods)
-    return web.Response(status=error.status, body=error_body(error), headers=headers, content_type="application/json")
+    body = error_body(error, path)
+    return web.Response(status=error.status, body=body, headers=headers, content_type="application/json")
 
 
 class AllowedMethods(MethodNotAllowed):

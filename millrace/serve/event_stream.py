@@ -1,4 +1,4 @@
-"""One streamed answer on one connection: server-sent events, written straight to the transport as they are made.
+"""One streamed answer on one connection: events, written straight to the transport as they are made.
 
 While the client keeps up, a frame costs one write and no task switch. When it does not (the transport's buffer is
 above its mark), text is held as text: many tokens become one frame once the buffer has drained. A client that lets
@@ -18,6 +18,8 @@ from aiohttp import HttpVersion11, web
 
 LAST_CHUNK = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
+SERVER_SENT_EVENTS = "text/event-stream; charset=utf-8"
+JSON_LINES = "application/x-ndjson"
 
 
 class TextHolder(Protocol):
@@ -50,7 +52,9 @@ class EventStream:
         "write",
     )
 
-    def __init__(self, request: web.Request, *, request_id: str, limit_bytes: int) -> None:
+    def __init__(
+        self, request: web.Request, *, request_id: str, limit_bytes: int, media_type: str = SERVER_SENT_EVENTS
+    ) -> None:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has gone.")
@@ -58,7 +62,7 @@ class EventStream:
         self._transport = transport
         self._chunked = request.version == HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
-        self._head = _head(request_id, chunked=self._chunked, keep_alive=self._keep_alive)
+        self._head = _head(request_id, media_type, chunked=self._chunked, keep_alive=self._keep_alive)
         self._preamble = b""
         self._limit_bytes = limit_bytes
         self._on_slow: Callable[[int], None] = _ignore
@@ -147,7 +151,8 @@ class EventStream:
     def _emit(self, frames: bytes) -> None:
         if self._head:
             frames = self._preamble + frames
-        data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames
+        # An empty chunk would end the body.
+        data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked and frames else frames
         if self._ended and self._chunked:
             data += LAST_CHUNK
         if self._head:
@@ -195,10 +200,10 @@ class _AlreadySent(web.StreamResponse):
         return None
 
 
-def _head(request_id: str, *, chunked: bool, keep_alive: bool) -> bytes:
+def _head(request_id: str, media_type: str, *, chunked: bool, keep_alive: bool) -> bytes:
     lines = [
         "HTTP/1.1 200 OK" if chunked else "HTTP/1.0 200 OK",
-        "Content-Type: text/event-stream; charset=utf-8",
+        f"Content-Type: {media_type}",
         "Cache-Control: no-cache",
         "X-Accel-Buffering: no",
         f"X-Request-Id: {request_id}",

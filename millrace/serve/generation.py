@@ -15,6 +15,8 @@ class Prompt:
     token_ids: list[int]
     text: str | None
     """What the client wrote, for `echo`; None where it sent token ids."""
+    num_dropped: int = 0
+    """Tokens cut off its beginning, because the client asked for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,12 @@ class Generation:
     score_only: bool = False
     """Nothing of the output is wanted: the prompt's own log-probabilities are (`echo` with `max_tokens` 0)."""
     return_token_ids: bool = False
+    reports_dropped: bool = False
+    """The client allowed its prompt to be cut (`truncate_prompt_tokens`) and is told how much was."""
+    writes_details: bool = False
+    """The API's chunks need more than a text between two constants."""
+    holds_end: bool = False
+    """A stream's last frames come from whoever waits for the job, who has something to do before them."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -53,4 +61,6 @@ class Generation:
             or self.return_token_ids
             or self.echo
             or self.prompt_logprobs
+            or self.reports_dropped
+            or self.writes_details
         )

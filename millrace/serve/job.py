@@ -16,8 +16,7 @@ from millrace.link.messages import Finish, FinishReason
 from millrace.params import SamplingParams
 from millrace.serve.answers import PromptTokensDetails, Usage
 from millrace.serve.choices import Choice, CollectedChoice, DetailedChoice, DetailedFrames, PlainChoice
-from millrace.serve.errors_http import error_event
-from millrace.serve.event_stream import DONE, EventStream
+from millrace.serve.event_stream import EventStream
 from millrace.serve.generation import Generation, Prompt
 from millrace.serve.sampling import name_fields
 from millrace.serve.state import FrontState
@@ -43,7 +42,11 @@ class Shape(DetailedFrames, Protocol):
 
     def finish_frame(self, choice: Choice) -> bytes: ...
 
-    def usage_frame(self, usage: Usage) -> bytes: ...
+    def end_frames(self, usage: Usage) -> bytes:
+        """What closes a stream that ended well."""
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        """What closes a stream that had begun when it failed."""
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         """The whole body of an answer that is not streamed."""
@@ -65,7 +68,9 @@ class Job:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: MillraceError | None = None
         self.submitted_at = 0.0
-        self._shape = make_shape(self)
+        self.request_id = self.path = self.owner = ""
+        """The request that it belongs to, where that went, and whose it is."""
+        self.shape = make_shape(self)
         self._num_open = 0
         self.choices: list[Choice] = []
         self._make_choices()
@@ -89,7 +94,12 @@ class Job:
                 )
         except MillraceError as error:
             self.close()
-            raise (name_fields(error, self._shape.limit_names) if isinstance(error, BadRequest) else error) from None
+            raise (name_fields(error, self.shape.limit_names) if isinstance(error, BadRequest) else error) from None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether every sequence was accepted."""
+        return all(choice.request_id is not None for choice in self.choices)
 
     def _make_choices(self) -> None:
         generation, choices = self.generation, self.choices
@@ -98,15 +108,15 @@ class Job:
                 choices.append(self._make_choice(len(choices), prompt, _params_of(generation.params, number)))
         if self.out is not None:
             holders = [choice for choice in choices if isinstance(choice, PlainChoice)]
-            self.out.begin_with(self._shape.preamble(choices), list(holders), self.on_slow_client)
+            self.out.begin_with(self.shape.preamble(choices), list(holders), self.on_slow_client)
 
     def _make_choice(self, index: int, prompt: Prompt, params: SamplingParams) -> Choice:
         text = TextStream(self.state.tokenizer, params)
         if self.out is None:
             return CollectedChoice(self, index, prompt, params, text)
         if self.generation.is_detailed:
-            return DetailedChoice(self, index, prompt, params, text, self.out, self._shape)
-        return PlainChoice(self, index, prompt, params, text, self.out, self._shape.text_frame(index))
+            return DetailedChoice(self, index, prompt, params, text, self.out, self.shape)
+        return PlainChoice(self, index, prompt, params, text, self.out, self.shape.text_frame(index))
 
     # ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def on_choice_end(self, choice: Choice, finish: Finish) -> None:
@@ -118,15 +128,14 @@ class Job:
             return
         choice.complete()
         if self.out is not None:
-            self.out.send(self._shape.finish_frame(choice))
+            self.out.send(self.shape.finish_frame(choice))
         self._num_open -= 1
         if self._num_open == 0:
             self._end_well()
 
     def _end_well(self) -> None:
-        if self.out is not None:
-            usage = self._shape.usage_frame(self.usage()) if self.generation.include_usage else b""
-            self.out.end(usage + DONE)
+        if self.out is not None and not self.generation.holds_end:
+            self.out.end(self.shape.end_frames(self.usage()))
         if not self.done.done():
             self.done.set_result(None)
 
@@ -139,7 +148,7 @@ class Job:
         if self.out is None or not self.out.started:
             self.done.set_exception(error)
             return
-        self.out.end(error_event(error) + DONE)
+        self.out.end(self.shape.error_frames(error))
         self.done.set_result(None)
 
     def on_bug(self, error: Exception) -> None:
@@ -198,7 +207,7 @@ class Job:
 
     def body(self) -> bytes:
         """The whole answer, after `done`."""
-        return self._shape.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
+        return self.shape.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
 
     @property
     def finish_word(self) -> str:

@@ -7,59 +7,57 @@ from typing import Any
 import msgspec
 
 from millrace import __version__
-from millrace.serve.answers import (
-    ChatAnswer,
-    ChatChunk,
-    CompletionAnswer,
-    CompletionChunk,
-    DetokenizeAnswer,
-    ErrorAnswer,
-    Health,
-    Model,
-    ModelList,
-    TokenizeAnswer,
-)
-from millrace.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve import answers, routes_requests, schemas, schemas_anthropic, schemas_ollama, schemas_responses
+from millrace.serve.batch_store import BatchAnswer, BatchList
+from millrace.serve.file_store import FileAnswer, FileDeleted, FileList
+from millrace.serve.openapi_paths import paths
+from millrace.serve.prompts import RESERVED
+from millrace.serve.routes_batches import BatchRequest
+from millrace.serve.routes_files import PURPOSES
 
 _TYPES = (
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    ChatAnswer,
-    ChatChunk,
-    CompletionAnswer,
-    CompletionChunk,
-    TokenizeAnswer,
-    DetokenizeAnswer,
-    Model,
-    ModelList,
-    Health,
-    ErrorAnswer,
+    *(schemas.ChatRequest, schemas.CompletionRequest, schemas.TokenizeRequest, schemas.DetokenizeRequest),
+    *(answers.ChatAnswer, answers.ChatChunk, answers.CompletionAnswer, answers.CompletionChunk),
+    *(answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Model, answers.ModelList, answers.Health),
+    *(answers.ErrorAnswer, answers.AnthropicErrorAnswer, answers.OllamaErrorAnswer),
+    *(schemas_responses.ResponsesRequest, schemas_responses.InputTokensRequest, schemas_responses.ResponseAnswer),
+    *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
+    *(schemas_responses.InputItem, schemas_responses.InputTokensAnswer, schemas_responses.ResponseInputMessage),
+    *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
+    *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.CancelledRequest),
+    *(schemas_anthropic.MessagesRequest, schemas_anthropic.CountTokensRequest),
+    *(schemas_anthropic.MessageAnswer, schemas_anthropic.MessageEvent, schemas_anthropic.CountTokensAnswer),
+    *(schemas_ollama.OllamaChatRequest, schemas_ollama.OllamaGenerateRequest, schemas_ollama.OllamaShowRequest),
+    *(schemas_ollama.OllamaAnswer, schemas_ollama.OllamaModels, schemas_ollama.OllamaShowAnswer),
+    schemas_ollama.OllamaVersion,
 )
 
-_ERRORS = {
-    "400": "The request is wrong; the message names the field, the value and the remedy.",
-    "404": "There is no such model.",
-    "408": "The body did not arrive in time.",
-    "413": "The body is too large; it was not read.",
-    "415": "The body is compressed, or not UTF-8.",
-    "429": "The queue is full; Retry-After says when to try again.",
-    "500": "The request failed.",
-    "503": "The engine is loading, draining or gone; Retry-After says when to try again.",
-    "504": "The deadline passed.",
+_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("ChatRequest", "CompletionRequest"), schemas.NOT_SUPPORTED),
+    "AssistantMessage": schemas.NOT_SUPPORTED_IN_MESSAGES,
+    **dict.fromkeys(("ResponsesRequest", "InputTokensRequest"), schemas_responses.NOT_SUPPORTED),
+    "ResponseText": schemas_responses.TEXT_NOT_SUPPORTED,
+    **{name: {"include_obfuscation": (False,)} for name in ("StreamOptions", "ResponseStreamOptions")},
+    "ResponseInputMessage": {"phase": ()},
+    **dict.fromkeys(("MessagesRequest", "CountTokensRequest"), schemas_anthropic.NOT_SUPPORTED),
+    "TextBlock": {"citations": ([],)},
+    **dict.fromkeys(("OllamaChatRequest", "OllamaGenerateRequest"), schemas_ollama.NOT_SUPPORTED),
+    "OllamaOptions": schemas_ollama.OPTIONS_NOT_SUPPORTED,
+    "OllamaMessage": schemas_ollama.MESSAGE_NOT_SUPPORTED,
 }
+"""The values of each refused field that are accepted, beside null."""
 
-_CHAT_EXAMPLE = {
-    "model": "smollm2-135m-instruct",
-    "messages": [{"role": "user", "content": "Why is the sky blue?"}],
-    "max_completion_tokens": 64,
+_TAGS = {
+    "generate": "Text from the model.",
+    "responses": "Stored responses.",
+    "files": "Stored files.",
+    "batches": "Files of requests, run when there is room.",
+    "models": "What is served.",
+    "text": "The tokenizer.",
+    "anthropic": "Anthropic's API.",
+    "ollama": "Ollama's API.",
+    "operate": "Running requests, health, readiness, metrics.",
 }
-_COMPLETION_EXAMPLE = {"model": "smollm2-135m-instruct", "prompt": "The sea is", "max_tokens": 16}
-_STREAM_NOTE = (
-    "With `stream`: server-sent events, each `data: ` and a chunk, then `data: [DONE]`."
-    " An error after the first event is an event of its own, with an `error` object."
-)
 
 
 def openapi_document() -> bytes:
@@ -68,18 +66,13 @@ def openapi_document() -> bytes:
         "info": {
             "title": "Millrace",
             "version": __version__,
-            "description": "An LLM serving engine with OpenAI's API. Unknown fields are refused, never ignored;"
-            " null means the same as leaving a field out.",
+            "description": "An LLM serving engine with OpenAI's, Anthropic's and Ollama's APIs. Unknown fields are"
+            " refused, never ignored; null means the same as leaving a field out.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        "tags": [
-            {"name": "generate", "description": "Text from the model."},
-            {"name": "models", "description": "What is served."},
-            {"name": "text", "description": "The tokenizer."},
-            {"name": "operate", "description": "Health, readiness, metrics."},
-        ],
-        "paths": _paths(),
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
+        "paths": paths(),
         "components": {"schemas": _schemas()},
     }
     return msgspec.json.encode(document)
@@ -87,10 +80,36 @@ def openapi_document() -> bytes:
 
 def _schemas() -> dict[str, Any]:
     _, components = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
-    for schema in components.values():
+    for name, schema in components.items():
         _tidy(schema)
+        _name_neutral(schema, _NEUTRAL.get(name, {}))
         _required_first(schema)
+    components["FileForm"] = _file_form()
     return dict(sorted(components.items()))
+
+
+def _file_form() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": "The form of POST /v1/files.",
+        "required": ["purpose", "file"],
+        "additionalProperties": False,
+        "properties": {
+            "purpose": {"type": "string", "enum": list(PURPOSES), "description": "What the file is for."},
+            "file": {"type": "string", "format": "binary", "description": "The file."},
+            "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+        },
+    }
+
+
+def _name_neutral(schema: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> None:
+    for name, accepted in neutral.items():
+        if name in schema.get("properties", {}):
+            schema["properties"][name]["enum"] = [None, *accepted]
+    variables = schema.get("properties", {}).get("chat_template_kwargs")
+    if variables is not None:
+        variables["propertyNames"] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}}
 
 
 def _tidy(schema: Any) -> None:
@@ -110,112 +129,3 @@ def _required_first(schema: dict[str, Any]) -> None:
     required = schema.get("required", [])
     fields = schema.get("properties", {})
     schema["properties"] = {name: fields[name] for name in sorted(fields, key=lambda name: name not in required)}
-
-
-def _ref(name: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _json(name: str, description: str = "OK") -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": _ref(name)}}}
-
-
-def _errors(*statuses: str) -> dict[str, Any]:
-    return {status: _json("ErrorAnswer", _ERRORS[status]) for status in statuses}
-
-
-def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
-    return {"required": True, "content": {"application/json": {"schema": _ref(name), "example": example}}}
-
-
-def _generate(summary: str, operation: str, names: tuple[str, str, str], example: dict[str, Any]) -> dict[str, Any]:
-    request, answer, chunk = names
-    ok = _json(answer, "The answer, or its stream.")
-    ok["content"]["text/event-stream"] = {"schema": _ref(chunk)}
-    return {
-        "post": {
-            "tags": ["generate"],
-            "operationId": operation,
-            "summary": summary,
-            "description": _STREAM_NOTE,
-            "parameters": [_request_id_parameter()],
-            "requestBody": _body(request, example),
-            "responses": {"200": ok, **_errors(*_ERRORS)},
-        }
-    }
-
-
-def _request_id_parameter() -> dict[str, Any]:
-    return {
-        "name": "X-Request-Id",
-        "in": "header",
-        "required": False,
-        "description": "Echoed in the answer; up to 128 printable characters. Without one the server makes one up.",
-        "schema": {"type": "string", "maxLength": 128},
-    }
-
-
-def _get(tag: str, operation: str, summary: str, responses: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"get": {"tags": [tag], "operationId": operation, "summary": summary, "responses": responses, **more}}
-
-
-def _paths() -> dict[str, Any]:
-    chat_names = ("ChatRequest", "ChatAnswer", "ChatChunk")
-    completion_names = ("CompletionRequest", "CompletionAnswer", "CompletionChunk")
-    return {
-        "/v1/chat/completions": _generate("Answer a conversation", "createChatCompletion", chat_names, _CHAT_EXAMPLE),
-        "/v1/completions": _generate("Continue a text", "createCompletion", completion_names, _COMPLETION_EXAMPLE),
-        **_model_paths(),
-        **_text_paths(),
-        **_operate_paths(),
-    }
-
-
-def _model_paths() -> dict[str, Any]:
-    parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    return {
-        "/v1/models": _get("models", "listModels", "List the served model", {"200": _json("ModelList")}),
-        "/v1/models/{model}": _get(
-            "models",
-            "retrieveModel",
-            "Describe a served model",
-            {"200": _json("Model"), **_errors("404")},
-            parameters=[parameter],
-        ),
-    }
-
-
-def _text_paths() -> dict[str, Any]:
-    def post(operation: str, summary: str, request: str, answer: str, example: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "post": {
-                "tags": ["text"],
-                "operationId": operation,
-                "summary": summary,
-                "requestBody": _body(request, example),
-                "responses": {"200": _json(answer), **_errors("400", "404", "408", "413", "415", "500", "503")},
-            }
-        }
-
-    return {
-        "/tokenize": post(
-            "tokenize", "Text or messages to token ids", "TokenizeRequest", "TokenizeAnswer", {"prompt": "The sea is"}
-        ),
-        "/detokenize": post(
-            "detokenize", "Token ids to text", "DetokenizeRequest", "DetokenizeAnswer", {"tokens": [504, 3217, 314]}
-        ),
-    }
-
-
-def _operate_paths() -> dict[str, Any]:
-    text = {"description": "Prometheus text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    html = {"description": "This page.", "content": {"text/html": {"schema": {"type": "string"}}}}
-    json = {"description": "This document.", "content": {"application/json": {"schema": {"type": "object"}}}}
-    not_ready = _json("Health", "Not ready, with the reason.")
-    return {
-        "/health": _get("operate", "health", "The process is alive", {"200": _json("Health")}),
-        "/ready": _get("operate", "ready", "Requests would be answered", {"200": _json("Health"), "503": not_ready}),
-        "/metrics": _get("operate", "metrics", "Metrics for Prometheus", {"200": text}),
-        "/docs": _get("operate", "docs", "The documentation for people", {"200": html}),
-        "/openapi.json": _get("operate", "openapi", "The documentation for programs", {"200": json}),
-    }

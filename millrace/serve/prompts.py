@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from millrace.errors import BadRequest, ContextOverflow
+from millrace.serve.generation import Prompt
 from millrace.serve.sampling import refuse_unsupported
 from millrace.serve.schemas import (
     MAX_MESSAGES,
@@ -28,7 +29,7 @@ LONG_TEXT_CHARS = 4096
 _MESSAGE_CHARS = 64
 """What rendering a message costs beside its text, in characters' worth."""
 
-_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents")
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents")
 _T = TypeVar("_T")
 
 
@@ -40,10 +41,10 @@ async def off_loop(state: FrontState, num_chars: int, work: Callable[[], _T]) ->
 
 
 async def encode_texts(
-    state: FrontState, texts: list[str], *, add_special: bool, max_tokens: int | None
+    state: FrontState, texts: list[str], *, add_special: bool, max_tokens: int | None, may_cut: bool = False
 ) -> list[list[int]]:
     num_chars = sum(map(len, texts))
-    if num_chars > LONG_TEXT_CHARS:
+    if num_chars > LONG_TEXT_CHARS and not may_cut:
         for text in texts:
             await _refuse_hopeless(state, text, max_tokens)
     encode = state.tokenizer.encode
@@ -58,13 +59,14 @@ async def encode_chat(
     continue_final_message: bool,
     template_kwargs: dict[str, Any],
     max_tokens: int | None,
+    may_cut: bool = False,
 ) -> list[int]:
     """The conversation as the model's chat template writes it. The template itself begins the text as the model
     wants it, so no special tokens are added."""
     num_chars = len(messages) * _MESSAGE_CHARS
     for text in _texts_in(messages):
         num_chars += len(text)
-        if len(text) > LONG_TEXT_CHARS:
+        if len(text) > LONG_TEXT_CHARS and not may_cut:
             await _refuse_hopeless(state, text, max_tokens)
 
     def work() -> list[int]:
@@ -77,6 +79,15 @@ async def encode_chat(
         return state.tokenizer.encode(text, add_special=False)
 
     return await off_loop(state, num_chars, work)
+
+
+def cut_prompt(state: FrontState, token_ids: list[int], text: str | None, keep: int, max_tokens: int | None) -> Prompt:
+    """The prompt's last `keep` tokens; for -1, as many as leave room for the output."""
+    if keep == -1:
+        ready = state.require_engine()
+        keep = max(1, min(ready.max_context, ready.kv_tokens) - max(1, max_tokens or 1))
+    dropped = max(0, len(token_ids) - keep)
+    return Prompt(token_ids[dropped:], None if dropped else text, dropped)
 
 
 def _texts_in(messages: list[dict[str, Any]]) -> Iterator[str]:
@@ -168,7 +179,7 @@ def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bo
 
 def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
     for name in kwargs or {}:
-        if name in _RESERVED or not name.isidentifier():
+        if name in RESERVED or not name.isidentifier():
             raise BadRequest(
                 f"chat_template_kwargs sets {name[:80]!r}, which is reserved or not a name; remove it.",
                 param="chat_template_kwargs",

@@ -1,102 +1,83 @@
-"""The two routes that generate text."""
+"""The two routes that generate text, and how any route answers with generated text."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 
 from aiohttp import web
 
-from millrace.errors import DeadlineExceeded
-from millrace.serve.body import BodyDecoder, read_body
-from millrace.serve.chat import chat_generation, overflow_names
-from millrace.serve.completions import completion_generation
-from millrace.serve.event_stream import EventStream
-from millrace.serve.generation import Generation
+from millrace.errors import MillraceError
+from millrace.serve.body import read_body
+from millrace.serve.event_stream import SERVER_SENT_EVENTS, EventStream
 from millrace.serve.ids import REQUEST_ID_HEADER
-from millrace.serve.job import DEADLINE_SLACK_S, Job, Shape
+from millrace.serve.job import Job
 from millrace.serve.keys import FINISH_WORD, REQUEST_ID, STATE
-from millrace.serve.schemas import ChatRequest, CompletionRequest
-from millrace.serve.shape_chat import ChatShape
-from millrace.serve.shape_completions import CompletionShape
+from millrace.serve.owner import owner_of
 from millrace.serve.state import FrontState
+from millrace.serve.work import Prepare, Work, chat_work, completion_work, observe, until_done, whole_answer
 
 FLUSH_GRACE_S = 30.0
 """How long a client may take to read the rest of a stream that has ended."""
 
 request_log = logging.getLogger("millrace.requests")
 
-_chat = BodyDecoder(ChatRequest)
-_completion = BodyDecoder(CompletionRequest)
-
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    state, received = request.app[STATE], time.monotonic()
-    body = _chat.decode(await read_body(request, state.body_limit_bytes))
-    await state.await_engine()
-    generation = await chat_generation(state, body, received)
-    shape = partial(ChatShape, limit_names=overflow_names(body))
-    return await _answer(state, request, generation, shape, received)
+    return await respond(request, chat_work)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
+    return await respond(request, completion_work)
+
+
+async def respond(
+    request: web.Request, prepare: Prepare, *, media_type: str = SERVER_SENT_EVENTS
+) -> web.StreamResponse:
+    """Read the body, prepare its work, and answer it, whole or streamed."""
     state, received = request.app[STATE], time.monotonic()
-    body = _completion.decode(await read_body(request, state.body_limit_bytes))
-    await state.await_engine()
-    generation = await completion_generation(state, body, received)
-    return await _answer(state, request, generation, CompletionShape, received)
+    work = await prepare(state, await read_body(request, state.body_limit_bytes), received)
+    return await answer(state, request, work, received, media_type=media_type)
 
 
-async def _answer(
-    state: FrontState,
-    request: web.Request,
-    generation: Generation,
-    make_shape: Callable[[Job], Shape],
-    received: float,
+async def answer(
+    state: FrontState, request: web.Request, work: Work, received: float, *, media_type: str = SERVER_SENT_EVENTS
 ) -> web.StreamResponse:
     out = None
-    if generation.stream:
+    if work.generation.stream:
         limit_bytes = state.config.server.stream_buffer_kb * 1024
-        out = EventStream(request, request_id=request[REQUEST_ID], limit_bytes=limit_bytes)
-    job = Job(state, generation, make_shape, out)
-    job.start()
+        out = EventStream(request, request_id=request[REQUEST_ID], limit_bytes=limit_bytes, media_type=media_type)
+    job = Job(state, work.generation, work.make_shape, out)
+    job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
     try:
-        await _until_done(state, job)
         if out is not None:
-            await out.finish(FLUSH_GRACE_S)
-            return out.sent_response()
+            return await _stream(state, work, job, out)
         headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
-        return web.Response(body=job.body(), headers=headers, content_type="application/json")
+        body = await whole_answer(state, work, job)
+        return web.Response(body=body, headers=headers, content_type="application/json")
     finally:
         if out is not None:
             out.close()
-        _account(state, request, job, received)
+        if job.is_started:
+            _account(state, request, job, received)
 
 
-async def _until_done(state: FrontState, job: Job) -> None:
-    """Wait for the job's end. Whoever stops waiting (the client left: cancelled) takes its sequences back."""
-    loop = asyncio.get_running_loop()
-    patience_s = job.generation.deadline - time.monotonic() + DEADLINE_SLACK_S
-    timer = loop.call_later(patience_s, job.fail, DeadlineExceeded("The engine did not answer before the deadline."))
-    state.jobs.add(job)
-    try:
-        await job.done
-    finally:
-        timer.cancel()
-        state.jobs.discard(job)
-        job.close()
+async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> web.StreamResponse:
+    job.start()
+    await until_done(state, job)
+    if work.conclude is not None and job.error is None:
+        try:
+            out.end(await work.conclude(job))
+        except MillraceError as error:
+            out.end(job.shape.error_frames(error))
+    await out.finish(FLUSH_GRACE_S)
+    return out.sent_response()
 
 
 def _account(state: FrontState, request: web.Request, job: Job, received: float) -> None:
     """Count and, when asked to, log one request that reached the engine."""
     metrics, now = state.metrics, time.monotonic()
-    before_submit_s = job.submitted_at - received
-    for choice in job.choices:
-        if choice.finish is not None:
-            metrics.observe_sequence(choice.finish, before_submit_s)
+    observe(state, job, received)
     ended = job.finish_word
     request[FINISH_WORD] = ended
     if ended == "abort":

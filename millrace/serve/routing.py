@@ -9,12 +9,14 @@ from pathlib import Path
 from aiohttp import web
 
 from millrace.errors import BadRequest, MillraceError, RequestFailed
-from millrace.serve import routes_generate, routes_info
+from millrace.serve import api_routes, routes_absent, routes_info
+from millrace.serve.background import BACKGROUND, Background, in_background
 from millrace.serve.body import check_headers
 from millrace.serve.errors_http import error_response, from_aiohttp
 from millrace.serve.ids import request_id_of
 from millrace.serve.keys import DOCS, FINISH_WORD, OPENAPI, REQUEST_ID, STATE
 from millrace.serve.openapi import openapi_document
+from millrace.serve.routes_files import UPLOAD_PATH, check_upload
 from millrace.serve.state import FrontState
 
 log = logging.getLogger("millrace.serve")
@@ -27,19 +29,22 @@ def build_app(state: FrontState) -> web.Application:
     app[STATE] = state
     app[OPENAPI] = openapi_document()
     app[DOCS] = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+    app[BACKGROUND] = Background(state)
+    app.cleanup_ctx.append(in_background)
     post, get = _post(app), app.router.add_get
-    post("/v1/chat/completions", routes_generate.chat_completions)
-    post("/v1/completions", routes_generate.completions)
-    post("/tokenize", routes_info.tokenize)
-    post("/detokenize", routes_info.detokenize)
-    get("/v1/models", routes_info.list_models)
-    get("/v1/models/{model:.+}", routes_info.get_model)
+    for path, handler in api_routes.POST.items():
+        post(path, handler)
+    for path, handler in api_routes.GET.items():
+        get(path, handler)
+    for path, handler in api_routes.DELETE.items():
+        app.router.add_delete(path, handler)
     get("/health", routes_info.health)
     get("/ready", routes_info.ready)
     get("/metrics", routes_info.metrics)
     get("/openapi.json", routes_info.openapi)
     get("/docs", routes_info.docs)
     get("/", routes_info.index)
+    routes_absent.add_absent_routes(app)
     return app
 
 
@@ -66,14 +71,16 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         shown = error if isinstance(error, MillraceError) else from_aiohttp(error, request, _paths(request.app))
         status = shown.status
-        return error_response(shown, request_id)
+        return error_response(shown, request_id, request.path)
     except ConnectionError:
         raise
     except Exception as error:
         status = 500
         log.error("Request %s failed.", request_id, exc_info=error)
         return error_response(
-            RequestFailed(f"The server failed on this request; its log says more under {request_id}."), request_id
+            RequestFailed(f"The server failed on this request; its log says more under {request_id}."),
+            request_id,
+            request.path,
         )
     finally:
         metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_WORD, "")).inc()
@@ -95,9 +102,12 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     try:
         if request.headers.get("Expect", "").lower() != "100-continue":
             raise BadRequest("The header 'Expect' may only be '100-continue'; remove it.", code="http_error")
-        check_headers(request, request.app[STATE].body_limit_bytes)
+        if request.path == UPLOAD_PATH:
+            check_upload(request, request.app[STATE])
+        else:
+            check_headers(request, request.app[STATE].body_limit_bytes)
     except MillraceError as error:
-        response = error_response(error, request_id)
+        response = error_response(error, request_id, request.path)
         response.force_close()
         return response
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -16,9 +16,10 @@ from millrace.serve.schemas import MAX_SEQUENCES, NOT_SUPPORTED, PRIORITY_CLASSE
 MAX_LABEL_CHARS = 1024
 MAX_METADATA = 64
 _LONGEST_NEUTRAL_BYTES = 256
+_SHOWN_BYTES = 60
 _INTEGERS = (
     *("max_tokens", "max_completion_tokens", "n", "seed", "top_k", "min_tokens", "logprobs", "top_logprobs"),
-    *("prompt_logprobs", "best_of", "priority"),
+    *("prompt_logprobs", "best_of", "priority", "truncate_prompt_tokens"),
 )
 
 
@@ -54,7 +55,17 @@ def refuse_unsupported(body: msgspec.Struct, neutral: Mapping[str, tuple[Any, ..
         if raw is UNSET or _asks_for_nothing(raw, accepted):
             continue
         param = prefix + name
-        raise BadRequest(f"'{param}' is not supported yet; remove it.", param=param, code="unsupported_parameter")
+        raise BadRequest(
+            f"'{param}' (sent as {_shown(raw)}) is not supported yet; remove it.",
+            param=param,
+            code="unsupported_parameter",
+        )
+
+
+def _shown(raw: msgspec.Raw) -> str:
+    data = bytes(memoryview(raw)[: _SHOWN_BYTES + 1])
+    text = data.decode("utf-8", "ignore")
+    return text if len(data) <= _SHOWN_BYTES else text[:_SHOWN_BYTES] + "…"
 
 
 def _asks_for_nothing(raw: msgspec.Raw, accepted: tuple[Any, ...]) -> bool:
@@ -143,6 +154,14 @@ def check_num_sequences(num_prompts: int, per_prompt: int) -> None:
             f"The request asks for {num_prompts} prompts × {per_prompt} choices = {total} sequences;"
             f" at most {MAX_SEQUENCES} are allowed in one request. Split it.",
             param="n",
+        )
+
+
+def check_truncation(keep: int | None) -> None:
+    if keep is not None and (keep < -1 or keep == 0):
+        raise BadRequest(
+            f"truncate_prompt_tokens is {keep}; send how many tokens to keep, or -1 for as many as fit.",
+            param="truncate_prompt_tokens",
         )
 
 

@@ -25,45 +25,54 @@ Refused = Raw | UnsetType
 """A field that is not honoured: kept as bytes, so that nothing is built from it."""
 
 
-def _doc(text: str, **schema: Any) -> Meta:
+def described(text: str, **schema: Any) -> Meta:
     """Documentation for OpenAPI. `schema` describes limits that are checked in one place only, `SamplingParams`."""
     return Meta(description=text, extra_json_schema=schema or None)
 
 
-def _later(text: str) -> Meta:
+def later(text: str) -> Meta:
     return Meta(description=f"Not supported yet; {text}")
 
 
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pass
 
 
-class TextPart(_Strict, kw_only=True, tag_field="type", tag="text"):
+CacheBreakpoint = Annotated[
+    Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, wherever they end.")
+]
+
+
+class TextPart(Strict, kw_only=True, tag_field="type", tag="text"):
     """A piece of text."""
 
     text: str
+    prompt_cache_breakpoint: CacheBreakpoint = UNSET
 
 
-class ImagePart(_Strict, kw_only=True, tag_field="type", tag="image_url"):
+class ImagePart(Strict, kw_only=True, tag_field="type", tag="image_url"):
     """Not supported yet: this server takes text only."""
 
     image_url: Refused = UNSET
+    prompt_cache_breakpoint: CacheBreakpoint = UNSET
 
 
-class AudioPart(_Strict, kw_only=True, tag_field="type", tag="input_audio"):
+class AudioPart(Strict, kw_only=True, tag_field="type", tag="input_audio"):
     """Not supported yet: this server takes text only."""
 
     input_audio: Refused = UNSET
+    prompt_cache_breakpoint: CacheBreakpoint = UNSET
 
 
-class FilePart(_Strict, kw_only=True, tag_field="type", tag="file"):
+class FilePart(Strict, kw_only=True, tag_field="type", tag="file"):
     """Not supported yet: this server takes text only."""
 
     file: Refused = UNSET
+    prompt_cache_breakpoint: CacheBreakpoint = UNSET
 
 
-class RefusalPart(_Strict, kw_only=True, tag_field="type", tag="refusal"):
+class RefusalPart(Strict, kw_only=True, tag_field="type", tag="refusal"):
     """Not supported yet."""
 
     refusal: Refused = UNSET
@@ -72,52 +81,52 @@ class RefusalPart(_Strict, kw_only=True, tag_field="type", tag="refusal"):
 ContentPart = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
 Content = Annotated[
     str | list[ContentPart],
-    _doc("A text, or text parts, joined by line breaks where the template reads none."),
+    described("A text, or text parts, joined by line breaks where the template reads none."),
 ]
-Name = Annotated[str | None, _doc("Given to the chat template as the message's `name`.")]
+Name = Annotated[str | None, described("Given to the chat template as the message's `name`.")]
 
 
-class SystemMessage(_Strict, kw_only=True, tag_field="role", tag="system"):
+class SystemMessage(Strict, kw_only=True, tag_field="role", tag="system"):
     """How the model should behave."""
 
     content: Content
     name: Name = None
 
 
-class DeveloperMessage(_Strict, kw_only=True, tag_field="role", tag="developer"):
+class DeveloperMessage(Strict, kw_only=True, tag_field="role", tag="developer"):
     """The newer name of a system message; the chat template sees the role `system`."""
 
     content: Content
     name: Name = None
 
 
-class UserMessage(_Strict, kw_only=True, tag_field="role", tag="user"):
+class UserMessage(Strict, kw_only=True, tag_field="role", tag="user"):
     """What a person said."""
 
     content: Content
     name: Name = None
 
 
-class AssistantMessage(_Strict, kw_only=True, tag_field="role", tag="assistant"):
+class AssistantMessage(Strict, kw_only=True, tag_field="role", tag="assistant"):
     """What the model said before."""
 
     content: Content | None = None
     name: Name = None
-    refusal: Annotated[Refused, _later("null is accepted.")] = UNSET
-    audio: Annotated[Refused, _later("null is accepted.")] = UNSET
-    tool_calls: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
-    function_call: Annotated[Refused, _later("null is accepted.")] = UNSET
-    annotations: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
+    refusal: Annotated[Refused, later("null is accepted.")] = UNSET
+    audio: Annotated[Refused, later("null is accepted.")] = UNSET
+    tool_calls: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    function_call: Annotated[Refused, later("null is accepted.")] = UNSET
+    annotations: Annotated[Refused, later("null and [] are accepted.")] = UNSET
 
 
-class ToolMessage(_Strict, kw_only=True, tag_field="role", tag="tool"):
+class ToolMessage(Strict, kw_only=True, tag_field="role", tag="tool"):
     """Not supported yet: the result of a tool call."""
 
     content: Content | None = None
     tool_call_id: str | None = None
 
 
-class FunctionMessage(_Strict, kw_only=True, tag_field="role", tag="function"):
+class FunctionMessage(Strict, kw_only=True, tag_field="role", tag="function"):
     """Not supported yet: the result of a function call."""
 
     content: Content | None = None
@@ -127,101 +136,108 @@ class FunctionMessage(_Strict, kw_only=True, tag_field="role", tag="function"):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
-class StreamOptions(_Strict, kw_only=True):
+class StreamOptions(Strict, kw_only=True):
     """What a stream carries beside the text."""
 
-    include_usage: Annotated[bool | None, _doc("Send one more chunk, before [DONE], with the usage.")] = None
-    continuous_usage_stats: Annotated[bool | None, _doc("Send the usage so far with every chunk.")] = None
-    include_obfuscation: Annotated[Refused, _later("null and false are accepted.")] = UNSET
+    include_usage: Annotated[bool | None, described("Send one more chunk, before [DONE], with the usage.")] = None
+    continuous_usage_stats: Annotated[bool | None, described("Send the usage so far with every chunk.")] = None
+    include_obfuscation: Annotated[Refused, later("null and false are accepted.")] = UNSET
 
 
 # ── what chat and completions share ───────────────────────────────────────────────────────────────────────────────────
-class Sampled(_Strict, kw_only=True):
+class Sampled(Strict, kw_only=True):
     """Parameters of both endpoints. null always means "as if it had not been sent"."""
 
-    model: Annotated[str, _doc("The served model's name, as `/v1/models` lists it.")]
-    temperature: Annotated[float | None, _doc("0 is greedy; default 1.", minimum=0, maximum=100)] = None
-    top_p: Annotated[float | None, _doc("Nucleus sampling; default 1.", exclusiveMinimum=0, maximum=1)] = None
-    presence_penalty: Annotated[float | None, _doc("Over the output.", minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, _doc("Over the output.", minimum=-2, maximum=2)] = None
+    model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
+    temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, described("Nucleus sampling; default 1.", exclusiveMinimum=0, maximum=1)] = None
+    presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
     logit_bias: Annotated[
         dict[str, float] | None,
-        _doc("Token id (as a string) to a bias between -100 and 100.", maxProperties=MAX_LOGIT_BIAS),
+        described("Token id (as a string) to a bias between -100 and 100.", maxProperties=MAX_LOGIT_BIAS),
     ] = None
-    seed: Annotated[int | None, _doc("Same seed, prompt and parameters: same text.")] = None
-    n: Annotated[int | None, _doc("Choices per prompt; default 1.", minimum=1, maximum=MAX_CHOICES)] = None
+    seed: Annotated[int | None, described("Same seed, prompt and parameters: same text.")] = None
+    n: Annotated[int | None, described("Choices per prompt; default 1.", minimum=1, maximum=MAX_CHOICES)] = None
     stop: Annotated[
-        str | list[str] | None, _doc(f"Generation ends before these texts; at most {MAX_STOP_STRINGS}.")
+        str | list[str] | None, described(f"Generation ends before these texts; at most {MAX_STOP_STRINGS}.")
     ] = None
-    stream: Annotated[bool | None, _doc("Send server-sent events as tokens come.")] = None
-    stream_options: Annotated[StreamOptions | None, _doc("Only with `stream`.")] = None
-    user: Annotated[str | None, _doc("A label; no effect on generation.")] = None
-    metadata: Annotated[dict[str, str] | None, _doc("Labels; no effect on generation.")] = None
+    stream: Annotated[bool | None, described("Send server-sent events as tokens come.")] = None
+    stream_options: Annotated[StreamOptions | None, described("Only with `stream`.")] = None
+    user: Annotated[str | None, described("A label; no effect on generation.")] = None
+    metadata: Annotated[dict[str, str] | None, described("Labels; no effect on generation.")] = None
 
-    top_k: Annotated[int | None, _doc("Keep the k likeliest tokens; 0 or -1 keeps all.", minimum=-1)] = None
-    min_p: Annotated[float | None, _doc("Drop tokens below this share of the likeliest.", minimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 or -1 keeps all.", minimum=-1)] = None
+    min_p: Annotated[
+        float | None, described("Drop tokens below this share of the likeliest.", minimum=0, maximum=1)
+    ] = None
     repetition_penalty: Annotated[
-        float | None, _doc("Over prompt and output; 1 is off.", minimum=0.01, maximum=100)
+        float | None, described("Over prompt and output; 1 is off.", minimum=0.01, maximum=100)
     ] = None
-    ignore_eos: Annotated[bool | None, _doc("Do not end at the model's end tokens.")] = None
-    min_tokens: Annotated[int | None, _doc("End tokens are impossible before this many tokens.", minimum=0)] = None
+    ignore_eos: Annotated[bool | None, described("Do not end at the model's end tokens.")] = None
+    min_tokens: Annotated[int | None, described("End tokens are impossible before this many tokens.", minimum=0)] = None
     stop_token_ids: Annotated[
-        list[int] | None, _doc("Generation ends at these tokens.", maxItems=MAX_STOP_TOKEN_IDS)
+        list[int] | None, described("Generation ends at these tokens.", maxItems=MAX_STOP_TOKEN_IDS)
     ] = None
-    include_stop_str_in_output: Annotated[bool | None, _doc("Keep the stop text that ended generation.")] = None
-    skip_special_tokens: Annotated[bool | None, _doc("Leave special tokens out of the text; default true.")] = None
+    include_stop_str_in_output: Annotated[bool | None, described("Keep the stop text that ended generation.")] = None
+    skip_special_tokens: Annotated[bool | None, described("Leave special tokens out of the text; default true.")] = None
     prompt_logprobs: Annotated[
-        int | None, _doc("Log-probabilities of the prompt; not with `stream`.", minimum=0, maximum=MAX_LOGPROBS)
+        int | None, described("Log-probabilities of the prompt; not with `stream`.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None
-    return_token_ids: Annotated[bool | None, _doc("Add the token ids of prompt and output.")] = None
+    return_token_ids: Annotated[bool | None, described("Add the token ids of prompt and output.")] = None
     priority: Annotated[
-        PriorityClass | int | None, _doc("The class in the queue; 0 interactive, 1 standard (default), 2 batch.")
+        PriorityClass | int | None, described("The class in the queue; 0 interactive, 1 standard (default), 2 batch.")
     ] = None
     cache_salt: Annotated[
-        str | None, _doc("Requests share cached prompt prefixes only with equal salts.", maxLength=1024)
+        str | None, described("Requests share cached prompt prefixes only with equal salts.", maxLength=1024)
     ] = None
-    timeout: Annotated[float | None, _doc("Seconds until the request is given up.", exclusiveMinimum=0)] = None
-    truncate_prompt_tokens: Annotated[Refused, _later("a prompt is never truncated; null is accepted.")] = UNSET
+    timeout: Annotated[float | None, described("Seconds until the request is given up.", exclusiveMinimum=0)] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        described("Keep only this many of the prompt's last tokens; -1: as many as fit. Reported.", minimum=-1),
+    ] = None
 
 
 class ChatRequest(Sampled, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], _doc("The conversation so far; at least one message.", minItems=1)]
+    messages: Annotated[list[Message], described("The conversation so far; at least one message.", minItems=1)]
     max_completion_tokens: Annotated[
-        int | None, _doc("Most tokens to generate; default: to the end of the context.", minimum=1)
+        int | None, described("Most tokens to generate; default: to the end of the context.", minimum=1)
     ] = None
-    max_tokens: Annotated[int | None, _doc("The older name of `max_completion_tokens`.", minimum=1)] = None
-    logprobs: Annotated[bool | None, _doc("Return the log-probability of every token.")] = None
+    max_tokens: Annotated[int | None, described("The older name of `max_completion_tokens`.", minimum=1)] = None
+    logprobs: Annotated[bool | None, described("Return the log-probability of every token.")] = None
     top_logprobs: Annotated[
-        int | None, _doc("And of this many likeliest tokens; needs `logprobs`.", minimum=0, maximum=MAX_LOGPROBS)
+        int | None, described("And of this many likeliest tokens; needs `logprobs`.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None
-    safety_identifier: Annotated[str | None, _doc("A label; no effect on generation.")] = None
-    prompt_cache_key: Annotated[str | None, _doc("A label; equal prefixes are always reused here.")] = None
+    safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
+    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused here.")] = None
 
-    add_generation_prompt: Annotated[bool | None, _doc("Let the template open the answer; default true.")] = None
-    continue_final_message: Annotated[bool | None, _doc("Continue the last message instead of answering it.")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, _doc("Further variables for the chat template.")] = None
+    add_generation_prompt: Annotated[bool | None, described("Let the template open the answer; default true.")] = None
+    continue_final_message: Annotated[bool | None, described("Continue the last message instead of answering it.")] = (
+        None
+    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, described("Further variables for the chat template.")] = None
 
-    response_format: Annotated[Refused, _later('null and {"type": "text"} are accepted.')] = UNSET
-    tools: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
-    tool_choice: Annotated[Refused, _later('null, "none" and "auto" are accepted.')] = UNSET
+    response_format: Annotated[Refused, later('null and {"type": "text"} are accepted.')] = UNSET
+    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    tool_choice: Annotated[Refused, later('null, "none" and "auto" are accepted.')] = UNSET
     parallel_tool_calls: Annotated[
-        Refused, _later("null, true and false are accepted and mean nothing without tools.")
+        Refused, later("null, true and false are accepted and mean nothing without tools.")
     ] = UNSET
-    functions: Annotated[Refused, _later("null and [] are accepted.")] = UNSET
-    function_call: Annotated[Refused, _later('null, "none" and "auto" are accepted.')] = UNSET
-    reasoning_effort: Annotated[Refused, _later("null is accepted.")] = UNSET
-    verbosity: Annotated[Refused, _later('null and "medium" are accepted.')] = UNSET
-    modalities: Annotated[Refused, _later('null and ["text"] are accepted.')] = UNSET
-    audio: Annotated[Refused, _later("null is accepted.")] = UNSET
-    prediction: Annotated[Refused, _later("null is accepted.")] = UNSET
-    web_search_options: Annotated[Refused, _later("null is accepted.")] = UNSET
-    moderation: Annotated[Refused, _later("null is accepted.")] = UNSET
-    service_tier: Annotated[Refused, _later('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
-    store: Annotated[Refused, _later("null and false are accepted.")] = UNSET
-    prompt_cache_retention: Annotated[Refused, _later('null and "in_memory" are accepted.')] = UNSET
-    prompt_cache_options: Annotated[Refused, _later("null is accepted.")] = UNSET
+    functions: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    function_call: Annotated[Refused, later('null, "none" and "auto" are accepted.')] = UNSET
+    reasoning_effort: Annotated[Refused, later('null and "none" are accepted.')] = UNSET
+    verbosity: Annotated[Refused, later('null and "medium" are accepted.')] = UNSET
+    modalities: Annotated[Refused, later('null and ["text"] are accepted.')] = UNSET
+    audio: Annotated[Refused, later("null is accepted.")] = UNSET
+    prediction: Annotated[Refused, later("null is accepted.")] = UNSET
+    web_search_options: Annotated[Refused, later("null is accepted.")] = UNSET
+    moderation: Annotated[Refused, later("null is accepted.")] = UNSET
+    service_tier: Annotated[Refused, later('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
+    store: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    prompt_cache_retention: Annotated[Refused, later('null and "in_memory" are accepted.')] = UNSET
+    prompt_cache_options: Annotated[Refused, later("null is accepted.")] = UNSET
 
 
 _PROMPT_SCHEMA: dict[str, Any] = {
@@ -241,39 +257,41 @@ _PROMPT_SCHEMA: dict[str, Any] = {
 class CompletionRequest(Sampled, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[Raw, _doc("A text, token ids, or a list of either.", **_PROMPT_SCHEMA)]
-    max_tokens: Annotated[int | None, _doc("Most tokens to generate; default 16. 0 only with `echo`.", minimum=0)] = (
+    prompt: Annotated[Raw, described("A text, token ids, or a list of either.", **_PROMPT_SCHEMA)]
+    max_tokens: Annotated[
+        int | None, described("Most tokens to generate; default 16. 0 only with `echo`.", minimum=0)
+    ] = None
+    logprobs: Annotated[
+        int | None, described("Log-probabilities of this many likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS)
+    ] = None
+    echo: Annotated[bool | None, described("Put the prompt before the completion.")] = None
+    best_of: Annotated[
+        int | None, described("Generate this many and return the n likeliest; not with `stream`.", minimum=1)
+    ] = None
+    add_special_tokens: Annotated[bool | None, described("Begin a text prompt as the model expects; default true.")] = (
         None
     )
-    logprobs: Annotated[
-        int | None, _doc("Log-probabilities of this many likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS)
-    ] = None
-    echo: Annotated[bool | None, _doc("Put the prompt before the completion.")] = None
-    best_of: Annotated[
-        int | None, _doc("Generate this many and return the n likeliest; not with `stream`.", minimum=1)
-    ] = None
-    add_special_tokens: Annotated[bool | None, _doc("Begin a text prompt as the model expects; default true.")] = None
-    suffix: Annotated[Refused, _later('null and "" are accepted.')] = UNSET
+    suffix: Annotated[Refused, later('null and "" are accepted.')] = UNSET
 
 
-class TokenizeRequest(_Strict, kw_only=True):
+class TokenizeRequest(Strict, kw_only=True):
     """The body of POST /tokenize: a `prompt`, or `messages` as chat would render them."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: Annotated[bool | None, _doc("Default true for a prompt, false for messages.")] = None
+    add_special_tokens: Annotated[bool | None, described("Default true for a prompt, false for messages.")] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(_Strict, kw_only=True):
+class DetokenizeRequest(Strict, kw_only=True):
     """The body of POST /detokenize."""
 
     tokens: list[int]
     model: str | None = None
-    skip_special_tokens: Annotated[bool | None, _doc("Default false: every token is shown.")] = None
+    skip_special_tokens: Annotated[bool | None, described("Default false: every token is shown.")] = None
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -283,7 +301,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "modalities": (["text"],),
     "audio": (),
@@ -294,7 +312,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "prompt_cache_retention": ("in_memory",),
     "prompt_cache_options": (),
-    "truncate_prompt_tokens": (),
     "suffix": ("",),
 }
 """Fields that are refused by name, with the values (beside null) that ask for nothing."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from millrace.errors import MillraceError
 from millrace.serve.answers import (
     AnswerMessage,
     ChatAnswer,
@@ -17,6 +18,8 @@ from millrace.serve.answers import (
     encode,
 )
 from millrace.serve.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.serve.errors_http import error_event
+from millrace.serve.event_stream import DONE
 from millrace.serve.job import Job
 from millrace.serve.logprobs import chat_logprobs, prompt_logprobs
 
@@ -39,11 +42,14 @@ class ChatShape:
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def preamble(self, choices: list[Choice]) -> bytes:
-        ids = self._generation.prompts[0].token_ids if self._generation.return_token_ids else UNSET
+        prompt = self._generation.prompts[0]
+        ids = prompt.token_ids if self._generation.return_token_ids else UNSET
+        dropped = prompt.num_dropped if self._generation.reports_dropped else UNSET
         return b"".join(
             self._frame(
                 ChatChunkChoice(choice.index, Delta(role="assistant", content="")),
                 prompt_token_ids=ids if choice.index == 0 else UNSET,
+                truncated_prompt_tokens=dropped if choice.index == 0 else UNSET,
             )
             for choice in choices
         )
@@ -76,12 +82,14 @@ class ChatShape:
             ChatChunkChoice(choice.index, Delta(), None, choice.finish_word, stop_reason=choice.stop_reason)
         )
 
-    def usage_frame(self, usage: Usage) -> bytes:
-        return (
-            b"data: "
-            + encode(ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._common))
-            + b"\n\n"
-        )
+    def end_frames(self, usage: Usage) -> bytes:
+        if not self._generation.include_usage:
+            return DONE
+        chunk = ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._common)
+        return b"data: " + encode(chunk) + b"\n\n" + DONE
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        return error_event(error) + DONE
 
     def _frame(self, choice: ChatChunkChoice, **further: Any) -> bytes:
         usage = self._job.chunk_usage()
@@ -102,6 +110,7 @@ class ChatShape:
                 usage=usage,
                 prompt_logprobs=shown_prompt,
                 prompt_token_ids=first.prompt.token_ids if generation.return_token_ids else UNSET,
+                truncated_prompt_tokens=first.prompt.num_dropped if generation.reports_dropped else UNSET,
                 **self._common,
             )
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from millrace.errors import MillraceError
 from millrace.serve.answers import (
     CompletionAnswer,
     CompletionChoice,
@@ -16,6 +17,8 @@ from millrace.serve.answers import (
     encode,
 )
 from millrace.serve.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.serve.errors_http import error_event
+from millrace.serve.event_stream import DONE
 from millrace.serve.generation import Prompt
 from millrace.serve.job import Job
 from millrace.serve.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
@@ -50,7 +53,7 @@ class CompletionShape:
 
     def prompt_chunk(self, choice: DetailedChoice) -> bytes:
         generation = self._generation
-        if not (generation.echo or generation.return_token_ids):
+        if not (generation.echo or generation.return_token_ids or generation.reports_dropped):
             return b""
         logprobs = self._echo_logprobs(choice) if generation.echo else None
         return self._frame(
@@ -59,6 +62,7 @@ class CompletionShape:
                 self._echo_text(choice.prompt) if generation.echo else "",
                 logprobs,
                 prompt_token_ids=choice.prompt.token_ids if generation.return_token_ids else UNSET,
+                truncated_prompt_tokens=choice.prompt.num_dropped if generation.reports_dropped else UNSET,
             )
         )
 
@@ -82,8 +86,13 @@ class CompletionShape:
             CompletionChunkChoice(choice.index, "", None, choice.finish_word, stop_reason=choice.stop_reason)
         )
 
-    def usage_frame(self, usage: Usage) -> bytes:
-        return b"data: " + encode(CompletionChunk(choices=[], usage=usage, **self._common)) + b"\n\n"
+    def end_frames(self, usage: Usage) -> bytes:
+        if not self._generation.include_usage:
+            return DONE
+        return b"data: " + encode(CompletionChunk(choices=[], usage=usage, **self._common)) + b"\n\n" + DONE
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        return error_event(error) + DONE
 
     def _frame(self, choice: CompletionChunkChoice) -> bytes:
         chunk = CompletionChunk(choices=[choice], usage=self._job.chunk_usage(), **self._common)
@@ -121,6 +130,7 @@ class CompletionShape:
             shown_prompt,
             choice.prompt.token_ids if generation.return_token_ids else UNSET,
             choice.token_ids if generation.return_token_ids else UNSET,
+            choice.prompt.num_dropped if generation.reports_dropped else UNSET,
         )
 
     def _logprobs(self, choice: CollectedChoice) -> CompletionLogprobs | None:

@@ -13,6 +13,7 @@ from millrace.errors import EngineUnavailable
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
 from millrace.observe.metrics import FrontMetrics
+from millrace.serve.store import Store, store_directory
 from millrace.text.chat_template import ChatTemplate
 from millrace.text.tokenizer import Tokenizer
 
@@ -42,8 +43,14 @@ class FrontState:
     started: int = field(default_factory=lambda: int(time.time()))
     loading_wait_s: float = 30.0
     """How long a request that comes while the model loads may wait for it, before it gets a 503."""
+    model_facts: dict[str, str] = field(default_factory=dict)
+    """What clients may be told of the model's files: `family` and `format`."""
+    store: Store = field(init=False)
     longest_token_bytes: int = 0
     """Of the vocabulary; 0 until somebody needed it."""
+
+    def __post_init__(self) -> None:
+        self.store = Store(store_directory(self.config.server.data_dir, self.model_name))
 
     @property
     def body_limit_bytes(self) -> int:
@@ -78,3 +85,4 @@ class FrontState:
 
     def close(self) -> None:
         self.text_pool.shutdown(wait=False, cancel_futures=True)
+        self.store.close()

@@ -93,6 +93,11 @@ class ChatTemplate:
             param="messages",
         )
 
+    @property
+    def source(self) -> str:
+        """The default template as it was written; empty where there is none."""
+        return self._templates.get(DEFAULT, "")
+
     def compile(self, name: str = DEFAULT) -> jinja2.Template:
         """The compiled template; raises jinja2.TemplateSyntaxError."""
         template = self._compiled.get(name)

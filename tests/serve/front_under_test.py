@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,6 +88,13 @@ def running_front(
     **engine_options: Any,
 ) -> Iterator[Front]:
     config = config or replace(Config(), server__port=0, server__drain_timeout_s=5.0)
+    if not config.server.data_dir:
+        with tempfile.TemporaryDirectory() as directory:
+            config = replace(config, server__data_dir=directory)
+            options = {"tokenizer": tokenizer, "template": template, "max_open": max_open, **engine_options}
+            with running_front(script, config=config, **options) as front:
+                yield front
+        return
     started: list[Front] = []
     failures: list[BaseException] = []
     listening = threading.Event()

@@ -125,7 +125,10 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, chat(service_tier="priority"), 400, "service_tier", "not supported yet"),
     (CHAT, chat(functions=[{"name": "f"}]), 400, "functions", "not supported yet"),
     (CHAT, chat(verbosity="low"), 400, "verbosity", "not supported yet"),
-    (CHAT, chat(truncate_prompt_tokens=5), 400, "truncate_prompt_tokens", "not supported yet"),
+    (CHAT, chat(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens", "is 0"),
+    (CHAT, chat(truncate_prompt_tokens=-2), 400, "truncate_prompt_tokens", "is -2"),
+    (CHAT, chat(truncate_prompt_tokens=HUGE), 400, "truncate_prompt_tokens", "64 bits"),
+    (COMPLETIONS, text(truncate_prompt_tokens="x"), 400, "truncate_prompt_tokens", '"x"'),
     (CHAT, chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs", "reserved"),
     (CHAT, chat(add_generation_prompt=True, continue_final_message=True), 400, "continue_final_message", "both"),
     (CHAT, {"messages": USER}, 400, "model", "missing"),
@@ -303,7 +306,7 @@ def test_unknown_paths_and_methods(front: Front) -> None:
     reply = get(front.port, "/v1/chat/completion")
     assert reply.status == 404
     assert CHAT in reply.error["message"]
-    assert post(front.port, "/v1/embeddings", {}).status == 404
+    assert post(front.port, "/v1/nothing", {}).status == 404
     reply = get(front.port, CHAT)
     assert reply.status == 405
     assert reply.headers["allow"] == "POST"

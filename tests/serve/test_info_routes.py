@@ -12,6 +12,7 @@ from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, get, post, request, stream
 
 from millrace.config import Config, replace
+from millrace.serve import api_routes
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +145,19 @@ def test_openapi_examples_are_accepted(front: Front) -> None:
     document = get(front.port, "/openapi.json").json
     for path, methods in document["paths"].items():
         for spec in methods.values():
-            if "requestBody" not in spec:
+            if "application/json" not in spec.get("requestBody", {}).get("content", {}):
                 continue
             example = spec["requestBody"]["content"]["application/json"]["example"]
             if "model" in example:
                 example["model"] = MODEL
             if "tokens" in example:
                 example["tokens"] = [65]
-            assert post(front.port, path, example).status == 200, path
+            wanted = 404 if path == "/v1/batches" else 200  # Its file is only an example.
+            assert post(front.port, path, example).status == wanted, path
+
+
+def test_every_route_is_in_the_document(front: Front) -> None:
+    documented = get(front.port, "/openapi.json").json["paths"]
+    for method, routes in (("post", api_routes.POST), ("get", api_routes.GET), ("delete", api_routes.DELETE)):
+        for path in routes:
+            assert method in documented[path.replace(":.+}", "}")], (method, path)

@@ -93,7 +93,7 @@ def test_a_detailed_stream_is_bounded_too(front: Front) -> None:
 def test_the_end_of_a_stream_is_not_awaited_for_ever(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.serve.routes_generate.FLUSH_GRACE_S", 0.3)
     with connected(front.port, receive_buffer=4096) as sock:
-        sock.sendall(raw_post(COMPLETIONS, body(max_tokens=4000)))
+        sock.sendall(raw_post(COMPLETIONS, body(max_tokens=9000)))
         eventually(lambda: not front.engine.rows and bool(front.engine.ended))
         eventually(lambda: metric(front, "millrace_slow_client_drops_total") == 1)
         eventually(lambda: not front.state.jobs)

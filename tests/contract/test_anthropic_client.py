@@ -1,0 +1,146 @@
+"""The stock `anthropic` client, unchanged, against a front on a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from serve.front_under_test import MODEL, Front, endless, running_front, saying
+from serve.wire import post
+
+from millrace.link.messages import unpack_tokens
+
+TEXT = 'Grüße, "world" 🌍\nbye'
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+MESSAGES = "/v1/messages"
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(saying(TEXT), max_context=256) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(front: Front) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=front.url, api_key="any", max_retries=0) as made:
+        yield made
+
+
+def prompt_of(front: Front) -> str:
+    return bytes(unpack_tokens(front.engine.received[-1].prompt).tolist()).decode()
+
+
+def test_a_message(client: anthropic.Anthropic, front: Front) -> None:
+    message = client.messages.create(
+        model=MODEL, max_tokens=100, messages=HI, system="Be kind.", extra_body={"temperature": 0.5}
+    )
+    assert [block.text for block in message.content if block.type == "text"] == [TEXT]
+    assert message.role == "assistant"
+    assert message.stop_reason == "end_turn"
+    assert message.stop_sequence is None
+    assert message.model == MODEL
+    assert message.id.startswith("msg_")
+    assert prompt_of(front) == "[system]Be kind.\n[user]hi\n[assistant]"
+    usage = message.usage
+    cached = usage.cache_read_input_tokens or 0
+    assert usage.input_tokens + cached == len(prompt_of(front))
+    assert usage.output_tokens == len(TEXT.encode()) + 1
+
+
+def test_blocks_and_a_prefilled_answer(client: anthropic.Anthropic, front: Front) -> None:
+    conversation: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": "It is"},
+    ]
+    client.messages.create(
+        model=MODEL,
+        max_tokens=100,
+        messages=conversation,
+        system=[{"type": "text", "text": "S"}],
+        extra_body={"top_k": 5, "top_p": 0.9},
+    )
+    assert prompt_of(front) == "[system]S\n[user]one\n[assistant]It is"
+
+
+def test_stop_reasons(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(model=MODEL, max_tokens=100, messages=HI, stop_sequences=["world", "zz"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "world")
+    assert message.content[0].text == 'Grüße, "'  # type: ignore[union-attr]
+    message = client.messages.create(model=MODEL, max_tokens=3, messages=HI)
+    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+
+
+def test_raw_events_in_order(client: anthropic.Anthropic) -> None:
+    events = list(client.messages.create(model=MODEL, max_tokens=100, messages=HI, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+
+
+def test_the_stream_is_the_whole_answer(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(model=MODEL, max_tokens=100, messages=HI)
+    with client.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == TEXT
+    assert [block.text for block in final.content] == [TEXT]
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert final.usage.input_tokens == whole.usage.input_tokens
+    assert final.usage.cache_read_input_tokens == whole.usage.cache_read_input_tokens
+
+
+def test_count_tokens(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=HI, system="Be kind.")
+    assert counted.input_tokens == len("[system]Be kind.\n[user]hi\n[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param"),
+    [
+        ({"max_tokens": 10**4}, anthropic.BadRequestError, "max_tokens"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"extra_body": {"temperature": 1.5}}, anthropic.BadRequestError, "temperature"),
+        ({"messages": []}, anthropic.BadRequestError, "messages"),
+        ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),
+        ({"model": "claude"}, anthropic.NotFoundError, "model"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, anthropic.BadRequestError, "tools"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, anthropic.BadRequestError, "thinking"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            anthropic.BadRequestError,
+            "messages[0].content[0].type",
+        ),
+        ({"extra_body": {"top_q": 1}}, anthropic.BadRequestError, "top_q"),
+    ],
+)
+def test_errors(client: anthropic.Anthropic, fields: dict[str, Any], kind: type[Exception], param: str) -> None:
+    with pytest.raises(kind) as caught:
+        client.messages.create(**{"model": MODEL, "max_tokens": 10, "messages": HI, **fields})
+    assert isinstance(caught.value, anthropic.APIStatusError)
+    body: Any = caught.value.body
+    assert body["type"] == "error"
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["param"] == param
+
+
+def test_a_suggestion_for_a_misspelt_field(front: Front) -> None:
+    reply = post(front.port, MESSAGES, {"model": MODEL, "messages": HI, "max_token": 3, "max_tokens": 3})
+    assert "Did you mean 'max_tokens'?" in reply.json["error"]["message"]
+
+
+def test_an_error_inside_a_stream_is_raised() -> None:
+    with (
+        running_front(endless, step_s=0.002) as front,
+        anthropic.Anthropic(base_url=front.url, api_key="any", max_retries=0) as client,
+    ):
+        stream = client.messages.create(model=MODEL, max_tokens=1000, messages=HI, stream=True)
+        next(iter(stream))
+        front.call(lambda: front.engine.die("The engine is gone."))
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            list(stream)
+        assert "gone" in str(caught.value)

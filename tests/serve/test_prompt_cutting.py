@@ -1,0 +1,78 @@
+"""`truncate_prompt_tokens`: the client's own wish, never a default, and what was cut is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve.front_under_test import MODEL, Front, running_front, saying
+from serve.wire import CHAT, COMPLETIONS, post, stream
+
+from millrace.link.messages import unpack_tokens
+
+LONG = "abcdefghij" * 30
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(saying("fine"), max_context=128) as running:
+        yield running
+
+
+def sent_prompt(front: Front) -> str:
+    """What the engine received last, as text."""
+    return bytes(unpack_tokens(front.engine.received[-1].prompt).tolist()).decode()
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": LONG, "max_tokens": 8, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "max_tokens": 8, **fields}
+
+
+def test_without_the_wish_nothing_is_cut(front: Front) -> None:
+    assert post(front.port, COMPLETIONS, completion()).error["code"] == "context_length_exceeded"
+    assert post(front.port, CHAT, chat()).error["code"] == "context_length_exceeded"
+
+
+def test_the_last_tokens_stay(front: Front) -> None:
+    answer = post(front.port, COMPLETIONS, completion(truncate_prompt_tokens=12)).json
+    assert sent_prompt(front) == LONG[-12:]
+    assert answer["usage"]["prompt_tokens"] == 12
+    assert answer["choices"][0]["truncated_prompt_tokens"] == len(LONG) - 12
+
+
+def test_as_many_as_fit(front: Front) -> None:
+    answer = post(front.port, CHAT, chat(truncate_prompt_tokens=-1)).json
+    assert answer["usage"]["prompt_tokens"] == 128 - 8
+    rendered = len(f"[user]{LONG}\n[assistant]")
+    assert answer["truncated_prompt_tokens"] == rendered - 120
+    assert answer["choices"][0]["message"]["content"] == "fine"
+
+
+def test_a_short_prompt_is_left_alone_and_said_to_be(front: Front) -> None:
+    answer = post(front.port, COMPLETIONS, completion(prompt=["hi", [1, 2, 3]][0], truncate_prompt_tokens=50)).json
+    assert answer["choices"][0]["truncated_prompt_tokens"] == 0
+    assert "truncated_prompt_tokens" not in post(front.port, COMPLETIONS, completion(prompt="hi")).json["choices"][0]
+
+
+def test_streams_report_it_too(front: Front) -> None:
+    chunks = stream(front.port, CHAT, chat(truncate_prompt_tokens=-1))
+    assert [chunk["truncated_prompt_tokens"] for chunk in chunks if "truncated_prompt_tokens" in chunk] == [198]
+    chunks = stream(front.port, COMPLETIONS, completion(truncate_prompt_tokens=100))
+    cut = [choice.get("truncated_prompt_tokens") for chunk in chunks for choice in chunk["choices"]]
+    assert cut[0] == len(LONG) - 100
+
+
+def test_an_echo_shows_what_the_model_read(front: Front) -> None:
+    answer = post(front.port, COMPLETIONS, completion(truncate_prompt_tokens=5, echo=True)).json
+    assert answer["choices"][0]["text"] == LONG[-5:] + "fine"
+
+
+def test_a_wish_that_still_does_not_fit_is_refused(front: Front) -> None:
+    reply = post(front.port, COMPLETIONS, completion(truncate_prompt_tokens=125))
+    assert reply.error["code"] == "context_length_exceeded"
+    assert all(number in reply.error["message"] for number in ("125", "8", "128"))
