@@ -22,6 +22,7 @@ from millrace.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -68,7 +69,9 @@ class ServerConfig:
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
     max_running: int = setting(256, "most requests that run at once", minimum=1)
-    max_waiting: int = setting(4096, "most requests that wait; more get a 429", minimum=1)
+    max_waiting: int = setting(16384, "most requests that wait; more get a 429", minimum=1)
+    policy: PolicyName = setting("fcfs", "who goes first within a class and a tenant")
+    aging_s: float = setting(30.0, "a request counts as one class more urgent for each such wait", minimum=0.1)
     token_budget: int = setting(0, "most tokens computed in one step; 0 chooses for the device", minimum=0)
     mixed_budget: int = setting(
         0, "most tokens in a step that also decodes, to keep streams smooth; 0 chooses", minimum=0

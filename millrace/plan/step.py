@@ -86,6 +86,8 @@ class Ended:
     num_output: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    story: object = None
+    """The request's `Story`."""
 
 
 @dataclass(frozen=True, slots=True)
