@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +24,10 @@ from millrace.link.messages import (
     decode_to_front,
     encode,
 )
+
+ABSENT_RETRY_S = 0.02
+MOST_FOR_ABSENT = 4096
+"""Messages kept for a front that is not connected; beyond it the oldest go. A front that comes back asks anew."""
 
 OnMessage = Callable[[ToFront], None]
 
@@ -151,6 +156,7 @@ class ZmqEngineChannel:
         self._pull.set_hwm(0)
         self._pull.bind(inbox_address(directory))
         self._pushes = []
+        self._absent: list[deque[bytes]] = [deque(maxlen=MOST_FOR_ABSENT) for _ in range(num_fronts)]
         for index in range(num_fronts):
             push = self._context.socket(zmq.PUSH)
             push.set_hwm(0)
@@ -171,14 +177,47 @@ class ZmqEngineChannel:
                 return
 
     def _send_loop(self) -> None:
+        """A front that is not there (yet, or any more) must not hold up the others: what is for it waits aside."""
         try:
-            while (item := self._outbox.get()) is not None:
-                front_index, message = item
-                self._pushes[front_index].send(encode(message))
+            while True:
+                try:
+                    item = self._outbox.get(timeout=ABSENT_RETRY_S if any(self._absent) else None)
+                except queue.Empty:
+                    self._retry_absent()
+                    continue
+                if item is None:
+                    break
+                self._push_to(item[0], encode(item[1]))
+            self._retry_absent()
         except zmq.ContextTerminated:
             pass  # The engine closes with a message for a front that never connected.
         for push in self._pushes:
             push.close()
+
+    def _push_to(self, front_index: int, data: bytes) -> None:
+        absent = self._absent[front_index]
+        if absent:
+            absent.append(data)
+            self._retry(front_index)
+            return
+        try:
+            self._pushes[front_index].send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            absent.append(data)
+
+    def _retry_absent(self) -> None:
+        for front_index, absent in enumerate(self._absent):
+            if absent:
+                self._retry(front_index)
+
+    def _retry(self, front_index: int) -> None:
+        absent = self._absent[front_index]
+        try:
+            while absent:
+                self._pushes[front_index].send(absent[0], zmq.NOBLOCK)
+                absent.popleft()
+        except zmq.Again:
+            pass
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
         return self._inbox.drain(timeout_s)
@@ -218,9 +257,10 @@ class ZmqFrontChannel:
                     message = decode_to_front(self._pull.recv())
                     loop.call_soon_threadsafe(on_message, message)
             except zmq.ContextTerminated:
-                self._pull.close(0)
+                pass
             except RuntimeError:
-                self._pull.close(0)  # The loop has closed: nobody is left to tell.
+                pass  # The loop has closed: nobody is left to tell.
+            self._pull.close(0)
 
         self._receiver = threading.Thread(target=receive_loop, name="link-front", daemon=True)
         self._receiver.start()

@@ -10,12 +10,14 @@ aiohttp serves the connection; this file is the only one that reaches behind its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
+from types import MappingProxyType
 from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 LAST_CHUNK = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -50,7 +52,9 @@ class EventStream:
         "write",
     )
 
-    def __init__(self, request: web.Request, *, request_id: str, limit_bytes: int) -> None:
+    def __init__(
+        self, request: web.Request, *, request_id: str, limit_bytes: int, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has gone.")
@@ -58,7 +62,7 @@ class EventStream:
         self._transport = transport
         self._chunked = request.version == HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
-        self._head = _head(request_id, chunked=self._chunked, keep_alive=self._keep_alive)
+        self._head = _head(request_id, headers, chunked=self._chunked, keep_alive=self._keep_alive)
         self._preamble = b""
         self._limit_bytes = limit_bytes
         self._on_slow: Callable[[int], None] = _ignore
@@ -195,7 +199,7 @@ class _AlreadySent(web.StreamResponse):
         return None
 
 
-def _head(request_id: str, *, chunked: bool, keep_alive: bool) -> bytes:
+def _head(request_id: str, headers: Mapping[str, str], *, chunked: bool, keep_alive: bool) -> bytes:
     lines = [
         "HTTP/1.1 200 OK" if chunked else "HTTP/1.0 200 OK",
         "Content-Type: text/event-stream; charset=utf-8",
@@ -204,6 +208,7 @@ def _head(request_id: str, *, chunked: bool, keep_alive: bool) -> bytes:
         f"X-Request-Id: {request_id}",
         f"Date: {formatdate(usegmt=True)}",
         "Server: millrace",
+        *(f"{name}: {value}" for name, value in headers.items()),
     ]
     if chunked:
         lines.append("Transfer-Encoding: chunked")

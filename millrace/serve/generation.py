@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from millrace.link.client import ANYONE, Caller
 from millrace.params import SamplingParams
 
 
@@ -42,6 +43,7 @@ class Generation:
     score_only: bool = False
     """Nothing of the output is wanted: the prompt's own log-probabilities are (`echo` with `max_tokens` 0)."""
     return_token_ids: bool = False
+    caller: Caller = ANYONE
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

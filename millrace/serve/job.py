@@ -11,7 +11,14 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from millrace.errors import BadRequest, DeadlineExceeded, EngineUnavailable, MillraceError, RequestFailed
+from millrace.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineUnavailable,
+    MillraceError,
+    RequestCancelled,
+    RequestFailed,
+)
 from millrace.link.messages import Finish, FinishReason
 from millrace.params import SamplingParams
 from millrace.serve.answers import PromptTokensDetails, Usage
@@ -86,6 +93,7 @@ class Job:
                     priority=generation.priority,
                     deadline=generation.deadline,
                     cache_salt=generation.cache_salt,
+                    caller=generation.caller,
                 )
         except MillraceError as error:
             self.close()
@@ -171,6 +179,8 @@ class Job:
                 " larger 'timeout'.",
                 param="timeout",
             )
+        if finish.reason == "cancelled":
+            return RequestCancelled(finish.message or "The request was cancelled.")
         if finish.reason == "abort":
             return EngineUnavailable(finish.message or "The request was cancelled by the server; send it again.")
         if self.state.client.failure is not None:

@@ -15,10 +15,11 @@ from millrace.serve.body import BodyDecoder, read_body
 from millrace.serve.chat import chat_generation, overflow_names
 from millrace.serve.completions import completion_generation
 from millrace.serve.event_stream import EventStream
+from millrace.serve.gate import enter
 from millrace.serve.generation import Generation
 from millrace.serve.ids import REQUEST_ID_HEADER
 from millrace.serve.job import DEADLINE_SLACK_S, Job, Shape
-from millrace.serve.keys import FINISH_WORD, REQUEST_ID, STATE
+from millrace.serve.keys import EXTRA_HEADERS, FINISH_WORD, REQUEST_ID, STATE, USAGE
 from millrace.serve.schemas import ChatRequest, CompletionRequest
 from millrace.serve.shape_chat import ChatShape
 from millrace.serve.shape_completions import CompletionShape
@@ -57,13 +58,21 @@ async def _answer(
     make_shape: Callable[[Job], Shape],
     received: float,
 ) -> web.StreamResponse:
-    out = None
-    if generation.stream:
-        limit_bytes = state.config.server.stream_buffer_kb * 1024
-        out = EventStream(request, request_id=request[REQUEST_ID], limit_bytes=limit_bytes)
-    job = Job(state, generation, make_shape, out)
-    job.start()
+    generation, reservation = enter(state, request, generation, received)
+    out: EventStream | None = None
+    submitted: Job | None = None
     try:
+        if generation.stream:
+            limit_bytes = state.config.server.stream_buffer_kb * 1024
+            out = EventStream(
+                request,
+                request_id=request[REQUEST_ID],
+                limit_bytes=limit_bytes,
+                headers=request.get(EXTRA_HEADERS, {}),
+            )
+        job = Job(state, generation, make_shape, out)
+        job.start()
+        submitted = job
         await _until_done(state, job)
         if out is not None:
             await out.finish(FLUSH_GRACE_S)
@@ -73,7 +82,9 @@ async def _answer(
     finally:
         if out is not None:
             out.close()
-        _account(state, request, job, received)
+        reservation.release(submitted.usage().total_tokens if submitted is not None else 0)
+        if submitted is not None:
+            _account(state, request, submitted, received)
 
 
 async def _until_done(state: FrontState, job: Job) -> None:
@@ -99,6 +110,7 @@ def _account(state: FrontState, request: web.Request, job: Job, received: float)
             metrics.observe_sequence(choice.finish, before_submit_s)
     ended = job.finish_word
     request[FINISH_WORD] = ended
+    request[USAGE] = job.usage()
     if ended == "abort":
         metrics.client_disconnects.inc()
     else:

@@ -9,7 +9,9 @@ from pathlib import Path
 from aiohttp import web
 
 from millrace.errors import BadRequest, MillraceError, RequestFailed
-from millrace.serve import routes_generate, routes_info
+from millrace.serve import routes_generate, routes_info, routes_requests
+from millrace.serve.access import authorise, cross_origin
+from millrace.serve.auditing import audit
 from millrace.serve.body import check_headers
 from millrace.serve.errors_http import error_response, from_aiohttp
 from millrace.serve.ids import request_id_of
@@ -23,7 +25,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(state: FrontState) -> web.Application:
-    app = web.Application(middlewares=[guard])
+    app = web.Application(middlewares=[cross_origin, guard, audit, authorise])
     app[STATE] = state
     app[OPENAPI] = openapi_document()
     app[DOCS] = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
@@ -32,6 +34,8 @@ def build_app(state: FrontState) -> web.Application:
     post("/v1/completions", routes_generate.completions)
     post("/tokenize", routes_info.tokenize)
     post("/detokenize", routes_info.detokenize)
+    app.router.add_delete("/v1/requests/{id}", routes_requests.cancel)
+    get("/v1/requests/{id}/explain", routes_requests.explain)
     get("/v1/models", routes_info.list_models)
     get("/v1/models/{model:.+}", routes_info.get_model)
     get("/health", routes_info.health)
