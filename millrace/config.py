@@ -269,8 +269,6 @@ def _check_contradictions(config: Config) -> None:
         raise ConfigError("memory.kv_gib and memory.kv_tokens both set the KV pool; give one.", param="memory.kv_gib")
     if server.port > 65535:
         raise ConfigError(f"server.port is {server.port}; it must be at most 65535.", param="server.port")
-    if bool(server.tls_cert) != bool(server.tls_key):
-        raise ConfigError("server.tls_cert and server.tls_key belong together; give both.", param="server.tls_cert")
     if server.in_process and server.fronts > 1:
         raise ConfigError(
             f"server.in_process runs one front, but server.fronts is {server.fronts}; drop one of the two.",

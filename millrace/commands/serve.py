@@ -59,6 +59,7 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._started = time.monotonic()
         check_port(config.server.host, config.server.port)
+        check_files(config)
         self._config = replace(config, server__fronts=num_fronts(config, len(os.sched_getaffinity(0))))
         self._failure = ""
         self._is_ready = False
@@ -169,6 +170,21 @@ def is_chat_model(state: FrontState) -> bool:
     except MillraceError:
         return False
     return True
+
+
+def check_files(config: Config) -> None:
+    """Refuse keys and certificates that cannot be used before anything is loaded for them."""
+    server = config.server
+    if server.keys_file:
+        from pathlib import Path
+
+        from millrace.serve.keyring import read_tenants
+
+        read_tenants(Path(server.keys_file))
+    if server.tls_cert or server.tls_key:
+        from millrace.serve.app import tls_context
+
+        tls_context(config)
 
 
 def check_port(host: str, port: int) -> None:

@@ -185,6 +185,8 @@ def fail_open_jobs(state: FrontState) -> None:
 def tls_context(config: Config) -> ssl.SSLContext | None:
     """None: plain HTTP."""
     server = config.server
+    if bool(server.tls_cert) != bool(server.tls_key):
+        raise ConfigError("server.tls_cert and server.tls_key belong together; give both.", param="server.tls_cert")
     if not server.tls_cert:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -82,6 +82,11 @@ class EventStream:
     def started(self) -> bool:
         return not self._head
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection is closed or closing."""
+        return self.closed or self._transport.is_closing()
+
     def begin_with(self, frames: bytes, holders: list[TextHolder], on_slow: Callable[[int], None]) -> None:
         """`frames` precede whatever is sent first; `holders` are asked for held text after a pause; `on_slow` hears
         how many bytes a client had left unread when it was cut off."""

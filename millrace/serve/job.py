@@ -152,6 +152,11 @@ class Job:
 
     def on_bug(self, error: Exception) -> None:
         """A defect of ours must not reach the other requests of the step."""
+        if self.out is not None and self.out.is_gone:
+            # The client left between two steps; its handler is about to be cancelled for it.
+            self.out.close()
+            self.close()
+            return
         log.error("A request failed while its tokens were written.", exc_info=error)
         self.fail(RequestFailed("The server failed while writing this answer; its log says more."))
 

@@ -72,7 +72,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = shown.status
         return error_response(shown, request_id)
     except ConnectionError:
-        raise
+        return web.Response(status=499)  # The client has gone; nobody will read this.
     except Exception as error:
         status = 500
         log.error("Request %s failed.", request_id, exc_info=error)

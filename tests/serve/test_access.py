@@ -291,6 +291,6 @@ def test_https_serves_answers_and_streams(tmp_path: Path) -> None:
             streamed = client.post(COMPLETIONS, json=body(max_tokens=20, stream=True)).text
             assert streamed.endswith("data: [DONE]\n\n")
     with pytest.raises(ConfigError, match="tls_key"):
-        replace(Config(), server__tls_cert=str(cert))
+        tls_context(replace(Config(), server__tls_cert=str(cert)))
     with pytest.raises(ConfigError, match="cannot be used"):
         tls_context(replace(Config(), server__tls_cert=str(key), server__tls_key=str(cert)))
