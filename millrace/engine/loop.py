@@ -156,6 +156,7 @@ class Engine:
         if isinstance(message, NewRequest):
             request = _to_request(message)
             self._ledger.open(message, request, self._clock())
+            self._pace.on_arrival(request.priority)
             self._scheduler.submit(request)
         elif isinstance(message, Abort):
             for request_id in message.ids:
@@ -284,6 +285,7 @@ class Engine:
             waiting_tokens=tuple(scheduler.waiting.tokens_by_class),
             rows_free=rows_free,
             seats_per_s=pace.seats_per_s(scheduler.num_running + (0 if len(scheduler.waiting) else rows_free)),
+            arrivals_per_s=pace.arrivals_per_s(),
             tokens_per_s=pace.tokens_per_s,
         )
 

@@ -12,7 +12,8 @@ FULL_STEP_TOKENS = 256
 
 class Pace:
     def __init__(self) -> None:
-        self._marks: deque[tuple[float, int]] = deque()
+        self._marks: deque[tuple[float, int, tuple[int, ...]]] = deque()
+        self._num_arrived = [0, 0, 0]
         self._num_seated = 0
         self._mean_stay_s = 0.0
         self.tokens_per_s = 0.0
@@ -26,6 +27,9 @@ class Pace:
     def on_seated(self, count: int) -> None:
         self._num_seated += count
 
+    def on_arrival(self, priority: int) -> None:
+        self._num_arrived[priority] += 1
+
     def on_ended(self, stay_s: float) -> None:
         """A request that had a row has given it up after so long."""
         weight = DECAY if self._mean_stay_s else 1.0
@@ -33,7 +37,7 @@ class Pace:
 
     def mark(self, now: float) -> None:
         """Called a few times a second; the rate is measured from the oldest mark in the window to the newest."""
-        self._marks.append((now, self._num_seated))
+        self._marks.append((now, self._num_seated, tuple(self._num_arrived)))
         while len(self._marks) > 2 and now - self._marks[0][0] > WINDOW_S:
             self._marks.popleft()
 
@@ -43,5 +47,12 @@ class Pace:
         follows = num_rows / self._mean_stay_s if self._mean_stay_s else 0.0
         if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
             return follows
-        (began, before), (now, seated) = self._marks[0], self._marks[-1]
+        (began, before, _), (now, seated, _) = self._marks[0], self._marks[-1]
         return max(follows, (seated - before) / (now - began))
+
+    def arrivals_per_s(self) -> tuple[float, ...]:
+        """By class, over the window."""
+        if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
+            return (0.0, 0.0, 0.0)
+        elapsed_s = self._marks[-1][0] - self._marks[0][0]
+        return tuple((now - then) / elapsed_s for now, then in zip(self._marks[-1][2], self._marks[0][2], strict=True))

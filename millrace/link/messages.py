@@ -134,6 +134,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     rows_free: int = 0
     seats_per_s: float = 0.0
     """How fast waiting requests are being seated, or would be if there were any."""
+    arrivals_per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """By class: who comes later and is more urgent is seated first."""
     tokens_per_s: float = 0.0
     """Tokens computed per second in full steps, prompts and outputs alike; 0 until known."""
 

@@ -16,6 +16,8 @@ CLASS_NAMES = ("interactive", "standard", "batch")
 QUEUE_SHARES = (1.0, 0.9, 0.5)
 """How much of the queue may be filled when a request of the class still joins it."""
 LONGEST_RETRY_S = 600.0
+LEAST_SHARE = 0.1
+"""Of the seats that a class gets in the end, however many more urgent requests come: waiting makes urgent."""
 LEAST_RATE = 0.05
 """Seats per second that are assumed before any were measured."""
 
@@ -69,7 +71,9 @@ class Admission:
 def forecast(stats: EngineStats, unreported: int, priority: int) -> Outlook:
     """Those ahead are seated at the rate at which rows and memory become free, and their tokens computed first."""
     ahead = sum(stats.waiting_by_class[: priority + 1]) + unreported
-    rate = max(stats.seats_per_s, LEAST_RATE)
+    # Whoever is more urgent and comes later goes first, too; a part of the seats is always left.
+    more_urgent = sum(stats.arrivals_per_s[:priority])
+    rate = max(stats.seats_per_s - more_urgent, LEAST_SHARE * stats.seats_per_s, LEAST_RATE)
     beyond_rows = max(0, ahead - stats.rows_free)
     seat_s = beyond_rows / rate if stats.seats_per_s else 0.0
     tokens = sum(stats.waiting_tokens[: priority + 1])
