@@ -2,7 +2,7 @@
 
 Both kinds have the same two ends. The engine's end: `receive` blocks until there is something to do (idle is a
 blocking wait, never a spin), `send` never blocks. The front's end lives on an asyncio loop and hands every message
-to one callback there. Over ZeroMQ a thread on each side does the (de)serialising, so that it overlaps device work.
+to one callback there. Over ZeroMQ the engine's threads do the (de)serialising, so that it overlaps device work.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +24,13 @@ from millrace.link.messages import (
     decode_to_front,
     encode,
 )
+
+ABSENT_RETRY_S = 0.02
+MOST_FOR_ABSENT = 4096
+"""Messages kept for a front that is not connected; beyond it the oldest go. A front that comes back asks anew."""
+
+MOST_AT_ONCE = 32
+"""Messages that a front handles before its loop turns."""
 
 OnMessage = Callable[[ToFront], None]
 
@@ -151,6 +159,7 @@ class ZmqEngineChannel:
         self._pull.set_hwm(0)
         self._pull.bind(inbox_address(directory))
         self._pushes = []
+        self._absent: list[deque[bytes]] = [deque(maxlen=MOST_FOR_ABSENT) for _ in range(num_fronts)]
         for index in range(num_fronts):
             push = self._context.socket(zmq.PUSH)
             push.set_hwm(0)
@@ -171,14 +180,47 @@ class ZmqEngineChannel:
                 return
 
     def _send_loop(self) -> None:
+        """A front that is not there (yet, or any more) must not hold up the others: what is for it waits aside."""
         try:
-            while (item := self._outbox.get()) is not None:
-                front_index, message = item
-                self._pushes[front_index].send(encode(message))
+            while True:
+                try:
+                    item = self._outbox.get(timeout=ABSENT_RETRY_S if any(self._absent) else None)
+                except queue.Empty:
+                    self._retry_absent()
+                    continue
+                if item is None:
+                    break
+                self._push_to(item[0], encode(item[1]))
+            self._retry_absent()
         except zmq.ContextTerminated:
             pass  # The engine closes with a message for a front that never connected.
         for push in self._pushes:
             push.close()
+
+    def _push_to(self, front_index: int, data: bytes) -> None:
+        absent = self._absent[front_index]
+        if absent:
+            absent.append(data)
+            self._retry(front_index)
+            return
+        try:
+            self._pushes[front_index].send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            absent.append(data)
+
+    def _retry_absent(self) -> None:
+        for front_index, absent in enumerate(self._absent):
+            if absent:
+                self._retry(front_index)
+
+    def _retry(self, front_index: int) -> None:
+        absent = self._absent[front_index]
+        try:
+            while absent:
+                self._pushes[front_index].send(absent[0], zmq.NOBLOCK)
+                absent.popleft()
+        except zmq.Again:
+            pass
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
         return self._inbox.drain(timeout_s)
@@ -198,7 +240,8 @@ class ZmqEngineChannel:
 
 
 class ZmqFrontChannel:
-    """A front's end over Unix sockets. A thread receives and decodes; the loop only dispatches."""
+    """A front's end over Unix sockets, wholly on its loop: a thread that received would fight the loop for the
+    interpreter at every write, and a step's message takes microseconds to decode."""
 
     def __init__(self, directory: str, front_index: int) -> None:
         self._context = zmq.Context()
@@ -208,28 +251,38 @@ class ZmqFrontChannel:
         self._push.connect(inbox_address(directory))
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set_hwm(0)
+        self._pull.linger = 0
         self._pull.connect(front_address(directory, front_index))
-        self._receiver: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: OnMessage | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
-        def receive_loop() -> None:
-            try:
-                while True:
-                    message = decode_to_front(self._pull.recv())
-                    loop.call_soon_threadsafe(on_message, message)
-            except zmq.ContextTerminated:
-                self._pull.close(0)
-            except RuntimeError:
-                self._pull.close(0)  # The loop has closed: nobody is left to tell.
+        self._loop, self._on_message = loop, on_message
+        loop.add_reader(self._pull.fileno(), self._receive)
+        loop.call_soon(self._receive)
 
-        self._receiver = threading.Thread(target=receive_loop, name="link-front", daemon=True)
-        self._receiver.start()
+    def _receive(self) -> None:
+        """The descriptor tells of changes only, so everything is taken; a lot of it in turns with the loop's work."""
+        if self._on_message is None or self._loop is None:
+            return
+        for _ in range(MOST_AT_ONCE):
+            try:
+                data = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(decode_to_front(data))
+            if self._on_message is None:
+                return  # Closed by what the message brought about.
+        self._loop.call_soon(self._receive)
 
     def send(self, message: ToEngine) -> None:
         self._push.send(encode(message))
 
     def close(self) -> None:
+        if self._loop is not None and self._on_message is not None:
+            self._on_message = None
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._pull.fileno())
+        self._pull.close(0)
         self._push.close()
-        if self._receiver is None:
-            self._pull.close(0)
         self._context.term()

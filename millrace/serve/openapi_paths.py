@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 ERRORS = {
+    "401": "No API key, or an unknown one, where the server wants one.",
+    "403": "The key is good, but its tenant may not do this.",
     "400": "The request is wrong; the message names the field, the value and the remedy.",
     "404": "There is no such model, file, batch, response or request.",
     "408": "The body did not arrive in time.",
@@ -260,7 +262,9 @@ def _ollama_paths() -> dict[str, Any]:
 
 
 def _own_paths() -> dict[str, Any]:
-    one = [_in_path("request_id")]
+    one, ended = [_in_path("request_id")], ("404", "503")
+    told = {"application/json": {"schema": {"type": "object"}}}
+    explained = {"description": "Its stages, in figures and in sentences.", "content": told}
     encode = _operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
@@ -269,10 +273,15 @@ def _own_paths() -> dict[str, Any]:
         "/v1/requests": {"get": _operation("operate", "listRequests", "What is running", "RunningRequests")},
         "/v1/requests/{request_id}": {
             "get": _operation("operate", "retrieveRequest", "One of them", "RunningRequest", ("404",), parameters=one),
-            "delete": _operation("operate", "cancelRequest", "End it", "CancelledRequest", ("404",), parameters=one),
+            "delete": _operation("operate", "cancelRequest", "End it", "CancelledRequest", ended, parameters=one),
+        },
+        "/v1/requests/{request_id}/explain": {
+            "get": _operation(
+                "operate", "explainRequest", "Why it took as long as it did", explained, ("404", "503"), parameters=one
+            )
         },
         "/v1/requests/{request_id}/cancel": {
-            "post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ("404",), parameters=one)
+            "post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ended, parameters=one)
         },
     }
 

@@ -253,12 +253,12 @@ def until_completed(client: openai.OpenAI, batch_id: str, least: int) -> None:
 @pytest.mark.parametrize("stops", [1, 3])
 def test_a_restart_loses_and_repeats_nothing(tmp_path: Path, stops: int) -> None:
     """The server is stopped in the middle, as often as asked; what was answered is not answered again."""
-    total = 24
+    total = 60
     config = config_in(tmp_path, server__batch_lines=3)
     answered: list[str] = []
     batch_id = ""
     for _ in range(stops):
-        with running_front(echoing, step_s=0.002, config=config) as front:
+        with running_front(echoing, step_s=0.003, config=config) as front:
             client = client_of(front)
             batch_id = batch_id or begin(client, [chat_line(number) for number in range(total)])
             before = len(answered)
@@ -308,7 +308,7 @@ def test_two_servers_share_the_work_without_repeating_it(tmp_path: Path) -> None
 
 
 # ── /v1/requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_running_requests_can_be_seen_and_cancelled(tmp_path: Path) -> None:
+def test_running_requests_can_be_seen(tmp_path: Path) -> None:
     with running_front(endless, step_s=0.005, config=config_in(tmp_path)) as front:
         client = client_of(front)
         stream = client.chat.completions.create(
@@ -324,8 +324,6 @@ def test_running_requests_can_be_seen_and_cancelled(tmp_path: Path) -> None:
         assert running["path"] == CHAT
         assert running["priority"] == "standard"
         assert get(front.port, f"/v1/requests/{first.id}").json["prompt_tokens"] == running["prompt_tokens"]
-        assert request(front.port, "DELETE", "/v1/requests/mine").json["cancelled"] is True
-        with pytest.raises(openai.APIError, match="cancelled"):
-            list(stream)
+        assert get(front.port, "/v1/requests/nobody").status == 404
+        stream.close()
         eventually(lambda: get(front.port, "/v1/requests").json["data"] == [])
-        assert request(front.port, "DELETE", "/v1/requests/mine").status == 404
