@@ -40,11 +40,14 @@ _TYPES = (
 
 _ERRORS = {
     "400": "The request is wrong; the message names the field, the value and the remedy.",
+    "401": "An API key is wanted, or this one is not known.",
+    "403": "The key's tenant may not do this.",
     "404": "There is no such model.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large; it was not read.",
     "415": "The body is compressed, or not UTF-8.",
-    "429": "The queue is full; Retry-After says when to try again.",
+    "429": "A quota is used up, the queue is full, or the first token would come too late; see Retry-After.",
+    "499": "The request was cancelled.",
     "500": "The request failed.",
     "503": "The engine is loading, draining or gone; Retry-After says when to try again.",
     "504": "The deadline passed.",
@@ -138,7 +141,7 @@ def _generate(summary: str, operation: str, names: tuple[str, str, str], example
             "operationId": operation,
             "summary": summary,
             "description": _STREAM_NOTE,
-            "parameters": [_request_id_parameter()],
+            "parameters": [_request_id_parameter(), _timeout_parameter()],
             "requestBody": _body(request, example),
             "responses": {"200": ok, **_errors(*_ERRORS)},
         }
@@ -155,6 +158,16 @@ def _request_id_parameter() -> dict[str, Any]:
     }
 
 
+def _timeout_parameter() -> dict[str, Any]:
+    return {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "required": False,
+        "description": "Seconds until the request is given up; the smaller of this and the field `timeout` holds.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+
+
 def _get(tag: str, operation: str, summary: str, responses: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"get": {"tags": [tag], "operationId": operation, "summary": summary, "responses": responses, **more}}
 
@@ -166,6 +179,7 @@ def _paths() -> dict[str, Any]:
         "/v1/chat/completions": _generate("Answer a conversation", "createChatCompletion", chat_names, _CHAT_EXAMPLE),
         "/v1/completions": _generate("Continue a text", "createCompletion", completion_names, _COMPLETION_EXAMPLE),
         **_model_paths(),
+        **_request_paths(),
         **_text_paths(),
         **_operate_paths(),
     }
@@ -183,6 +197,28 @@ def _model_paths() -> dict[str, Any]:
             parameters=[parameter],
         ),
     }
+
+
+def _request_paths() -> dict[str, Any]:
+    identity = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "description": "The answer's `id`, or the X-Request-Id of the request.",
+        "schema": {"type": "string"},
+    }
+    told = {"description": "OK", "content": {"application/json": {"schema": {"type": "object"}}}}
+    errors = _errors("401", "404", "503")
+    cancel = {
+        "tags": ["operate"],
+        "operationId": "cancelRequest",
+        "summary": "Cancel a request",
+        "parameters": [identity],
+        "responses": {"200": told, **errors},
+    }
+    summary = "Why a request waited, what it found cached, whether it was preempted, the time of each stage"
+    explain = _get("operate", "explainRequest", summary, {"200": told, **errors}, parameters=[identity])
+    return {"/v1/requests/{id}": {"delete": cancel}, "/v1/requests/{id}/explain": explain}
 
 
 def _text_paths() -> dict[str, Any]:
