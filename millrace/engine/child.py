@@ -14,6 +14,8 @@ from millrace.link.channel import ZmqEngineChannel
 from millrace.observe.logs import setup_logging
 
 ORPHAN_GRACE_S = 10.0
+HUNG = 75
+"""Exit code of an engine whose step never ended."""
 
 
 def main() -> None:
@@ -23,7 +25,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = ZmqEngineChannel(directory, num_fronts)
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
-    serve_engine(config, channel)
+    serve_engine(config, channel, on_hang=lambda: os._exit(HUNG))
     channel.close()
 
 

@@ -69,6 +69,8 @@ class Engine:
         self._outbox = Outbox(channel, self._ledger)
         self.ready: EngineReady | None = None
         """What a front that comes late is told."""
+        self.on_hang: Callable[[], None] | None = None
+        """Called, from another thread, when a step will never end."""
         self._launched: deque[Launched] = deque()
         self._stopping = False
         self._progressed = False
@@ -80,7 +82,7 @@ class Engine:
 
     def run(self) -> None:
         """Until a `Stop` arrives."""
-        watchdog = Watchdog(self._oldest_launched)
+        watchdog = Watchdog(self._oldest_launched, on_hang=self.on_hang)
         watchdog.start()
         try:
             self._loop()

@@ -53,13 +53,13 @@ def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def serve_engine(config: Config, channel: EngineChannel) -> None:
+def serve_engine(config: Config, channel: EngineChannel, on_hang: Callable[[], None] | None = None) -> None:
     """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
     from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
 
     try:
         engine, ready = build_engine(config, channel)
-        engine.ready = ready
+        engine.ready, engine.on_hang = ready, on_hang
         for front in range(channel.num_fronts):
             channel.send(front, ready)
         engine.run()

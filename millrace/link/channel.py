@@ -2,14 +2,17 @@
 
 Both kinds have the same two ends. The engine's end: `receive` blocks until there is something to do (idle is a
 blocking wait, never a spin), `send` never blocks. The front's end lives on an asyncio loop and hands every message
-to one callback there. Over ZeroMQ the engine's threads do the (de)serialising, so that it overlaps device work.
+to one callback there. Over ZeroMQ neither end has threads in Python: ZeroMQ's own, which need no interpreter, do the
+moving, and what is left for each message are microseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -26,6 +29,8 @@ from millrace.link.messages import (
 )
 
 ABSENT_RETRY_S = 0.02
+CLOSE_GRACE_S = 1.0
+"""How long the last words of an engine are kept for a front that is not connected."""
 MOST_FOR_ABSENT = 4096
 """Messages kept for a front that is not connected; beyond it the oldest go. A front that comes back asks anew."""
 
@@ -148,16 +153,20 @@ def front_address(directory: str, front_index: int) -> str:
 
 
 class ZmqEngineChannel:
-    """The engine's end over Unix sockets in `directory`: one PULL for all fronts, one PUSH for each."""
+    """The engine's end over Unix sockets in `directory`: one PULL for all fronts, one PUSH for each.
+
+    Used by the engine's thread alone. A thread of its own for each direction would have to win the interpreter from
+    a busy loop for every message, which takes milliseconds; a message takes microseconds.
+    """
 
     def __init__(self, directory: str, num_fronts: int) -> None:
         self.num_fronts = num_fronts
+        self._address = inbox_address(directory)
         self._context = zmq.Context()
-        self._inbox = Inbox()
-        self._outbox: queue.SimpleQueue[tuple[int, ToFront] | None] = queue.SimpleQueue()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set_hwm(0)
-        self._pull.bind(inbox_address(directory))
+        self._pull.linger = 0
+        self._pull.bind(self._address)
         self._pushes = []
         self._absent: list[deque[bytes]] = [deque(maxlen=MOST_FOR_ABSENT) for _ in range(num_fronts)]
         for index in range(num_fronts):
@@ -166,39 +175,31 @@ class ZmqEngineChannel:
             push.linger = 1000
             push.bind(front_address(directory, index))
             self._pushes.append(push)
-        self._receiver = threading.Thread(target=self._receive_loop, name="link-in", daemon=True)
-        self._sender = threading.Thread(target=self._send_loop, name="link-out", daemon=True)
-        self._receiver.start()
-        self._sender.start()
 
-    def _receive_loop(self) -> None:
-        while True:
-            try:
-                self._inbox.put(decode_to_engine(self._pull.recv()))
-            except zmq.ContextTerminated:
-                self._pull.close(0)
-                return
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        messages = self._take()
+        if messages or (timeout_s is not None and timeout_s <= 0):
+            return messages
+        end = time.monotonic() + timeout_s if timeout_s is not None else math.inf
+        while not messages and (left_s := end - time.monotonic()) > 0:
+            # While something waits for a front that is not there, it is tried again and again.
+            patience_s = min(left_s, ABSENT_RETRY_S) if any(self._absent) else left_s
+            self._pull.poll(None if patience_s == math.inf else math.ceil(1000 * patience_s))
+            self._retry_absent()
+            messages = self._take()
+        return messages
 
-    def _send_loop(self) -> None:
-        """A front that is not there (yet, or any more) must not hold up the others: what is for it waits aside."""
+    def _take(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
         try:
             while True:
-                try:
-                    item = self._outbox.get(timeout=ABSENT_RETRY_S if any(self._absent) else None)
-                except queue.Empty:
-                    self._retry_absent()
-                    continue
-                if item is None:
-                    break
-                self._push_to(item[0], encode(item[1]))
-            self._retry_absent()
-        except zmq.ContextTerminated:
-            pass  # The engine closes with a message for a front that never connected.
-        for push in self._pushes:
-            push.close()
+                messages.append(decode_to_engine(self._pull.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
 
-    def _push_to(self, front_index: int, data: bytes) -> None:
-        absent = self._absent[front_index]
+    def send(self, front_index: int, message: ToFront) -> None:
+        """A front that is not there (yet, or any more) must not hold up the others: what is for it waits aside."""
+        data, absent = encode(message), self._absent[front_index]
         if absent:
             absent.append(data)
             self._retry(front_index)
@@ -222,21 +223,21 @@ class ZmqEngineChannel:
         except zmq.Again:
             pass
 
-    def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        return self._inbox.drain(timeout_s)
-
-    def send(self, front_index: int, message: ToFront) -> None:
-        self._outbox.put((front_index, message))
-
     def request_stop(self) -> None:
-        """Wake the engine from inside its own process, as when the parent has gone."""
-        self._inbox.put(Stop())
+        """Wake the engine from another thread of its own process, as when the parent has gone."""
+        with self._context.socket(zmq.PUSH) as push:
+            push.linger = 1000
+            push.connect(self._address)
+            push.send(encode(Stop()))
 
     def close(self) -> None:
-        self._outbox.put(None)
-        self._sender.join(timeout=2.0)
+        end = time.monotonic() + CLOSE_GRACE_S
+        while any(self._absent) and time.monotonic() < end:
+            time.sleep(ABSENT_RETRY_S)
+            self._retry_absent()
+        for socket in (self._pull, *self._pushes):
+            socket.close()
         self._context.term()
-        self._receiver.join(timeout=2.0)
 
 
 class ZmqFrontChannel:

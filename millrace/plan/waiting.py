@@ -21,6 +21,9 @@ QueueName = tuple[int, str]
 """Class and tenant."""
 
 
+SPARE_DEADLINES = 1024
+
+
 class Waiting:
     def __init__(self, policy: Policy, shares: FairShares, aging_s: float) -> None:
         self._policy = policy
@@ -46,6 +49,14 @@ class Waiting:
         self._count(request, 1)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
+            if len(self._deadlines) > 2 * len(self._by_id) + SPARE_DEADLINES:
+                self._forget_deadlines()
+
+    def _forget_deadlines(self) -> None:
+        """Drop the entries of requests that no longer wait: most leave long before their deadline."""
+        self._deadlines = [(request.deadline, key) for key, (_, request) in self._by_id.items()]
+        self._deadlines = [entry for entry in self._deadlines if entry[0] < math.inf]
+        heapq.heapify(self._deadlines)
 
     def remove(self, request_id: int) -> Request:
         place, request = self._by_id.pop(request_id)

@@ -40,7 +40,7 @@ def enter(
             f" {CLASS_NAMES[generation.priority]!r}.",
             param="priority",
         )
-    deadline = min(generation.deadline, _header_deadline(request, received))
+    deadline = min(generation.deadline, header_deadline(request, received))
     num_sequences = len(generation.prompts) * generation.num_sequences
     client = state.client
     try:
@@ -77,7 +77,7 @@ def _tokens_of(generation: Generation) -> int:
     return prompt + output * len(generation.prompts) * generation.num_sequences
 
 
-def _header_deadline(request: web.Request, received: float) -> float:
+def header_deadline(request: web.Request, received: float) -> float:
     text = request.headers.get(TIMEOUT_HEADER)
     if text is None:
         return math.inf

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.serve.access import OPEN_PATHS
+from millrace.serve.errors_http import ANTHROPIC_PATHS, OLLAMA_PATHS
+
 ERRORS = {
-    "401": "No API key, or an unknown one, where the server wants one.",
-    "403": "The key is good, but its tenant may not do this.",
     "400": "The request is wrong; the message names the field, the value and the remedy.",
+    "401": "An API key is wanted, or this one is not known.",
+    "403": "The key's tenant may not do this.",
     "404": "There is no such model, file, batch, response or request.",
     "408": "The body did not arrive in time.",
     "409": "It is not in a state in which this can be done.",
     "413": "The body is too large; it was not read.",
     "415": "The body is compressed, or not UTF-8.",
-    "429": "The queue is full; Retry-After says when to try again.",
+    "429": "A quota is used up, the queue is full, or the first token would come too late; see Retry-After.",
     "499": "The request was cancelled through /v1/requests.",
     "500": "The request failed.",
     "503": "The engine is loading, draining or gone; Retry-After says when to try again.",
@@ -68,6 +71,16 @@ def _header() -> dict[str, Any]:
     }
 
 
+def _timeout_header() -> dict[str, Any]:
+    return {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "required": False,
+        "description": "Seconds until the request is given up; the smaller of this and the field `timeout` holds.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+
+
 def _in_path(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -105,11 +118,35 @@ def _generate(
     ok = _json(answer, "The answer, or its stream.")
     ok["content"][media_type] = {"schema": _event(chunk) if media_type == "text/event-stream" else ref(chunk)}
     errors = tuple(status for status in ERRORS if status != "409" or request == "ResponsesRequest")
-    made = _operation("generate", operation, summary, ok, errors, description=note, parameters=[_header()], shape=shape)
+    made = _operation(
+        "generate",
+        operation,
+        summary,
+        ok,
+        errors,
+        description=note,
+        parameters=[_header(), _timeout_header()],
+        shape=shape,
+    )
     return {**made, "requestBody": _body(request, example)}
 
 
 def paths() -> dict[str, Any]:
+    found = _all_paths()
+    for path, methods in found.items():
+        if path not in OPEN_PATHS:
+            for operation in methods.values():
+                operation["responses"].setdefault("401", _json(_error_shape(path), ERRORS["401"]))
+    return found
+
+
+def _error_shape(path: str) -> str:
+    if path.startswith(ANTHROPIC_PATHS):
+        return "AnthropicErrorAnswer"
+    return "OllamaErrorAnswer" if path.startswith(OLLAMA_PATHS) else "ErrorAnswer"
+
+
+def _all_paths() -> dict[str, Any]:
     return {
         **_openai_paths(),
         **_response_paths(),
