@@ -25,6 +25,8 @@ COMMANDS = {
     "bench": "measure this machine, or any OpenAI-compatible server",
     "models": "list the models known by name, and which are here",
     "fetch": "bring a model into the cache",
+    "faults": "make things go wrong on purpose and see what holds",
+    "keys": "make, list and withdraw API keys",
     "config": "print every setting with its value, source and meaning",
     "ops": "print which version of each operation this machine uses",
     "version": "print the versions of Millrace and of what it stands on",

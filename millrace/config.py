@@ -23,6 +23,7 @@ from millrace.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -67,7 +68,7 @@ class ModelConfig:
 class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 picks a free one", minimum=0)
-    fronts: int = setting(1, "processes that speak HTTP and share the port", minimum=1)
+    fronts: int = setting(0, "processes that speak HTTP and share the port; 0 follows the cores", minimum=0)
     in_process: bool = setting(False, "run front and engine in one process (tests, debuggers, tiny machines)")
     body_limit_mb: int = setting(32, "largest request body in MiB; more gets a 413 before it is read", minimum=1)
     stream_buffer_kb: int = setting(256, "unread KiB a slow streaming client may hold before it is dropped", minimum=16)
@@ -77,13 +78,25 @@ class ServerConfig:
     )
     file_limit_mb: int = setting(512, "largest uploaded file in MiB; more gets a 413 before it is read", minimum=1)
     batch_lines: int = setting(64, "most lines of batches that are generated at once", minimum=1)
+    keys_file: str = setting("", "a TOML file of tenants and their hashed API keys; empty serves whoever comes")
+    ttft_interactive_s: float = setting(
+        5.0, "promised wait for the first token; who would wait longer gets a 429; 0 promises nothing", minimum=0.0
+    )
+    ttft_standard_s: float = setting(120.0, "the same for the standard class", minimum=0.0)
+    ttft_batch_s: float = setting(600.0, "the same for the batch class", minimum=0.0)
+    tls_cert: str = setting("", "a file with the certificate chain (PEM); empty speaks plain HTTP")
+    tls_key: str = setting("", "a file with the certificate's private key (PEM)")
+    cors_origins: str = setting("", "origins whose web pages may call, separated by commas; * is all")
+    header_limit_kb: int = setting(8, "largest header line in KiB; more gets a 431", minimum=1)
     drain_timeout_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
     max_running: int = setting(0, "most requests that run at once; 0 chooses for the device", minimum=0)
-    max_waiting: int = setting(4096, "most requests that wait; more get a 429", minimum=1)
+    max_waiting: int = setting(16384, "most requests that wait; more get a 429", minimum=1)
+    policy: PolicyName = setting("fcfs", "who goes first within a class and a tenant")
+    aging_s: float = setting(30.0, "a request counts as one class more urgent for each such wait", minimum=0.1)
     token_budget: int = setting(0, "most tokens computed in one step; 0 chooses for the device", minimum=0)
     mixed_budget: int = setting(
         0, "most tokens in a step that also decodes, to keep streams smooth; 0 chooses", minimum=0
@@ -110,6 +123,7 @@ class RunConfig:
 @dataclass(frozen=True, slots=True)
 class ObserveConfig:
     log_level: LogLevel = setting("info", "debug, info, warning or error")
+    audit_log: str = setting("", "a file that gets one JSON line per request (never its text); empty writes none")
     log_requests: bool = setting(False, "one log line per finished request (never its text)")
 
 
@@ -276,6 +290,13 @@ def _check_contradictions(config: Config) -> None:
             f"server.in_process runs one front, but server.fronts is {server.fronts}; drop one of the two.",
             param="server.fronts",
         )
+
+
+def num_fronts(config: Config, num_cores: int) -> int:
+    """As many fronts as were asked for; by default one for each four cores, so that the engine has its own."""
+    if config.server.in_process:
+        return 1
+    return config.server.fronts or min(max(1, num_cores // 4), 8)
 
 
 def replace(config: Config, **changes: object) -> Config:

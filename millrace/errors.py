@@ -60,6 +60,22 @@ class ModelNotFound(MillraceError):
     code = "model_not_found"
 
 
+class Unauthorized(MillraceError):
+    """No API key, or one that this server does not know."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(MillraceError):
+    """The key is good, but its tenant may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "not_allowed"
+
+
 class NotFound(MillraceError):
     status = 404
     type = "invalid_request_error"
@@ -106,14 +122,6 @@ class Conflict(MillraceError):
     code = "conflict"
 
 
-class RequestCancelled(MillraceError):
-    """Somebody cancelled the request through the API while it ran."""
-
-    status = 499
-    type = "invalid_request_error"
-    code = "request_cancelled"
-
-
 class NotImplementedYet(MillraceError):
     """A part of a public API that this server knows of and does not have."""
 
@@ -132,6 +140,20 @@ class Overloaded(MillraceError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(Overloaded):
+    """The tenant's own limit is reached; other tenants are served."""
+
+    code = "quota_exceeded"
+
+
+class RequestCancelled(MillraceError):
+    """Somebody cancelled the request through the API."""
+
+    status = 499
+    type = "invalid_request_error"
+    code = "request_cancelled"
 
 
 class DeadlineExceeded(MillraceError):

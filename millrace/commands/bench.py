@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from millrace.bench.suite import SuiteOptions
     from millrace.bench.workloads import Workload
 
-USAGE = "millrace bench [local | plan | gpu] [options]"
+USAGE = "millrace bench [local | plan | front | policies | gpu] [options]"
 _EXAMPLES = """\
 workloads:
   single         512 in / 128 out, one at a time
@@ -35,12 +35,17 @@ examples:
   millrace bench --model ./my-model --dtype bfloat16     another model, with settings as for serve
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same work
   millrace bench --url … --workloads single,mixed --json one JSON line per figure
-  millrace bench plan                                    host time of planning a step, from 1 to 4,096 rows"""
+  millrace bench plan                                    host time of planning a step, from 1 to 4,096 rows
+  millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
+  millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
+  millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, device simulated"""
 EXAMPLES = f"{_EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="local", metavar="WHAT", help="local (default), plan or gpu")
+    parser.add_argument(
+        "what", nargs="?", default="local", metavar="WHAT", help="local (default), plan, front, policies or gpu"
+    )
     parser.add_argument("--url", default="", help="measure this server; without it one is started here")
     parser.add_argument("--api-key", default="", help="the key that the server wants")
     parser.add_argument("--pid", type=int, default=0, help="the server's process, to report its memory (with --url)")
@@ -51,9 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--content-seed", type=int, metavar="N", help="same seed, same prompts; fresh ones each run without it"
     )
+    front = parser.add_argument_group("front")
+    front.add_argument("--streams", default="64,512", metavar="N,…", help="streams held open (default: 64,512)")
+    front.add_argument("--fronts", default="1", metavar="N,…", help="front processes (default: 1)")
+    front.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens per request (default: 128)")
+    front.add_argument("--seconds", type=float, default=5.0, metavar="X", help="of each measurement (default: 5)")
+    front.add_argument("--step-ms", type=float, default=2.0, metavar="X", help="least time of a step (default: 2)")
+    front.add_argument("--clients", type=int, default=1, metavar="N", help="processes of clients (default: 1)")
+    trace = parser.add_argument_group("policies")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
+    trace.add_argument("--requests", type=int, default=3000, metavar="N", help="from its beginning (default: 3000)")
+    trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="times as fast as it was (default: 4)")
+    trace.add_argument("--svg", type=Path, metavar="FILE", help="write the plot there")
     parser.add_argument("--json", action="store_true", help="one JSON line per figure instead of a table")
     bench_gpu.add_arguments(parser)
-    add_settings(parser)
+    add_settings(parser, taken=("fronts",))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,9 +79,14 @@ def run(args: argparse.Namespace) -> int:
     bench_gpu.refuse_elsewhere(args)
     if args.what == "plan":
         return _bench_plan(as_json=args.json)
+    if args.what == "front":
+        return _bench_front(args)
+    if args.what == "policies":
+        return _bench_policies(args)
     if args.what != "local":
         raise UsageError(
-            f"There is no benchmark '{args.what}'. There are: local, plan, gpu; and --url for a running server."
+            f"There is no benchmark '{args.what}'. There are: local, plan, front, policies, gpu;"
+            " and --url for a running server."
         )
     loaded = load_settings(args)
     if not args.time_limit > 0:
@@ -89,6 +111,76 @@ def _bench_plan(*, as_json: bool) -> int:
     if not as_json:
         print_table(figures, "Host time of one steady decode step: planning it and applying its result")
     return 0
+
+
+def _bench_front(args: argparse.Namespace) -> int:
+    from millrace.bench.figures import Figure, print_table
+    from millrace.bench.front import FrontBench
+
+    source = load_settings(args).config.model.source
+    figures = []
+    for fronts in _numbers("--fronts", args.fronts):
+        for streams in _numbers("--streams", args.streams):
+            bench = FrontBench(source, fronts, streams, args.tokens, args.seconds, args.step_ms, args.clients)
+            cost = bench.run()
+            name = f"{fronts} front{'s' if fronts > 1 else ''}, {streams:,} streams"
+            note = (
+                f"{cost.requests_per_s:.0f} requests/s, {cost.frames_per_token:.2f} frames/token,"
+                f" TTFT p50 {cost.ttft_p50_ms:.0f} p99 {cost.ttft_p99_ms:.0f} ms, {cost.errors} errors"
+            )
+            rows = [
+                Figure(name, "output", cost.tokens_per_s, "tok/s", note=note),
+                Figure(name, "per front", cost.tokens_per_s / fronts, "tok/s"),
+                Figure(name, "front CPU", cost.us_per_token, "µs/token"),
+            ]
+            figures += rows
+            if args.json:
+                for figure in rows:
+                    print(figure.as_json(target="front"), flush=True)
+    if not args.json:
+        print_table(figures, f"Fronts over a null engine, {args.tokens} tokens per request")
+    return 0
+
+
+def _bench_policies(args: argparse.Namespace) -> int:
+    from millrace.bench.figures import Figure, print_table
+    from millrace.bench.policies import Verdict, compare, plot_svg, read_trace
+
+    if args.trace is None:
+        raise UsageError("Say which trace: --trace FILE, a CSV with TIMESTAMP, ContextTokens and GeneratedTokens.")
+    figures = []
+
+    def add(verdict: Verdict) -> None:
+        rows = [
+            Figure(verdict.policy, "TTFT mean", verdict.ttft_mean_s, "s", note=f"{verdict.preemptions} preemptions"),
+            Figure(verdict.policy, "TTFT p50", verdict.ttft_p50_s, "s"),
+            Figure(verdict.policy, "TTFT p99", verdict.ttft_p99_s, "s"),
+            Figure(verdict.policy, "goodput", verdict.goodput, "requests/s", note="ended before their deadline"),
+            Figure(verdict.policy, "first token within 5 s", 100 * verdict.in_goal, "%"),
+            Figure(verdict.policy, "fairness", verdict.fairness, "", note="Jain's index over slowdowns"),
+            Figure(verdict.policy, "light tenants' p99", verdict.light_p99_s, "s", note="TTFT beside a heavy one"),
+        ]
+        figures.extend(rows)
+        if args.json:
+            for figure in rows:
+                print(figure.as_json(target="policies"), flush=True)
+
+    results = compare(read_trace(args.trace, args.requests, args.speed), add)
+    if args.svg is not None:
+        args.svg.write_text(plot_svg(results), encoding="utf-8")
+    if not args.json:
+        print_table(figures, f"Policies on {args.requests} requests of {args.trace.name}, {args.speed:g} times as fast")
+    return 0
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UsageError(f"{option} is '{text}'; give positive numbers, separated by commas.")
+    return numbers
 
 
 async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import socket
+import tempfile
 import time
 from typing import TYPE_CHECKING
 
 from millrace.commands.settings import add_model, add_settings, load_settings
 from millrace.commands.status_line import StatusLine
-from millrace.config import Config, replace
+from millrace.config import Config, num_fronts, replace
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
 
 if TYPE_CHECKING:
-    from millrace.commands.front_child import FrontProcess
+    from millrace.commands.engine_keeper import EngineKeeper
+    from millrace.commands.fronts import Fronts
     from millrace.engine.process import EngineHandle
     from millrace.link.client import EngineClient
+    from millrace.link.messages import EngineLoading
     from millrace.serve.app import FrontState
 
 USAGE = "millrace serve [MODEL] [options]"
@@ -30,9 +34,9 @@ examples:
   millrace serve ./my-model --dtype float32            a Hugging Face directory
   millrace serve my-model.gguf --kv-gib 2              a GGUF file, with 2 GiB for the KV pool
   millrace serve org/name --config my.toml             a hub id, with settings from a file
-  millrace serve random:config.json                    random weights of a shape, for benchmarks"""
-
-_LAST_WORDS_S = 0.3
+  millrace serve random:config.json                    random weights of a shape, for benchmarks
+  millrace serve --keys-file keys.toml                 demand API keys (millrace keys makes them)
+  millrace serve --tls-cert cert.pem --tls-key key.pem speak HTTPS"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,80 +59,79 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._started = time.monotonic()
         check_port(config.server.host, config.server.port)
-        self._config = config
+        check_files(config)
+        self._config = replace(config, server__fronts=num_fronts(config, len(os.sched_getaffinity(0))))
         self._failure = ""
         self._is_ready = False
         self._line = StatusLine()
         self._stop = asyncio.Event()
 
     def run(self) -> None:
-        """Serve until told to stop. Raises when the engine could not start or died."""
+        """Serve until told to stop. Raises when the engine could not start, or died again and again."""
+        from millrace.commands.engine_keeper import EngineKeeper
         from millrace.commands.obtain import obtain_model
         from millrace.engine.process import start_engine
 
         obtain_model(self._config.model.source)
         # The engine goes first: its imports take longest, and everything below happens beside them.
-        engine = start_engine(self._config)
+        keeper = EngineKeeper(self._config, start_engine(self._config))
         try:
             import uvloop
 
-            uvloop.run(self._serve(engine))
+            with tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
+                uvloop.run(self._serve(keeper, directory))
         finally:
-            self._end(engine)
+            self._end(keeper.engine)
         if self._failure:
             raise EngineUnavailable(self._failure)
 
     def _end(self, engine: EngineHandle) -> None:
         """One that is still loading has nothing to finish, and would not hear a polite request until it is done."""
-        from millrace.engine.process import EngineProcess
-
-        if not self._is_ready and isinstance(engine, EngineProcess):
-            engine.process.kill()
+        if not self._is_ready:
+            engine.kill()
         engine.stop()
 
-    async def _serve(self, engine: EngineHandle) -> None:
-        from millrace.commands.front_child import start_fronts, stop_fronts
+    async def _serve(self, keeper: EngineKeeper, directory: str) -> None:
+        from millrace.commands.fronts import Fronts
         from millrace.serve.app import listening_socket, load_state, serve_front
         from millrace.sources.resolve import resolve_model
 
         server = self._config.server
         sock = listening_socket(server.host, server.port, self._config, reuse_port=server.fronts > 1)
         self._config = replace(self._config, server__port=sock.getsockname()[1])
-        client = self._connect(engine)
-        fronts = start_fronts(self._config, engine)
-        state = load_state(self._config, client, resolve_model(self._config.model.source))
-        tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._pass_on(fronts))]
+        client = self._connect(keeper.engine)
+        fronts = Fronts(self._config, directory, keeper.engine)
+        keeper.keep(client, on_replaced=fronts.tell_engine, on_given_up=self._end_with)
+        tasks: list[asyncio.Task[None]] = []
         try:
+            files = resolve_model(self._config.model.source)
+            state = load_state(self._config, client, files, directory=directory)
+            fronts.keep(state)
+            tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._pass_on(keeper, fronts))]
             await serve_front(state, server.host, self._config.server.port, sock=sock, stop=self._stop)
+            if state.stopped_at_once:
+                fronts.kill()
         finally:
+            keeper.close()
             for task in tasks:
                 task.cancel()
             await client.close()
-            await asyncio.to_thread(stop_fronts, fronts, server.drain_timeout_s)
+            await asyncio.to_thread(fronts.stop, server.drain_timeout_s)
 
     def _connect(self, engine: EngineHandle) -> EngineClient:
         from millrace.commands.front_child import max_open_requests
         from millrace.link.client import EngineClient
 
-        client = EngineClient(
+        self._line.show("starting the engine")
+        return EngineClient(
             engine.channel(0),
             max_open=max_open_requests(self._config),
-            on_loading=lambda stage: self._line.show(stage.what, stage.done, stage.total),
+            on_loading=self._show_loading,
         )
 
-        loop = asyncio.get_running_loop()
-
-        def on_death(message: str) -> None:
-            # The engine's own last message may still be on its way, and says more than its exit code.
-            loop.call_later(_LAST_WORDS_S, settle, message)
-
-        def settle(message: str) -> None:
-            client.fail(message)
-            self._end_with(client.failure or message)
-
-        engine.watch(loop, on_death)
-        self._line.show("starting the engine")
-        return client
+    def _show_loading(self, stage: EngineLoading) -> None:
+        if not self._is_ready:
+            self._line.show(stage.what, stage.done, stage.total)
 
     async def _announce(self, state: FrontState) -> None:
         """Say that the server is ready; or, when the engine cannot start, end with the reason."""
@@ -142,15 +145,16 @@ class Server:
         self._is_ready = True
         self._line.clear()
         url = reachable_url(self._config.server.host, self._config.server.port)
+        if self._config.server.tls_cert:
+            url = url.replace("http://", "https://", 1)
         took_s = time.monotonic() - self._started
         for text in (*memory_table(ready), *ready_lines(ready, url, took_s, is_chat=is_chat_model(state))):
             print(text, flush=True)
 
-    async def _pass_on(self, fronts: list[FrontProcess]) -> None:
+    async def _pass_on(self, keeper: EngineKeeper, fronts: Fronts) -> None:
         """When this front begins to drain, so do the others."""
         await self._stop.wait()
-        for front in fronts:
-            front.drain()
+        fronts.drain()
 
     def _end_with(self, failure: str) -> None:
         """The first failure that was not asked for is the one to report."""
@@ -166,6 +170,21 @@ def is_chat_model(state: FrontState) -> bool:
     except MillraceError:
         return False
     return True
+
+
+def check_files(config: Config) -> None:
+    """Refuse keys and certificates that cannot be used before anything is loaded for them."""
+    server = config.server
+    if server.keys_file:
+        from pathlib import Path
+
+        from millrace.serve.keyring import read_tenants
+
+        read_tenants(Path(server.keys_file))
+    if server.tls_cert or server.tls_key:
+        from millrace.serve.app import tls_context
+
+        tls_context(config)
 
 
 def check_port(host: str, port: int) -> None:

@@ -14,6 +14,7 @@ from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.families import spec_from_config
 from millrace.models.load import check_quantization, load_decoder, weight_bytes
+from millrace.plan.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device import Device, fast_dtype, open_device
 from millrace.run.make import make_runner
@@ -66,6 +67,8 @@ def build_engine(config: Config, channel: EngineChannel) -> tuple[Engine, Engine
         token_budget=plan.token_budget,
         mixed_budget=plan.mixed_budget,
         prefix_cache=config.plan.prefix_cache,
+        policy=make_policy(config.plan.policy),
+        aging_s=config.plan.aging_s,
     )
     ready = _ready(config, files, spec.vocab_size, dtype, device, plan)
     return Engine(scheduler, runner, device, channel), ready

@@ -17,6 +17,8 @@ from millrace.observe.logs import setup_logging
 ORPHAN_GRACE_S = 10.0
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
 """A step makes many small objects and no cycles: looking for garbage every 700 of them would be felt."""
+HUNG = 75
+"""Exit code of an engine whose step never ended."""
 
 
 def main() -> None:
@@ -27,7 +29,7 @@ def main() -> None:
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     channel = ZmqEngineChannel(directory, num_fronts)
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
-    serve_engine(config, channel)
+    serve_engine(config, channel, on_hang=lambda: os._exit(HUNG))
     channel.close()
 
 

@@ -1,24 +1,45 @@
-"""When things happened to each request, and how it ended: every submitted request leaves exactly one `Finish`."""
+"""When things happened to each request, and how it ended: every submitted request leaves exactly one `Finish`.
+
+Requests are also known by the names that clients use, while they are here and for a while afterwards, so that one can
+be explained or cancelled through any front.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 
 from millrace.link.messages import FRONT_SHIFT, Finish, NewRequest
+from millrace.plan.request import Request, Story
 from millrace.plan.step import Ended
+
+MOST_REMEMBERED = 4096
+"""Ended requests that can still be explained."""
 
 
 @dataclass(slots=True)
 class Entry:
     arrival: float
+    received: float = 0.0
+    taken: float = 0.0
+    """When the engine had it."""
     admitted: float | None = None
     first_token: float | None = None
     owes_prompt_logprobs: bool = False
+    names: tuple[str, ...] = ()
+    tenant: str = ""
+    request_id: int = 0
+    priority: int = 1
+    num_prompt: int = 0
+    story: Story = field(default_factory=Story)
+    finish: Finish | None = None
 
 
 class Ledger:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
+        self._named: dict[str, list[Entry]] = {}
+        self._ended: OrderedDict[int, Entry] = OrderedDict()
         self.prompt_tokens = 0
         self.output_tokens = 0
 
@@ -28,13 +49,32 @@ class Ledger:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._entries
 
-    def open(self, request: NewRequest, now: float) -> None:
-        self._entries[request.id] = Entry(
-            arrival=request.arrival or now, owes_prompt_logprobs=request.params.prompt_logprobs is not None
+    def open(self, message: NewRequest, request: Request, now: float) -> None:
+        entry = Entry(
+            arrival=message.arrival or now,
+            received=message.received or message.arrival or now,
+            taken=now,
+            owes_prompt_logprobs=message.params.prompt_logprobs is not None,
+            names=message.names,
+            tenant=message.tenant,
+            request_id=message.id,
+            priority=request.priority,
+            num_prompt=request.num_prompt,
+            story=request.story,
         )
+        self._entries[message.id] = entry
+        for name in message.names:
+            self._named.setdefault(name, []).append(entry)
 
     def entry(self, request_id: int) -> Entry | None:
         return self._entries.get(request_id)
+
+    def named(self, name: str, tenant: str | None) -> list[Entry]:
+        """Open and remembered requests of this name; of this tenant, unless it is None."""
+        return [entry for entry in self._named.get(name, ()) if tenant is None or entry.tenant == tenant]
+
+    def of_front(self, front: int) -> list[int]:
+        return [request_id for request_id in self._entries if front_of(request_id) == front]
 
     def on_admitted(self, request_id: int, now: float) -> None:
         entry = self._entries.get(request_id)
@@ -50,7 +90,7 @@ class Ledger:
         entry = self._entries.pop(ended.request_id)
         self.prompt_tokens += ended.num_prompt
         self.output_tokens += ended.num_output
-        return Finish(
+        entry.finish = Finish(
             id=ended.request_id,
             reason=ended.reason,
             message=ended.message,
@@ -63,6 +103,20 @@ class Ledger:
             first_token_s=entry.first_token - entry.arrival if entry.first_token is not None else 0.0,
             total_s=now - entry.arrival,
         )
+        if entry.names:
+            self._remember(entry)
+        return entry.finish
+
+    def _remember(self, entry: Entry) -> None:
+        self._ended[entry.request_id] = entry
+        if len(self._ended) > MOST_REMEMBERED:
+            _, oldest = self._ended.popitem(last=False)
+            for name in oldest.names:
+                left = [other for other in self._named.get(name, ()) if other is not oldest]
+                if left:
+                    self._named[name] = left
+                else:
+                    self._named.pop(name, None)
 
 
 def front_of(request_id: int) -> int:

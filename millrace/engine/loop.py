@@ -11,12 +11,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
+from millrace.engine.explain import explain
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
+from millrace.engine.pace import Pace
 from millrace.engine.watchdog import Watchdog
 from millrace.link.channel import EngineChannel
-from millrace.link.messages import Abort, EngineStats, NewRequest, Stop, ToEngine, unpack_tokens
-from millrace.plan.request import Request
+from millrace.link.messages import (
+    Abort,
+    AbortFront,
+    Ask,
+    EngineReady,
+    EngineStats,
+    Hello,
+    NewRequest,
+    Stop,
+    ToEngine,
+    Told,
+    unpack_tokens,
+)
+from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
 from millrace.run.device import Device, Pending
@@ -49,7 +65,12 @@ class Engine:
         self._channel = channel
         self._clock = clock
         self._ledger = Ledger()
+        self._pace = Pace()
         self._outbox = Outbox(channel, self._ledger)
+        self.ready: EngineReady | None = None
+        """What a front that comes late is told."""
+        self.on_hang: Callable[[], None] | None = None
+        """Called, from another thread, when a step will never end."""
         self._launched: deque[Launched] = deque()
         self._stopping = False
         self._progressed = False
@@ -60,10 +81,11 @@ class Engine:
         self._waited = 0.0
         """Seconds of this round of the loop spent waiting for the device."""
         self._stats_at = 0.0
+        self._applied_at = 0.0
 
     def run(self) -> None:
         """Until a `Stop` arrives."""
-        watchdog = Watchdog(self._oldest_launched)
+        watchdog = Watchdog(self._oldest_launched, on_hang=self.on_hang)
         watchdog.start()
         try:
             self._loop()
@@ -116,9 +138,16 @@ class Engine:
         self._launched.popleft()
         now = self._clock()
         self._waited += now - asked
+        # Steps overlap: what a step took of the device is the time since it or its forerunner was done.
+        self._pace.on_step(plan.num_tokens, now - max(launched_at, self._applied_at))
+        self._applied_at = now
         self._step_seconds += now - launched_at
         self._step_no = plan.step_no
         outcome = self._scheduler.apply(plan.step_no, result.drawn())
+        for ended in outcome.ended:
+            entry = self._ledger.entry(ended.request_id)
+            if entry is not None and entry.admitted is not None:
+                self._pace.on_ended(now - entry.admitted)
         self._plan_seconds += self._clock() - now
         self._outbox.send_step(outcome, result, now, self._stats_if_due(now))
         if plan.step_no % CHECK_POOL_EVERY == 0:
@@ -138,17 +167,47 @@ class Engine:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, NewRequest):
-            self._ledger.open(message, self._clock())
-            self._scheduler.submit(_to_request(message))
+            request = _to_request(message)
+            self._ledger.open(message, request, self._clock())
+            self._pace.on_arrival(request.priority)
+            self._scheduler.submit(request)
         elif isinstance(message, Abort):
             for request_id in message.ids:
                 self._scheduler.abort(request_id, message.reason)
         elif isinstance(message, Stop):
             self._stopping = True
+        else:
+            self._handle_rare(message)
+
+    def _handle_rare(self, message: AbortFront | Hello | Ask) -> None:
+        if isinstance(message, AbortFront):
+            for request_id in self._ledger.of_front(message.front):
+                self._scheduler.abort(request_id)
+        elif isinstance(message, Hello):
+            if self.ready is not None:
+                self._channel.send(message.front, self.ready)
+        else:
+            self._channel.send(message.front, Told(message.token, self._answer(message)))
+
+    def _answer(self, ask: Ask) -> bytes:
+        entries = self._ledger.named(ask.name, ask.tenant)
+        if not entries:
+            return b""
+        if ask.what == "explain":
+            # The name may have been used before; the latest request of that name is meant.
+            latest = [entry for entry in entries if entry.names == entries[-1].names]
+            return msgspec.json.encode(explain(latest, self._clock()))
+        open_ids = [entry.request_id for entry in entries if entry.finish is None]
+        for request_id in open_ids:
+            self._scheduler.abort(request_id, "cancelled", "The request was cancelled.")
+        return msgspec.json.encode(
+            {"object": "request.cancelled", "id": ask.name, "cancelled": bool(open_ids), "sequences": len(open_ids)}
+        )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         for admission in plan.admitted:
             self._ledger.on_admitted(admission.request_id, now)
+        self._pace.on_seated(len(plan.admitted))
         self._launched.append((plan, self._runner.launch(plan), now))
 
     # -- when a step fails -----------------------------------------------------------------------------------------
@@ -200,6 +259,8 @@ class Engine:
 
     def _fail_row(self, row: int, error: Exception) -> None:
         request_id = int(self._scheduler.rows.request_ids[row])
+        entry = self._ledger.entry(request_id)
+        log.error("request %s is the cause and ends with an error", " ".join(entry.names) if entry else request_id)
         self._scheduler.abort(request_id, "error", f"The step that computed this request failed: {error}")
         self._outbox.send_ended(self._step_no, self._scheduler.take_ended(), self._clock())
 
@@ -216,7 +277,9 @@ class Engine:
         self._outbox.send_stats(self._step_no, self._stats())
 
     def _stats(self) -> EngineStats:
-        scheduler, pool = self._scheduler, self._scheduler.pool
+        scheduler, pool, pace = self._scheduler, self._scheduler.pool, self._pace
+        pace.mark(self._stats_at)
+        rows_free = scheduler.rows.num_free
         return EngineStats(
             step_no=self._step_no,
             running=scheduler.num_running,
@@ -233,6 +296,12 @@ class Engine:
             plan_seconds=self._plan_seconds,
             host_seconds=self._host_seconds,
             graphs_left=self._runner.num_cold,
+            waiting_by_class=tuple(scheduler.waiting.num_by_class),
+            waiting_tokens=tuple(scheduler.waiting.tokens_by_class),
+            rows_free=rows_free,
+            seats_per_s=pace.seats_per_s(scheduler.num_running + (0 if len(scheduler.waiting) else rows_free)),
+            arrivals_per_s=pace.arrivals_per_s(),
+            tokens_per_s=pace.tokens_per_s,
         )
 
 
@@ -246,7 +315,10 @@ def _to_request(message: NewRequest) -> Request:
         max_tokens=params.max_tokens,
         end_token_ids=message.end_token_ids,
         min_tokens=params.min_tokens,
-        priority=message.priority,
+        priority=min(max(message.priority, INTERACTIVE), BATCH),
+        tenant=message.tenant,
+        weight=message.weight,
+        arrival=message.arrival,
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=f"{message.adapter}\0{message.cache_salt}".encode() if message.adapter or message.cache_salt else b"",
         read_cache=params.prompt_logprobs is None,

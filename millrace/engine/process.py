@@ -28,11 +28,17 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 10.0
 
 
+OnDeath = Callable[[str], None]
+
+
 class EngineHandle(Protocol):
     def channel(self, front_index: int = 0) -> FrontChannel: ...
 
-    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` on the loop with a sentence if the engine ends by itself."""
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
+        """Call `on_death` on the loop with a sentence when the engine has ended."""
+
+    def kill(self) -> None:
+        """End it now, whatever it is doing."""
 
     def stop(self) -> None:
         """End the engine; bounded in time."""
@@ -47,12 +53,13 @@ def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def serve_engine(config: Config, channel: EngineChannel) -> None:
+def serve_engine(config: Config, channel: EngineChannel, on_hang: Callable[[], None] | None = None) -> None:
     """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
     from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
 
     try:
         engine, ready = build_engine(config, channel)
+        engine.ready, engine.on_hang = ready, on_hang
         for front in range(channel.num_fronts):
             channel.send(front, ready)
         engine.run()
@@ -77,8 +84,17 @@ class EngineThread:
     def channel(self, front_index: int = 0) -> FrontChannel:
         return self._link.front
 
-    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
-        pass  # A thread cannot die without `serve_engine` saying so.
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
+        def wait() -> None:
+            self._thread.join()
+            with contextlib.suppress(RuntimeError):  # The loop has closed: nobody is left to tell.
+                loop.call_soon_threadsafe(on_death, "The engine ended; the log says why.")
+
+        threading.Thread(target=wait, name="engine-watch", daemon=True).start()
+
+    def kill(self) -> None:
+        """A thread cannot be killed; it is asked to stop, and ends with the process if it does not."""
+        self._link.front.send(Stop())
 
     def stop(self) -> None:
         self._link.front.send(Stop())
@@ -91,7 +107,7 @@ class EngineProcess:
         environment = dict(os.environ)
         calm_threads(environment)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "millrace.engine.child", self._directory.name, str(config.server.fronts)],
+            [sys.executable, "-m", "millrace.engine.child", self._directory.name, str(max(1, config.server.fronts))],
             stdin=subprocess.PIPE,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the front alone, which then drains.
@@ -109,13 +125,16 @@ class EngineProcess:
     def channel(self, front_index: int = 0) -> FrontChannel:
         return ZmqFrontChannel(self._directory.name, front_index)
 
-    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+    def kill(self) -> None:
+        self.process.kill()
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
         watch_process(self.process.pid, loop, lambda: on_death(self._obituary()))
 
     def _obituary(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=1.0)
-        return f"The engine process ended with code {self.process.returncode}; its log says why. Restart the server."
+        return f"The engine process ended with code {self.process.returncode}; its log says why."
 
     def stop(self) -> None:
         if self.process.stdin is not None:

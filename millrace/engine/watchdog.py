@@ -1,6 +1,7 @@
 """Notices a step that never ends: logs the plan it was given and every thread's stack, once per stall.
 
 The front notices by itself that no step completes, and turns `/ready` false; this is for whoever must find out why.
+A step that has not ended after `HANG_S` never will: the engine's process is then given up, and another takes its place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from millrace.plan.step import StepPlan
 log = logging.getLogger(__name__)
 
 STALL_S = 30.0
+HANG_S = 300.0
 CHECK_EVERY_S = 5.0
 
 Oldest = Callable[[], tuple[StepPlan, float] | None]
@@ -24,9 +26,18 @@ Oldest = Callable[[], tuple[StepPlan, float] | None]
 
 
 class Watchdog:
-    def __init__(self, oldest: Oldest, *, stall_s: float = STALL_S, check_every_s: float = CHECK_EVERY_S) -> None:
+    def __init__(
+        self,
+        oldest: Oldest,
+        *,
+        stall_s: float = STALL_S,
+        check_every_s: float = CHECK_EVERY_S,
+        hang_s: float = HANG_S,
+        on_hang: Callable[[], None] | None = None,
+    ) -> None:
         self._oldest = oldest
         self._stall_s = stall_s
+        self._hang_s, self._on_hang = hang_s, on_hang
         self._check_every_s = check_every_s
         self._stopped = threading.Event()
         self._told_of = -1
@@ -49,6 +60,9 @@ class Watchdog:
 
     def _check(self, plan: StepPlan, launched_at: float) -> None:
         running_s = time.monotonic() - launched_at
+        if running_s >= self._hang_s and self._on_hang is not None:
+            log.error("step %d has not ended after %.0f s; the engine gives up", plan.step_no, running_s)
+            self._on_hang()
         if running_s < self._stall_s or plan.step_no == self._told_of:
             return
         self._told_of = plan.step_no

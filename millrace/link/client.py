@@ -13,23 +13,28 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from millrace.errors import BadRequest, ContextOverflow, EngineUnavailable, Overloaded
 from millrace.link.channel import FrontChannel
 from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
+    AbortFront,
+    Ask,
     EngineFailed,
     EngineLoading,
     EngineReady,
     EngineStats,
     Finish,
     FinishReason,
+    Hello,
     NewRequest,
     StepTokens,
     ToFront,
     TokenLogprobs,
+    Told,
     pack_tokens,
     unpack_ids,
     unpack_tokens,
@@ -40,6 +45,24 @@ log = logging.getLogger(__name__)
 
 STALL_S = 30.0
 """An engine that has work and completes no step for this long is not ready."""
+
+
+ASK_TIMEOUT_S = 10.0
+INCARNATION_SHIFT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a sequence is submitted, and what the client calls it."""
+
+    tenant: str = ""
+    weight: float = 1.0
+    names: tuple[str, ...] = ()
+    received: float = 0.0
+    """When the front had the request's head, on `time.monotonic`."""
+
+
+ANYONE = Caller()
 
 
 class RequestSink(Protocol):
@@ -58,21 +81,50 @@ class EngineClient:
         channel: FrontChannel,
         *,
         front_index: int = 0,
+        incarnation: int = 0,
         max_open: int = 1 << 30,
         on_loading: Callable[[EngineLoading], None] | None = None,
     ) -> None:
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.failure: str | None = None
+        self.num_unreported = 0
+        """Sequences submitted since the engine last reported: its figures do not count them yet."""
+        self.front_index = front_index
+        self.num_engine_starts = 0
         self._channel = channel
         self._max_open = max_open
         self._on_loading = on_loading
-        self._next_id = front_index << FRONT_SHIFT
+        # A front that was started again must not reuse ids that the engine may still know.
+        self._next_id = (front_index << FRONT_SHIFT) + (incarnation << INCARNATION_SHIFT)
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._next_token = 0
         self._sinks: dict[int, RequestSink] = {}
         self._changed = asyncio.Event()
         self._finish_times: deque[float] = deque(maxlen=256)
         self._last_progress = time.monotonic()
-        channel.start(asyncio.get_running_loop(), self._on_message)
+        self._listen(channel)
+
+    def _listen(self, channel: FrontChannel) -> None:
+        def on_message(message: ToFront) -> None:
+            if channel is self._channel:  # What a former engine still had to say is nobody's business.
+                self._on_message(message)
+
+        channel.start(asyncio.get_running_loop(), on_message)
+        channel.send(Hello(self.front_index))
+
+    def reconnect(self, channel: FrontChannel) -> None:
+        """A new engine takes the place of one that failed. It is ready when it says so."""
+        self.fail("The engine was replaced.")
+        old, self._channel = self._channel, channel
+        self.ready = self.stats = None
+        self._listen(channel)
+        old.close()
+
+    @property
+    def channel(self) -> FrontChannel:
+        """To the engine of now; another after `reconnect`."""
+        return self._channel
 
     @property
     def num_open(self) -> int:
@@ -94,6 +146,12 @@ class EngineClient:
         except TimeoutError:
             raise EngineUnavailable(f"The engine was not ready after {timeout_s:g} s; try again later.") from None
 
+    async def wait_ready_again(self) -> None:
+        """After `reconnect`: until the new engine has started. What went wrong with the former one stays said."""
+        while self.ready is None:
+            self._changed.clear()
+            await self._changed.wait()
+
     def submit(
         self,
         prompt: Sequence[int],
@@ -104,6 +162,7 @@ class EngineClient:
         priority: int = 1,
         deadline: float | None = None,
         cache_salt: str = "",
+        caller: Caller = ANYONE,
     ) -> int:
         """Send one sequence to the engine. `deadline` is on `time.monotonic`. Returns its id, for `abort`."""
         ready = self._ready_or_raise()
@@ -126,10 +185,33 @@ class EngineClient:
                 priority=priority,
                 deadline=deadline,
                 arrival=time.monotonic(),
+                received=caller.received,
+                names=caller.names,
+                tenant=caller.tenant,
+                weight=caller.weight,
                 cache_salt=cache_salt,
             )
         )
+        self.num_unreported += 1
         return request_id
+
+    async def ask(self, what: Literal["explain", "cancel"], name: str, tenant: str | None) -> bytes:
+        """JSON about the request of this name, or nothing if the engine knows none."""
+        self._ready_or_raise()
+        token, self._next_token = self._next_token, self._next_token + 1
+        answer = self._asked[token] = asyncio.get_running_loop().create_future()
+        self._channel.send(Ask(self.front_index, token, what, name, tenant))
+        try:
+            return await asyncio.wait_for(answer, ASK_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineUnavailable(f"The engine did not answer within {ASK_TIMEOUT_S:g} s; try again later.") from None
+        finally:
+            del self._asked[token]
+
+    def abort_front(self, front_index: int) -> None:
+        """Another front is gone: what it had asked for is to end."""
+        if self.ready is not None and self.failure is None:
+            self._channel.send(AbortFront(front_index))
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """Ask the engine to stop a request. Its `on_finish` follows with this reason unless it ended first."""
@@ -187,8 +269,14 @@ class EngineClient:
             if self._on_loading is not None:
                 self._on_loading(message)
             return
+        if isinstance(message, Told):
+            if message.token in self._asked and not self._asked[message.token].done():
+                self._asked[message.token].set_result(message.body)
+            return
         if isinstance(message, EngineReady):
-            self.ready = message
+            if self.ready is None:
+                self.num_engine_starts += 1
+            self.ready, self.failure = message, None
         else:
             self._on_failed(message)
         self._changed.set()
@@ -221,6 +309,7 @@ class EngineClient:
                     _finish(sink, finish)
         if step.stats is not None:
             self.stats = step.stats
+            self.num_unreported = 0
 
     def _dispatch_with_logprobs(
         self, ids: list[int], tokens: list[int], logprobs: dict[int, tuple[TokenLogprobs, ...]]
@@ -247,6 +336,9 @@ class EngineClient:
 
     def _on_failed(self, message: EngineFailed) -> None:
         self.failure = message.message
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(message.message))
         open_sinks, self._sinks = self._sinks, {}
         for request_id, sink in open_sinks.items():
             _finish(sink, Finish(id=request_id, reason="error", message=message.message))

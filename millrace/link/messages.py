@@ -16,7 +16,7 @@ from millrace.params import SamplingParams
 
 FRONT_SHIFT = 48
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled"]
 
 
 class NewRequest(msgspec.Struct, frozen=True, tag="new"):
@@ -33,6 +33,14 @@ class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     deadline: float | None = None
     """On the machine-wide monotonic clock, in seconds."""
     arrival: float = 0.0
+    """When the front submitted it, on the same clock."""
+    received: float = 0.0
+    """When the front had its HTTP head."""
+    names: tuple[str, ...] = ()
+    """What clients may call it: the HTTP request's id and the answer's."""
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share relative to others'."""
     cache_salt: str = ""
     adapter: str = ""
 
@@ -44,11 +52,34 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     reason: FinishReason = "abort"
 
 
+class AbortFront(msgspec.Struct, frozen=True, tag="abort_front"):
+    """A front is gone: end everything that it had asked for."""
+
+    front: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A front has come, perhaps late: it wants to be told what the engine can do."""
+
+    front: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """About a request by name, whichever front it came through. Answered by one `Told` with the same token."""
+
+    front: int
+    token: int
+    what: Literal["explain", "cancel"]
+    name: str
+    tenant: str | None = None
+    """Only a request of this tenant is meant; None means whoever's."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The engine finishes nothing more and ends."""
 
 
-ToEngine = NewRequest | Abort | Stop
+ToEngine = NewRequest | Abort | AbortFront | Hello | Ask | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +132,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Sum over all steps of what the host did for them, waiting for the device left out."""
     graphs_left: int = 0
     """Captures that are still to be made before every usual step is a replay."""
+    waiting_by_class: tuple[int, ...] = (0, 0, 0)
+    waiting_tokens: tuple[int, ...] = (0, 0, 0)
+    """Tokens that those have yet to compute."""
+    rows_free: int = 0
+    seats_per_s: float = 0.0
+    """How fast waiting requests are being seated, or would be if there were any."""
+    arrivals_per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """By class: who comes later and is more urgent is seated first."""
+    tokens_per_s: float = 0.0
+    """Tokens computed per second in full steps, prompts and outputs alike; 0 until known."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -115,6 +156,13 @@ class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
     prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
     """Request id to those of its prompt, the first being None; sent before its first token."""
     stats: EngineStats | None = None
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """The answer to one `Ask`: JSON, or nothing when there is no such request."""
+
+    token: int
+    body: bytes = b""
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -148,7 +196,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-ToFront = StepTokens | EngineReady | EngineLoading | EngineFailed
+ToFront = StepTokens | Told | EngineReady | EngineLoading | EngineFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

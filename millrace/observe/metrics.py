@@ -29,6 +29,7 @@ class EngineView(Protocol):
 
     ready: EngineReady | None
     stats: EngineStats | None
+    num_engine_starts: int
 
     def is_progressing(self, now: float) -> bool: ...
 
@@ -65,8 +66,19 @@ class FrontMetrics:
         self.client_disconnects = Counter(
             "millrace_client_disconnects", "Requests whose client left before the end.", registry=registry
         )
+        self.refused = Counter(
+            "millrace_refused_requests", "Requests refused with a 429, by class.", ("priority",), registry=registry
+        )
         ProcessCollector(registry=registry)
-        registry.register(_EngineCollector(engine))
+        self._engine_registry = CollectorRegistry()
+        self.fronts_up = Gauge(
+            "millrace_fronts_up", "Fronts that answered this scrape.", registry=self._engine_registry
+        )
+        self.fronts_up.set(1)
+        self.front_restarts = Counter(
+            "millrace_front_restarts", "Fronts that died and were started again.", registry=registry
+        )
+        self._engine_registry.register(_EngineCollector(engine))
 
     def observe_sequence(self, finish: Finish, before_submit_s: float) -> None:
         """Count one ended sequence. `before_submit_s` is what the front spent before the engine knew of it."""
@@ -80,8 +92,13 @@ class FrontMetrics:
         if finish.output_tokens > 1:
             self.tpot.observe(max(0.0, finish.total_s - finish.first_token_s) / (finish.output_tokens - 1))
 
-    def exposition(self) -> bytes:
+    def own_part(self) -> bytes:
+        """What this front counted itself."""
         return generate_latest(self.registry)
+
+    def engine_part(self) -> bytes:
+        """What all fronts would say alike."""
+        return generate_latest(self._engine_registry)
 
 
 def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -98,6 +115,8 @@ class _EngineCollector(Collector):
         ready, stats = self._engine.ready, self._engine.stats
         is_ready = self._engine.is_progressing(time.monotonic())
         yield GaugeMetricFamily("millrace_engine_ready", "1 when the engine makes progress.", value=float(is_ready))
+        starts = self._engine.num_engine_starts
+        yield CounterMetricFamily("millrace_engine_starts", "Times that an engine became ready.", value=float(starts))
         if ready is not None:
             yield from _limits(ready)
         if stats is not None:
@@ -115,6 +134,10 @@ def _limits(ready: EngineReady) -> Iterator[Metric]:
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("millrace_running_requests", "Sequences in the running set.", value=stats.running)
     yield GaugeMetricFamily("millrace_waiting_requests", "Sequences that wait for admission.", value=stats.waiting)
+    by_class = GaugeMetricFamily("millrace_waiting_by_class", "Those by class.", labels=["priority"])
+    for name, count in zip(("interactive", "standard", "batch"), stats.waiting_by_class, strict=True):
+        by_class.add_metric([name], count)
+    yield by_class
     blocks = GaugeMetricFamily("millrace_kv_blocks", "KV blocks by state.", labels=["state"])
     blocks.add_metric(["free"], stats.blocks_free)
     blocks.add_metric(["cached"], stats.blocks_cached)

@@ -26,6 +26,9 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._tokens_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._by_hash: dict[bytes, int] = {}
+        self._parent_of: list[bytes] = [b""] * (num_blocks + 1)
+        self._follower_of: dict[bytes, int] = {}
+        """Hash of a block to the block last named after it: where another's prompt parted from it."""
 
     @property
     def num_free(self) -> int:
@@ -69,12 +72,19 @@ class BlockPool:
             del self._cached[block]
         self._refs[block] += 1
 
-    def name(self, block: int, name: bytes, tokens: bytes) -> None:
+    def name(self, block: int, name: bytes, tokens: bytes, parent: bytes = b"") -> None:
         """A full block's content is computed: let it be found. The first block with a content keeps the name."""
         if name not in self._by_hash:
             self._by_hash[name] = block
             self._hash_of[block] = name
             self._tokens_of[block] = tokens
+            self._parent_of[block] = parent
+            self._follower_of[parent] = block
+
+    def follower(self, parent: bytes) -> bytes | None:
+        """The tokens of the block last named after the one with this hash, if it is still here."""
+        block = self._follower_of.get(parent)
+        return self._tokens_of[block] if block is not None else None
 
     def num_holders(self, block: int) -> int:
         """Rows that hold the block."""
@@ -123,6 +133,8 @@ class BlockPool:
         name = self._hash_of[block]
         if name is not None:
             del self._by_hash[name]
+            if self._follower_of.get(self._parent_of[block]) == block:
+                del self._follower_of[self._parent_of[block]]
         self._hash_of[block] = None
         self._tokens_of[block] = None
 

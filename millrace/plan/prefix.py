@@ -64,9 +64,26 @@ class PrefixIndex:
         if not self._enabled:
             return
         name = self.hash_of(request, index)
-        self._pool.name(block, name, self.tokens_of(request, index))
+        self._pool.name(block, name, self.tokens_of(request, index), self._parent(request, index))
         if self._pending.get(name) == request.id:
             del self._pending[name]
+
+    def divergence(self, request: Request, num_matched: int) -> int:
+        """Index of the first token that differs from the block last computed at this place, or -1 if there is none."""
+        if not (self._enabled and request.read_cache):
+            return -1
+        held = self._pool.follower(self._parent(request, num_matched))
+        tokens = self.tokens_of(request, num_matched)
+        if held is None:
+            return -1
+        for index in range(0, len(tokens), 4):
+            if tokens[index : index + 4] != held[index : index + 4]:
+                return num_matched * self._block_size + index // 4
+        return -1
+
+    def _parent(self, request: Request, index: int) -> bytes:
+        """What the hash of block `index` is chained to."""
+        return self.hash_of(request, index - 1) if index else root_hash(request.salt)
 
     def count(self, request: Request, num_matched: int) -> None:
         self.query_tokens += len(request.history) // 4

@@ -7,8 +7,30 @@ from dataclasses import dataclass, field
 
 from millrace.plan.step import Int32s
 
+INTERACTIVE, STANDARD, BATCH = 0, 1, 2
+NUM_CLASSES = 3
+
 OVERTAKE = 1000
-"""How many later arrivals of the next more urgent class may pass a request: priority with a bound, so no starvation."""
+"""Among the running: how many later arrivals of the next more urgent class go before a request when a step's tokens
+are given out. A bound, so nobody starves."""
+
+
+@dataclass(slots=True)
+class Story:
+    """What happened to a request on its way, for whoever asks why."""
+
+    num_ahead: int = 0
+    """Requests that waited when it came."""
+    delays_before: tuple[float, ...] = ()
+    """The totals of `Delays` when it came."""
+    waited_for: dict[str, float] = field(default_factory=dict)
+    """Seconds by cause, until it was first seated."""
+    held_steps: int = 0
+    """Steps in which it was passed over because another was computing its prefix."""
+    diverged_at: int = -1
+    """Index of the first token that differs from what the cache holds at that place; -1 when nothing there differs."""
+    preempted_for: list[str] = field(default_factory=list)
+    """One sentence for each preemption, the latest few."""
 
 
 @dataclass(slots=True)
@@ -18,7 +40,12 @@ class Request:
     max_tokens: int
     end_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    priority: int = 1
+    priority: int = STANDARD
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share relative to others'."""
+    arrival: float = 0.0
+    """Seconds on the clock that `plan` is given."""
     deadline: float = math.inf
     salt: bytes = b""
     """Part of the first block's hash: adapter and tenant salt. Equal salts may share blocks."""
@@ -39,6 +66,11 @@ class Request:
     cached_tokens: int = 0
     """Tokens of the prompt found in the cache at the first admission."""
     preemptions: int = 0
+    yields: int = 0
+    """Preemptions in favour of a request that the policy preferred."""
+    charged: float = 0.0
+    """Tokens of output that its tenant has been charged for."""
+    story: Story = field(default_factory=Story)
 
     @property
     def num_prompt(self) -> int:

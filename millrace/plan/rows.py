@@ -40,6 +40,10 @@ class Rows:
         self.num_named = np.zeros(capacity, np.int32)
         """Blocks that can be found by their content."""
         self.adapter_slot = np.zeros(capacity, np.int32)
+        self.priority = np.zeros(capacity, np.int32)
+        self.num_yields = np.zeros(capacity, np.int32)
+        """How often the row's request has given way to another before."""
+        self.num_known_at_seat = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
         self.tail = np.zeros((capacity, block_size), np.int32)
@@ -53,6 +57,11 @@ class Rows:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_fenced(self) -> int:
+        """Rows that become free once the steps in flight have completed."""
+        return len(self._fenced)
 
     @property
     def order(self) -> Int64s:
@@ -83,6 +92,9 @@ class Rows:
         self.num_blocks[row] = self.num_shared[row] = self.num_named[row] = len(blocks)
         self.num_given[row] = num_known // self.block_size
         self.adapter_slot[row] = request.adapter_slot
+        self.priority[row] = request.priority
+        self.num_yields[row] = request.yields
+        self.num_known_at_seat[row] = num_known
         self._set_end_tokens(row, request.end_token_ids)
         self._split_history(row, request, num_known)
         self.requests[row] = request

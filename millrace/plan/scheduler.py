@@ -17,7 +17,10 @@ import numpy as np
 
 from millrace.plan.block_pool import BlockPool
 from millrace.plan.crowd import Crowd
+from millrace.plan.delays import Cause, Delays
+from millrace.plan.fair_shares import FairShares
 from millrace.plan.forecast import OutputLengths
+from millrace.plan.policy import FirstCome, Policy
 from millrace.plan.prefix import PrefixIndex
 from millrace.plan.request import Request
 from millrace.plan.rows import Rows
@@ -41,6 +44,8 @@ CROWD = 8
 made long, because it is those who wait that are many."""
 HELD_SCAN = 256
 """Waiting requests looked at in one step when those ahead wait for another's prefix."""
+MOST_SENTENCES = 8
+"""Preemptions of one request that are remembered in words."""
 
 
 class Scheduler:
@@ -54,6 +59,8 @@ class Scheduler:
         mixed_budget: int = 0,
         prefix_cache: bool = True,
         expected_output: float = 512.0,
+        policy: Policy | None = None,
+        aging_s: float = 30.0,
     ) -> None:
         self.block_size = block_size
         self.token_budget = token_budget
@@ -61,7 +68,10 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.rows = Rows(max_running, block_size)
         self.prefix = PrefixIndex(self.pool, block_size, prefix_cache)
-        self.waiting = Waiting()
+        self.policy: Policy = policy if policy is not None else FirstCome()
+        self.shares = FairShares()
+        self.waiting = Waiting(self.policy, self.shares, aging_s)
+        self.delays = Delays()
         self.num_preemptions = 0
         self._lengths = OutputLengths(guess=expected_output)
         self._num_catching_up = 0
@@ -72,6 +82,8 @@ class Scheduler:
         self._ended: list[Ended] = []
         self._unsent: set[int] = set()
         """Rows whose request and blocks the runner has not been told of."""
+        self._yielding: tuple[int, str] | None = None
+        """The running request that is to give way, and why."""
         self._releases: list[Release] = []
         self._new_blocks: list[tuple[int, int, int]] = []
 
@@ -106,17 +118,22 @@ class Scheduler:
             )
             self._end(request, "error", message)
             return
+        request.story.num_ahead = len(self.waiting)
+        request.story.delays_before = self.delays.totals()
+        self.shares.enter(request.tenant)
         self.waiting.add(request)
 
     def abort(self, request_id: int, reason: EndReason = "abort", message: str = "") -> bool:
         """End a request at any moment. False if it is not here (any more)."""
         row = self._row_of.get(request_id)
         if row is not None:
-            self._end(self._leave(row, reason), reason, message)
+            request = self._leave(row, reason)
         elif request_id in self.waiting:
-            self._end(self.waiting.remove(request_id), reason, message)
+            request = self.waiting.remove(request_id)
         else:
             return False
+        self._settle(request)
+        self._end(request, reason, message)
         return True
 
     def take_ended(self) -> tuple[Ended, ...]:
@@ -132,13 +149,17 @@ class Scheduler:
         `only` limits the step to these rows and seats nobody: how a failed step is taken apart.
         """
         self._expire(now)
+        if only is None:
+            self._give_way()
         preempted_before = self.num_preemptions
         while True:
             singles, chunks = self._catch_up(only)
             if len(singles) or chunks or self._in_flight or only is not None or not self._preempt_one():
                 break
-        if only is None and self.num_preemptions == preempted_before:
-            self._seat(self._budget_for_chunks(len(singles)) - sum(chunks.values()), chunks)
+        if only is None and len(self.waiting):
+            may_seat = self.num_preemptions == preempted_before
+            budget = self._budget_for_chunks(len(singles)) - sum(chunks.values())
+            self.delays.note(self._seat(budget, chunks, now) if may_seat else "memory", now)
         if len(singles) == 0 and not chunks:
             return None
         return self._compose(singles, chunks)
@@ -228,39 +249,69 @@ class Scheduler:
 
     # -- seating waiting requests ----------------------------------------------------------------------------------
 
-    def _seat(self, budget: int, chunks: dict[int, int]) -> None:
-        """Give rows to waiting requests while budget, rows and the forecast of KV memory allow.
+    def _seat(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
+        """Give rows to waiting requests while budget, rows and the forecast of KV memory allow; what ended it.
 
         Strictly in order, except that a request may pass those that wait for a prefix being computed.
         """
-        if budget <= 0 or self.rows.num_free == 0 or len(self.waiting) == 0:
-            return
+        if budget <= 0:
+            return "budget"
+        if self.rows.num_free == 0:
+            return self._make_way(next(self.waiting.in_order(now)), "rows", now)
         crowd = Crowd(self.rows, self.pool, self._lengths)
-        seated: list[Request] = []
-        for request in itertools.islice(self.waiting, HELD_SCAN):
-            if budget <= 0 or self.rows.num_free == 0:
-                break
+        for request in itertools.islice(self.waiting.in_order(now), HELD_SCAN):
+            if budget <= 0:
+                return "budget"
+            if self.rows.num_free == 0:
+                return "rows"
             if self.prefix.is_held(request):
+                request.story.held_steps += 1
                 continue
             blocks = self.prefix.match(request)
             if self.prefix.must_wait(request, len(blocks)):
+                request.story.held_steps += 1
                 continue
             if not crowd.join(request, blocks):
-                break
-            row = self._admit(request, blocks)
-            seated.append(request)
+                return self._make_way(request, "memory", now)
+            self.waiting.remove(request.id)
+            row = self._admit(request, blocks, now)
             count = self._chunk(row, budget)
             if count:
                 chunks[row] = count
                 budget -= count
-        for request in seated:
-            self.waiting.remove(request.id)
+        return "prefix" if len(self.waiting) else "none"
 
-    def _admit(self, request: Request, blocks: list[int]) -> int:
+    def _make_way(self, request: Request, cause: Cause, now: float) -> Cause:
+        """Choose a running row to give way to this request when the next step is planned. Not while room from the
+        last one is still on its way, and not for one that the queue would not put first."""
+        if self._yielding is None and self.rows.num_fenced == 0 and self.pool.num_fenced == 0:
+            row = self.policy.giving_way(self.rows, request)
+            if row is not None:
+                other = self.rows.request(row)
+                other.num_output = int(self.rows.known_host[row] - self.rows.num_prompt[row])
+                if self.waiting.would_precede(request, other, now):
+                    self._yielding = (other.id, f"a request that goes before it found no room ({cause})")
+        return cause
+
+    def _give_way(self) -> None:
+        if self._yielding is None:
+            return
+        request_id, why = self._yielding
+        self._yielding = None
+        row = self._row_of.get(request_id)
+        if row is not None and len(self.waiting):
+            self.rows.request(row).yields += 1
+            self._preempt(row, why)
+
+    def _admit(self, request: Request, blocks: list[int], now: float) -> int:
         for block in blocks:
             self.pool.share(block)
         if request.preemptions == 0:
             request.cached_tokens = len(blocks) * self.block_size
+            self.delays.note("none", now)
+            request.story.waited_for = self.delays.since(request.story.delays_before)
+            request.story.diverged_at = self.prefix.divergence(request, len(blocks))
+            self._charge(request)
         self.prefix.count(request, len(blocks))
         self.prefix.expect(request, len(blocks))
         request.held_by = None
@@ -276,11 +327,30 @@ class Scheduler:
         victim = cheapest_victim(self.rows)
         if victim is None:
             return False
-        request = self._leave(victim, "preempted")
+        self._preempt(victim, "KV blocks ran out and it was the cheapest to compute again")
+        return True
+
+    def _preempt(self, row: int, why: str) -> None:
+        request = self._leave(row, "preempted")
         request.preemptions += 1
         self.num_preemptions += 1
+        if len(request.story.preempted_for) < MOST_SENTENCES:
+            request.story.preempted_for.append(f"after {request.num_output} tokens: {why}")
         self.waiting.add(request)
-        return True
+
+    # -- what tenants are charged ----------------------------------------------------------------------------------
+
+    def _charge(self, request: Request) -> None:
+        """When a request is seated its tenant pays for the prompt and for the output that is expected of it."""
+        request.charged = self._lengths.remaining_of_one(0, request.max_tokens)
+        num_prompt = request.num_prompt - request.cached_tokens
+        self.shares.charge(request.tenant, request.weight, num_prompt, request.charged)
+
+    def _settle(self, request: Request) -> None:
+        """When it ends, the difference to what it really generated is made up."""
+        if request.charged:
+            self.shares.charge(request.tenant, request.weight, 0, request.num_output - request.charged)
+        self.shares.leave(request.tenant)
 
     def _leave(self, row: int, reason: ReleaseReason) -> Request:
         fence = self._next_step - 1 if self._in_flight else None
@@ -307,6 +377,7 @@ class Scheduler:
                 num_output=request.num_output,
                 cached_tokens=request.cached_tokens,
                 preemptions=request.preemptions,
+                story=request.story,
             )
         )
 
@@ -420,6 +491,8 @@ class Scheduler:
             is_stop = bool(stopped[index])
             request = self._leave(int(table_rows[index]), "stop" if is_stop else "length")
             self._lengths.observe(request.num_output)
+            self.policy.learn(request)
+            self._settle(request)
             self._end(request, "stop" if is_stop else "length", stop_token_id=int(drawn[index]) if is_stop else -1)
         delivered = ~stopped
         return StepOutcome(

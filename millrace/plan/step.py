@@ -13,8 +13,8 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-EndReason = Literal["stop", "length", "abort", "deadline", "error"]
-ReleaseReason = Literal["stop", "length", "abort", "deadline", "error", "preempted"]
+EndReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled"]
+ReleaseReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled", "preempted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,8 @@ class Ended:
     num_output: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    story: object = None
+    """The request's `Story`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The queue of requests that have no row: ordered by rank, searchable by id, with the nearest deadline at hand."""
+"""The queue of requests that have no row. In order: the more urgent class first, then the tenant that was served least
+for its weight, then the policy's place, then arrival.
+
+A request counts as one class more urgent for each `aging_s` that it has waited, so no class starves another.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,96 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from millrace.plan.request import Request
+from millrace.plan.fair_shares import FairShares
+from millrace.plan.policy import Policy
+from millrace.plan.request import NUM_CLASSES, Request
+
+Place = tuple[float, int]
+"""The policy's place and, among equals, the ticket."""
+QueueName = tuple[int, str]
+"""Class and tenant."""
+
+
+SPARE_DEADLINES = 1024
 
 
 class Waiting:
-    def __init__(self) -> None:
-        self._queue: list[tuple[int, int, Request]] = []
-        self._by_id: dict[int, Request] = {}
+    def __init__(self, policy: Policy, shares: FairShares, aging_s: float) -> None:
+        self._policy = policy
+        self._shares = shares
+        self._aging_s = aging_s
+        self._queues: dict[QueueName, list[tuple[Place, Request]]] = {}
+        self._by_id: dict[int, tuple[Place, Request]] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self.num_by_class = [0] * NUM_CLASSES
+        self.tokens_by_class = [0] * NUM_CLASSES
+        """Tokens that the waiting requests have yet to compute, before anything is found in the cache."""
 
     def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        """In order. The queue may be changed while iterating only by stopping the iteration."""
-        return (entry[2] for entry in self._queue)
+        return len(self._by_id)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._by_id
 
     def add(self, request: Request) -> None:
-        insort(self._queue, (request.rank, request.ticket, request), key=lambda entry: entry[:2])
-        self._by_id[request.id] = request
+        place = (self._policy.place(request), request.ticket)
+        insort(self._queues.setdefault(_queue_of(request), []), (place, request), key=lambda entry: entry[0])
+        self._by_id[request.id] = (place, request)
+        self._count(request, 1)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
+            if len(self._deadlines) > 2 * len(self._by_id) + SPARE_DEADLINES:
+                self._forget_deadlines()
+
+    def _forget_deadlines(self) -> None:
+        """Drop the entries of requests that no longer wait: most leave long before their deadline."""
+        self._deadlines = [(request.deadline, key) for key, (_, request) in self._by_id.items()]
+        self._deadlines = [entry for entry in self._deadlines if entry[0] < math.inf]
+        heapq.heapify(self._deadlines)
 
     def remove(self, request_id: int) -> Request:
-        request = self._by_id.pop(request_id)
-        index = bisect_left(self._queue, (request.rank, request.ticket), key=lambda entry: entry[:2])
-        del self._queue[index]
+        place, request = self._by_id.pop(request_id)
+        name = _queue_of(request)
+        queue = self._queues[name]
+        del queue[bisect_left(queue, place, key=lambda entry: entry[0])]
+        if not queue:
+            del self._queues[name]
+        self._count(request, -1)
         return request
+
+    def in_order(self, now: float) -> Iterator[Request]:
+        """Every request in its order. The one yielded last may be removed before the next is asked for."""
+        cursors = dict.fromkeys(self._queues, 0)
+        while cursors:
+            name = self._first(cursors, now) if len(cursors) > 1 else next(iter(cursors))
+            queue = self._queues[name]
+            request = queue[cursors[name]][1]
+            yield request
+            if request.id in self._by_id:
+                cursors[name] += 1
+            if cursors[name] >= len(queue):
+                del cursors[name]
+
+    def _first(self, cursors: dict[QueueName, int], now: float) -> QueueName:
+        def precedence(name: QueueName) -> tuple[int, float, Place]:
+            place, request = self._queues[name][cursors[name]]
+            return self._urgency(request, now), self._shares.served(request.tenant), place
+
+        return min(cursors, key=precedence)
+
+    def would_precede(self, request: Request, other: Request, now: float) -> bool:
+        """Whether `request` goes before `other`, if both wait."""
+        mine = self._urgency(request, now), self._policy.place(request)
+        return mine < (self._urgency(other, now), self._policy.place(other))
+
+    def _urgency(self, request: Request, now: float) -> int:
+        if request.priority == 0 or self._aging_s <= 0:
+            return request.priority
+        return max(0, request.priority - int(max(0.0, now - request.arrival) / self._aging_s))
+
+    def _count(self, request: Request, sign: int) -> None:
+        self.num_by_class[request.priority] += sign
+        self.tokens_by_class[request.priority] += sign * (len(request.history) // 4)
 
     def expired(self, now: float) -> list[int]:
         """Ids of waiting requests whose deadline has passed. Entries of requests no longer here are dropped."""
@@ -51,3 +115,7 @@ class Waiting:
         while self._deadlines and self._deadlines[0][1] not in self._by_id:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
+
+
+def _queue_of(request: Request) -> QueueName:
+    return request.priority, request.tenant

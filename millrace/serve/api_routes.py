@@ -49,6 +49,7 @@ GET: dict[str, Handler] = {
     "/v1/batches/{batch_id}": routes_batches.describe,
     "/v1/requests": routes_requests.listing,
     "/v1/requests/{request_id}": routes_requests.describe,
+    "/v1/requests/{request_id}/explain": routes_requests.explain,
     "/api/tags": routes_ollama.tags,
     "/api/ps": routes_ollama.loaded,
     "/api/version": routes_ollama.version,

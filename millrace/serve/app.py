@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -14,9 +17,13 @@ from aiohttp import web
 from millrace.config import Config
 from millrace.errors import ConfigError, EngineUnavailable
 from millrace.link.client import EngineClient
+from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
 from millrace.serve.http_protocol import FrontRunner
+from millrace.serve.keyring import Keyring
+from millrace.serve.quotas import Quotas
 from millrace.serve.routing import build_app
+from millrace.serve.siblings import socket_path
 from millrace.serve.state import FrontState
 from millrace.sources.resolve import ModelFiles
 from millrace.text.chat_template import load_chat_template
@@ -28,6 +35,7 @@ STALLED_PEER_MS = 120_000
 """After this long without the peer taking anything of what is to be sent, the kernel gives the connection up."""
 BACKLOG = 4096
 CLOSE_GRACE_S = 2.0
+MANY_FILES = 1 << 20
 
 OnListening = Callable[[str, int], None]
 
@@ -97,10 +105,16 @@ async def serve_front(
         auto_decompress=False,
         keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=CLOSE_GRACE_S,
+        max_line_size=state.config.server.header_limit_kb * 1024,
+        max_field_size=state.config.server.header_limit_kb * 1024,
     )
     await runner.setup()
     try:
-        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        await web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls_context(state.config)).start()
+        if state.directory is not None:
+            path = socket_path(state.directory, state.client.front_index)
+            Path(path).unlink(missing_ok=True)  # Left behind by a front that was killed.
+            await web.UnixSite(runner, path).start()
         # The first answer should not wait for the table that detokenises it.
         warm_up = asyncio.get_running_loop().run_in_executor(state.text_pool, lambda: state.tokenizer.table)
         if on_listening is not None:
@@ -135,6 +149,7 @@ async def _until_stopped(state: FrontState, stop: asyncio.Event) -> None:
         if not draining.done():
             log.warning("Second signal: stopping now; %d requests are cut short.", len(state.jobs))
             draining.cancel()
+            state.stopped_at_once = True
             fail_open_jobs(state)
         hurried.cancel()
     finally:
@@ -167,9 +182,38 @@ def fail_open_jobs(state: FrontState) -> None:
         job.fail(EngineUnavailable("The server shut down before this request ended; send it to another server."))
 
 
-def load_state(config: Config, client: EngineClient, files: ModelFiles) -> FrontState:
-    """What a front needs, from the model's own files."""
+def tls_context(config: Config) -> ssl.SSLContext | None:
+    """None: plain HTTP."""
+    server = config.server
+    if bool(server.tls_cert) != bool(server.tls_key):
+        raise ConfigError("server.tls_cert and server.tls_key belong together; give both.", param="server.tls_cert")
+    if not server.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(server.tls_cert, server.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"The certificate {server.tls_cert} with the key {server.tls_key} cannot be used: {error}.",
+            param="server.tls_cert",
+        ) from error
+    return context
+
+
+def allow_many_connections() -> None:
+    """Each stream is an open file; the system's default of 1,024 would end the service there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else MANY_FILES
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, MANY_FILES), hard))
+
+
+def load_state(config: Config, client: EngineClient, files: ModelFiles, *, directory: str | None = None) -> FrontState:
+    """What a front needs, from the model's own files. `directory` is what it shares with its siblings."""
+    allow_many_connections()
     tokenizer = load_tokenizer(files)
+    observe, server = config.observe, config.server
     return FrontState(
         config=config,
         client=client,
@@ -178,6 +222,10 @@ def load_state(config: Config, client: EngineClient, files: ModelFiles) -> Front
         model_name=config.model.served_name or files.name,
         metrics=FrontMetrics(client),
         model_facts={"family": str(files.config.get("model_type", "unknown")), "format": files.kind},
+        keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
+        quotas=Quotas(directory, max(1, server.fronts), client.front_index),
+        audit=AuditLog(observe.audit_log) if observe.audit_log else None,
+        directory=directory,
     )
 
 
@@ -189,12 +237,21 @@ def run_front(
     on_listening: OnListening | None = None,
     reuse_port: bool = False,
     sock: socket.socket | None = None,
+    directory: str | None = None,
 ) -> None:
     """A whole front: load the tokenizer, make the client on the loop, serve, drain, close. Blocks until stopped."""
     import uvloop
 
     uvloop.run(
-        run_front_async(config, client_factory, files, on_listening=on_listening, reuse_port=reuse_port, sock=sock)
+        run_front_async(
+            config,
+            client_factory,
+            files,
+            on_listening=on_listening,
+            reuse_port=reuse_port,
+            sock=sock,
+            directory=directory,
+        )
     )
 
 
@@ -207,12 +264,13 @@ async def run_front_async(
     reuse_port: bool = False,
     sock: socket.socket | None = None,
     stop: asyncio.Event | None = None,
+    directory: str | None = None,
 ) -> None:
     """`run_front` for a caller that has its own loop."""
     client = await client_factory()
     try:
         await serve_front(
-            load_state(config, client, files),
+            load_state(config, client, files, directory=directory),
             config.server.host,
             config.server.port,
             reuse_port=reuse_port,

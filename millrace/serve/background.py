@@ -23,7 +23,6 @@ from aiohttp import web
 from millrace.errors import EngineUnavailable, MillraceError, Overloaded
 from millrace.serve.batch_run import RETRY_S, BatchRun
 from millrace.serve.batch_store import OpenBatch, open_batches
-from millrace.serve.job import Job
 from millrace.serve.response_store import OpenResponse, end_response, mark_started, open_responses
 from millrace.serve.responses import response_work
 from millrace.serve.shape_responses import failed
@@ -148,9 +147,8 @@ class Background:
             try:
                 received = time.monotonic()
                 work = await response_work(state, response.request, received, owner=response.owner, queued=opening)
-                job = Job(state, dataclasses.replace(work.generation, stream=False), work.make_shape)
-                job.request_id, job.path, job.owner = response.id, "/v1/responses", response.owner
-                await unattended_answer(state, work, job, received)
+                work = dataclasses.replace(work, generation=dataclasses.replace(work.generation, stream=False))
+                await unattended_answer(state, work, response.owner, response.id, "/v1/responses", received)
                 return
             except (EngineUnavailable, Overloaded):
                 await asyncio.sleep(RETRY_S)

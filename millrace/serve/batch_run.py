@@ -29,7 +29,6 @@ from millrace.serve.batch_store import (
 from millrace.serve.errors_http import error_body
 from millrace.serve.file_store import add_file, path_of
 from millrace.serve.ids import new_id
-from millrace.serve.job import Job
 from millrace.serve.schemas import PRIORITY_CLASSES
 from millrace.serve.state import FrontState
 from millrace.serve.work import Prepare, Work, unattended_answer
@@ -184,10 +183,10 @@ class BatchRun:
         request_id, received, tokens = new_id("req-"), time.monotonic(), (0, 0, 0)
         try:
             work = await self._prepared(line)
-            job = Job(self._state, work.generation, work.make_shape)
-            job.request_id, job.path, job.owner = request_id, self._batch.endpoint, self._batch.owner
-            body, code = await unattended_answer(self._state, work, job, received), 200
-            usage = job.usage()
+            body, usage = await unattended_answer(
+                self._state, work, self._batch.owner, request_id, self._batch.endpoint, received
+            )
+            code = 200
             tokens = (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
         except (Overloaded, EngineUnavailable):
             raise

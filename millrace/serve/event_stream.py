@@ -10,12 +10,14 @@ aiohttp serves the connection; this file is the only one that reaches behind its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
+from types import MappingProxyType
 from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 LAST_CHUNK = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 SERVER_SENT_EVENTS = "text/event-stream; charset=utf-8"
@@ -53,7 +55,13 @@ class EventStream:
     )
 
     def __init__(
-        self, request: web.Request, *, request_id: str, limit_bytes: int, media_type: str = SERVER_SENT_EVENTS
+        self,
+        request: web.Request,
+        *,
+        request_id: str,
+        limit_bytes: int,
+        media_type: str = SERVER_SENT_EVENTS,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         transport = request.transport
         if transport is None or transport.is_closing():
@@ -62,7 +70,7 @@ class EventStream:
         self._transport = transport
         self._chunked = request.version == HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
-        self._head = _head(request_id, media_type, chunked=self._chunked, keep_alive=self._keep_alive)
+        self._head = _head(request_id, media_type, headers, chunked=self._chunked, keep_alive=self._keep_alive)
         self._preamble = b""
         self._limit_bytes = limit_bytes
         self._on_slow: Callable[[int], None] = _ignore
@@ -81,6 +89,11 @@ class EventStream:
     @property
     def started(self) -> bool:
         return not self._head
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection is closed or closing."""
+        return self.closed or self._transport.is_closing()
 
     def begin_with(self, frames: bytes, holders: list[TextHolder], on_slow: Callable[[int], None]) -> None:
         """`frames` precede whatever is sent first; `holders` are asked for held text after a pause; `on_slow` hears
@@ -200,7 +213,7 @@ class _AlreadySent(web.StreamResponse):
         return None
 
 
-def _head(request_id: str, media_type: str, *, chunked: bool, keep_alive: bool) -> bytes:
+def _head(request_id: str, media_type: str, headers: Mapping[str, str], *, chunked: bool, keep_alive: bool) -> bytes:
     lines = [
         "HTTP/1.1 200 OK" if chunked else "HTTP/1.0 200 OK",
         f"Content-Type: {media_type}",
@@ -209,6 +222,7 @@ def _head(request_id: str, media_type: str, *, chunked: bool, keep_alive: bool) 
         f"X-Request-Id: {request_id}",
         f"Date: {formatdate(usegmt=True)}",
         "Server: millrace",
+        *(f"{name}: {value}" for name, value in headers.items()),
     ]
     if chunked:
         lines.append("Transfer-Encoding: chunked")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from millrace.link.client import ANYONE, Caller
 from millrace.params import SamplingParams
 
 
@@ -50,6 +51,7 @@ class Generation:
     """The API's chunks need more than a text between two constants."""
     holds_end: bool = False
     """A stream's last frames come from whoever waits for the job, who has something to do before them."""
+    caller: Caller = ANYONE
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -4,6 +4,7 @@ at once, and a client that leaves cancels its handler."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import StreamReader, web
@@ -11,10 +12,12 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError, _ErrInfo
 
 from millrace.errors import BadRequest, HeadersTooLarge, MillraceError, RequestFailed
-from millrace.serve.errors_http import error_response
+from millrace.serve.errors_http import OtherHttpError, error_response
 from millrace.serve.ids import request_id_of
 
 log = logging.getLogger("millrace.serve")
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class FrontProtocol(RequestHandler):
@@ -64,13 +67,29 @@ class _Server(web.Server):
         return FrontProtocol(self, loop=self._loop, **self._kwargs)
 
 
+def _answering_in_our_words(handle: Handle) -> Handle:
+    """aiohttp refuses some requests (an odd `Expect` on a path that is not there) before any middleware is asked."""
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await handle(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            response = error_response(OtherHttpError(error.status, error.reason), request_id_of(request))
+            response.force_close()
+            return response
+
+    return answer
+
+
 class FrontRunner(web.AppRunner):
     """Serves an application over `FrontProtocol`."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         return _Server(
-            made.request_handler,
+            _answering_in_our_words(made.request_handler),
             request_factory=made.request_factory,
             handler_cancellation=True,
             **made._kwargs,

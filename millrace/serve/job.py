@@ -11,7 +11,14 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from millrace.errors import BadRequest, DeadlineExceeded, EngineUnavailable, MillraceError, RequestFailed
+from millrace.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineUnavailable,
+    MillraceError,
+    RequestCancelled,
+    RequestFailed,
+)
 from millrace.link.messages import Finish, FinishReason
 from millrace.params import SamplingParams
 from millrace.serve.answers import PromptTokensDetails, Usage
@@ -72,6 +79,7 @@ class Job:
         """The request that it belongs to, where that went, and whose it is."""
         self.shape = make_shape(self)
         self._num_open = 0
+        self._is_closed = False
         self.choices: list[Choice] = []
         self._make_choices()
 
@@ -91,6 +99,7 @@ class Job:
                     priority=generation.priority,
                     deadline=generation.deadline,
                     cache_salt=generation.cache_salt,
+                    caller=generation.caller,
                 )
         except MillraceError as error:
             self.close()
@@ -153,6 +162,11 @@ class Job:
 
     def on_bug(self, error: Exception) -> None:
         """A defect of ours must not reach the other requests of the step."""
+        if self.out is not None and self.out.is_gone:
+            # The client left between two steps; its handler is about to be cancelled for it.
+            self.out.close()
+            self.close()
+            return
         log.error("A request failed while its tokens were written.", exc_info=error)
         self.fail(RequestFailed("The server failed while writing this answer; its log says more."))
 
@@ -164,7 +178,10 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Take back every sequence that has not ended."""
+        """Take back every sequence that has not ended; once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for choice in self.choices:
             self.abort_choice(choice, "abort")
 
@@ -180,6 +197,8 @@ class Job:
                 " larger 'timeout'.",
                 param="timeout",
             )
+        if finish.reason == "cancelled":
+            return RequestCancelled(finish.message or "The request was cancelled.")
         if finish.reason == "abort":
             return EngineUnavailable(finish.message or "The request was cancelled by the server; send it again.")
         if self.state.client.failure is not None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.serve.access import OPEN_PATHS
+from millrace.serve.errors_http import ANTHROPIC_PATHS, OLLAMA_PATHS
+
 ERRORS = {
     "400": "The request is wrong; the message names the field, the value and the remedy.",
+    "401": "An API key is wanted, or this one is not known.",
+    "403": "The key's tenant may not do this.",
     "404": "There is no such model, file, batch, response or request.",
     "408": "The body did not arrive in time.",
     "409": "It is not in a state in which this can be done.",
     "413": "The body is too large; it was not read.",
     "415": "The body is compressed, or not UTF-8.",
-    "429": "The queue is full; Retry-After says when to try again.",
+    "429": "A quota is used up, the queue is full, or the first token would come too late; see Retry-After.",
     "499": "The request was cancelled through /v1/requests.",
     "500": "The request failed.",
     "503": "The engine is loading, draining or gone; Retry-After says when to try again.",
@@ -66,6 +71,16 @@ def _header() -> dict[str, Any]:
     }
 
 
+def _timeout_header() -> dict[str, Any]:
+    return {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "required": False,
+        "description": "Seconds until the request is given up; the smaller of this and the field `timeout` holds.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+
+
 def _in_path(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -103,11 +118,35 @@ def _generate(
     ok = _json(answer, "The answer, or its stream.")
     ok["content"][media_type] = {"schema": _event(chunk) if media_type == "text/event-stream" else ref(chunk)}
     errors = tuple(status for status in ERRORS if status != "409" or request == "ResponsesRequest")
-    made = _operation("generate", operation, summary, ok, errors, description=note, parameters=[_header()], shape=shape)
+    made = _operation(
+        "generate",
+        operation,
+        summary,
+        ok,
+        errors,
+        description=note,
+        parameters=[_header(), _timeout_header()],
+        shape=shape,
+    )
     return {**made, "requestBody": _body(request, example)}
 
 
 def paths() -> dict[str, Any]:
+    found = _all_paths()
+    for path, methods in found.items():
+        if path not in OPEN_PATHS:
+            for operation in methods.values():
+                operation["responses"].setdefault("401", _json(_error_shape(path), ERRORS["401"]))
+    return found
+
+
+def _error_shape(path: str) -> str:
+    if path.startswith(ANTHROPIC_PATHS):
+        return "AnthropicErrorAnswer"
+    return "OllamaErrorAnswer" if path.startswith(OLLAMA_PATHS) else "ErrorAnswer"
+
+
+def _all_paths() -> dict[str, Any]:
     return {
         **_openai_paths(),
         **_response_paths(),
@@ -260,7 +299,9 @@ def _ollama_paths() -> dict[str, Any]:
 
 
 def _own_paths() -> dict[str, Any]:
-    one = [_in_path("request_id")]
+    one, ended = [_in_path("request_id")], ("404", "503")
+    told = {"application/json": {"schema": {"type": "object"}}}
+    explained = {"description": "Its stages, in figures and in sentences.", "content": told}
     encode = _operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
@@ -269,10 +310,15 @@ def _own_paths() -> dict[str, Any]:
         "/v1/requests": {"get": _operation("operate", "listRequests", "What is running", "RunningRequests")},
         "/v1/requests/{request_id}": {
             "get": _operation("operate", "retrieveRequest", "One of them", "RunningRequest", ("404",), parameters=one),
-            "delete": _operation("operate", "cancelRequest", "End it", "CancelledRequest", ("404",), parameters=one),
+            "delete": _operation("operate", "cancelRequest", "End it", "CancelledRequest", ended, parameters=one),
+        },
+        "/v1/requests/{request_id}/explain": {
+            "get": _operation(
+                "operate", "explainRequest", "Why it took as long as it did", explained, ("404", "503"), parameters=one
+            )
         },
         "/v1/requests/{request_id}/cancel": {
-            "post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ("404",), parameters=one)
+            "post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ended, parameters=one)
         },
     }
 

@@ -1,13 +1,12 @@
-"""Whose things are whose: files, batches and stored responses are visible only to the owner that made them."""
+"""Whose things are whose: files, batches and stored responses are visible only to the tenant that made them."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-OWNER = "millrace_owner"
-"""The request's key under which whoever authorises it leaves the owner's name."""
+from millrace.serve.gate import tenant_of
 
 
 def owner_of(request: web.Request) -> str:
-    """Empty where requests are not told apart."""
-    return str(request.get(OWNER, ""))
+    """The tenant's name; empty where requests are not told apart."""
+    return tenant_of(request).name

@@ -10,9 +10,10 @@ from aiohttp import web
 from millrace.errors import MillraceError
 from millrace.serve.body import read_body
 from millrace.serve.event_stream import SERVER_SENT_EVENTS, EventStream
+from millrace.serve.gate import enter
 from millrace.serve.ids import REQUEST_ID_HEADER
 from millrace.serve.job import Job
-from millrace.serve.keys import FINISH_WORD, REQUEST_ID, STATE
+from millrace.serve.keys import EXTRA_HEADERS, FINISH_WORD, REQUEST_ID, STATE, USAGE
 from millrace.serve.owner import owner_of
 from millrace.serve.state import FrontState
 from millrace.serve.work import Prepare, Work, chat_work, completion_work, observe, until_done, whole_answer
@@ -43,13 +44,21 @@ async def respond(
 async def answer(
     state: FrontState, request: web.Request, work: Work, received: float, *, media_type: str = SERVER_SENT_EVENTS
 ) -> web.StreamResponse:
-    out = None
-    if work.generation.stream:
-        limit_bytes = state.config.server.stream_buffer_kb * 1024
-        out = EventStream(request, request_id=request[REQUEST_ID], limit_bytes=limit_bytes, media_type=media_type)
-    job = Job(state, work.generation, work.make_shape, out)
-    job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
+    generation, reservation = enter(state, request, work.generation, received)
+    out: EventStream | None = None
+    job: Job | None = None
     try:
+        if generation.stream:
+            limit_bytes = state.config.server.stream_buffer_kb * 1024
+            out = EventStream(
+                request,
+                request_id=request[REQUEST_ID],
+                limit_bytes=limit_bytes,
+                media_type=media_type,
+                headers=request.get(EXTRA_HEADERS, {}),
+            )
+        job = Job(state, generation, work.make_shape, out)
+        job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
         if out is not None:
             return await _stream(state, work, job, out)
         headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
@@ -58,7 +67,9 @@ async def answer(
     finally:
         if out is not None:
             out.close()
-        if job.is_started:
+        is_started = job is not None and job.is_started
+        reservation.release(job.usage().total_tokens if job is not None and is_started else 0)
+        if job is not None and is_started:
             _account(state, request, job, received)
 
 
@@ -80,6 +91,7 @@ def _account(state: FrontState, request: web.Request, job: Job, received: float)
     observe(state, job, received)
     ended = job.finish_word
     request[FINISH_WORD] = ended
+    request[USAGE] = job.usage()
     if ended == "abort":
         metrics.client_disconnects.inc()
     else:

@@ -16,6 +16,7 @@ from millrace.serve.keys import DOCS, OPENAPI, REQUEST_ID, STATE
 from millrace.serve.prompts import encode_chat, encode_texts, generation_prompt, template_kwargs, template_messages
 from millrace.serve.sampling import check_model
 from millrace.serve.schemas import DetokenizeRequest, TokenizeRequest
+from millrace.serve.siblings import all_metrics
 from millrace.serve.state import FrontState
 
 _tokenize = BodyDecoder(TokenizeRequest)
@@ -65,7 +66,9 @@ async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.metrics.open_requests.set(len(state.jobs))
     state.metrics.open_streams.set(sum(job.out is not None for job in state.jobs))
-    return web.Response(body=state.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
+    is_for_sibling = request.query.get("front") == "own"
+    body = state.metrics.own_part() if is_for_sibling else await all_metrics(state)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
 
 
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,6 +23,7 @@ from millrace.serve.choices import Choice, CollectedChoice, DetailedChoice, esca
 from millrace.serve.completions import completion_generation
 from millrace.serve.errors_http import ollama_error_body
 from millrace.serve.event_stream import JSON_LINES
+from millrace.serve.gate import header_deadline
 from millrace.serve.generation import Generation
 from millrace.serve.job import Job
 from millrace.serve.keys import STATE
@@ -118,8 +119,9 @@ def _sampling(body: OllamaCommon, options: OllamaOptions) -> dict[str, Any]:
     }
 
 
-def _check_sampling(body: OllamaCommon) -> None:
-    """Of a request that generates nothing: its options are held to the same rules."""
+def _check_idle(http: web.Request, body: OllamaCommon) -> None:
+    """A request that generates nothing is held to the same rules."""
+    header_deadline(http, 0.0)
     request = ChatRequest(messages=[], **_sampling(body, body.options or OllamaOptions()))
     try:
         sampling_params(request, max_tokens=request.max_tokens, logprobs=None, prompt_logprobs=None)
@@ -222,7 +224,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     body = _chat_body.decode(await read_body(request, state.body_limit_bytes))
     _check(body, state)
     if not body.messages:
-        _check_sampling(body)
+        _check_idle(request, body)
         return json_answer(request, _loaded(state, OllamaAnswerMessage("assistant", ""), UNSET))
     messages = _chat_messages(body.messages)
     return await _respond(request, body, lambda: _chat(state, body, messages, received), received, is_chat=True)
@@ -233,7 +235,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = _generate_body.decode(await read_body(request, state.body_limit_bytes))
     _check(body, state)
     if not body.prompt:
-        _check_sampling(body)
+        _check_idle(request, body)
         return json_answer(request, _loaded(state, UNSET, ""))
     return await _respond(request, body, lambda: _generate(state, body, received), received, is_chat=False)
 

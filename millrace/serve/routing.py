@@ -10,6 +10,8 @@ from aiohttp import web
 
 from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.serve import api_routes, routes_absent, routes_info
+from millrace.serve.access import authorise, cross_origin
+from millrace.serve.auditing import audit
 from millrace.serve.background import BACKGROUND, Background, in_background
 from millrace.serve.body import check_headers
 from millrace.serve.errors_http import error_response, from_aiohttp
@@ -25,7 +27,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(state: FrontState) -> web.Application:
-    app = web.Application(middlewares=[guard])
+    app = web.Application(middlewares=[cross_origin, guard, audit, authorise])
     app[STATE] = state
     app[OPENAPI] = openapi_document()
     app[DOCS] = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
@@ -73,7 +75,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = shown.status
         return error_response(shown, request_id, request.path)
     except ConnectionError:
-        raise
+        return web.Response(status=499)  # The client has gone; nobody will read this.
     except Exception as error:
         status = 500
         log.error("Request %s failed.", request_id, exc_info=error)

@@ -12,7 +12,11 @@ from millrace.config import Config
 from millrace.errors import EngineUnavailable
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
+from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
+from millrace.serve.admission import Admission
+from millrace.serve.keyring import Keyring
+from millrace.serve.quotas import Quotas
 from millrace.serve.store import Store, store_directory
 from millrace.text.chat_template import ChatTemplate
 from millrace.text.tokenizer import Tokenizer
@@ -39,7 +43,15 @@ class FrontState:
     """Where long texts are templated and tokenised, so that they do not stall the streams of others."""
     jobs: set[Job] = field(default_factory=set)
     """Every request that is generating."""
+    keyring: Keyring | None = None
+    """None: whoever reaches the port is served."""
+    quotas: Quotas = field(default_factory=Quotas)
+    audit: AuditLog | None = None
+    directory: str | None = None
+    """Where the sockets of this server's processes are; None when there is one front without an engine process."""
     draining: bool = False
+    stopped_at_once: bool = False
+    """A second signal came: nothing waits for anything any more."""
     started: int = field(default_factory=lambda: int(time.time()))
     loading_wait_s: float = 30.0
     """How long a request that comes while the model loads may wait for it, before it gets a 503."""
@@ -49,8 +61,14 @@ class FrontState:
     longest_token_bytes: int = 0
     """Of the vocabulary; 0 until somebody needed it."""
 
+    admission: Admission = field(init=False)
+    cors_origins: frozenset[str] = field(init=False)
+
     def __post_init__(self) -> None:
         self.store = Store(store_directory(self.config.server.data_dir, self.model_name))
+        self.admission = Admission(self.config)
+        origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
+        self.cors_origins = frozenset(origin for origin in origins if origin)
 
     @property
     def body_limit_bytes(self) -> int:
@@ -84,5 +102,7 @@ class FrontState:
         return None
 
     def close(self) -> None:
+        if self.audit is not None:
+            self.audit.close()
         self.text_pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()

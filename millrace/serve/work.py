@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from millrace.errors import DeadlineExceeded
+from millrace.serve.answers import Usage
 from millrace.serve.body import BodyDecoder
 from millrace.serve.chat import chat_generation, overflow_names
 from millrace.serve.completions import completion_generation
+from millrace.serve.gate import enter_unattended
 from millrace.serve.generation import Generation
 from millrace.serve.job import DEADLINE_SLACK_S, Job, Shape
 from millrace.serve.schemas import ChatRequest, CompletionRequest
@@ -72,12 +74,23 @@ async def whole_answer(state: FrontState, work: Work, job: Job) -> bytes:
     return job.body() if work.conclude is None else await work.conclude(job)
 
 
-async def unattended_answer(state: FrontState, work: Work, job: Job, received: float) -> bytes:
-    """`whole_answer` where no HTTP request is behind the job: it is counted here."""
+async def unattended_answer(
+    state: FrontState, work: Work, owner: str, request_id: str, path: str, received: float
+) -> tuple[bytes, Usage]:
+    """The body and its usage where no HTTP request is behind the work: its owner's quotas hold, and it is counted."""
+    generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
+    used = 0
     try:
-        return await whole_answer(state, work, job)
+        job = Job(state, generation, work.make_shape)
+        job.request_id, job.path, job.owner = request_id, path, owner
+        try:
+            body = await whole_answer(state, work, job)
+        finally:
+            used = job.usage().total_tokens if job.is_started else 0
+            observe(state, job, received)
+        return body, job.usage()
     finally:
-        observe(state, job, received)
+        reservation.release(used)
 
 
 def observe(state: FrontState, job: Job, received: float) -> None:

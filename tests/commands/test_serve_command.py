@@ -130,13 +130,6 @@ def listening(pid: int, url: str) -> bool:
     return any(f"socket:[{inode}]" in links for inode in inodes)
 
 
-def test_dead_engine_ends_the_server_with_a_sentence() -> None:
-    with serving() as served:
-        os.kill(descendants(served.process.pid)[0], signal.SIGKILL)
-        assert served.process.wait(30) == 1
-        assert "The engine process ended" in served.process.stderr.read()
-
-
 def test_taken_port_is_refused_before_anything_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -308,7 +308,7 @@ def test_two_servers_share_the_work_without_repeating_it(tmp_path: Path) -> None
 
 
 # ── /v1/requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_running_requests_can_be_seen_and_cancelled(tmp_path: Path) -> None:
+def test_running_requests_can_be_seen(tmp_path: Path) -> None:
     with running_front(endless, step_s=0.005, config=config_in(tmp_path)) as front:
         client = client_of(front)
         stream = client.chat.completions.create(
@@ -324,8 +324,6 @@ def test_running_requests_can_be_seen_and_cancelled(tmp_path: Path) -> None:
         assert running["path"] == CHAT
         assert running["priority"] == "standard"
         assert get(front.port, f"/v1/requests/{first.id}").json["prompt_tokens"] == running["prompt_tokens"]
-        assert request(front.port, "DELETE", "/v1/requests/mine").json["cancelled"] is True
-        with pytest.raises(openai.APIError, match="cancelled"):
-            list(stream)
+        assert get(front.port, "/v1/requests/nobody").status == 404
+        stream.close()
         eventually(lambda: get(front.port, "/v1/requests").json["data"] == [])
-        assert request(front.port, "DELETE", "/v1/requests/mine").status == 404

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import numpy as np
@@ -36,3 +37,21 @@ def test_a_step_that_runs_in_time_is_not(caplog: pytest.LogCaptureFixture) -> No
     time.sleep(0.2)
     watchdog.stop()
     assert not caplog.records
+
+
+def test_a_step_that_never_ends_is_given_up() -> None:
+    scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=16)
+    scheduler.submit(Request(id=1, prompt=np.arange(6, dtype=np.int32), max_tokens=2))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    given_up = threading.Event()
+    watchdog = Watchdog(
+        lambda: (plan, time.monotonic() - 10.0),
+        stall_s=1000.0,
+        check_every_s=0.01,
+        hang_s=5.0,
+        on_hang=given_up.set,
+    )
+    watchdog.start()
+    assert given_up.wait(5)
+    watchdog.stop()

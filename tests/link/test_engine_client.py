@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from millrace.link.channel import InProcessLink
 from millrace.link.client import EngineClient
-from millrace.link.messages import EngineReady, Finish, NewRequest, StepTokens, TokenLogprobs, pack_tokens
+from millrace.link.messages import EngineReady, Finish, Hello, NewRequest, StepTokens, TokenLogprobs, pack_tokens
 from millrace.params import SamplingParams
 
 READY = EngineReady(
@@ -73,8 +73,8 @@ def test_a_receiver_that_fails_ends_alone() -> None:
         assert [finish.reason for finish in bad.finishes] == ["error"]
         assert good.finishes == []
         sent = link.receive(0)
-        assert [type(message) for message in sent[:2]] == [NewRequest, NewRequest]
-        assert sent[2].ids == (ids[0],)
+        assert [type(message) for message in sent[:3]] == [Hello, NewRequest, NewRequest]
+        assert sent[3].ids == (ids[0],)
         client.fail("gone")
         assert [finish.message for finish in good.finishes] == ["gone"]
 

@@ -190,14 +190,3 @@ def test_many_end_tokens_are_all_honoured() -> None:
     assert outcome.ended[0].reason == "stop"
     assert len(outcome.tokens) == 0
     assert outcome.ended[0].num_output == 1
-
-
-def test_urgent_requests_pass_but_only_so_often() -> None:
-    scheduler = make(max_running=1)
-    scheduler.submit(request(0, [1], priority=2))
-    scheduler.submit(request(1, [1], priority=0))
-    assert [waiting.id for waiting in scheduler.waiting] == [1, 0]
-    for index in range(2, 3000):
-        scheduler.submit(request(index, [1], priority=0))
-    place = [waiting.id for waiting in scheduler.waiting].index(0)
-    assert 1900 < place < 2100

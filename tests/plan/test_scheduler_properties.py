@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.plan.policy import make_policy
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 
@@ -34,7 +35,13 @@ class World:
         self.rng, self.depth = rng, depth
         # A low expectation of output lengths admits too much, so that preemption has work to do.
         expected_output = rng.choice([1.0, 1.0, 512.0])
-        self.scheduler = Scheduler(**limits, prefix_cache=rng.random() < 0.8, expected_output=expected_output)
+        self.scheduler = Scheduler(
+            **limits,
+            prefix_cache=rng.random() < 0.8,
+            expected_output=expected_output,
+            policy=make_policy(rng.choice(["fcfs", "shortest", "feedback", "deadline"])),
+            aging_s=rng.choice([2.0, 30.0]),
+        )
         self.device = ToyDevice(limits["num_blocks"], limits["block_size"], limits["max_running"], VOCAB)
         self.capacity = limits["num_blocks"] * limits["block_size"]
         self.launched: deque = deque()
@@ -60,6 +67,9 @@ class World:
             end_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 1, 6]))),
             min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
             priority=rng.randrange(3),
+            tenant=rng.choice(["", "a", "b"]),
+            weight=rng.choice([0.5, 1.0, 4.0]),
+            arrival=self.now,
             salt=b"" if rng.random() < 0.8 else b"other",
             deadline=self.now + rng.randrange(1, 60) if rng.random() < 0.1 else math.inf,
             read_cache=rng.random() < 0.9,
@@ -127,6 +137,8 @@ class World:
                 assert self.ended[request_id] in ("abort", "deadline")
                 assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
         pool = self.scheduler.pool
+        assert not self.scheduler.shares._shares, "a tenant is still counted as here"
+        assert self.scheduler.waiting.num_by_class == self.scheduler.waiting.tokens_by_class == [0, 0, 0]
         assert pool.num_in_use == 0
         assert pool.num_fenced == 0
         assert self.scheduler.rows.num_free == self.scheduler.rows.capacity

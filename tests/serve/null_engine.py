@@ -15,6 +15,7 @@ import numpy as np
 from millrace.link.channel import OnMessage
 from millrace.link.messages import (
     Abort,
+    Ask,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -24,6 +25,7 @@ from millrace.link.messages import (
     StepTokens,
     ToEngine,
     TokenLogprobs,
+    Told,
     unpack_tokens,
 )
 
@@ -97,6 +99,8 @@ class NullEngine:
                 row = self.rows.pop(request_id, None)
                 if row is not None:
                     self._finish(row, message.reason)
+        elif isinstance(message, Ask):  # It keeps no history, so it knows of no request by name.
+            self._loop.call_soon(self._on_message, Told(message.token, b""))
         self._schedule()
 
     def close(self) -> None:

@@ -419,3 +419,12 @@ def test_a_slow_body_times_out(front: Front, monkeypatch: pytest.MonkeyPatch) ->
     with connected(front.port) as sock:
         sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
         assert sock.recv(65536).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", CHAT), ("GET", "/health"), ("GET", "/nowhere"), ("POST", CHAT)])
+def test_an_odd_expectation_gets_an_error_body(front: Front, method: str, path: str) -> None:
+    with connected(front.port) as sock:
+        sock.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nExpect: a miracle\r\nContent-Length: 0\r\n\r\n".encode())
+        head = sock.recv(65536)
+        assert head.split()[1] in (b"400", b"417")
+        assert b'"error":{"message":' in head

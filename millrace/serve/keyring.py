@@ -1,0 +1,161 @@
+"""API keys and the tenants they belong to, from a TOML file that is read again when it changes.
+
+[tenants.acme]
+keys = ["sha256:…"]            # `millrace keys add` makes one; the key itself is never stored
+weight = 2.0                   # share of the engine relative to other tenants; 1 by default
+tokens_per_minute = 100000     # prompt and output together; 0, the default, is no limit
+max_concurrent = 64            # requests at once; 0, the default, is no limit
+most_urgent = "standard"       # the most urgent class it may ask for; "interactive" by default
+private_cache = true           # never share cached prefixes with other tenants; false by default
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from millrace.errors import ConfigError, Unauthorized
+
+log = logging.getLogger("millrace.serve")
+
+DIGEST_PREFIX = "sha256:"
+_INDEX_BYTES = 4
+_NOBODYS_DIGEST = b"\0" * 32
+RELOAD_EVERY_S = 1.0
+
+
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: tuple[str, ...] = ()
+    weight: float = 1.0
+    tokens_per_minute: int = 0
+    max_concurrent: int = 0
+    most_urgent: Literal["interactive", "standard", "batch"] = "interactive"
+    private_cache: bool = False
+    name: str = ""
+
+
+ANYBODY = Tenant()
+"""Who asks when no keys are demanded."""
+
+
+class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
+    tenants: dict[str, Tenant] = {}
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_tenants(path: Path) -> dict[str, Tenant]:
+    """The file's tenants by name; raises with the place of what is wrong in it."""
+    try:
+        tree: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        tenants = msgspec.convert(tree, _KeysFile).tenants
+    except OSError as error:
+        raise ConfigError(
+            f"The keys file {path} cannot be read: {error.strerror}.", param="server.keys_file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"The keys file {path} is wrong: {error}", param="server.keys_file") from error
+    for name, tenant in tenants.items():
+        _check(path, name, tenant)
+    return {name: msgspec.structs.replace(tenant, name=name) for name, tenant in tenants.items()}
+
+
+def _check(path: Path, name: str, tenant: Tenant) -> None:
+    def wrong(what: str) -> ConfigError:
+        return ConfigError(f"The keys file {path} is wrong: tenant {name!r} {what}", param="server.keys_file")
+
+    if not 0 < tenant.weight <= 1000:
+        raise wrong(f"has weight {tenant.weight}; it must be above 0 and at most 1000.")
+    for field in ("tokens_per_minute", "max_concurrent"):
+        if getattr(tenant, field) < 0:
+            raise wrong(f"has {field} {getattr(tenant, field)}; it must be 0 (no limit) or more.")
+    for key in tenant.keys:
+        if not key.startswith(DIGEST_PREFIX) or len(key) != len(DIGEST_PREFIX) + 64 or not _is_hex(key[7:]):
+            raise wrong("has a key that is not 'sha256:' and 64 hex digits; `millrace keys add` makes one.")
+
+
+def _is_hex(text: str) -> bool:
+    return all(letter in "0123456789abcdef" for letter in text)
+
+
+@dataclass(slots=True)
+class _Index:
+    """Digests by their first bytes, so that a look-up compares few of them, each in constant time."""
+
+    by_prefix: dict[bytes, list[tuple[bytes, Tenant]]]
+
+    @classmethod
+    def of(cls, tenants: dict[str, Tenant]) -> _Index:
+        by_prefix: dict[bytes, list[tuple[bytes, Tenant]]] = {}
+        for tenant in tenants.values():
+            for key in tenant.keys:
+                digest = bytes.fromhex(key.removeprefix(DIGEST_PREFIX))
+                by_prefix.setdefault(digest[:_INDEX_BYTES], []).append((digest, tenant))
+        return cls(by_prefix)
+
+
+class Keyring:
+    """Who a key belongs to. A change of the file takes effect within a second; a broken change is logged and the
+    former keys stay in force."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = self._stamp()
+        self._checked_at = time.monotonic()
+        self._tenants = read_tenants(path)
+        self._index = _Index.of(self._tenants)
+
+    def tenant_of(self, key: str | None) -> Tenant:
+        self._reload_if_changed()
+        if not key:
+            raise Unauthorized(
+                "This server wants an API key; send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
+                code="missing_api_key",
+            )
+        digest = digest_of(key)
+        found: Tenant | None = None
+        for known, tenant in self._index.by_prefix.get(digest[:_INDEX_BYTES], [(_NOBODYS_DIGEST, ANYBODY)]):
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            raise Unauthorized("This API key is not known here; check it, or ask whoever runs the server for one.")
+        return found
+
+    def named(self, name: str) -> Tenant:
+        """The tenant of this name, for work that goes on without a key; one without limits if it was removed."""
+        self._reload_if_changed()
+        return self._tenants.get(name) or Tenant(name=name)
+
+    def _stamp(self) -> tuple[int, int, int]:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return (0, 0, 0)
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _reload_if_changed(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < RELOAD_EVERY_S:
+            return
+        self._checked_at = now
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._tenants = read_tenants(self._path)
+            self._index = _Index.of(self._tenants)
+            log.info("The keys file %s was read again.", self._path)
+        except ConfigError as error:
+            log.error("%s The former keys stay in force.", error.message)

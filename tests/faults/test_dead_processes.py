@@ -1,0 +1,100 @@
+"""The engine is killed, a front is killed, the server is told to stop: who notices what, and what goes on."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from helpers.served import MODEL, Served, Stream, is_ready, serving, wait_until
+
+
+def answer(served: Served) -> int:
+    return served.request("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi", "max_tokens": 2})[0]
+
+
+def test_a_killed_engine_is_replaced_and_every_stream_is_told() -> None:
+    with serving("--fronts", "2") as served:
+        streams = [served.open_stream(max_tokens=2000) for _ in range(4)]
+        events = [iter(stream) for stream in streams]
+        assert all("choices" in next(stream) for stream in events)
+        os.kill(served.child("millrace.engine.child"), signal.SIGKILL)
+        for stream in events:
+            last = list(stream)[-1]
+            assert last["error"]["code"] == "engine_unavailable"
+            assert "engine" in last["error"]["message"]
+        status, body = served.request("GET", "/ready")
+        assert (status, body["status"]) == (503, "not ready")
+        assert "restarted" in body["reason"]
+        assert served.request("GET", "/health")[0] == 200
+        assert answer(served) == 503
+        wait_until(lambda: is_ready(served) and answer(served) == 200, "the next engine serves")
+        # Both fronts must have found the new engine; the kernel spreads connections over them.
+        wait_until(lambda: all(answer(served) == 200 for _ in range(8)), "both fronts serve")
+        assert served.metric("millrace_engine_starts_total") == 2
+        assert served.process.poll() is None
+        kill_a_front(served)
+        drain(served)
+
+
+def kill_a_front(served: Served) -> None:
+    """Its own streams end; the others' go on, another front takes its place, and one scrape shows both."""
+    wait_until(lambda: served.metric("millrace_fronts_up") == 2, "two fronts")
+    dead = served.child("front_child")
+    streams = [served.open_stream(max_tokens=40) for _ in range(12)]
+    os.kill(dead, signal.SIGKILL)
+    ends = [ends_whole(stream) for stream in streams]
+    assert any(ends), "no stream of the other front went on"
+    wait_until(lambda: served.metric("millrace_front_restarts_total") == 1, "the death is counted")
+    wait_until(lambda: served.metric("millrace_fronts_up") == 2, "a new front serves")
+    assert served.child("front_child") != dead
+    wait_until(lambda: served.metric("millrace_running_requests") == 0, "the dead front's requests were ended")
+    before = served.metric('millrace_requests_total{finish_reason="length",route="/v1/completions",status="200"}')
+    for _ in range(12):
+        assert answer(served) == 200
+    after = served.metric('millrace_requests_total{finish_reason="length",route="/v1/completions",status="200"}')
+    assert after - before == 12, "one scrape counts what all fronts did"
+    assert not list(Path("/dev/shm").glob("millrace*"))
+
+
+def ends_whole(stream: Stream) -> bool:
+    try:
+        events = list(stream)
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+    return bool(events) and events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def drain(served: Served) -> None:
+    """SIGTERM: not ready at once, what runs may end, what is new is refused."""
+    stream = served.open_stream(max_tokens=100)
+    events = iter(stream)
+    next(events)
+    served.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
+    assert served.process.wait(20) == 0
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    with serving("--drain-timeout-s", "60") as served:
+        stream = served.open_stream(max_tokens=7000)
+        events = iter(stream)
+        next(events)
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not is_ready(served), "not ready while draining", 5.0)
+        refused = served.request("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi", "max_tokens": 2})
+        assert refused[0] == 503
+        assert "shutting down" in refused[1]["error"]["message"]
+        ends: list[dict[str, object]] = []
+        reader = threading.Thread(target=lambda: ends.extend(events))
+        reader.start()
+        began = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(15) == 0
+        assert time.monotonic() - began < 10
+        reader.join(5)
+        assert "shut down" in ends[-1]["error"]["message"]

@@ -1,0 +1,27 @@
+"""The long fault commands, for a few seconds each: `millrace faults` runs them for minutes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from helpers.served import serving
+
+from millrace.bench.faults.disconnects import churn
+from millrace.bench.faults.fuzz import fuzz
+
+
+def test_mutated_requests_and_leaving_clients_break_and_keep_nothing() -> None:
+    with serving("--max-context", "512", "--max-running", "16") as served:
+        url = f"http://127.0.0.1:{served.port}"
+        fuzzed = asyncio.run(fuzz(url, served.process.pid, 3.0, seed=7))
+        assert fuzzed.faults == []
+        assert fuzzed.sent > 30
+        assert min(fuzzed.statuses) >= 200
+        assert max(fuzzed.statuses) < 500
+        left = asyncio.run(churn(url, served.process.pid, 100, 3.0))
+        assert left.left > 50
+        assert left.after is not None
+        assert left.before is not None
+        assert (left.after.used_blocks, left.after.requests) == (0, 0)
+        assert left.after.open_files <= left.before.open_files + 4
+        assert "Traceback" not in served.log

@@ -1,0 +1,113 @@
+"""A real `millrace serve` in processes of its own, for tests that kill parts of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from millrace.bench.local_server import descendants, free_port
+
+MODEL = "smollm2-135m-instruct"
+QUICK = ("--dtype", "float32", "--kv-tokens", "8192", "--threads", "1")
+
+
+class Served:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.port, self._log = process, port, log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
+        """Status and decoded body."""
+        data = None if body is None else json.dumps(body).encode()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            return answer.status, json.loads(text) if text.startswith("{") else text
+
+    def open_stream(self, **fields: Any) -> Stream:
+        return Stream(self.port, {"model": MODEL, "prompt": "Once", "stream": True, "ignore_eos": True, **fields})
+
+    def child(self, word: str) -> int:
+        """The child process whose command line holds the word."""
+        found = [
+            pid
+            for pid in descendants(self.process.pid)
+            if word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        ]
+        assert len(found) == 1, found
+        return found[0]
+
+    def metric(self, name: str) -> float:
+        _, text = self.request("GET", "/metrics")
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+
+class Stream:
+    """A stream of completion events, read as they come."""
+
+    def __init__(self, port: int, body: dict[str, Any]) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        self._answer = self._connection.getresponse()
+        self.request_id = self._answer.headers["x-request-id"]
+        self.status = self._answer.status
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for line in self._answer:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Served]:
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "millrace", "serve", "--port", str(port), *QUICK, *options]
+            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        served = Served(process, port, log)
+        try:
+            wait_until(lambda: process.poll() is not None or is_ready(served), "ready")
+            assert process.poll() is None, served.log
+            yield served
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def is_ready(served: Served) -> bool:
+    try:
+        return served.request("GET", "/ready")[0] == 200
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.02)

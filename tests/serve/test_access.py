@@ -1,0 +1,296 @@
+"""Who may come in and how much they may ask for: keys, tenants, quotas, origins, deadlines, the audit log."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve.front_under_test import MODEL, Front, endless, running_front, saying
+from serve.wire import CHAT, COMPLETIONS, eventually, get, post, request, stream
+
+from millrace.cli import main
+from millrace.config import Config, replace
+from millrace.errors import ConfigError
+from millrace.observe.audit import AuditLog
+from millrace.serve import keyring
+from millrace.serve.app import tls_context
+from millrace.serve.keyring import Keyring, digest_of
+from millrace.serve.quotas import Quotas
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "hi", "max_tokens": 4, **fields}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def tenants_file(path: Path, **tenants: str) -> Path:
+    """Each tenant has the key `key-<name>` and the given lines."""
+    lines = []
+    for name, more in tenants.items():
+        lines += [f"[tenants.{name}]", f'keys = ["sha256:{digest_of(f"key-{name}").hex()}"]', more]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@contextmanager
+def guarded(tmp_path: Path, script: Any = None, **tenants: str) -> Iterator[Front]:
+    with running_front(script or saying("ok"), step_s=0.001) as front:
+        file = tenants_file(tmp_path / "keys.toml", **tenants)
+        front.state.keyring = Keyring(file)
+        yield front
+
+
+def test_a_key_is_wanted_and_known(tmp_path: Path) -> None:
+    with guarded(tmp_path, acme="") as front:
+        for headers, code in (
+            ({}, "missing_api_key"),
+            ({"Authorization": "Basic abc"}, "missing_api_key"),
+            (bearer("key-acmf"), "invalid_api_key"),
+            (bearer(""), "missing_api_key"),
+            ({"x-api-key": "nonsense"}, "invalid_api_key"),
+        ):
+            reply = post(front.port, COMPLETIONS, body(), headers)
+            assert reply.status == 401
+            assert reply.error["code"] == code
+            assert "key-acme" not in reply.body.decode()
+        assert post(front.port, COMPLETIONS, body(), bearer("key-acme")).status == 200
+        assert post(front.port, COMPLETIONS, body(), {"x-api-key": "key-acme"}).status == 200
+        for path in ("/health", "/ready", "/metrics", "/docs", "/openapi.json"):
+            assert get(front.port, path).status == 200, path
+        assert get(front.port, "/v1/models").status == 401
+        assert get(front.port, "/v1/nowhere").status == 401
+
+
+def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyring, "RELOAD_EVERY_S", 0.0)
+    with guarded(tmp_path, acme="") as front:
+        assert post(front.port, COMPLETIONS, body(), bearer("key-new")).status == 401
+        tenants_file(tmp_path / "keys.toml", new="")
+        assert post(front.port, COMPLETIONS, body(), bearer("key-new")).status == 200
+        assert post(front.port, COMPLETIONS, body(), bearer("key-acme")).status == 401
+        (tmp_path / "keys.toml").write_text("[tenants.new\n")
+        assert post(front.port, COMPLETIONS, body(), bearer("key-new")).status == 200
+        (tmp_path / "keys.toml").unlink()
+        assert post(front.port, COMPLETIONS, body(), bearer("key-new")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[tenants.a]\nkeys = ['plain-text-key']", "sha256:"),
+        ("[tenants.a]\nweight = 0", "weight"),
+        ("[tenants.a]\nmax_concurrent = -1", "max_concurrent"),
+        ("[tenants.a]\ntokens_per_minut = 5", "tokens_per_minut"),
+        ("[tenants.a]\nmost_urgent = 'now'", "most_urgent"),
+        ("tenants = 3", "tenants"),
+    ],
+)
+def test_a_wrong_file_is_refused_at_the_start(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        Keyring(file)
+
+
+def test_concurrent_requests_are_limited_per_tenant(tmp_path: Path) -> None:
+    with guarded(tmp_path, endless, small="max_concurrent = 2", other="") as front:
+        long = body(max_tokens=3000)
+        threads = [
+            threading.Thread(target=post, args=(front.port, COMPLETIONS, long, bearer("key-small"))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(front.engine.rows) == 2)
+        reply = post(front.port, COMPLETIONS, body(), bearer("key-small"))
+        assert reply.status == 429
+        assert reply.error["code"] == "quota_exceeded"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert post(front.port, COMPLETIONS, body(), bearer("key-other")).status == 200
+        for thread in threads:
+            thread.join(30)
+        assert post(front.port, COMPLETIONS, body(), bearer("key-small")).status == 200
+
+
+def test_tokens_per_minute_count_what_was_used(tmp_path: Path) -> None:
+    with guarded(tmp_path, saying("abc"), small="tokens_per_minute = 50") as front:
+        key = bearer("key-small")
+        # Each uses 2 + 4 tokens, however many it asked for.
+        for _ in range(5):
+            assert post(front.port, COMPLETIONS, body(max_tokens=18), key).status == 200
+        reply = post(front.port, COMPLETIONS, body(max_tokens=19), key)
+        assert reply.status == 429
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+        assert post(front.port, COMPLETIONS, body(max_tokens=10), key).status == 200
+        hopeless = post(front.port, COMPLETIONS, body(max_tokens=60), key)
+        assert (hopeless.status, hopeless.error["code"]) == (400, "quota_exceeded")
+
+
+def test_a_refused_request_gives_its_share_back(tmp_path: Path) -> None:
+    with guarded(tmp_path, small="max_concurrent = 1\ntokens_per_minute = 10000") as front:
+        for _ in range(3):
+            assert post(front.port, COMPLETIONS, body(max_tokens=5000), bearer("key-small")).status == 400
+        assert front.state.quotas.usage("small").num_open == 0
+        assert front.state.quotas.usage("small").spent(int(time.time())) == 0
+
+
+def test_quotas_are_shared_between_fronts(tmp_path: Path) -> None:
+    one, two = (Quotas(str(tmp_path), 2, index) for index in range(2))
+    one.usage("a").open(1)
+    two.usage("a").open(1)
+    two.usage("a").spend(7, 100)
+    assert one.usage("a").num_open == 2
+    assert one.usage("a").spent(150) == 7
+    assert one.usage("a").spent(160) == 0
+    assert one.usage("b").num_open == 0
+    again = Quotas(str(tmp_path), 2, 1)  # The second front died and was started again.
+    assert again.usage("a").num_open == one.usage("a").num_open == 1
+
+
+def test_when_tokens_become_free_again() -> None:
+    usage = Quotas().usage("a")
+    usage.spend(30, 100)
+    usage.spend(30, 130)
+    assert usage.seconds_until_free(40, 100, 140) == 1
+    assert usage.seconds_until_free(50, 100, 140) == 20
+    assert usage.seconds_until_free(90, 100, 140) == 50
+
+
+def test_classes_and_weights_reach_the_engine(tmp_path: Path) -> None:
+    with guarded(tmp_path, plain='most_urgent = "standard"\nweight = 3.5\nprivate_cache = true') as front:
+        key = bearer("key-plain")
+        refused = post(front.port, COMPLETIONS, body(priority="interactive"), key)
+        assert (refused.status, refused.error["param"]) == (403, "priority")
+        assert post(front.port, COMPLETIONS, body(priority="batch"), {**key, "X-Request-Id": "mine"}).status == 200
+        sent = front.engine.received[-1]
+        assert (sent.tenant, sent.weight, sent.priority) == ("plain", 3.5, 2)
+        assert sent.names[0] == "mine"
+        assert sent.names[1].startswith("cmpl-")
+        assert sent.cache_salt.startswith("plain")
+
+
+def test_the_deadline_may_come_in_a_header() -> None:
+    with running_front(endless, step_s=0.01) as front:
+        reply = post(front.port, COMPLETIONS, body(max_tokens=3000), {"X-Request-Timeout": "0.2"})
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+        reply = post(front.port, COMPLETIONS, body(max_tokens=3000, timeout=0.2), {"X-Request-Timeout": "100"})
+        assert reply.status == 504
+        for wrong in ("soon", "-1", "nan", "inf", ""):
+            reply = post(front.port, COMPLETIONS, body(), {"X-Request-Timeout": wrong})
+            assert (reply.status, reply.error["param"]) == (400, "X-Request-Timeout")
+
+
+# ── origins ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_browsers_of_allowed_origins_may_call_and_no_others() -> None:
+    config = replace(Config(), server__port=0, server__cors_origins="https://a.example, https://b.example")
+    with running_front(saying("ok"), config=config) as front:
+        ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        asked = request(front.port, "OPTIONS", CHAT, headers={**ask, "Access-Control-Request-Headers": "authorization"})
+        assert asked.status == 204
+        assert asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert asked.headers["access-control-allow-headers"] == "authorization"
+        origin = {"Origin": "https://b.example"}
+        for reply in (
+            post(front.port, COMPLETIONS, body(), origin),
+            post(front.port, COMPLETIONS, body(stream=True), origin),
+            post(front.port, COMPLETIONS, body(nonsense=1), origin),
+        ):
+            assert reply.headers["access-control-allow-origin"] == "https://b.example"
+            assert reply.headers["vary"] == "Origin"
+        stranger = post(front.port, COMPLETIONS, body(), {"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in stranger.headers
+    with running_front(saying("ok")) as front:
+        assert request(front.port, "OPTIONS", CHAT, headers=ask).status == 405
+
+
+# ── the audit log ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_audit_log_says_who_and_how_much_but_never_what(tmp_path: Path) -> None:
+    file = tmp_path / "audit.jsonl"
+    with guarded(tmp_path, saying("SECRET ANSWER"), acme="") as front:
+        front.state.audit = AuditLog(str(file))
+        key = {**bearer("key-acme"), "X-Request-Id": "r-1"}
+        post(front.port, COMPLETIONS, body(prompt="PRIVATE WORDS", max_tokens=50), key)
+        stream(front.port, COMPLETIONS, body(prompt="PRIVATE WORDS", max_tokens=5), headers=key)
+        post(front.port, COMPLETIONS, body(temperature="PRIVATE WORDS"), key)
+        post(front.port, COMPLETIONS, body(), bearer("key-wrong"))
+        get(front.port, "/health")
+    text = file.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["status"] for line in lines] == [200, 200, 400, 401]
+    assert [line["finish"] for line in lines] == ["stop", "length", None, None]
+    assert [line["tenant"] for line in lines] == ["acme", "acme", "acme", ""]
+    assert lines[0]["request_id"] == "r-1"
+    assert lines[0]["prompt_tokens"] == 13
+    assert lines[0]["output_tokens"] == 14
+    assert lines[3]["error"] == "invalid_api_key"
+    for secret in ("PRIVATE", "SECRET", "key-acme", "key-wrong"):
+        assert secret not in text
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_the_audit_log_follows_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.observe.audit.LOOK_EVERY_S", 0.0)
+    file = tmp_path / "audit.jsonl"
+    log = AuditLog(str(file))
+    log.write({"n": 1})
+    file.rename(tmp_path / "audit.1")
+    log.write({"n": 2})
+    log.close()
+    assert json.loads(file.read_text()) == {"n": 2}
+    with pytest.raises(ConfigError, match="cannot be written"):
+        AuditLog(str(tmp_path / "no" / "such" / "dir"))
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_keys_are_made_listed_and_withdrawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    assert main(["keys", "add", str(file), "--tenant", "acme", "--tokens-per-minute", "500"]) == 0
+    key = capsys.readouterr().out.split()[0]
+    assert key not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    assert Keyring(file).tenant_of(key).tokens_per_minute == 500
+    assert main(["keys", "add", str(file), "--tenant", "acme", "--weight", "2"]) == 0
+    second = capsys.readouterr().out.split()[0]
+    assert Keyring(file).tenant_of(key) == Keyring(file).tenant_of(second)
+    assert Keyring(file).tenant_of(second).weight == 2
+    assert main(["keys", "list", str(file)]) == 0
+    assert "acme" in capsys.readouterr().out
+    assert main(["keys", "remove", str(file), "--hash", digest_of(key).hex()[:10]]) == 0
+    assert Keyring(file).tenant_of(second).name == "acme"
+    with pytest.raises(Exception, match="not known"):
+        Keyring(file).tenant_of(key)
+
+
+# ── TLS ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_https_serves_answers_and_streams(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *subject, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    config = replace(Config(), server__port=0, server__tls_cert=str(cert), server__tls_key=str(key))
+    with running_front(saying("over TLS"), config=config) as front:
+        context = ssl.create_default_context(cafile=str(cert))
+        with httpx.Client(base_url=f"https://127.0.0.1:{front.port}", verify=context) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+            answer = client.post(COMPLETIONS, json=body(max_tokens=20)).json()
+            assert answer["choices"][0]["text"] == "over TLS"
+            streamed = client.post(COMPLETIONS, json=body(max_tokens=20, stream=True)).text
+            assert streamed.endswith("data: [DONE]\n\n")
+    with pytest.raises(ConfigError, match="tls_key"):
+        tls_context(replace(Config(), server__tls_cert=str(cert)))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        tls_context(replace(Config(), server__tls_cert=str(key), server__tls_key=str(cert)))

@@ -1,0 +1,110 @@
+"""Refusing in time what would not be served in time."""
+
+from __future__ import annotations
+
+import pytest
+from serve.front_under_test import MODEL, running_front, saying
+from serve.wire import COMPLETIONS, get, post
+
+from millrace.config import Config, replace
+from millrace.engine.pace import Pace
+from millrace.errors import Overloaded
+from millrace.link.messages import EngineStats
+from millrace.serve.admission import Admission, forecast
+
+CONFIG = replace(
+    Config(),
+    plan__max_waiting=100,
+    server__ttft_interactive_s=2.0,
+    server__ttft_standard_s=20.0,
+    server__ttft_batch_s=0.0,
+)
+
+
+def stats(
+    waiting: tuple[int, int, int] = (0, 0, 0), *, seats: float = 5.0, free: int = 0, tokens: int = 0, speed: float = 0.0
+) -> EngineStats:
+    return EngineStats(
+        step_no=1,
+        running=10,
+        waiting=sum(waiting),
+        blocks_total=1,
+        blocks_free=1,
+        blocks_cached=0,
+        prefix_hit_tokens=0,
+        prefix_query_tokens=0,
+        preemptions=0,
+        prompt_tokens=0,
+        output_tokens=0,
+        step_seconds=0.0,
+        plan_seconds=0.0,
+        waiting_by_class=waiting,
+        waiting_tokens=(tokens, 0, 0),
+        rows_free=free,
+        seats_per_s=seats,
+        tokens_per_s=speed,
+    )
+
+
+def test_only_those_of_the_same_or_a_more_urgent_class_are_ahead() -> None:
+    report = stats((5, 20, 60))
+    assert [forecast(report, 0, priority).ttft_s for priority in range(3)] == [1.0, 5.0, 17.0]
+    assert forecast(report, 5, 0).ttft_s == 2.0
+    assert forecast(stats((5, 20, 60), free=25), 0, 1).ttft_s == 0.0
+    assert forecast(stats((1, 0, 0), free=5, tokens=9000, speed=3000.0), 0, 0).ttft_s == 3.0
+    assert forecast(stats((50, 0, 0), seats=0.0), 0, 0).ttft_s == 0.0, "nothing is known yet: let it in"
+
+
+def test_who_would_wait_too_long_is_told_when_to_come_again() -> None:
+    admission = Admission(CONFIG)
+    admission.check(None, 1000, 0, 1)
+    admission.check(stats((10, 0, 0)), 0, 0, 1)
+    with pytest.raises(Overloaded, match="'interactive' would wait about 8.0 s") as refused:
+        admission.check(stats((40, 0, 0)), 0, 0, 1)
+    assert refused.value.retry_after_s == 6.0
+    admission.check(stats((40, 0, 0)), 0, 1, 1)
+
+
+def test_the_queue_is_bounded_and_batch_is_shed_first() -> None:
+    admission = Admission(CONFIG)
+    report = stats((0, 0, 60))
+    admission.check(report, 0, 0, 1)
+    admission.check(report, 0, 1, 1)
+    with pytest.raises(Overloaded, match="'batch' may fill the queue up to 50") as refused:
+        admission.check(report, 0, 2, 1)
+    assert refused.value.retry_after_s == pytest.approx(11 / 5)
+    fuller = stats((0, 0, 95))
+    admission.check(fuller, 0, 0, 1)
+    with pytest.raises(Overloaded):
+        admission.check(fuller, 0, 1, 1)
+    with pytest.raises(Overloaded):
+        admission.check(stats((0, 0, 100)), 0, 0, 1)
+    Admission(Config()).check(stats(), 0, 2, 20_000)  # One large request on an idle server is not a queue.
+
+
+def test_the_pace_tells_capacity_not_demand() -> None:
+    pace = Pace()
+    for second in range(10):
+        pace.on_seated(1)
+        pace.on_ended(2.0)
+        pace.mark(float(second))
+    assert pace.seats_per_s(100) == 50.0
+    assert pace.seats_per_s(0) == 1.0
+    pace.on_step(10, 1.0)
+    assert pace.tokens_per_s == 0.0
+    pace.on_step(1000, 0.5)
+    assert pace.tokens_per_s == 2000.0
+
+
+def test_over_http_it_is_a_429_with_retry_after_and_a_count() -> None:
+    with running_front(saying("ok"), config=replace(CONFIG, server__port=0)) as front:
+        front.call(lambda: setattr(front.state.client, "stats", stats((40, 0, 0))))
+        fields = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+        refused = post(front.port, COMPLETIONS, {**fields, "priority": "interactive"})
+        assert (refused.status, refused.error["code"]) == (429, "overloaded")
+        assert refused.error["type"] == "rate_limit_error"
+        assert refused.headers["retry-after"] == "6"
+        assert post(front.port, COMPLETIONS, fields).status == 200
+        assert (
+            'millrace_refused_requests_total{priority="interactive"} 1.0' in get(front.port, "/metrics").body.decode()
+        )

@@ -1,0 +1,72 @@
+"""What a tenant stored is its own: nobody else sees it, and what runs for it counts against its quotas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from serve.test_access import bearer, guarded
+from serve.wire import Reply, eventually, get, post, request
+
+MODEL = "null-model"
+FORM = "multipart/form-data; boundary=b"
+
+
+def upload(port: int, key: str, lines: list[dict[str, Any]]) -> str:
+    parts = [('name="purpose"', "batch"), ('name="file"; filename="a"', "".join(json.dumps(x) + "\n" for x in lines))]
+    form = "".join(f"--b\r\nContent-Disposition: form-data; {head}\r\n\r\n{body}\r\n" for head, body in parts)
+    headers = {"Content-Type": FORM, **bearer(key)}
+    file_id: str = request(port, "POST", "/v1/files", (form + "--b--\r\n").encode(), headers).json["id"]
+    return file_id
+
+
+def line(number: int) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
+    return {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def test_things_have_owners(tmp_path: Path) -> None:
+    with guarded(tmp_path, acme="", other="") as front:
+        mine, theirs = bearer("key-acme"), bearer("key-other")
+        file_id = upload(front.port, "key-acme", [line(1)])
+        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert post(front.port, "/v1/batches", asked, theirs).status == 404
+        batch_id = post(front.port, "/v1/batches", asked, mine).json["id"]
+        response_id = post(front.port, "/v1/responses", {"model": MODEL, "input": "hi"}, mine).json["id"]
+        for path in (f"/v1/files/{file_id}", f"/v1/batches/{batch_id}", f"/v1/responses/{response_id}"):
+            assert get(front.port, path, headers=mine).status == 200
+            assert get(front.port, path, headers=theirs).status == 404
+            assert get(front.port, path).status == 401
+        for path in ("/v1/files", "/v1/batches"):
+            assert get(front.port, path, headers=theirs).json["data"] == []
+        follow = {"model": MODEL, "input": "hi", "previous_response_id": response_id}
+        assert post(front.port, "/v1/responses", follow, theirs).status == 404
+
+
+def test_a_batch_keeps_to_its_owners_quota(tmp_path: Path) -> None:
+    """One at a time is what the tenant may have, so its lines go one at a time, and all of them are answered."""
+    with guarded(tmp_path, acme="max_concurrent = 1") as front:
+        file_id = upload(front.port, "key-acme", [line(number) for number in range(3)])
+        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = post(front.port, "/v1/batches", asked, bearer("key-acme")).json["id"]
+
+        def batch() -> Any:
+            return get(front.port, f"/v1/batches/{batch_id}", headers=bearer("key-acme")).json
+
+        eventually(lambda: batch()["status"] == "completed", within_s=20)
+        assert batch()["request_counts"]["completed"] == 3
+        assert {one.tenant for one in front.engine.received} == {"acme"}
+
+
+def test_errors_keep_the_shape_of_their_api(tmp_path: Path) -> None:
+    with guarded(tmp_path, acme="") as front:
+
+        def refused(path: str) -> Reply:
+            reply = post(front.port, path, {"model": MODEL})
+            assert reply.status == 401
+            return reply
+
+        assert refused("/v1/messages").json["error"]["type"] == "authentication_error"
+        assert isinstance(refused("/api/chat").json["error"], str)
+        assert refused("/v1/responses").error["code"] == "missing_api_key"
