@@ -79,7 +79,8 @@ class Job:
         """The request that it belongs to, where that went, and whose it is."""
         self.shape = make_shape(self)
         self._num_open = 0
-        self._is_closed = False
+        self._taken_back: set[int] = set()
+        """Indices of the choices that the engine was told to abort."""
         self.choices: list[Choice] = []
         self._make_choices()
 
@@ -178,15 +179,14 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Take back every sequence that has not ended; once."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Take back every sequence that has not ended."""
         for choice in self.choices:
             self.abort_choice(choice, "abort")
 
     def abort_choice(self, choice: Choice, reason: FinishReason) -> None:
-        if choice.request_id is not None and choice.finish is None:
+        """At most once for each: whoever notices first that nobody reads on takes the sequence back."""
+        if choice.request_id is not None and choice.finish is None and choice.index not in self._taken_back:
+            self._taken_back.add(choice.index)
             self.state.client.abort(choice.request_id, reason)
 
     def _error_of(self, finish: Finish) -> MillraceError:

@@ -1,4 +1,4 @@
-"""The deterministic mode on a GPU: a request's tokens do not depend on what runs beside it, over a hundred companies."""
+"""The deterministic mode on a GPU: the tokens of a request do not depend on what runs beside it."""
 
 from __future__ import annotations
 
