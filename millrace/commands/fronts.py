@@ -30,6 +30,7 @@ class FrontProcess:
     def __init__(self, config: Config, directory: str, index: int, incarnation: int) -> None:
         self.index = index
         self.incarnation = incarnation
+        self._is_draining = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", "millrace.commands.front_child", directory, str(index), str(incarnation)],
             stdin=subprocess.PIPE,
@@ -50,8 +51,11 @@ class FrontProcess:
             self.process.stdin.flush()
 
     def drain(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGTERM)
+        """Told once: a second signal would mean to stop at once."""
+        if not self._is_draining:
+            self._is_draining = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float) -> None:
         try:
