@@ -15,7 +15,7 @@ WORKERS ?= 2
 # How much `make fuzz` sends.
 SIZE ?= 100
 
-.PHONY: help serve chat test test-models fuzz lint format bench setup setup-dev fetch clean
+.PHONY: help serve chat test test-gpu test-models fuzz lint format bench setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -34,6 +34,10 @@ test: lint fetch ## Check style, types, architecture, and run the tests with the
 	@echo "── tests"
 	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 	@echo "All checks passed. Next: make serve"
+
+test-gpu: setup-dev ## Run the tests that need a GPU: kernels, whole models, graphs, determinism
+	@$(BIN)/python -m pytest -m gpu $(TESTS)
+	@echo "The GPU agrees. Next: millrace bench gpu"
 
 test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold them to transformers
 	@$(BIN)/millrace fetch --all

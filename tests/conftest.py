@@ -16,7 +16,12 @@ settings.register_profile("millrace", deadline=None, suppress_health_check=[Heal
 settings.load_profile("millrace")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # Tests of Triton kernels run on the GPU where there is one: `-m gpu` means those too.
+        if getattr(getattr(item, "module", None), "interpreted", None) is False:
+            item.add_marker("gpu")
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return

@@ -23,7 +23,6 @@ from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_ro
 from millrace.ops.triton.step_inputs import gather, update_tables
 from millrace.plan.step import StepPlan
 from millrace.run.buckets import Buckets
-from millrace.run.compile_ahead import compile_ahead
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import DeviceSampler, Variant
 from millrace.run.kv_pool import allocate_kv
@@ -40,8 +39,6 @@ RING = 4
 UPDATES_IN_PACKET = 1 << 15
 SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
-FIRST_PROMPT = 512
-"""Tokens of the prompt whose kernels are compiled before the engine calls itself ready."""
 HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Decode sizes captured first; others follow when the engine is idle or when they are met."""
 
@@ -115,8 +112,6 @@ class CudaRunner:
         self._met: set[object] = set()
         self._captured: dict[object, Captured] = {}
         self._to_warm = self._warm_list() if graphs else []
-        if pinned:
-            self._compile_first_steps()
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -255,15 +250,6 @@ class CudaRunner:
             output = work()
         self._captured[key] = captured = Captured(graph, output)
         return captured
-
-    @torch.inference_mode()
-    def _compile_first_steps(self) -> None:
-        """What the first short prompt and the steps after it launch."""
-        prompt = self._buckets.mixed(min(FIRST_PROMPT, self._buckets.mixed_tokens[-1]), 1, 1)
-        first = [self._buckets.decode(1)] + ([prompt] if prompt is not None else [])
-        compile_ahead(
-            [*(lambda bucket=bucket: self._body(bucket) for bucket in first), lambda: self._head(1, "greedy")]
-        )
 
     def _warm_list(self) -> list[Bucket]:
         """Buckets to capture ahead of need, last first."""

@@ -16,7 +16,7 @@ from millrace.serve.keys import DOCS, OPENAPI, REQUEST_ID, STATE
 from millrace.serve.prompts import encode_chat, encode_texts, generation_prompt, template_kwargs, template_messages
 from millrace.serve.sampling import check_model
 from millrace.serve.schemas import DetokenizeRequest, TokenizeRequest
-from millrace.serve.siblings import all_metrics
+from millrace.serve.siblings import all_metrics, is_for_sibling
 from millrace.serve.state import FrontState
 
 _tokenize = BodyDecoder(TokenizeRequest)
@@ -66,8 +66,7 @@ async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.metrics.open_requests.set(len(state.jobs))
     state.metrics.open_streams.set(sum(job.out is not None for job in state.jobs))
-    is_for_sibling = request.query.get("front") == "own"
-    body = state.metrics.own_part() if is_for_sibling else await all_metrics(state)
+    body = state.metrics.own_part() if is_for_sibling(request) else await all_metrics(state)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
 
 

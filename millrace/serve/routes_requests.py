@@ -1,4 +1,4 @@
-"""/v1/requests: what this front generates now; and of any request of the server, an explanation or its end.
+"""/v1/requests: what the server generates now; and of any request of the server, an explanation or its end.
 
 A request's id is X-Request-Id or the answer's own `id`.
 """
@@ -18,7 +18,9 @@ from millrace.serve.keys import STATE
 from millrace.serve.owner import owner_of
 from millrace.serve.routes_info import json_answer
 from millrace.serve.schemas import PRIORITY_CLASSES
+from millrace.serve.siblings import is_for_sibling, parts_of_siblings
 
+_CREDENTIALS = ("Authorization", "X-Api-Key")
 _CLASSES = {number: name for name, number in PRIORITY_CLASSES.items()}
 
 
@@ -76,15 +78,26 @@ def _visible(request: web.Request) -> list[Job]:
     return sorted((job for job in request.app[STATE].jobs if job.owner == owner), key=lambda job: job.submitted_at)
 
 
+async def _running(request: web.Request) -> list[RunningRequest]:
+    """Those of all fronts, the longest running first; of this one alone when another front asks."""
+    running = [_describe(job) for job in _visible(request)]
+    if is_for_sibling(request):
+        return running
+    credentials = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
+    for part in (await parts_of_siblings(request.app[STATE], "/v1/requests", credentials)).values():
+        running += msgspec.json.decode(part, type=RunningRequests).data
+    return sorted(running, key=lambda one: -one.running_s)
+
+
 async def listing(request: web.Request) -> web.Response:
-    return json_answer(request, RunningRequests("list", [_describe(job) for job in _visible(request)]))
+    return json_answer(request, RunningRequests("list", await _running(request)))
 
 
 async def describe(request: web.Request) -> web.Response:
     wanted = request.match_info["request_id"]
-    for job in _visible(request):
-        if wanted in (job.generation.answer_id, job.request_id):
-            return json_answer(request, _describe(job))
+    for one in await _running(request):
+        if wanted in (one.id, one.request_id):
+            return json_answer(request, one)
     raise _not_found(wanted)
 
 

@@ -40,6 +40,11 @@ def test_a_request_explains_itself_and_can_be_cancelled(tmp_path: Path) -> None:
         wait_until(lambda: ask("GET", "/v1/requests/later/explain")[0] == 200, "it is known")
         waiting = ask("GET", "/v1/requests/later/explain")[1]
         assert waiting["state"] == "waiting"
+        for _ in range(6):  # whichever front answers
+            listed = ask("GET", "/v1/requests")[1]["data"]
+            assert [one["request_id"] for one in listed] == ["blocker", "later"]
+            assert ask("GET", "/v1/requests/later")[1]["path"] == "/v1/completions"
+            assert ask("GET", "/v1/requests", who="other")[1]["data"] == []
         assert ask("GET", "/v1/requests/blocker/explain", who="other")[0] == 404
         assert ask("DELETE", "/v1/requests/blocker", who="other")[0] == 404
         status, cancelled = ask("DELETE", "/v1/requests/blocker")

@@ -15,6 +15,7 @@ import torch
 from helpers.quick_interpreter import quick_interpreter
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
+from helpers.triton_mode import interpreted
 
 from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
@@ -111,13 +112,13 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if place.type == "cpu":  # the interpreter runs one program after the other, those without work too
+    if interpreted:  # the interpreter runs one program after the other, those without work too
         monkeypatch.setattr(paged, "PROGRAMS_WANTED", 16)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
     expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
-    with quick_interpreter() if place.type == "cpu" else nullcontext():
+    with quick_interpreter() if interpreted else nullcontext():
         found, scores = drive(fast, requests(7, 1, KINDS[kind]))
     assert found == expected
     assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)
