@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,13 @@ def test_streams_are_json_lines(front: Front) -> None:
     lines = [json.loads(line) for line in reply.body.decode().splitlines()]
     assert lines[-1]["done"] is True
     assert "".join(line["response"] for line in lines) == TEXT
+
+
+def test_curl_without_a_header_is_understood(front: Front) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "hi", "stream": False}).encode()
+    request = urllib.request.Request(f"{front.url}/api/generate", body)  # says application/x-www-form-urlencoded
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert json.load(answer)["response"] == TEXT
 
 
 def test_logprobs(client: ollama.Client) -> None:
