@@ -1,6 +1,6 @@
-"""Which models `millrace bench gpu` runs: shapes with random weights, by name or path, with suffixes for number types.
+"""Which models `millrace bench gpu` runs: shapes with random weights, by name or path, with a suffix for number types.
 
-`llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights, `+kv-fp8` adds a KV cache in FP8.
+`llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights.
 """
 
 from __future__ import annotations
@@ -10,21 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.config import Config, LoadedConfig, leaves, load_config
+from millrace.config import Config, LoadedConfig, load_config
 from millrace.errors import ConfigError
 
 SHAPES_DIR = Path(__file__).with_name("shapes")
 DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.1-8b+fp8", "qwen3-0.6b", "qwen3-30b-a3b")
 
-SUFFIXES = {"fp8": ("quantization", "fp8"), "kv-fp8": ("kv_dtype", "fp8")}
-"""Each suffix is a setting, by its leaf's name, and the value that it gets."""
+SUFFIXES = {"fp8": ("model.quantization", "fp8")}
+"""Each suffix is a setting and the value that it gets."""
 
 MAX_RUNNING, MAX_CONTEXT = 512, 33792
 """As the peer was set up, unless the user says otherwise."""
-
-
-class SettingMissing(ConfigError):
-    """A model needs a setting that this version does not have; the other models can still be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,8 @@ def make_model(text: str, loaded: LoadedConfig, shapes: Mapping[str, Path]) -> G
     chosen.setdefault("plan.max_running", MAX_RUNNING)
     chosen.setdefault("model.max_context", min(MAX_CONTEXT, _own_context(path)))
     chosen.setdefault("observe.log_level", "warning")
-    for suffix, (leaf, value) in SUFFIXES.items():
-        if _key(leaf) in chosen and chosen[_key(leaf)] == value:
+    for suffix, (key, value) in SUFFIXES.items():
+        if chosen.get(key) == value:
             label += f"+{suffix}"
     return GpuModel(label, load_config(None, chosen).config)
 
@@ -92,16 +88,9 @@ def _suffix_settings(text: str, suffixes: list[str]) -> dict[str, object]:
     for suffix in suffixes:
         if suffix not in SUFFIXES:
             raise ConfigError(f"'{text}' ends in '+{suffix}'; there are: {', '.join('+' + s for s in SUFFIXES)}.")
-        leaf, value = SUFFIXES[suffix]
-        if not _key(leaf):
-            raise SettingMissing(f"'{text}' needs the setting '{leaf}', which this version of Millrace does not have.")
-        found[_key(leaf)] = value
+        key, value = SUFFIXES[suffix]
+        found[key] = value
     return found
-
-
-def _key(leaf_name: str) -> str:
-    """The dotted key of a setting, or an empty text if there is none of that name."""
-    return next((key for key, leaf in leaves().items() if leaf.name == leaf_name), "")
 
 
 def _own_context(path: Path) -> int:

@@ -37,7 +37,7 @@ PROFILE_BATCHES = (1, 128)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench gpu")
     group.add_argument(
-        "--models", default="", metavar="NAMES", help="shapes by name or path, separated by commas; +fp8, +kv-fp8"
+        "--models", default="", metavar="NAMES", help="shapes by name or path, separated by commas; +fp8"
     )
     group.add_argument("--shapes", type=Path, metavar="DIR", help="a directory of further shapes (config.json files)")
     group.add_argument("--cases", default="", metavar="NAMES", help="startup,decode,ttft,mixed,prefix,host")
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.time_limit) and args.time_limit > 0):
         raise UsageError(f"--time-limit is {args.time_limit:g}; it must be more than 0 seconds.")
     options, reporter = _options(args), Reporter()
-    models = _models(args, reporter)
+    models = _models(args)
     try:
         _measure(args, models, options, reporter)
     finally:
@@ -110,18 +110,11 @@ def _profile(model: GpuModel, batches: tuple[int, ...], options: GpuOptions, rep
             print(f"\n{profile_table(record)}\n", file=sys.stderr, flush=True)
 
 
-def _models(args: argparse.Namespace, reporter: Reporter) -> list[GpuModel]:
-    from millrace.bench.gpu_models import DEFAULT_MODELS, SettingMissing, known_shapes, make_model
+def _models(args: argparse.Namespace) -> list[GpuModel]:
+    from millrace.bench.gpu_models import DEFAULT_MODELS, known_shapes, make_model
 
-    loaded = load_settings(args)
-    shapes = known_shapes(args.shapes)
-    found = []
-    for name in _names(args.models) or DEFAULT_MODELS:
-        try:
-            found.append(make_model(name, loaded, shapes))
-        except SettingMissing as error:
-            reporter.add({"engine": "millrace", "model": name, "case": "startup", "error": error.message})
-    return found
+    loaded, shapes = load_settings(args), known_shapes(args.shapes)
+    return [make_model(name, loaded, shapes) for name in _names(args.models) or DEFAULT_MODELS]
 
 
 def _options(args: argparse.Namespace) -> GpuOptions:

@@ -60,7 +60,6 @@ class CudaRunner:
         max_rows: int,
         max_context: int,
         token_budget: int,
-        kv_dtype: torch.dtype | None = None,
         graphs: bool = True,
     ) -> None:
         attention = decoder.attention
@@ -73,9 +72,7 @@ class CudaRunner:
         self._decoder = decoder
         self._device = device
         self._block_size = block_size
-        self._kv = allocate_kv(
-            spec, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype or decoder.dtype, device=place
-        )
+        self._kv = allocate_kv(spec, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=place)
         # Padding rows read as many columns as they have tokens.
         most_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-token_budget // block_size))
         self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=most_blocks)

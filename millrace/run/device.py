@@ -102,7 +102,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        # To be woken takes longer than a small step; with a core to spare the host watches for the end instead.
+        # To be woken takes time that every token would wait; with a core to spare the host watches for the end instead.
         self._sleeps = usable_cores() < CORES_TO_WATCH
 
     def name(self) -> str:
@@ -118,7 +118,7 @@ class CudaDevice:
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
         with torch.inference_mode():
             result = work()
-            # On the same stream: a few kilobytes cost less than the hand-over to a second one and back.
+            # On the same stream: a few kilobytes are not worth handing over to a second one.
             host = to_host(result)
             done = torch.cuda.Event(blocking=self._sleeps)  # type: ignore[no-untyped-call]
             done.record()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device import Device
@@ -19,7 +17,6 @@ def make_runner(
     max_rows: int,
     max_context: int,
     token_budget: int,
-    kv_dtype: torch.dtype | None = None,
     graphs: bool = True,
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
@@ -36,6 +33,5 @@ def make_runner(
         max_rows=max_rows,
         max_context=max_context,
         token_budget=token_budget,
-        kv_dtype=kv_dtype,
         graphs=graphs,
     )

@@ -100,7 +100,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=1)] = None
     top_p: Annotated[float | None, described("Nucleus sampling.", exclusiveMinimum=0, maximum=1)] = None
     top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 keeps all.", minimum=0)] = None
-    metadata: AnthropicMetadata | None = None
+    metadata: Annotated[AnthropicMetadata | None, described("Labels; no effect on generation.")] = None
     service_tier: Annotated[Refused, later('null, "auto" and "standard_only" are accepted.')] = UNSET
     container: Annotated[Refused, later("null is accepted.")] = UNSET
     context_management: Annotated[Refused, later("null is accepted.")] = UNSET

@@ -27,7 +27,7 @@ from millrace.bench.gpu_peers import PeerFigure, load_peers
 from millrace.bench.gpu_profile import kernel_times
 from millrace.bench.gpu_report import markdown, profile_table, read_records
 from millrace.cli import main
-from millrace.config import leaves, load_config
+from millrace.config import load_config
 from millrace.errors import ConfigError
 from millrace.link.messages import EngineStats, Finish
 from millrace.models.families import spec_from_config
@@ -205,15 +205,11 @@ def test_model_gets_the_peers_limits_and_the_users_settings(shape: Path) -> None
 
 
 def test_suffixes_are_settings() -> None:
-    quantised = next((key for key, leaf in leaves().items() if leaf.name == "quantization"), "")
-    if not quantised:
-        pytest.skip("this version has no setting 'quantization'")
-    section, _, name = quantised.partition(".")
     by_suffix = make_model("qwen3-0.6b+fp8", load_config(), known_shapes())
-    by_setting = make_model("qwen3-0.6b", load_config(None, {quantised: "fp8"}), known_shapes())
+    by_setting = make_model("qwen3-0.6b", load_config(None, {"model.quantization": "fp8"}), known_shapes())
     assert by_suffix == by_setting
     assert by_suffix.label == "qwen3-0.6b+fp8"
-    assert getattr(getattr(by_suffix.config, section), name) == "fp8"
+    assert by_suffix.config.model.quantization == "fp8"
 
 
 def test_shapes_directory_adds_names(tmp_path: Path) -> None:
@@ -232,7 +228,7 @@ def test_shapes_directory_adds_names(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--models", "gpt-9"], "There is no model shape 'gpt-9'. Give one of llama-3.1-8b"),
-        (["--models", "qwen3-0.6b+int3"], "ends in '+int3'; there are: +fp8, +kv-fp8"),
+        (["--models", "qwen3-0.6b+int3"], "ends in '+int3'; there are: +fp8."),
         (["--cases", "decod"], "There is no case 'decod'. There are: startup, decode"),
         (["--batches", "1,x"], "--batches has 'x'"),
         (["--batches", "0"], "--batches has '0'"),
@@ -389,7 +385,7 @@ def test_table_joins_ours_with_the_peer(tmp_path: Path) -> None:
          "device": "NVIDIA H200"},
         {"model": "llama-3.1-8b", "case": "decode", "batch": 8, "tpot_ms": 4.7, "device": "NVIDIA H200"},
         {"model": "llama-3.1-8b", "case": "decode", "batch": 32, "error": "gone"},
-        {"model": "llama-3.1-8b+kv-fp8", "case": "decode", "batch": 256, "tpot_ms": 9.25, "device": "NVIDIA H200"},
+        {"model": "llama-3.1-8b+fp8", "case": "decode", "batch": 256, "tpot_ms": 9.25, "device": "NVIDIA H200"},
         {"model": "qwen3-0.6b", "case": "startup", "seconds": 7.5, "warm_s": 12.0, "device": "cpu, 2 threads"},
     ]  # fmt: skip
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding="utf-8")
@@ -398,7 +394,7 @@ def test_table_joins_ours_with_the_peer(tmp_path: Path) -> None:
     assert "|  | by difference | 3.91 | – | – | – | – |" in text
     assert "|  | vLLM 0.26.0 | 4.98 | 5.26 | 5.88 | 8.68 | 14.3 |" in text
     assert "|  | bar | 4.3 | 4.6 | 5.3 | 8 | 13 |" in text
-    assert "| llama-3.1-8b+kv-fp8 | Millrace | – | – | – | – | 9.25 |" in text
+    assert "| llama-3.1-8b+fp8 | Millrace | – | – | – | – | 9.25 ✓ |" in text
     assert "| qwen3-0.6b | Millrace | 7.5 |" in text  # Another machine: no verdict.
 
 
