@@ -241,10 +241,19 @@ class CudaRunner:
         captured.graph.replay()
         return captured.output
 
-    def _capture(self, key: object, work: Callable[[], Tensor]) -> Captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = work()
+    def _capture(self, key: object, work: Callable[[], Tensor]) -> Captured | None:
+        """None, and no further captures, where this one fails: the same work can still be launched kernel by kernel."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = work()
+        except Exception:
+            log.warning(
+                "A step could not be captured as a CUDA graph; new ones are launched uncaptured.", exc_info=True
+            )
+            self._use_graphs = False
+            self._to_warm.clear()
+            return None
         self._captured[key] = captured = Captured(graph, output)
         return captured
 
@@ -273,6 +282,13 @@ class CudaRunner:
         bucket = self._to_warm.pop()
         if bucket in self._captured:
             return
+        try:
+            self._warm(bucket)
+        except Exception:  # nobody waits for it; a step that needs it says what is wrong
+            log.warning("Steps are no longer captured ahead of need.", exc_info=True)
+            self._to_warm.clear()
+
+    def _warm(self, bucket: Bucket) -> None:
         self._send(None, bucket)
         self._run(bucket, lambda: self._body(bucket), False)
         self._run(bucket, lambda: self._body(bucket), False)

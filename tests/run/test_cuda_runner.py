@@ -122,3 +122,16 @@ def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPa
         found, scores = drive(fast, requests(7, 1, KINDS[kind]))
     assert found == expected
     assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)
+
+
+@pytest.mark.skipif(not interpreted, reason="where there is no GPU, capturing is what fails")
+def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "PROGRAMS_WANTED", 16)
+    asked = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
+    plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
+    fast._use_graphs = True
+    expected, _ = drive(plain, requests(2, 3, asked))
+    with quick_interpreter():
+        assert drive(fast, requests(2, 3, asked))[0] == expected
+    assert not fast._use_graphs
