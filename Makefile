@@ -44,9 +44,9 @@ test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold th
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m real_models $(TESTS)
 	@echo "The real models agree. Next: make serve ARGS=qwen2.5-coder-1.5b"
 
-fuzz: setup-dev ## Send SIZE generated requests to each endpoint, and 100 × SIZE to the real engine
+fuzz: setup-dev ## Fresh random cases: SIZE requests to each endpoint, 100 × SIZE to the real engine, property tests
 	@MILLRACE_FUZZ=$(SIZE) MILLRACE_REQUESTS=$(SIZE)00 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest \
-		--timeout=0 tests/contract/test_schemathesis.py tests/contract/test_generated_requests.py
+		--timeout=0 tests/contract tests/plan tests/text tests/sources
 
 lint: setup-dev ## Check style, types and architecture only
 	@echo "── style"
