@@ -20,6 +20,7 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
+from millrace.ops.triton.prebuild import build, current_target, rehearsal
 from millrace.ops.triton.step_inputs import gather, update_tables
 from millrace.plan.step import StepPlan
 from millrace.run.buckets import Buckets
@@ -41,6 +42,10 @@ SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
 HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Decode sizes captured first; others follow when the engine is idle or when they are met."""
+FIRST_TOKENS = 128
+"""Prompts up to so many tokens find their kernels compiled when the engine says that it is ready."""
+BUILT_AT_ONCE = 8
+"""Buckets whose kernels are compiled together in an idle moment."""
 
 
 @dataclass(slots=True)
@@ -109,6 +114,9 @@ class CudaRunner:
         self._met: set[object] = set()
         self._captured: dict[object, Captured] = {}
         self._to_warm = self._warm_list() if graphs else []
+        self._to_build: list[Bucket] = []
+        if pinned:
+            self._build_first()
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -261,8 +269,7 @@ class CudaRunner:
         """Buckets to capture ahead of need, last first."""
         hot = [size for size in self._buckets.decode_sizes if size in HOT_DECODE]
         rest = [size for size in self._buckets.decode_sizes if size not in HOT_DECODE]
-        mixed = [self._buckets.mixed(size, 1, 1) for size in self._buckets.mixed_tokens]
-        ordered = [self._buckets.decode(size) for size in hot] + [bucket for bucket in mixed if bucket is not None]
+        ordered = [self._buckets.decode(size) for size in hot] + self._buckets.all_mixed()
         if self._can_share:
             ordered += [replace(self._buckets.decode(size), shares=True) for size in hot if size >= SHARING_ROWS]
         ordered += [self._buckets.decode(size) for size in rest]
@@ -276,9 +283,37 @@ class CudaRunner:
     def num_cold(self) -> int:
         return len(self._to_warm)
 
+    # -- kernels ahead of need -------------------------------------------------------------------------------------
+
+    def _build_first(self) -> None:
+        """What a short first request needs. Where all of it was compiled before, so is probably the rest."""
+        mixed = [bucket for bucket in self._buckets.all_mixed() if bucket.tokens <= FIRST_TOKENS]
+        if self._build_ahead([self._buckets.decode(1), *mixed]):
+            self._to_build = list(self._to_warm)
+
+    @torch.inference_mode()
+    def _build_ahead(self, buckets: list[Bucket]) -> int:
+        """Compile side by side the kernels that these buckets launch; how many there were to compile."""
+        try:
+            with rehearsal() as noted:
+                self._sampler.rehearse()
+                for bucket in buckets:
+                    self._body(bucket)
+                    if bucket.is_decode:
+                        self._head(bucket.rows, "greedy")
+            return build(noted.jobs, current_target())
+        except Exception:
+            log.warning("Kernels are compiled one by one, as they are met.", exc_info=True)
+            return 0
+
     @torch.inference_mode()
     def warm_next(self) -> None:
-        """Compile and capture what one more bucket needs, on a step of padding. A few tens of milliseconds."""
+        """Compile and capture what one more bucket needs, on a step of padding. A few tens of milliseconds; seconds
+        where kernels have never been compiled on this machine."""
+        if self._to_build:
+            buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
+            self._build_ahead(buckets)
+            return
         bucket = self._to_warm.pop()
         if bucket in self._captured:
             return
