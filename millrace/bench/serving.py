@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import time
 import urllib.request
@@ -66,7 +67,7 @@ class ServingFigures:
     hot: dict[str, Hot] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
-        found = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(self).items()}
+        found = {key: _rounded(value) for key, value in asdict(self).items()}
         found["cores"] = {name: round(value, 3) for name, value in self.cores.items()}
         del found["hot"]
         return {"engine": "millrace", "case": "serve", **found}
@@ -232,6 +233,13 @@ def _await_idle(server: LocalServer) -> None:
             return
         time.sleep(0.1)
     raise BenchError(f"The server was still busy {IDLE_LIMIT_S:g} s after its clients had left.")
+
+
+def _rounded(value: object) -> object:
+    """JSON has no NaN: a figure that could not be measured is null."""
+    if not isinstance(value, float):
+        return value
+    return round(value, 3) if math.isfinite(value) else None
 
 
 def _sorted_ms(seconds: Iterable[float]) -> list[float]:
