@@ -25,7 +25,7 @@ from millrace.ops.triton.step_inputs import gather, update_tables
 from millrace.plan.step import StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
-from millrace.run.device_sampler import DeviceSampler, Variant
+from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
@@ -292,15 +292,15 @@ class CudaRunner:
             self._to_build = list(self._to_warm)
 
     @torch.inference_mode()
-    def _build_ahead(self, buckets: list[Bucket]) -> int:
+    def _build_ahead(self, buckets: list[Bucket], variants: tuple[Variant, ...] = VARIANTS[:1]) -> int:
         """Compile side by side the kernels that these buckets launch; how many there were to compile."""
         try:
             with rehearsal() as noted:
                 self._sampler.rehearse()
                 for bucket in buckets:
                     self._body(bucket)
-                    if bucket.is_decode:
-                        self._head(bucket.rows, "greedy")
+                    for variant in variants if bucket.is_decode else ():
+                        self._head(bucket.rows, variant)
             return build(noted.jobs, current_target())
         except Exception:
             log.warning("Kernels are compiled one by one, as they are met.", exc_info=True)
@@ -312,7 +312,7 @@ class CudaRunner:
         where kernels have never been compiled on this machine."""
         if self._to_build:
             buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
-            self._build_ahead(buckets)
+            self._build_ahead(buckets, VARIANTS)
             return
         bucket = self._to_warm.pop()
         if bucket in self._captured:
@@ -328,9 +328,13 @@ class CudaRunner:
         self._run(bucket, lambda: self._body(bucket), False)
         self._run(bucket, lambda: self._body(bucket), False)
         if bucket.is_decode and not bucket.shares:
-            key = (bucket.rows, "greedy")
-            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
-            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
+            # Most requests are sampled; but a head holds its logits, so only the usual sizes are captured for that.
+            for variant in VARIANTS if bucket.rows in HOT_DECODE else VARIANTS[:1]:
+                self._warm_head(bucket.rows, variant)
+
+    def _warm_head(self, size: int, variant: Variant) -> None:
+        for _ in range(2):
+            self._run((size, variant), lambda: self._head(size, variant), False)
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:
