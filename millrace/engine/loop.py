@@ -154,7 +154,7 @@ class Engine:
         self._plan_seconds += self._clock() - now
         self._outbox.send_step(outcome, result, now, self._stats_if_due(now))
         if plan.step_no % CHECK_POOL_EVERY == 0:
-            self._scheduler.pool.check()
+            self._scheduler.pool.check_sums()
 
     def _patience(self) -> float | None:
         """How long to wait for messages: not at all with work in hand, for ever with none."""
