@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import threading
 import time
 import warnings
@@ -82,11 +83,10 @@ def rehearsal() -> Iterator[Rehearsal]:
 def build(jobs: list[Job], target: Any) -> int:
     """Compile those that the cache on disk does not hold; how many those were. `target` is Triton's GPUTarget."""
     missing = [job for job in jobs if not _is_cached(job, target)]
-    if not missing:
-        return 0
-    count = min(len(missing), len(os.sched_getaffinity(0)))
-    children = [_fork(missing[index::count], target) for index in range(count)]
-    _await(children, time.monotonic() + BUILD_LIMIT_S)
+    if missing:
+        began = time.monotonic()
+        _build_all(missing, target, began + BUILD_LIMIT_S)
+        log.info("Compiled %d kernels side by side in %.1f s.", len(missing), time.monotonic() - began)
     return len(missing)
 
 
@@ -145,7 +145,24 @@ def _compile(job: Job, target: Any) -> None:
     CudaLauncher(kernel.src, kernel.metadata)
 
 
-def _fork(jobs: list[Job], target: Any) -> int:
+def _build_all(jobs: list[Job], target: Any, until: float) -> None:
+    """A child for each job, as many at a time as there are cores, the longest sources first."""
+    todo = sorted(jobs, key=lambda job: len(job.function.src))
+    most, children = len(os.sched_getaffinity(0)), set[int]()
+    while (todo or children) and time.monotonic() < until:
+        while todo and len(children) < most:
+            children.add(_fork(todo.pop(), target))
+        ended = {child for child in children if os.waitpid(child, os.WNOHANG)[0]}
+        children -= ended
+        if not ended:
+            time.sleep(_POLL_S)
+    for child in children:
+        log.warning("Compiling kernels ahead took more than %g s and was given up.", BUILD_LIMIT_S)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _fork(job: Job, target: Any) -> int:
     with warnings.catch_warnings():
         # The child only compiles and leaves without any clean-up, so that other threads' state does not matter to it.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -153,24 +170,7 @@ def _fork(jobs: list[Job], target: Any) -> int:
     if child:
         return child
     try:
-        for job in jobs:
-            with contextlib.suppress(
-                Exception
-            ):  # it is compiled again when it is launched, and says then what is wrong
-                _compile(job, target)
-    finally:
-        os._exit(0)
-
-
-def _await(children: list[int], until: float) -> None:
-    """Until all have ended, or the limit; those that have not are ended."""
-    left = set(children)
-    while left and time.monotonic() < until:
-        ended = {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
-        left -= ended
-        if not ended:
-            time.sleep(_POLL_S)
-    for child in left:
-        log.warning("Compiling kernels ahead took more than %g s and was given up.", BUILD_LIMIT_S)
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+        _compile(job, target)
+    except BaseException:  # when it is launched it is compiled again, and says what is wrong
+        os._exit(1)
+    os._exit(0)
