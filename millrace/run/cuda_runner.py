@@ -20,12 +20,13 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
-from millrace.ops.triton.prebuild import build, current_target, rehearsal
+from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
 from millrace.ops.triton.step_inputs import gather, update_tables
 from millrace.plan.step import StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import DeviceSampler, Variant
+from millrace.run.kernel_builder import KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
@@ -66,6 +67,7 @@ class CudaRunner:
         max_context: int,
         token_budget: int,
         graphs: bool = True,
+        builder: KernelBuilder | None = None,
     ) -> None:
         attention = decoder.attention
         if not isinstance(attention, PagedAttention):
@@ -114,8 +116,9 @@ class CudaRunner:
         self._met: set[object] = set()
         self._captured: dict[object, Captured] = {}
         self._to_warm = self._warm_list() if graphs else []
+        self._builder = builder
         self._to_build: list[Bucket] = []
-        if pinned:
+        if builder is not None:
             self._build_first()
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -286,14 +289,16 @@ class CudaRunner:
     # -- kernels ahead of need -------------------------------------------------------------------------------------
 
     def _build_first(self) -> None:
-        """What a short first request needs. Where all of it was compiled before, so is probably the rest."""
+        """What a short first request needs; the rest follows in idle moments."""
         mixed = [bucket for bucket in self._buckets.all_mixed() if bucket.tokens <= FIRST_TOKENS]
-        if self._build_ahead([self._buckets.decode(1), *mixed]):
-            self._to_build = list(self._to_warm)
+        self._to_build = list(self._to_warm)
+        self._build([self._buckets.decode(1), *mixed])
 
     @torch.inference_mode()
-    def _build_ahead(self, buckets: list[Bucket]) -> int:
-        """Compile side by side the kernels that these buckets launch; how many there were to compile."""
+    def _build(self, buckets: list[Bucket]) -> None:
+        """Compile side by side the kernels that these buckets launch."""
+        if self._builder is None:
+            return
         try:
             with rehearsal() as noted:
                 self._sampler.rehearse()
@@ -301,19 +306,26 @@ class CudaRunner:
                     self._body(bucket)
                     if bucket.is_decode:
                         self._head(bucket.rows, "greedy")
-            return build(noted.jobs, current_target())
+            target = current_target()
+            missing = [text for text, function in noted.kernels.items() if not is_cached(text, function, target)]
+            self._builder.build(missing, (target.backend, target.arch, target.warp_size))
         except Exception:
             log.warning("Kernels are compiled one by one, as they are met.", exc_info=True)
-            return 0
+            self._to_build.clear()
+
+    def _build_next(self) -> None:
+        buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
+        self._build(buckets)
+        if not self._to_build and self._builder is not None:
+            self._builder.finish()
+            self._builder = None
 
     @torch.inference_mode()
     def warm_next(self) -> None:
         """Compile and capture what one more bucket needs, on a step of padding. A few tens of milliseconds; seconds
         where kernels have never been compiled on this machine."""
         if self._to_build:
-            buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
-            self._build_ahead(buckets)
-            return
+            return self._build_next()
         bucket = self._to_warm.pop()
         if bucket in self._captured:
             return
