@@ -53,6 +53,8 @@ class ServingFigures:
     itl_p99_ms: float
     errors: int
     first_error: str
+    engine_tokens_per_s: float
+    """What the engine counted for requests that ended: a front that lags behind it shows as a difference."""
     steps_per_s: float
     step_ms: float
     """From a step's launch to its result. Two are in flight at a time."""
@@ -147,6 +149,7 @@ class ServeBench:
             itl_p99_ms=percentile(gap_ms, 99),
             errors=tally.errors,
             first_error=tally.first_error,
+            engine_tokens_per_s=spent.get("output_tokens", 0.0) / wall_s,
             steps_per_s=spent.get("steps", 0.0) / wall_s,
             step_ms=1e3 * spent.get("step_seconds", 0.0) / steps,
             host_ms=1e3 * spent.get("host_seconds", 0.0) / steps,

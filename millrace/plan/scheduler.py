@@ -430,7 +430,9 @@ class Scheduler:
         """Records for rows of this step that the runner does not know, with every block they hold."""
         if not self._unsent:
             return ()
-        sent = self._unsent.intersection((*chunks, *singles.tolist()))
+        sent = self._unsent & chunks.keys()
+        if len(sent) < len(self._unsent):
+            sent |= self._unsent.intersection(singles.tolist())
         self._unsent -= sent
         self._new_blocks = [entry for entry in self._new_blocks if entry[0] not in sent]
         admissions = []
@@ -470,9 +472,8 @@ class Scheduler:
             self._name_blocks(int(computed_rows[index]), int(full[index]))
 
     def _name_blocks(self, row: int, num_full: int) -> None:
-        request, blocks = self.rows.request(row), self.rows.blocks[row]
-        for index in range(int(self.rows.num_named[row]), num_full):
-            self.prefix.name_block(request, index, blocks[index])
+        first = int(self.rows.num_named[row])
+        self.prefix.name_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
         self.rows.num_named[row] = num_full
 
     def _finish(

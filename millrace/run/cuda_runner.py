@@ -25,7 +25,7 @@ from millrace.ops.triton.step_inputs import gather, update_tables
 from millrace.plan.step import StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
-from millrace.run.device_sampler import DeviceSampler, Variant
+from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kernel_builder import KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
@@ -292,10 +292,11 @@ class CudaRunner:
         """What a short first request needs; the rest follows in idle moments."""
         mixed = [bucket for bucket in self._buckets.all_mixed() if bucket.tokens <= FIRST_TOKENS]
         self._to_build = list(self._to_warm)
-        self._build([self._buckets.decode(1), *mixed])
+        self._build([self._buckets.decode(1), *mixed], VARIANTS[:1])
+        self._release_builder()
 
     @torch.inference_mode()
-    def _build(self, buckets: list[Bucket]) -> None:
+    def _build(self, buckets: list[Bucket], variants: tuple[Variant, ...] = VARIANTS) -> None:
         """Compile side by side the kernels that these buckets launch."""
         if self._builder is None:
             return
@@ -304,8 +305,8 @@ class CudaRunner:
                 self._sampler.rehearse()
                 for bucket in buckets:
                     self._body(bucket)
-                    if bucket.is_decode:
-                        self._head(bucket.rows, "greedy")
+                    for variant in variants if bucket.is_decode else ():
+                        self._head(bucket.rows, variant)
             target = current_target()
             missing = [text for text, function in noted.kernels.items() if not is_cached(text, function, target)]
             self._builder.build(missing, (target.backend, target.arch, target.warp_size))
@@ -316,6 +317,9 @@ class CudaRunner:
     def _build_next(self) -> None:
         buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
         self._build(buckets)
+        self._release_builder()
+
+    def _release_builder(self) -> None:
         if not self._to_build and self._builder is not None:
             self._builder.finish()
             self._builder = None
@@ -340,9 +344,13 @@ class CudaRunner:
         self._run(bucket, lambda: self._body(bucket), False)
         self._run(bucket, lambda: self._body(bucket), False)
         if bucket.is_decode and not bucket.shares:
-            key = (bucket.rows, "greedy")
-            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
-            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
+            # Most requests are sampled; but a head holds its logits, so only the usual sizes are captured for that.
+            for variant in VARIANTS if bucket.rows in HOT_DECODE else VARIANTS[:1]:
+                self._warm_head(bucket.rows, variant)
+
+    def _warm_head(self, size: int, variant: Variant) -> None:
+        for _ in range(2):
+            self._run((size, variant), lambda: self._head(size, variant), False)
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:
