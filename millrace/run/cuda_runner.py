@@ -26,7 +26,7 @@ from millrace.plan.step import StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
-from millrace.run.kernel_builder import KernelBuilder
+from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
@@ -45,8 +45,9 @@ HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Decode sizes captured first; others follow when the engine is idle or when they are met."""
 FIRST_TOKENS = 128
 """Prompts up to so many tokens find their kernels compiled when the engine says that it is ready."""
-BUILT_AT_ONCE = 8
+BUILT_AT_ONCE = 4
 """Buckets whose kernels are compiled together in an idle moment."""
+ORDER_POLL_S = 0.002
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class CudaRunner:
         self._builder = builder
         self._to_build: list[Bucket] = []
         if builder is not None:
-            self._build_first()
+            self._build_first(builder)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ class CudaRunner:
 
     @property
     def is_warm(self) -> bool:
-        return not self._to_warm
+        return not self._to_warm and self._builder is None
 
     @property
     def num_cold(self) -> int:
@@ -288,18 +289,16 @@ class CudaRunner:
 
     # -- kernels ahead of need -------------------------------------------------------------------------------------
 
-    def _build_first(self) -> None:
+    def _build_first(self, builder: KernelBuilder) -> None:
         """What a short first request needs; the rest follows in idle moments."""
         mixed = [bucket for bucket in self._buckets.all_mixed() if bucket.tokens <= FIRST_TOKENS]
         self._to_build = list(self._to_warm)
-        self._build([self._buckets.decode(1), *mixed], VARIANTS[:1])
-        self._release_builder()
+        self._order(builder, [self._buckets.decode(1), *mixed], VARIANTS[:1])
+        builder.is_done(REPLY_LIMIT_S)
 
     @torch.inference_mode()
-    def _build(self, buckets: list[Bucket], variants: tuple[Variant, ...] = VARIANTS) -> None:
-        """Compile side by side the kernels that these buckets launch."""
-        if self._builder is None:
-            return
+    def _order(self, builder: KernelBuilder, buckets: list[Bucket], variants: tuple[Variant, ...]) -> None:
+        """Have the kernels compiled that these buckets launch and the cache does not hold."""
         try:
             with rehearsal() as noted:
                 self._sampler.rehearse()
@@ -309,27 +308,28 @@ class CudaRunner:
                         self._head(bucket.rows, variant)
             target = current_target()
             missing = [text for text, function in noted.kernels.items() if not is_cached(text, function, target)]
-            self._builder.build(missing, (target.backend, target.arch, target.warp_size))
+            builder.order(missing, (target.backend, target.arch, target.warp_size))
         except Exception:
             log.warning("Kernels are compiled one by one, as they are met.", exc_info=True)
             self._to_build.clear()
 
-    def _build_next(self) -> None:
-        buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
-        self._build(buckets)
-        self._release_builder()
-
-    def _release_builder(self) -> None:
-        if not self._to_build and self._builder is not None:
-            self._builder.finish()
+    def _build_next(self, builder: KernelBuilder) -> None:
+        """One order after the other, without waiting: a request may come at any moment."""
+        if not builder.is_done(ORDER_POLL_S):
+            return
+        if self._to_build:
+            buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
+            self._order(builder, buckets, VARIANTS)
+        else:
+            builder.finish()
             self._builder = None
 
     @torch.inference_mode()
     def warm_next(self) -> None:
         """Compile and capture what one more bucket needs, on a step of padding. A few tens of milliseconds; seconds
-        where kernels have never been compiled on this machine."""
-        if self._to_build:
-            return self._build_next()
+        where a kernel has never been compiled on this machine."""
+        if self._builder is not None:
+            return self._build_next(self._builder)
         bucket = self._to_warm.pop()
         if bucket in self._captured:
             return

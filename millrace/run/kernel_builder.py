@@ -29,6 +29,7 @@ class KernelBuilder:
     def __init__(self, mark: Path) -> None:
         self._mark = mark
         """Exists once every kernel of these settings has been compiled on this machine."""
+        self._ordered_at, self._num_ordered = 0.0, 0
         self._server = subprocess.Popen(
             [sys.executable, "-m", "millrace.ops.triton.build_server"],
             stdin=subprocess.PIPE,
@@ -36,22 +37,36 @@ class KernelBuilder:
             stderr=subprocess.DEVNULL,
         )
 
-    def build(self, kernels: list[str], target: tuple[str, int, int]) -> None:
-        """Have these compiled, side by side, and wait for it."""
-        if not kernels or self._server.stdin is None or self._server.stdout is None:
+    def order(self, kernels: list[str], target: tuple[str, int, int]) -> None:
+        """Have these compiled, side by side."""
+        if not kernels or self._server.stdin is None:
             return
-        began = time.monotonic()
         try:
             self._server.stdin.write(json.dumps({"target": target, "kernels": kernels}).encode() + b"\n")
             self._server.stdin.flush()
-            answered, _, _ = select.select([self._server.stdout], [], [], REPLY_LIMIT_S)
-            if not answered or not self._server.stdout.readline():
-                raise OSError("no answer")
+            self._ordered_at, self._num_ordered = time.monotonic(), len(kernels)
         except OSError:
-            log.warning("Kernels are compiled one by one: the process that compiles them side by side has gone.")
-            self.close()
-            return
-        log.info("Compiled %d kernels side by side in %.1f s.", len(kernels), time.monotonic() - began)
+            self._give_up()
+
+    def is_done(self, wait_s: float = 0.0) -> bool:
+        """Whether what was ordered is there, or never will be, now or after waiting a while."""
+        if not self._num_ordered or self._server.stdout is None:
+            return True
+        answered, _, _ = select.select([self._server.stdout], [], [], wait_s)
+        if not answered and time.monotonic() < self._ordered_at + REPLY_LIMIT_S:
+            return False
+        if not answered or not self._server.stdout.readline():
+            self._give_up()
+            return True
+        took_s = time.monotonic() - self._ordered_at
+        log.info("Compiled %d kernels side by side in %.1f s.", self._num_ordered, took_s)
+        self._num_ordered = 0
+        return True
+
+    def _give_up(self) -> None:
+        log.warning("Kernels are compiled one by one: the process that compiles them side by side does not answer.")
+        self._num_ordered = 0
+        self.close()
 
     def finish(self) -> None:
         """Everything is there: the next start need not look."""
