@@ -39,9 +39,9 @@ from millrace.plan.step import (
 from millrace.plan.victim import cheapest_victim
 from millrace.plan.waiting import Waiting
 
-CROWD = 8
-"""Requests without a first token that are a crowd: if they are also more than half as many as the streams, steps are
-made long, because it is those who wait that are many."""
+CROWD, CROWD_SHARE = 8, 1 / 8
+"""Requests without a first token that are a crowd, and their least share of the streams: then steps are made long,
+because those who wait are many, and all of them wait for the last."""
 HELD_SCAN = 256
 """Waiting requests looked at in one step when those ahead wait for another's prefix."""
 MOST_SENTENCES = 8
@@ -211,7 +211,7 @@ class Scheduler:
         """Tokens left for catching up. A step that also decodes is kept short, so that streams stay smooth,
         unless those that wait for their first token are many beside them."""
         behind = self._num_behind()
-        if num_singles == 0 or (behind >= CROWD and behind * 2 > num_singles):
+        if num_singles == 0 or (behind >= CROWD and behind > CROWD_SHARE * num_singles):
             return self.token_budget - num_singles
         # Even a full house leaves some tokens, so that prefills advance beside it.
         wanted = max(self.mixed_budget - num_singles, self.mixed_budget // 4)

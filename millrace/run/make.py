@@ -5,6 +5,7 @@ from __future__ import annotations
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device import Device
+from millrace.run.kernel_builder import KernelBuilder
 from millrace.run.runner import AnyRunner, Runner
 
 
@@ -18,6 +19,7 @@ def make_runner(
     max_context: int,
     token_budget: int,
     graphs: bool = True,
+    builder: KernelBuilder | None = None,
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
@@ -34,4 +36,5 @@ def make_runner(
         max_context=max_context,
         token_budget=token_budget,
         graphs=graphs,
+        builder=builder,
     )

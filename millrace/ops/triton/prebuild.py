@@ -1,62 +1,31 @@
-"""Compiles a step's kernels side by side, before they are needed.
+"""Which kernels a step will launch, before any is compiled.
 
 Triton compiles a kernel, and a small C launcher for it, when it is first launched: one after the other, ten seconds for
-a model's first step. Here the step is rehearsed instead: its launches are noted and not done. What Triton's cache on
-disk does not hold is then compiled by forked children, which leave it there. They touch no GPU. Whatever goes wrong
-with that only means that kernels are compiled later, one by one.
+a model's first step. A step can be rehearsed instead: its launches are noted and not done, and what the cache on disk
+does not hold is handed to `build_server.py`, which compiles it side by side.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
-import logging
-import os
 import threading
-import time
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
-
-log = logging.getLogger(__name__)
-
-BUILD_LIMIT_S = 60.0
-_POLL_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One kernel with its types, constants and options, as Triton's compiler takes them."""
-
-    function: Any
-    signature: dict[str, Any]
-    constants: dict[Any, Any]
-    attributes: dict[Any, Any]
-    options: dict[str, Any]
 
 
 class Rehearsal:
     """Launches that were noted, each kernel once."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
+        self.kernels: dict[str, Any] = {}
+        """From Triton's own description, JSON, to the jitted function."""
 
     def note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """What Triton asks before it compiles; yes means that it shall not."""
-        data = compile["specialization_data"]
-        if data not in self._jobs:
-            options = {name: _as_tuple(value) for name, value in json.loads(data)["options"].items()}
-            self._jobs[data] = Job(
-                fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options
-            )
+        self.kernels[compile["specialization_data"]] = fn.jit_function
         return True
-
-    @property
-    def jobs(self) -> list[Job]:
-        return list(self._jobs.values())
 
 
 @contextlib.contextmanager
@@ -79,15 +48,52 @@ def rehearsal() -> Iterator[Rehearsal]:
         knobs.runtime.jit_cache_hook = hook
 
 
-def build(jobs: list[Job], target: Any) -> int:
-    """Compile those that the cache on disk does not hold; how many those were. `target` is Triton's GPUTarget."""
-    missing = [job for job in jobs if not _is_cached(job, target)]
-    if not missing:
-        return 0
-    count = min(len(missing), len(os.sched_getaffinity(0)))
-    children = [_fork(missing[index::count], target) for index in range(count)]
-    _await(children, time.monotonic() + BUILD_LIMIT_S)
-    return len(missing)
+def source_of(description: str, function: Any) -> tuple[Any, dict[str, Any]]:
+    """What the compiler takes, and its options, from Triton's description of a launch."""
+    import triton.language as tl
+    from triton.compiler import ASTSource
+
+    told = json.loads(description)
+    constants = {
+        tuple(key): _constant(value, tl)
+        for key, value in zip(told["constant_keys"], told["constant_vals"], strict=True)
+    }
+    attributes = {tuple(key): value for key, value in zip(told["attrs_keys"], told["attrs_vals"], strict=True)}
+    signature = {name: _as_tuple(value) for name, value in told["signature"].items()}
+    options = {name: _as_tuple(value) for name, value in told["options"].items()}
+    return ASTSource(function, signature, constants, attributes), options
+
+
+def _constant(value: Any, tl: Any) -> Any:
+    if isinstance(value, str) and tl.dtype.is_dtype(value):
+        return tl.dtype(value)
+    if isinstance(value, dict) and "constexpr" in value:
+        return tl.constexpr(value["constexpr"])
+    return value
+
+
+def _as_tuple(value: Any) -> Any:
+    """JSON knows no tuples, and neither signatures nor options have lists."""
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
+
+
+def is_cached(description: str, function: Any, target: Any) -> bool:
+    """Whether Triton's cache on disk holds the kernel for this target."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import make_backend
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+
+    backend = make_backend(target)
+    source, options = source_of(description, function)
+    key = get_cache_key(source, backend, backend.parse_options(options), get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return bool(manager.get_group(f"{source.name[:150]}.json"))
+
+
+def current_target() -> Any:
+    from triton.runtime import driver
+
+    return driver.active.get_current_target()
 
 
 def hash_ahead() -> None:
@@ -100,77 +106,3 @@ def hash_ahead() -> None:
             triton_key()
 
     threading.Thread(target=count, name="triton-key", daemon=True).start()
-
-
-def current_target() -> Any:
-    from triton.runtime import driver
-
-    return driver.active.get_current_target()
-
-
-def _as_tuple(value: Any) -> Any:
-    """JSON knows no tuples, and options have no lists."""
-    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
-
-
-def _source(job: Job) -> Any:
-    from triton.compiler import ASTSource
-
-    return ASTSource(job.function, job.signature, job.constants, job.attributes)
-
-
-@functools.cache
-def _backend(target: Any) -> Any:
-    from triton.compiler import make_backend
-
-    return make_backend(target)
-
-
-def _is_cached(job: Job, target: Any) -> bool:
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.runtime.cache import get_cache_key, get_cache_manager
-
-    backend, source = _backend(target), _source(job)
-    key = get_cache_key(source, backend, backend.parse_options(job.options), get_cache_invalidating_env_vars())
-    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return bool(manager.get_group(f"{source.name[:150]}.json"))
-
-
-def _compile(job: Job, target: Any) -> None:
-    from triton.backends.nvidia.driver import CudaLauncher
-    from triton.compiler import compile as compile_kernel
-
-    options = _backend(target).parse_options(job.options)
-    kernel = compile_kernel(_source(job), target=target, options=options.__dict__)
-    CudaLauncher(kernel.src, kernel.metadata)
-
-
-def _fork(jobs: list[Job], target: Any) -> int:
-    with warnings.catch_warnings():
-        # The child only compiles and leaves without any clean-up, so that other threads' state does not matter to it.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child:
-        return child
-    try:
-        for job in jobs:
-            with contextlib.suppress(
-                Exception
-            ):  # it is compiled again when it is launched, and says then what is wrong
-                _compile(job, target)
-    finally:
-        os._exit(0)
-
-
-def _await(children: list[int], until: float) -> None:
-    """Until all have ended, or the limit; those that have not are ended."""
-    left = set(children)
-    while left and time.monotonic() < until:
-        ended = {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
-        left -= ended
-        if not ended:
-            time.sleep(_POLL_S)
-    for child in left:
-        log.warning("Compiling kernels ahead took more than %g s and was given up.", BUILD_LIMIT_S)
-        os.kill(child, 9)
-        os.waitpid(child, 0)
