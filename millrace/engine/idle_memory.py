@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Gives memory that the C library keeps for later back to the system, when the engine has been idle for a while.
-=======
 """Gives memory that the C library keeps for later back to the system, once the engine has been idle for a while.
->>>>>>> main
 
 Steps of many sizes leave the heap full of holes: what was freed stays with the process as long as something above it
 is in use. It is not lost, but a machine that is shared should not have to wait for the next rush to see it used.
