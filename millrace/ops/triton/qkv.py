@@ -26,7 +26,7 @@ def _qkv_kernel(
     qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, blocks_ptr, offsets_ptr, eps, qkv_stride, value_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
     REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr,
-    ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    ROTATE: tl.constexpr, TRIGGER_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
     token = tl.program_id(0).to(tl.int64)
@@ -42,8 +42,13 @@ def _qkv_kernel(
         cos = tl.load(angles_ptr + token * 2 * HALF + i, mask=i < HALF, other=1.0)[None, :]
         sin = tl.load(angles_ptr + token * 2 * HALF + HALF + i, mask=i < HALF, other=0.0)[None, :]
     if EARLY:
+        # Attention may start before this kernel has waited: until it has itself waited, which is until this one has
+        # ended, it reads nothing but what the step began with, and old keys and values.
+        if TRIGGER_FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not TRIGGER_FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
     pair = exists[:, None] & (i < HALF)[None, :]
     base = qkv_ptr + token * qkv_stride + heads[:, None] * D
     left_raw = tl.load(base + i[None, :], mask=pair, other=0.0)
@@ -99,7 +104,10 @@ class PrepareQkvKernel:
         eps: float,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        *,
+        trigger_first: bool = False,
     ) -> None:
+        self._trigger_first = trigger_first
         self._sizes = (num_heads, num_kv_heads, head_dim)
         self._eps = eps
         if (q_norm is None) != (k_norm is None):
@@ -118,6 +126,7 @@ class PrepareQkvKernel:
             qkv, rows, q_norm, k_norm, kv, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], BLOCK_H=block_h,
-            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=4, **early_start(qkv.device),
+            NORM=q_norm is not None, ROTATE=rows is not None, TRIGGER_FIRST=self._trigger_first,
+            num_warps=4, **early_start(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]
