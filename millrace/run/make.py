@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace.config import KvDtype
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device import Device
@@ -18,6 +19,7 @@ def make_runner(
     max_context: int,
     token_budget: int,
     graphs: bool = True,
+    kv_dtype: KvDtype = "auto",
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
@@ -34,4 +36,5 @@ def make_runner(
         max_context=max_context,
         token_budget=token_budget,
         graphs=graphs,
+        kv_dtype=kv_dtype,
     )

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.kv_cache import head_dim_of, holds_fp8
+from millrace.ops.quantised import FP8
 from millrace.ops.triton import early_start
 from millrace.ops.triton.attention_decode import SHARED_PARTS, DecodeTuning, SharedPrefix, SplitWorkspace, decode
 from millrace.ops.triton.attention_parts import (
@@ -24,9 +26,12 @@ from millrace.ops.triton.attention_parts import (
     _accumulate,
     _blocks_of,
     _load_keys,
+    _load_scales,
     _load_values,
     _places,
     _scores,
+    cache_pointers,
+    head_items,
     is_wide,
     precision,
 )
@@ -51,10 +56,11 @@ SHARED_UNIT = 128
 
 @triton.jit
 def _shared_kernel(
-    q_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, shared_len_ptr, table_rows, tables,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, partial_ptr, lse_ptr, shared_len_ptr, table_rows, tables,
     softmax_scale, q_stride, table_stride, block_stride, num_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
+    BS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +84,7 @@ def _shared_kernel(
     q_at = row.to(tl.int64)[:, None] * q_stride + (head * GROUP + g)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + q_at, mask=real[:, None] & (d < D)[None, :], other=0.0)
     table = tables + tl.load(table_rows).to(tl.int64) * table_stride
-    head_offset = head * BS * D
+    head_offset = head * HEAD_ITEMS
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
@@ -88,11 +94,14 @@ def _shared_kernel(
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
         where = _places(blocks, keys, head_offset, block_stride, d, D, BS, WIDE)
+        inside = keys < end
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         blocks = _blocks_of(table, keys + TILE, end, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, keys < end, d, D, DP, False, DTYPE)
-        s = _scores(q, k, softmax_scale, CAP, PRECISION)
-        acc, m, z = _accumulate(acc, m, z, s, v, PRECISION)
+        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
 
     cell = (row * KV_HEADS + head) * PARTS + part
     to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + d[None, :]
@@ -102,10 +111,11 @@ def _shared_kernel(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, tiles, query_starts, seq_lens, table_rows, tables,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, tiles, query_starts, seq_lens, table_rows, tables,
     softmax_scale, q_stride, table_stride, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +149,7 @@ def _prefill_kernel(
     )
     positions = context + local
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    head_offset = head * BS * D
+    head_offset = head * HEAD_ITEMS
 
     # Keys [begin, full) are seen by every query of the tile; [full, end) need the mask.
     end = tl.minimum(context + offset + QUERIES, length)
@@ -157,22 +167,29 @@ def _prefill_kernel(
     for at in tl.range(begin, full, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
         where = _places(blocks, keys, head_offset, block_stride, d, D, BS, WIDE)
+        inside = keys < full
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         blocks = _blocks_of(table, keys + TILE, full, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, keys < full, d, D, DP, False, DTYPE)
-        s = _scores(q, k, softmax_scale, CAP, PRECISION)
-        acc, m, z = _accumulate(acc, m, z, s, v, PRECISION)
+        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
     for at in tl.range(full, end, TILE, num_stages=1):
         keys = at + tl.arange(0, TILE)
-        where = _places(_blocks_of(table, keys, end, BS), keys, head_offset, block_stride, d, D, BS, WIDE)
+        inside = keys < end
+        here = _blocks_of(table, keys, end, BS)
+        where = _places(here, keys, head_offset, block_stride, d, D, BS, WIDE)
+        k_scales = _load_scales(k_scales_ptr, here, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        v_scales = _load_scales(v_scales_ptr, here, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, keys < end, d, D, DP, True, DTYPE)
-        s = _scores(q, k, softmax_scale, CAP, PRECISION)
+        v = _load_values(v_ptr, where, inside, d, D, DP, True, DTYPE)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen = seen & (positions[:, None] - keys[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, PRECISION)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
 
     out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
     out = (acc / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
@@ -194,14 +211,15 @@ def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: HeadShape
     """What every row's one query sees of the keys that all rows share, for `decode` to add to the rest."""
     num_rows, block_m = rows.seq_lens.shape[0], 128 if shape.head_dim <= 128 else 64
     block_m = max(block_m, triton.next_power_of_2(shape.group))
-    tile = 128 if shape.head_dim <= 128 and queries.dtype != torch.float32 else 32
+    tile, stages = (64, 3) if shape.head_dim <= 128 and queries.dtype != torch.float32 else (32, 2)
     _shared_kernel[(triton.cdiv(num_rows, block_m // shape.group), shape.num_kv_heads, SHARED_PARTS)](
-        queries, kv[0], kv[1], shared.partial, shared.lse, shared.length, rows.table_rows, rows.block_tables,
+        queries, *cache_pointers(kv), shared.partial, shared.lse, shared.length, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), num_rows,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, D=shape.head_dim,
-        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], BLOCK_M=block_m, TILE=tile, PARTS=SHARED_PARTS,
+        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        BLOCK_M=block_m, TILE=tile, PARTS=SHARED_PARTS,
         CAP=shape.softcap or 0.0, WIDE=is_wide(kv), PRECISION=precision(queries),
-        DTYPE=TRITON_TYPES[queries.dtype], STAGES=2, num_warps=8,
+        DTYPE=TRITON_TYPES[queries.dtype], STAGES=stages, num_warps=8,
         **early_start(queries.device),
     )  # fmt: skip
 
@@ -218,10 +236,11 @@ def prefill(
 ) -> None:
     """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none."""
     _prefill_kernel[(tiles.shape[0], shape.num_kv_heads)](
-        queries, kv[0], kv[1], out, tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+        queries, *cache_pointers(kv), out, tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, D=shape.head_dim,
-        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], BLOCK_M=tuning.block_m, TILE=tuning.tile,
+        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        BLOCK_M=tuning.block_m, TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
         num_warps=tuning.warps, **early_start(queries.device),
@@ -230,8 +249,9 @@ def prefill(
 
 @triton.jit
 def _contiguous_kernel(
-    kv_ptr, out_ptr, table_rows, tables, row, table_stride, block_stride, kind_stride, num_keys,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    kv_ptr, scales_ptr, out_ptr, table_rows, tables, row, table_stride, block_stride, kind_stride, num_keys,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (keys, kv head, keys or values): from the row's pages to [2, kv heads, keys, D]."""
     keys = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -241,9 +261,13 @@ def _contiguous_kernel(
     d = tl.arange(0, DP)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     blocks = tl.load(table + keys // BS, mask=inside, other=0).to(tl.int64)
-    at = kind * kind_stride + blocks * block_stride + head * BS * D + (keys % BS) * D
+    part = kind * kind_stride + blocks * block_stride + head * HEAD_ITEMS
+    at = part + (keys % BS) * D
     mask = inside[:, None] & (d < D)[None, :]
     tile = tl.load(kv_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+    if FP8:
+        scales = tl.load(scales_ptr + (part + BS * D) // 4 + keys % BS, mask=inside, other=0.0)
+        tile = tile.to(tl.float32) * scales[:, None]
     to = ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64) * D
     tl.store(out_ptr + to[:, None] + d[None, :], tile.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -271,12 +295,14 @@ def _join_kernel(
 
 def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, dtype: torch.dtype) -> Tensor:
     """Keys and values of one row out of their pages: [2, kv_heads, keys, head_dim]."""
-    _, _, kv_heads, block_size, head_dim = kv.shape
+    kv_heads, block_size, head_dim, fp8 = kv.shape[2], kv.shape[3], head_dim_of(kv), holds_fp8(kv)
+    items, scales = (kv.view(FP8), kv.view(torch.float32)) if fp8 else (kv, None)
     out = torch.empty((2, kv_heads, num_keys, head_dim), dtype=dtype, device=kv.device)
     block = 64
     _contiguous_kernel[(triton.cdiv(num_keys, block), kv_heads, 2)](
-        kv, out, rows.table_rows, rows.block_tables, row, rows.block_tables.stride(0), kv.stride(1), kv.stride(0),
-        num_keys, KV_HEADS=kv_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), BS=block_size, BLOCK=block,
+        items, scales, out, rows.table_rows, rows.block_tables, row, rows.block_tables.stride(0), kv.stride(1),
+        kv.stride(0), num_keys, KV_HEADS=kv_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), BS=block_size,
+        HEAD_ITEMS=head_items(kv), FP8=fp8, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """Paged attention of rows with a single query.
 
 Programs are (row, KV head, split of the row's keys). What a row is known by was written at the start of the step, so
-all of it is read, and the first keys and values are asked for, while the kernel just before still runs.
+all of it is read while the kernel just before still runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.kv_cache import holds_fp8
 from millrace.ops.triton import early_start
 from millrace.ops.triton.attention_parts import (
     TRITON_TYPES,
@@ -21,9 +22,12 @@ from millrace.ops.triton.attention_parts import (
     _accumulate,
     _blocks_of,
     _load_keys,
+    _load_scales,
     _load_values,
     _places,
     _scores,
+    cache_pointers,
+    head_items,
     is_wide,
     padded_group,
     precision,
@@ -33,26 +37,9 @@ SHARED_PARTS = 4
 """Parts a shared prefix is cut into, so that few rows still fill the chip."""
 MOST_SPLITS = 64
 """Splits of one row: what the join of their results has room for."""
-JOINED_AT_ONCE = 16
-"""Splits whose results are all in flight together when they are joined; more of them go in turns."""
-
-
-@triton.jit
-def _prefetch(k_ptr, v_ptr, table, begin, end, head_offset, block_stride, D: tl.constexpr, BS: tl.constexpr,
-              TOKENS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Ask for keys and values of up to TOKENS tokens from `begin` on to be brought to L2, LINE items at a time.
-
-    L2 is where all writes meet: it does no harm that the newest token may not have been written yet."""
-    keys = begin + tl.arange(0, TOKENS)
-    inside = keys < end
-    lines = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
-    at = _places(_blocks_of(table, keys, end, BS), keys, head_offset, block_stride, lines, D, BS, WIDE)
-    wanted = tl.where(inside, 1, 0)[:, None] + tl.zeros([1, LINES], tl.int32)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $3, 0; "
-        "@p prefetch.global.L2 [$1]; @p prefetch.global.L2 [$2]; mov.u32 $0, 0; }",
-        "=r,l,l,r", [k_ptr + at, v_ptr + at, wanted], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+JOINED_ITEMS = 4096
+"""Items of partial results, for each warp, that are all in flight together when they are joined: what its registers
+hold. More go in turns."""
 
 
 @triton.jit
@@ -101,17 +88,16 @@ def _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: t
     return joined / total[:, None]
 
 
-@triton.jit(do_not_specialize=["splits", "prefetch"])
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
     query_starts, seq_lens, table_rows, tables, shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
-    softmax_scale, q_stride, table_stride, block_stride, splits, prefetch,
+    softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    BS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr, MOST_SPLITS: tl.constexpr,
-    SHARED_PARTS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    Q_INSIDE: tl.constexpr, EARLY: tl.constexpr,
+    SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Splits of a row and head are joined by the last of them to arrive. PARTS: 1 where there are no splits, 0 where
     there are more than can be joined at once."""
@@ -133,27 +119,28 @@ def _decode_kernel(
         first = tl.load(shared_len_ptr)
     first_tile = first // TILE
     tiles = tl.cdiv(last, TILE) - first_tile
-    per_split = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
-    active = tl.cdiv(tiles, per_split)
+    active = tl.minimum(tl.cdiv(tiles, min_tiles), splits)
     if SHARED_PARTS > 0:
         # A row of padding has no keys of its own.
         active = tl.maximum(active, 1)
+    per_split = tl.cdiv(tiles, tl.maximum(active, 1))
+    active = tl.minimum(active, tl.cdiv(tiles, tl.maximum(per_split, 1)))
+    if SHARED_PARTS > 0:
+        active = tl.maximum(active, 1)
+    # Whoever has nothing to do need not wait: split 0 does, so that the kernel does not end before the one before it.
+    if split >= active:
+        return
     begin = (first_tile + split * per_split) * TILE
     end = tl.minimum(begin + per_split * TILE, last)
-    head_offset = head * BS * D
+    head_offset = head * HEAD_ITEMS
     # The loop looks up its blocks two tiles ahead: loads that depend on one of the same round would not be pipelined.
     keys = begin + tl.arange(0, TILE)
     blocks = _blocks_of(table, keys, last, BS)
     blocks_ahead = _blocks_of(table, keys + TILE, last, BS)
     if EARLY:
-        if ALL_SINGLE:
-            for at in tl.range(begin, tl.minimum(end, begin + prefetch), TILE, num_stages=1):
-                _prefetch(k_ptr, v_ptr, table, at, end, head_offset, block_stride, D, BS, TILE, LINE, LINES, WIDE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if not is_single:
-        return
-    if split >= active:
         return
 
     d = tl.arange(0, DP)
@@ -161,8 +148,7 @@ def _decode_kernel(
     heads = head * GROUP + g
     out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
     q_at = start.to(tl.int64) * q_stride + heads[:, None] * D + d[None, :]
-    if not Q_INSIDE:
-        q = tl.load(q_ptr + q_at, mask=out_mask, other=0.0)
+    q = tl.load(q_ptr + q_at, mask=out_mask, other=0.0)
 
     m = tl.full([GP], float("-inf"), tl.float32)
     z = tl.zeros([GP], tl.float32)
@@ -171,17 +157,17 @@ def _decode_kernel(
         keys = at + tl.arange(0, TILE)
         inside = keys < last
         where = _places(blocks, keys, head_offset, block_stride, d, D, BS, WIDE)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
         blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
-        if Q_INSIDE:
-            q = tl.load(q_ptr + q_at + (at >> 30) * 16, mask=out_mask, other=0.0)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
         v = _load_values(v_ptr, where, inside, d, D, DP, True, DTYPE)
-        s = _scores(q, k, softmax_scale, CAP, PRECISION)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
         if WINDOW > 0:
             inside = inside & (keys >= first)
         s = tl.where(inside[None, :], s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, PRECISION)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
 
     if SHARED_PARTS > 0:
         shared_cell = (row * KV_HEADS + head) * SHARED_PARTS
@@ -232,14 +218,11 @@ def _decode_kernel(
 class DecodeTuning:
     tile: int = 64
     splits: int = 1
+    """The most splits of a row."""
     min_tiles: int = 1
     """Tiles of keys below which a split is not worth its overhead."""
-    warps: int = 4
+    warps: int = 2
     stages: int = 3
-    prefetch: int = 0
-    """Tokens of a split whose keys and values are asked for before the kernel just before has ended."""
-    line: int = 128
-    q_inside: bool = False
 
 
 class SplitWorkspace:
@@ -270,9 +253,13 @@ class SharedPrefix:
         self.lse = torch.empty(cells, dtype=torch.float32, device=device)
 
 
-def _parts(splits: int) -> int:
+def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
     """What the kernel's PARTS stands for. Few sizes, so that few kernels need to be compiled."""
-    return 1 if splits == 1 else 4 if splits <= 4 else JOINED_AT_ONCE if splits <= JOINED_AT_ONCE else 0
+    if tuning.splits == 1:
+        return 1
+    parts = max(4, int(triton.next_power_of_2(tuning.splits)))
+    items = parts * triton.next_power_of_2(shape.group) * triton.next_power_of_2(shape.head_dim)
+    return parts if items <= JOINED_ITEMS * tuning.warps else 0
 
 
 def decode(
@@ -290,7 +277,7 @@ def decode(
 ) -> None:
     """Attention of the rows that have exactly one query; other rows are left alone. `all_single` says there are none
     of those. With `shared`, whose part has been computed, a row's keys begin where the shared ones end."""
-    num_rows, line = rows.seq_lens.shape[0], tuning.line // kv.element_size()
+    num_rows = rows.seq_lens.shape[0]
     if shared is not None and (tuning.splits > 1 or window):
         raise ValueError("a shared prefix goes with neither splits nor a window")
     if tuning.splits > MOST_SPLITS:
@@ -298,19 +285,18 @@ def decode(
     if tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
         raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
     _decode_kernel[(num_rows, shape.num_kv_heads, tuning.splits)](
-        queries, kv[0], kv[1], out, workspace.partial, workspace.lse, workspace.arrivals,
+        queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
         rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
         None if shared is None else shared.lse,
-        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits, tuning.prefetch,
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits, tuning.min_tiles,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
         GJ=triton.next_power_of_2(shape.group), D=shape.head_dim,
-        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], TILE=tuning.tile,
-        MIN_TILES=tuning.min_tiles, WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
+        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        TILE=tuning.tile,
+        WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
-        ALL_SINGLE=all_single, PARTS=_parts(tuning.splits), MOST_SPLITS=MOST_SPLITS,
+        ALL_SINGLE=all_single, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
         SHARED_PARTS=0 if shared is None else SHARED_PARTS,
-        LINE=line, LINES=triton.next_power_of_2(triton.cdiv(shape.head_dim, line)),
-        Q_INSIDE=tuning.q_inside,
         num_warps=tuning.warps, **early_start(queries.device),
     )  # fmt: skip

@@ -9,11 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.kv_cache import holds_fp8
+from millrace.ops.quantised import FP8
+
 
 @triton.jit
-def _scores(q, k, softmax_scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.constexpr, FP8: tl.constexpr):
     """In units of log2, capped if the model caps."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if FP8:
+        s = s * k_scales[None, :]
     if CAP > 0.0:
         x = s * (softmax_scale / CAP)
         e = tl.exp(-2.0 * tl.abs(x))
@@ -23,7 +28,7 @@ def _scores(q, k, softmax_scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(acc, m, z, s, v, PRECISION: tl.constexpr):
+def _accumulate(acc, m, z, s, v, v_scales, PRECISION: tl.constexpr, FP8: tl.constexpr):
     """One step of the running softmax. A row that has seen no key yet keeps a maximum of -inf and weights of 0."""
     m_new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -31,6 +36,8 @@ def _accumulate(acc, m, z, s, v, PRECISION: tl.constexpr):
     alpha = tl.math.exp2(m - safe)
     z = z * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
+    if FP8:
+        p = p * v_scales[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m_new, z
 
@@ -47,6 +54,19 @@ def _places(blocks, keys, head_offset, block_stride, d, D: tl.constexpr, BS: tl.
     if WIDE:
         blocks = blocks.to(tl.int64)
     return (blocks * block_stride + head_offset + (keys % BS) * D)[:, None] + d[None, :]
+
+
+@triton.jit
+def _load_scales(ptr, blocks, keys, inside, head_offset, block_stride, D: tl.constexpr, BS: tl.constexpr,
+                 WIDE: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+    """The scales [keys] that follow a head's items in each block; offsets count bytes. Ones where there are none."""
+    if FP8:
+        if WIDE:
+            blocks = blocks.to(tl.int64)
+        at = (blocks * block_stride + head_offset + BS * D) // 4 + keys % BS
+        return tl.load(ptr + at, mask=inside, other=0.0)
+    else:
+        return tl.full(keys.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -108,6 +128,19 @@ def padded_group(shape: HeadShape) -> int:
 def is_wide(kv: Tensor) -> bool:
     """Offsets inside the cache need 64 bits."""
     return kv[0].numel() >= 2**31
+
+
+def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache holds eight bits."""
+    if not holds_fp8(kv):
+        return kv[0], kv[1], None, None
+    items, words = kv.view(FP8), kv.view(torch.float32)
+    return items[0], items[1], words[0], words[1]
+
+
+def head_items(kv: Tensor) -> int:
+    """Items, scales included, of one head in a block: how far one head is from the next."""
+    return kv.shape[3] * kv.shape[4]
 
 
 def precision(queries: Tensor) -> str:
