@@ -295,10 +295,11 @@ def _check_contradictions(config: Config) -> None:
 
 
 def num_fronts(config: Config, num_cores: int) -> int:
-    """As many fronts as were asked for; by default one for each four cores, so that the engine has its own."""
+    """As many fronts as were asked for; by default three for each eight cores: on sixteen, four were all busy at
+    250,000 tokens a second while the engine was not, and the rest of the machine idled."""
     if config.server.in_process:
         return 1
-    return config.server.fronts or min(max(1, num_cores // 4), 8)
+    return config.server.fronts or min(max(1, num_cores * 3 // 8), 8)
 
 
 def replace(config: Config, **changes: object) -> Config:

@@ -13,21 +13,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.synchronize import Event
 from typing import Any
 
+from millrace.bench.client_processes import START_LIMIT_S, ClientProcesses, end_process
 from millrace.bench.figures import percentile
 from millrace.bench.local_server import cpu_seconds, free_port
 from millrace.bench.null_engine import serve_null_engine
-from millrace.bench.stream_clients import Tally, run_clients
+from millrace.bench.stream_clients import Tally
 from millrace.bench.target import BenchError
 
 MODEL = "null"
 WARM_UP_S = 1.0
-START_LIMIT_S = 60.0
-ANSWER_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,37 +80,32 @@ class FrontBench:
     ) -> SpawnProcess:
         process = context.Process(target=target, args=args, daemon=True)
         process.start()
-        cleanup.callback(_end, process)
+        cleanup.callback(end_process, process)
         return process
 
     def _measure(
         self, context: SpawnContext, cleanup: ExitStack, port: int, pids: list[int], num_tokens: Any
     ) -> FrontCost:
-        go, stop = context.Event(), context.Event()
-        pipes = []
-        for number in range(self.clients):
-            ours, theirs = context.Pipe(duplex=False)
-            opened: Event = context.Event()
-            numbers = range(number, self.streams, self.clients)
-            self._start(context, cleanup, run_clients, port, MODEL, numbers, self.tokens, go, stop, opened, theirs)
-            pipes.append(ours)
-            opened.wait(START_LIMIT_S)
-        time.sleep(0.5 + self.streams / 4000)
-        go.set()
-        time.sleep(WARM_UP_S)
+        clients = ClientProcesses(
+            context,
+            cleanup,
+            port=port,
+            model=MODEL,
+            streams=self.streams,
+            num_tokens=self.tokens,
+            count=self.clients,
+        )
+        measured_from, measured_to = clients.begin(warm_up_s=WARM_UP_S, seconds=self.seconds)
+        time.sleep(max(0.0, measured_from - time.monotonic()))
         began, used, made = time.monotonic(), sum(map(cpu_seconds, pids)), num_tokens.value
-        time.sleep(self.seconds)
+        time.sleep(max(0.0, measured_to - time.monotonic()))
         wall_s = time.monotonic() - began
         used, made = sum(map(cpu_seconds, pids)) - used, num_tokens.value - made
-        stop.set()
-        tallies = [_received(pipe) for pipe in pipes]
-        return self._cost(tallies, made, used, wall_s)
+        return self._cost(clients.results(), made, used, wall_s)
 
-    def _cost(self, tallies: list[Tally], made: int, used: float, wall_s: float) -> FrontCost:
-        requests = sum(tally.requests for tally in tallies)
-        firsts = sorted(1e3 * first for tally in tallies for first in tally.first_s)
-        frames = sum(tally.frames for tally in tallies)
-        if not made or not requests:
+    def _cost(self, tally: Tally, made: int, used: float, wall_s: float) -> FrontCost:
+        firsts = sorted(1e3 * first for first in (*tally.burst_s, *tally.first_s))
+        if not made or not tally.whole:
             raise BenchError("No stream ended within the measurement; give it more --seconds or fewer --tokens.")
         return FrontCost(
             fronts=self.fronts,
@@ -121,10 +113,10 @@ class FrontBench:
             tokens_per_s=made / wall_s,
             us_per_token=1e6 * used / made,
             requests_per_s=made / self.tokens / wall_s,
-            frames_per_token=frames / (requests * self.tokens),
+            frames_per_token=tally.whole_frames / (tally.whole * self.tokens),
             ttft_p50_ms=percentile(firsts, 50),
             ttft_p99_ms=percentile(firsts, 99),
-            errors=sum(tally.errors for tally in tallies),
+            errors=tally.errors,
         )
 
 
@@ -147,16 +139,6 @@ def serve_one_front(source: str, directory: str, index: int, num_fronts: int, po
     run_front(config, connect, resolve_model(source), reuse_port=True, directory=directory)
 
 
-def _received(pipe: Connection) -> Tally:
-    try:
-        if not pipe.poll(ANSWER_LIMIT_S):
-            raise EOFError
-        tally: Tally = pipe.recv()
-    except EOFError:
-        raise BenchError("A process of clients did not report; its output says why.") from None
-    return tally
-
-
 def _await_port(port: int) -> None:
     end = time.monotonic() + START_LIMIT_S
     while time.monotonic() < end:
@@ -165,11 +147,3 @@ def _await_port(port: int) -> None:
                 return
         time.sleep(0.05)
     raise BenchError(f"No front was listening after {START_LIMIT_S:g} s.")
-
-
-def _end(process: SpawnProcess) -> None:
-    process.terminate()
-    process.join(3.0)
-    if process.is_alive():
-        process.kill()
-        process.join()

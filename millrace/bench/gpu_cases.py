@@ -122,6 +122,7 @@ async def _decode(bench: Bench, batch: int) -> Measured:
     measured: Measured = {
         "tpot_ms": round(1000 * slower_s, 3),
         "prefill_s": round(prefill.seconds, 4),
+        "all_begun_s": round(whole.first_token_s, 4),
         "tok_s": round(batch / slower_s, 1),
         "step_ms": round(1000 * pace.seconds_per_step, 3),
         "tpot_diff_ms": round(1000 * by_difference_s, 3),

@@ -127,11 +127,21 @@ def descendants(pid: int) -> list[int]:
 
 def cpu_seconds(pid: int) -> float:
     """Processor time that a process and its descendants have used so far."""
-    ticks = 0
-    for process in [pid, *descendants(pid)]:
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(map(own_cpu_seconds, [pid, *descendants(pid)]))
+
+
+def own_cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process so far; none if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def command_line(pid: int) -> list[str]:
+    """The words that a process was started with; none if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []

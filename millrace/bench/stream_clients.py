@@ -1,31 +1,82 @@
-"""Clients that hold many streams open at little cost: each sends a chat request, counts what comes back without reading
-it, and sends the next on the same connection. One process of them loads a front from outside."""
+"""Clients that hold many streams open at little cost: each sends a chat request, notes when events arrive without
+reading them, and sends the next on the same connection. One process of them loads a front from outside."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
-from typing import cast
+from typing import Protocol, cast
 
 END = b"0\r\n\r\n"
 FRAME = b"data: {"
+RAN_TO_ITS_LENGTH = b'"length"'
+"""Stands in the last event of an answer that has all the tokens it was asked for."""
 WORDS = "the river turns the wheel and the wheel turns the stone that grinds the corn of the whole valley ".split()
 PROMPT_WORDS = 100
+CONNECTING_AT_ONCE = 64
+CONNECT_TRIES = 5
+MOST_ERROR_CHARS = 300
+
+
+class Schedule(Protocol):
+    """Four moments on `time.monotonic`, shared by all processes; 0 while they are not yet known."""
+
+    def __getitem__(self, index: int) -> float: ...
+
+
+BEGIN, FROM, TO, UNTIL = range(4)
+"""When the first requests are sent; what is measured, from and to; and when the clients hang up."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one process of clients saw."""
+    """What one process of clients saw. Times are seconds."""
 
     requests: int = 0
+    """Answers that ended within the measured time, whole."""
     frames: int = 0
+    """Events with text that came within it."""
+    whole: int = 0
+    whole_frames: int = 0
+    """All whole answers from the first request on, and their events: how many events an answer has."""
     errors: int = 0
-    first_s: list[float] = field(default_factory=list)
-    """Seconds to the first event of each request."""
+    first_error: str = ""
+    first_s: array[float] = field(default_factory=lambda: array("d"))
+    """Waits for the first event that ended within the measured time, the streams' first requests left out."""
+    burst_s: array[float] = field(default_factory=lambda: array("d"))
+    """Those of the streams' first requests, which were all sent at once."""
+    unanswered_s: array[float] = field(default_factory=lambda: array("d"))
+    """How long those had waited that had no event when the measured time was over."""
+    gap_s: array[float] = field(default_factory=lambda: array("d"))
+    """Between one arrival of events and the next of the same answer."""
+    merged: int = 0
+    """Events that arrived together with the one before them: gaps of 0 that `gap_s` does not list."""
+
+    def fail(self, text: str) -> None:
+        self.errors += 1
+        self.first_error = self.first_error or text[:MOST_ERROR_CHARS]
+
+
+def merge(tallies: Iterable[Tally]) -> Tally:
+    total = Tally()
+    for tally in tallies:
+        total.requests += tally.requests
+        total.frames += tally.frames
+        total.whole += tally.whole
+        total.whole_frames += tally.whole_frames
+        total.errors += tally.errors
+        total.first_error = total.first_error or tally.first_error
+        total.first_s.extend(tally.first_s)
+        total.burst_s.extend(tally.burst_s)
+        total.unanswered_s.extend(tally.unanswered_s)
+        total.gap_s.extend(tally.gap_s)
+        total.merged += tally.merged
+    return total
 
 
 def chat_request(model: str, num_tokens: int, number: int) -> bytes:
@@ -45,74 +96,141 @@ def chat_request(model: str, num_tokens: int, number: int) -> bytes:
 
 
 class Stream(asyncio.Protocol):
-    def __init__(self, tally: Tally, request: bytes, ended: asyncio.Future[None]) -> None:
-        self._tally, self._request, self._ended = tally, request, ended
+    """One connection: a request at a time, the next as soon as the last has ended."""
+
+    __slots__ = ("_arrived_at", "_frames", "_from", "_last", "_request", "_sent_at", "_tally", "_to", "_transport",
+                 "_turn", "is_over")  # fmt: skip
+
+    def __init__(self, tally: Tally, request: bytes) -> None:
+        self._tally, self._request = tally, request
         self._transport: asyncio.Transport | None = None
-        self._sent_at = 0.0
-        self._has_begun = False
-        self._tail = b""
+        self._sent_at = self._arrived_at = 0.0
+        self._from = self._to = 0.0
+        self._turn = 0
+        self._frames = 0
+        self._last = b""
+        self.is_over = False
+        """Whether its end, from here on, is nobody's fault."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def send(self) -> None:
+    def begin(self, schedule: Schedule) -> None:
+        self._from, self._to = schedule[FROM], schedule[TO]
+        self._send()
+
+    def _send(self) -> None:
         assert self._transport is not None
-        self._sent_at = time.monotonic()
-        self._has_begun = False
-        self._tail = b""
+        self._turn += 1
+        self._sent_at, self._arrived_at = time.monotonic(), 0.0
+        self._frames = 0
+        self._last = b""
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        tally = self._tally
-        if not self._has_begun:
-            self._has_begun = True
-            tally.first_s.append(time.monotonic() - self._sent_at)
-            if not data.startswith(b"HTTP/1.1 200"):
-                tally.errors += 1
-        tally.frames += data.count(FRAME)
-        if data.endswith(END) or (self._tail + data[:5]).endswith(END):
-            tally.requests += 1
-            self.send()
+        now, tally = time.monotonic(), self._tally
+        frames = data.count(FRAME)
+        self._frames += frames
+        within = self._from <= now < self._to
+        if not self._arrived_at:
+            self._on_first(data, now, within)
+        elif within and frames:
+            tally.gap_s.append(now - self._arrived_at)
+            tally.merged += frames - 1
+        if within:
+            tally.frames += frames
+        self._arrived_at = now
+        if data.endswith(END) or (self._last[-4:] + data[:5]).endswith(END):
+            self._on_end(self._last + data, within)
         else:
-            self._tail = data[-5:]
+            self._last = data
+
+    def _on_first(self, data: bytes, now: float, within: bool) -> None:
+        if not data.startswith(b"HTTP/1.1 200"):
+            # Without its end known, the connection is of no more use.
+            self._tally.fail(data.decode(errors="replace"))
+            self.is_over = True
+            self.close()
+        elif self._turn == 1:
+            self._tally.burst_s.append(now - self._sent_at)
+        elif within:
+            self._tally.first_s.append(now - self._sent_at)
+
+    def _on_end(self, end: bytes, within: bool) -> None:
+        tally = self._tally
+        if RAN_TO_ITS_LENGTH in end:
+            tally.requests += within
+            tally.whole += 1
+            tally.whole_frames += self._frames
+        else:
+            tally.fail(end[-MOST_ERROR_CHARS:].decode(errors="replace"))
+        if not self.is_over:
+            self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._ended.done():
-            self._tally.errors += 1
+        if not self.is_over:
+            self._tally.fail(f"the connection was lost after {self._frames} events: {exc}")
+
+    def note_unanswered(self, now: float) -> None:
+        if not self._arrived_at and not self.is_over:
+            self._tally.unanswered_s.append(now - self._sent_at)
 
     def close(self) -> None:
+        self.is_over = True
         if self._transport is not None:
             self._transport.abort()
 
 
-async def hold_streams(port: int, model: str, numbers: range, num_tokens: int, go: Event, stop: Event) -> Tally:
-    """Open the connections, wait for `go`, stream until `stop`."""
-    loop, tally = asyncio.get_running_loop(), Tally()
-    ended: asyncio.Future[None] = loop.create_future()
-    streams = []
-    for number in numbers:
-        request = chat_request(model, num_tokens, number)
-        _, stream = await loop.create_connection(lambda r=request: Stream(tally, r, ended), "127.0.0.1", port)  # type: ignore[misc]
-        streams.append(stream)
-    while not go.is_set():
+async def _open(port: int, tally: Tally, request: bytes) -> Stream:
+    loop = asyncio.get_running_loop()
+    for attempt in range(CONNECT_TRIES):
+        try:
+            _, stream = await loop.create_connection(lambda: Stream(tally, request), "127.0.0.1", port)
+            return stream
+        except OSError:  # A full backlog; it empties.
+            if attempt == CONNECT_TRIES - 1:
+                raise
+            await asyncio.sleep(0.2 * (attempt + 1))
+    raise AssertionError("the last attempt returns or raises")
+
+
+async def open_streams(port: int, model: str, numbers: range, num_tokens: int, tally: Tally) -> list[Stream]:
+    streams: list[Stream] = []
+    for first in range(0, len(numbers), CONNECTING_AT_ONCE):
+        some = numbers[first : first + CONNECTING_AT_ONCE]
+        streams += await asyncio.gather(*(_open(port, tally, chat_request(model, num_tokens, n)) for n in some))
+    return streams
+
+
+async def hold_streams(streams: list[Stream], tally: Tally, schedule: Schedule) -> None:
+    """Wait for the beginning, send, and keep every stream busy until the end."""
+    while not schedule[BEGIN]:
         await asyncio.sleep(0.01)
+    await asyncio.sleep(max(0.0, schedule[BEGIN] - time.monotonic()))
     for stream in streams:
-        stream.send()
-    while not stop.is_set():
-        await asyncio.sleep(0.05)
-    ended.set_result(None)
+        stream.begin(schedule)
+    await asyncio.sleep(max(0.0, schedule[TO] - time.monotonic()))
+    now = time.monotonic()
+    for stream in streams:
+        stream.note_unanswered(now)
+    await asyncio.sleep(max(0.0, schedule[UNTIL] - time.monotonic()))
     for stream in streams:
         stream.close()
-    return tally
 
 
-def run_clients(
-    port: int, model: str, numbers: range, num_tokens: int, go: Event, stop: Event, opened: Event, out: Connection
-) -> None:
+def run_clients(port: int, model: str, numbers: range, num_tokens: int, schedule: Schedule, out: Connection) -> None:
+    """A process: opens its streams, says so on `out` with an empty tally, and sends there what it saw in the end."""
     import uvloop
 
+    from millrace.serve.app import allow_many_connections
+
+    allow_many_connections()
+
     async def main() -> Tally:
-        opened.set()
-        return await hold_streams(port, model, numbers, num_tokens, go, stop)
+        tally = Tally()
+        streams = await open_streams(port, model, numbers, num_tokens, tally)
+        out.send(Tally())
+        await hold_streams(streams, tally, schedule)
+        return tally
 
     out.send(uvloop.run(main()))

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands import bench_gpu
+from millrace.commands import bench_gpu, bench_serve
 from millrace.commands.config import toml_lines
-from millrace.commands.parser import UsageError
+from millrace.commands.parser import UsageError, numbers
 from millrace.commands.settings import add_settings, load_settings
 from millrace.commands.status_line import StatusLine
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from millrace.bench.suite import SuiteOptions
     from millrace.bench.workloads import Workload
 
-USAGE = "millrace bench [local | plan | front | policies | gpu] [options]"
+USAGE = "millrace bench [local | plan | front | serve | policies | gpu] [options]"
 _EXAMPLES = """\
 workloads:
   single         512 in / 128 out, one at a time
@@ -39,12 +39,12 @@ examples:
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, device simulated"""
-EXAMPLES = f"{_EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
+EXAMPLES = f"{_EXAMPLES}\n\n{bench_serve.EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", nargs="?", default="local", metavar="WHAT", help="local (default), plan, front, policies or gpu"
+        "what", nargs="?", default="local", metavar="WHAT", help="local (default), plan, front, serve, policies, gpu"
     )
     parser.add_argument("--url", default="", help="measure this server; without it one is started here")
     parser.add_argument("--api-key", default="", help="the key that the server wants")
@@ -57,18 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--content-seed", type=int, metavar="N", help="same seed, same prompts; fresh ones each run without it"
     )
     front = parser.add_argument_group("front")
-    front.add_argument("--streams", default="64,512", metavar="N,…", help="streams held open (default: 64,512)")
-    front.add_argument("--fronts", default="1", metavar="N,…", help="front processes (default: 1)")
+    front.add_argument("--streams", default="", metavar="N,…", help="streams held open (default: 64,512)")
+    front.add_argument("--fronts", default="", metavar="N,…", help="front processes (default: 1)")
     front.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens per request (default: 128)")
-    front.add_argument("--seconds", type=float, default=5.0, metavar="X", help="of each measurement (default: 5)")
+    front.add_argument("--seconds", type=float, default=0.0, metavar="X", help="of each measurement (default: 5)")
     front.add_argument("--step-ms", type=float, default=2.0, metavar="X", help="least time of a step (default: 2)")
-    front.add_argument("--clients", type=int, default=1, metavar="N", help="processes of clients (default: 1)")
+    front.add_argument("--clients", type=int, default=0, metavar="N", help="processes of clients (default: 1)")
     trace = parser.add_argument_group("policies")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
     trace.add_argument("--requests", type=int, default=3000, metavar="N", help="from its beginning (default: 3000)")
     trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="times as fast as it was (default: 4)")
     trace.add_argument("--svg", type=Path, metavar="FILE", help="write the plot there")
     parser.add_argument("--json", action="store_true", help="one JSON line per figure instead of a table")
+    bench_serve.add_arguments(parser)
     bench_gpu.add_arguments(parser)
     add_settings(parser, taken=("fronts",))
 
@@ -76,7 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.what == "gpu":
         return bench_gpu.run(args)
+    if args.what == "serve":
+        return bench_serve.run(args)
     bench_gpu.refuse_elsewhere(args)
+    bench_serve.refuse_elsewhere(args)
     if args.what == "plan":
         return _bench_plan(as_json=args.json)
     if args.what == "front":
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         return _bench_policies(args)
     if args.what != "local":
         raise UsageError(
-            f"There is no benchmark '{args.what}'. There are: local, plan, front, policies, gpu;"
+            f"There is no benchmark '{args.what}'. There are: local, plan, front, serve, policies, gpu;"
             " and --url for a running server."
         )
     loaded = load_settings(args)
@@ -119,9 +123,11 @@ def _bench_front(args: argparse.Namespace) -> int:
 
     source = load_settings(args).config.model.source
     figures = []
-    for fronts in _numbers("--fronts", args.fronts):
-        for streams in _numbers("--streams", args.streams):
-            bench = FrontBench(source, fronts, streams, args.tokens, args.seconds, args.step_ms, args.clients)
+    for fronts in numbers("--fronts", args.fronts or "1"):
+        for streams in numbers("--streams", args.streams or "64,512"):
+            bench = FrontBench(
+                source, fronts, streams, args.tokens, args.seconds or 5.0, args.step_ms, args.clients or 1
+            )
             cost = bench.run()
             name = f"{fronts} front{'s' if fronts > 1 else ''}, {streams:,} streams"
             note = (
@@ -171,16 +177,6 @@ def _bench_policies(args: argparse.Namespace) -> int:
     if not args.json:
         print_table(figures, f"Policies on {args.requests} requests of {args.trace.name}, {args.speed:g} times as fast")
     return 0
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UsageError(f"{option} is '{text}'; give positive numbers, separated by commas.")
-    return numbers
 
 
 async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:

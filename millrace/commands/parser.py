@@ -95,3 +95,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             return f"{shown[0]}, --no-…"
         value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
         return ", ".join(shown) + value
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Positive whole numbers, separated by commas."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UsageError(f"{option} is '{text}'; give positive numbers, separated by commas.")
+    return found

@@ -93,7 +93,7 @@ class Server:
 
     async def _serve(self, keeper: EngineKeeper, directory: str) -> None:
         from millrace.commands.fronts import Fronts
-        from millrace.serve.app import listening_socket, load_state, serve_front
+        from millrace.serve.app import calm_collector, listening_socket, load_state, serve_front
         from millrace.sources.resolve import resolve_model
 
         server = self._config.server
@@ -107,6 +107,7 @@ class Server:
             files = resolve_model(self._config.model.source)
             state = load_state(self._config, client, files, directory=directory)
             fronts.keep(state)
+            calm_collector()
             tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._pass_on(keeper, fronts))]
             await serve_front(state, server.host, self._config.server.port, sock=sock, stop=self._stop)
             if state.stopped_at_once:

@@ -17,12 +17,15 @@ from millrace.models.load import check_quantization, load_decoder, weight_bytes
 from millrace.plan.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device import Device, fast_dtype, open_device
+from millrace.run.kernel_builder import KernelBuilder
 from millrace.run.kv_pool import check_kv_dtype
 from millrace.run.make import make_runner
 from millrace.sources.resolve import ModelFiles, resolve_model
 
 
-def build_engine(config: Config, channel: EngineChannel) -> tuple[Engine, EngineReady]:
+def build_engine(
+    config: Config, channel: EngineChannel, builder: KernelBuilder | None = None
+) -> tuple[Engine, EngineReady]:
     """Everything that can be refused is refused before memory is taken."""
 
     def on_loading(what: str, done: int, total: int) -> None:
@@ -62,6 +65,7 @@ def build_engine(config: Config, channel: EngineChannel) -> tuple[Engine, Engine
         token_budget=plan.token_budget,
         graphs=config.run.graphs,
         kv_dtype=config.memory.kv_dtype,
+        builder=builder,
     )
     scheduler = Scheduler(
         num_blocks=plan.num_blocks,

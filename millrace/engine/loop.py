@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from millrace.engine import idle_memory
 from millrace.engine.explain import explain
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
@@ -74,6 +75,7 @@ class Engine:
         self._launched: deque[Launched] = deque()
         self._stopping = False
         self._progressed = False
+        self._idle_since: float | None = None
         self._step_no = 0
         self._step_seconds = 0.0
         self._plan_seconds = 0.0
@@ -119,6 +121,7 @@ class Engine:
 
     def _take_messages(self) -> None:
         for message in self._channel.receive(self._patience()):
+            self._idle_since = None
             self._handle(message)
 
     def _launch_next(self) -> bool:
@@ -151,7 +154,7 @@ class Engine:
         self._plan_seconds += self._clock() - now
         self._outbox.send_step(outcome, result, now, self._stats_if_due(now))
         if plan.step_no % CHECK_POOL_EVERY == 0:
-            self._scheduler.pool.check()
+            self._scheduler.pool.check_sums()
 
     def _patience(self) -> float | None:
         """How long to wait for messages: not at all with work in hand, for ever with none."""
@@ -162,7 +165,16 @@ class Engine:
         if not self._runner.is_warm:
             self._runner.warm_next()
             return 0.0
-        self._report_idle()
+        return self._idle()
+
+    def _idle(self) -> float | None:
+        """Nothing to do: say so, wait a while, give memory back, and then wait for ever."""
+        if self._idle_since is None:
+            self._idle_since = self._clock()
+            self._report_idle()
+        if self._clock() - self._idle_since < idle_memory.IDLE_S:
+            return idle_memory.IDLE_S
+        idle_memory.give_back()
         return None
 
     def _handle(self, message: ToEngine) -> None:

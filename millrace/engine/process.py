@@ -22,6 +22,7 @@ from millrace.config import Config, as_dict
 from millrace.errors import MillraceError
 from millrace.link.channel import EngineChannel, FrontChannel, InProcessLink, ZmqFrontChannel
 from millrace.link.messages import EngineFailed, Stop
+from millrace.run.kernel_builder import start_builder
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,11 @@ def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
 
 def serve_engine(config: Config, channel: EngineChannel, on_hang: Callable[[], None] | None = None) -> None:
     """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
+    builder = start_builder(config)
     from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
 
     try:
-        engine, ready = build_engine(config, channel)
+        engine, ready = build_engine(config, channel, builder)
         engine.ready, engine.on_hang = ready, on_hang
         for front in range(channel.num_fronts):
             channel.send(front, ready)
@@ -69,6 +71,9 @@ def serve_engine(config: Config, channel: EngineChannel, on_hang: Callable[[], N
             log.exception("the engine failed")
         for front in range(channel.num_fronts):
             channel.send(front, EngineFailed(message))
+    finally:
+        if builder is not None:
+            builder.close()
 
 
 class EngineThread:

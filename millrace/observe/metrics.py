@@ -143,6 +143,8 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     blocks.add_metric(["cached"], stats.blocks_cached)
     blocks.add_metric(["used"], stats.blocks_total - stats.blocks_free - stats.blocks_cached)
     yield blocks
+    left = "Captures still to be made before every usual step is a replay."
+    yield GaugeMetricFamily("millrace_engine_graphs_left", left, value=stats.graphs_left)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
@@ -155,5 +157,6 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("output_tokens", "Tokens generated.", stats.output_tokens),
         ("step_seconds", "Time in steps, from launch to result.", stats.step_seconds),
         ("plan_seconds", "Time spent planning steps.", stats.plan_seconds),
+        ("host_seconds", "What the host did for steps, waiting for the device left out.", stats.host_seconds),
     ):
         yield CounterMetricFamily(f"millrace_engine_{name}", text, value=value)

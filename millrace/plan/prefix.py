@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from millrace.plan.block_hash import block_hash, root_hash
 from millrace.plan.block_pool import BlockPool
 from millrace.plan.request import Request
+
+KEPT_ROOTS = 1024
 
 
 class PrefixIndex:
@@ -16,6 +20,7 @@ class PrefixIndex:
         self._enabled = enabled
         self._pending: dict[bytes, int] = {}
         """Blocks that running rows have yet to fill from their known tokens: hash to request id."""
+        self._roots: dict[bytes, bytes] = {}
         self.query_tokens = 0
         self.hit_tokens = 0
 
@@ -25,8 +30,9 @@ class PrefixIndex:
         if not (self._enabled and request.read_cache):
             return blocks
         usable = (len(request.history) // 4 - 1) // self._block_size
+        find, history, width = self._pool.find, bytes(request.history), 4 * self._block_size
         for index in range(usable):
-            block = self._pool.find(self.hash_of(request, index), self.tokens_of(request, index))
+            block = find(self.hash_of(request, index), history[index * width : (index + 1) * width])
             if block is None:
                 break
             blocks.append(block)
@@ -50,8 +56,11 @@ class PrefixIndex:
         """A row begins to compute this request: its known full blocks are on their way."""
         if not self._enabled:
             return
-        for index in range(num_matched, len(request.history) // 4 // self._block_size):
-            self._pending.setdefault(self.hash_of(request, index), request.id)
+        num_full = len(request.history) // 4 // self._block_size
+        if num_full > num_matched:
+            self.hash_of(request, num_full - 1)
+            for name in request.hashes[num_matched:num_full]:
+                self._pending.setdefault(name, request.id)
 
     def forget(self, request: Request) -> None:
         """The request leaves its row: what it has not filled is no longer on its way."""
@@ -59,14 +68,19 @@ class PrefixIndex:
             if self._pending.get(name) == request.id:
                 del self._pending[name]
 
-    def name_block(self, request: Request, index: int, block: int) -> None:
-        """Block `index` of the request is filled and confirmed."""
-        if not self._enabled:
+    def name_blocks(self, request: Request, first: int, blocks: Sequence[int]) -> None:
+        """These blocks, of which the first is the request's block `first`, are filled and confirmed."""
+        if not self._enabled or not blocks:
             return
-        name = self.hash_of(request, index)
-        self._pool.name(block, name, self.tokens_of(request, index), self._parent(request, index))
-        if self._pending.get(name) == request.id:
-            del self._pending[name]
+        self.hash_of(request, first + len(blocks) - 1)
+        hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self._block_size
+        parent = hashes[first - 1] if first else self._root(request.salt)
+        for index, block in enumerate(blocks, first):
+            name = hashes[index]
+            self._pool.name(block, name, history[index * width : (index + 1) * width], parent)
+            if pending.get(name) == request.id:
+                del pending[name]
+            parent = name
 
     def divergence(self, request: Request, num_matched: int) -> int:
         """Index of the first token that differs from the block last computed at this place, or -1 if there is none."""
@@ -83,7 +97,7 @@ class PrefixIndex:
 
     def _parent(self, request: Request, index: int) -> bytes:
         """What the hash of block `index` is chained to."""
-        return self.hash_of(request, index - 1) if index else root_hash(request.salt)
+        return self.hash_of(request, index - 1) if index else self._root(request.salt)
 
     def count(self, request: Request, num_matched: int) -> None:
         self.query_tokens += len(request.history) // 4
@@ -91,10 +105,27 @@ class PrefixIndex:
 
     def hash_of(self, request: Request, index: int) -> bytes:
         hashes = request.hashes
-        while len(hashes) <= index:
-            parent = hashes[-1] if hashes else root_hash(request.salt)
-            hashes.append(block_hash(parent, self.tokens_of(request, len(hashes))))
+        if len(hashes) <= index:
+            self._extend(request, index + 1)
         return hashes[index]
+
+    def _extend(self, request: Request, count: int) -> None:
+        """Compute the request's hashes up to the first `count` blocks."""
+        hashes, width = request.hashes, 4 * self._block_size
+        history = bytes(request.history[len(hashes) * width : count * width])
+        parent = hashes[-1] if hashes else self._root(request.salt)
+        for place in range(0, len(history), width):
+            parent = block_hash(parent, history[place : place + width])
+            hashes.append(parent)
+
+    def _root(self, salt: bytes) -> bytes:
+        """Most requests have one of few salts."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= KEPT_ROOTS:
+                self._roots.clear()
+            root = self._roots[salt] = root_hash(salt)
+        return root
 
     def tokens_of(self, request: Request, index: int) -> bytes:
         width = 4 * self._block_size

@@ -102,8 +102,13 @@ class Rows:
         order = self.order
         self.rank[row] = request.rank
         self.active[row] = True
-        self._order = np.insert(order, np.searchsorted(self.rank[order], request.rank), row)
+        # Most come last. Whoever comes earlier has been preferred or preempted.
+        at = len(order) if not len(order) or self.rank[order[-1]] <= request.rank else self._place(order, request.rank)
+        self._order = np.concatenate((order[:at], (row,), order[at:]))
         return row
+
+    def _place(self, order: Int64s, rank: int) -> int:
+        return int(np.searchsorted(self.rank[order], rank))
 
     def release(self, row: int, fence: int | None) -> tuple[Request, list[int]]:
         """Empty a row: its request with its whole history again, and the blocks to give back."""

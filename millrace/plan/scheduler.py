@@ -39,9 +39,9 @@ from millrace.plan.step import (
 from millrace.plan.victim import cheapest_victim
 from millrace.plan.waiting import Waiting
 
-CROWD = 8
-"""Requests without a first token that are a crowd: if they are also more than half as many as the streams, steps are
-made long, because it is those who wait that are many."""
+CROWD, CROWD_SHARE = 8, 1 / 8
+"""Requests without a first token that are a crowd, and their least share of the streams: then steps are made long,
+because those who wait are many, and all of them wait for the last."""
 HELD_SCAN = 256
 """Waiting requests looked at in one step when those ahead wait for another's prefix."""
 MOST_SENTENCES = 8
@@ -211,7 +211,7 @@ class Scheduler:
         """Tokens left for catching up. A step that also decodes is kept short, so that streams stay smooth,
         unless those that wait for their first token are many beside them."""
         behind = self._num_behind()
-        if num_singles == 0 or (behind >= CROWD and behind * 2 > num_singles):
+        if num_singles == 0 or (behind >= CROWD and behind > CROWD_SHARE * num_singles):
             return self.token_budget - num_singles
         # Even a full house leaves some tokens, so that prefills advance beside it.
         wanted = max(self.mixed_budget - num_singles, self.mixed_budget // 4)
@@ -430,7 +430,9 @@ class Scheduler:
         """Records for rows of this step that the runner does not know, with every block they hold."""
         if not self._unsent:
             return ()
-        sent = self._unsent.intersection((*chunks, *singles.tolist()))
+        sent = self._unsent & chunks.keys()
+        if len(sent) < len(self._unsent):
+            sent |= self._unsent.intersection(singles.tolist())
         self._unsent -= sent
         self._new_blocks = [entry for entry in self._new_blocks if entry[0] not in sent]
         admissions = []
@@ -470,9 +472,8 @@ class Scheduler:
             self._name_blocks(int(computed_rows[index]), int(full[index]))
 
     def _name_blocks(self, row: int, num_full: int) -> None:
-        request, blocks = self.rows.request(row), self.rows.blocks[row]
-        for index in range(int(self.rows.num_named[row]), num_full):
-            self.prefix.name_block(request, index, blocks[index])
+        first = int(self.rows.num_named[row])
+        self.prefix.name_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
         self.rows.num_named[row] = num_full
 
     def _finish(

@@ -9,9 +9,10 @@ from millrace.run.step_packet import Bucket
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Then in steps of 32 up to 512 and of 64 beyond."""
 MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
-MIXED_ROWS = (8, 64, 256)
-"""Then the most rows there are."""
-SPARE_TILES = 64
+MIXED_ROWS = (32,)
+"""Then the most rows there are. Rows that a step does not have cost next to nothing; a bucket that is met for the first
+time costs a capture."""
+SPARE_TILES = 256
 """Tiles beyond what full ones would need, for rows that end in the middle of one."""
 
 
@@ -28,15 +29,23 @@ class Buckets:
         size = self.decode_sizes[bisect_left(self.decode_sizes, rows)]
         return Bucket(size, size, size if self._tile_singles else 0, is_decode=True)
 
+    def all_mixed(self) -> list[Bucket]:
+        """Few rows first, each from the least to the most tokens."""
+        pairs = [(size, rows) for rows in self.mixed_rows for size in self.mixed_tokens]
+        return list(dict.fromkeys(self._mixed_bucket(size, rows) for size, rows in pairs))
+
     def mixed(self, tokens: int, rows: int, tiles: int) -> Bucket | None:
         """The least bucket that holds the step and a row of padding; None when no bucket does."""
         at, place = bisect_left(self.mixed_tokens, tokens), bisect_left(self.mixed_rows, rows + 1)
         if at == len(self.mixed_tokens) or place == len(self.mixed_rows):
             return None
-        size, num_rows = self.mixed_tokens[at], self.mixed_rows[place]
-        bucket = Bucket(size, num_rows, self._most_tiles(size, num_rows), is_decode=False)
-        padding = -(-(size - tokens) // self._queries_per_tile)
+        bucket = self._mixed_bucket(self.mixed_tokens[at], self.mixed_rows[place])
+        padding = -(-(bucket.tokens - tokens) // self._queries_per_tile)
         return bucket if tiles + padding <= bucket.tiles else None
+
+    def _mixed_bucket(self, tokens: int, rows: int) -> Bucket:
+        rows = min(rows, tokens + 1)
+        return Bucket(tokens, rows, self._most_tiles(tokens, rows), is_decode=False)
 
     def _most_tiles(self, tokens: int, rows: int) -> int:
         spare = min(rows, tokens) if self._tile_singles else min(rows, tokens, SPARE_TILES)

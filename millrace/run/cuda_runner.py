@@ -21,11 +21,13 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
+from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
 from millrace.ops.triton.step_inputs import gather, update_tables
 from millrace.plan.step import StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
-from millrace.run.device_sampler import DeviceSampler, Variant
+from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
+from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
@@ -42,6 +44,11 @@ SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
 HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Decode sizes captured first; others follow when the engine is idle or when they are met."""
+FIRST_TOKENS = 128
+"""Prompts up to so many tokens find their kernels compiled when the engine says that it is ready."""
+BUILT_AT_ONCE = 4
+"""Buckets whose kernels are compiled together in an idle moment."""
+ORDER_POLL_S = 0.002
 
 
 @dataclass(slots=True)
@@ -63,6 +70,7 @@ class CudaRunner:
         token_budget: int,
         graphs: bool = True,
         kv_dtype: KvDtype = "auto",
+        builder: KernelBuilder | None = None,
     ) -> None:
         attention = decoder.attention
         if not isinstance(attention, PagedAttention):
@@ -113,6 +121,10 @@ class CudaRunner:
         self._met: set[object] = set()
         self._captured: dict[object, Captured] = {}
         self._to_warm = self._warm_list() if graphs else []
+        self._builder = builder
+        self._to_build: list[Bucket] = []
+        if builder is not None:
+            self._build_first(builder)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -265,8 +277,7 @@ class CudaRunner:
         """Buckets to capture ahead of need, last first."""
         hot = [size for size in self._buckets.decode_sizes if size in HOT_DECODE]
         rest = [size for size in self._buckets.decode_sizes if size not in HOT_DECODE]
-        mixed = [self._buckets.mixed(size, 1, 1) for size in self._buckets.mixed_tokens]
-        ordered = [self._buckets.decode(size) for size in hot] + [bucket for bucket in mixed if bucket is not None]
+        ordered = [self._buckets.decode(size) for size in hot] + self._buckets.all_mixed()
         if self._can_share:
             ordered += [replace(self._buckets.decode(size), shares=True) for size in hot if size >= SHARING_ROWS]
         ordered += [self._buckets.decode(size) for size in rest]
@@ -274,15 +285,55 @@ class CudaRunner:
 
     @property
     def is_warm(self) -> bool:
-        return not self._to_warm
+        return not self._to_warm and self._builder is None
 
     @property
     def num_cold(self) -> int:
         return len(self._to_warm)
 
+    # -- kernels ahead of need -------------------------------------------------------------------------------------
+
+    def _build_first(self, builder: KernelBuilder) -> None:
+        """What a short first request needs; the rest follows in idle moments."""
+        mixed = [bucket for bucket in self._buckets.all_mixed() if bucket.tokens <= FIRST_TOKENS]
+        self._to_build = list(self._to_warm)
+        self._order(builder, [self._buckets.decode(1), *mixed], VARIANTS[:1])
+        builder.is_done(REPLY_LIMIT_S)
+
+    @torch.inference_mode()
+    def _order(self, builder: KernelBuilder, buckets: list[Bucket], variants: tuple[Variant, ...]) -> None:
+        """Have the kernels compiled that these buckets launch and the cache does not hold."""
+        try:
+            with rehearsal() as noted:
+                self._sampler.rehearse()
+                for bucket in buckets:
+                    self._body(bucket)
+                    for variant in variants if bucket.is_decode else ():
+                        self._head(bucket.rows, variant)
+            target = current_target()
+            missing = [text for text, function in noted.kernels.items() if not is_cached(text, function, target)]
+            builder.order(missing, (target.backend, target.arch, target.warp_size))
+        except Exception:
+            log.warning("Kernels are compiled one by one, as they are met.", exc_info=True)
+            self._to_build.clear()
+
+    def _build_next(self, builder: KernelBuilder) -> None:
+        """One order after the other, without waiting: a request may come at any moment."""
+        if not builder.is_done(ORDER_POLL_S):
+            return
+        if self._to_build:
+            buckets, self._to_build = self._to_build[-BUILT_AT_ONCE:], self._to_build[:-BUILT_AT_ONCE]
+            self._order(builder, buckets, VARIANTS)
+        else:
+            builder.finish()
+            self._builder = None
+
     @torch.inference_mode()
     def warm_next(self) -> None:
-        """Compile and capture what one more bucket needs, on a step of padding. A few tens of milliseconds."""
+        """Compile and capture what one more bucket needs, on a step of padding. A few tens of milliseconds; seconds
+        where a kernel has never been compiled on this machine."""
+        if self._builder is not None:
+            return self._build_next(self._builder)
         bucket = self._to_warm.pop()
         if bucket in self._captured:
             return
@@ -297,9 +348,13 @@ class CudaRunner:
         self._run(bucket, lambda: self._body(bucket), False)
         self._run(bucket, lambda: self._body(bucket), False)
         if bucket.is_decode and not bucket.shares:
-            key = (bucket.rows, "greedy")
-            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
-            self._run(key, lambda: self._head(bucket.rows, "greedy"), False)
+            # Most requests are sampled; but a head holds its logits, so only the usual sizes are captured for that.
+            for variant in VARIANTS if bucket.rows in HOT_DECODE else VARIANTS[:1]:
+                self._warm_head(bucket.rows, variant)
+
+    def _warm_head(self, size: int, variant: Variant) -> None:
+        for _ in range(2):
+            self._run((size, variant), lambda: self._head(size, variant), False)
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:

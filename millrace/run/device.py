@@ -19,6 +19,7 @@ from torch import Tensor
 
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
+from millrace.ops.triton.prebuild import hash_ahead
 
 CORES_TO_WATCH = 4
 """From this many cores on, a thread may spend one on watching the GPU while a step runs."""
@@ -104,6 +105,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # To be woken takes time that every token would wait; with a core to spare the host watches for the end instead.
         self._sleeps = usable_cores() < CORES_TO_WATCH
+        hash_ahead()
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)

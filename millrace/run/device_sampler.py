@@ -100,6 +100,11 @@ class DeviceSampler:
         packed = np.array(records, ROW_DTYPE)
         scatter_rows(self._device.upload(packed.view(np.int32).reshape(-1, ROW_WORDS)), self._columns)
 
+    def rehearse(self) -> None:
+        """The launches of an admission, for no row: only to be noted, never to be done."""
+        nobody = torch.zeros((1, ROW_WORDS), dtype=torch.int32, device=self._columns.device)
+        scatter_rows(nobody, self._columns)
+
     def variant_for(self, rows: Int32s, positions: Int32s | None = None) -> Variant:
         """The least that draws these rows. With the positions that new tokens will take, rows past their minimum
         length count as unconstrained."""

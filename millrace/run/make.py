@@ -6,6 +6,7 @@ from millrace.config import KvDtype
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device import Device
+from millrace.run.kernel_builder import KernelBuilder
 from millrace.run.runner import AnyRunner, Runner
 
 
@@ -20,6 +21,7 @@ def make_runner(
     token_budget: int,
     graphs: bool = True,
     kv_dtype: KvDtype = "auto",
+    builder: KernelBuilder | None = None,
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
@@ -37,4 +39,5 @@ def make_runner(
         token_budget=token_budget,
         graphs=graphs,
         kv_dtype=kv_dtype,
+        builder=builder,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -36,12 +37,14 @@ STALLED_PEER_MS = 120_000
 BACKLOG = 4096
 CLOSE_GRACE_S = 2.0
 MANY_FILES = 1 << 20
+GARBAGE_THRESHOLDS = (20_000, 20, 20)
 
 OnListening = Callable[[str, int], None]
 
 __all__ = [
     "FrontState",
     "build_app",
+    "calm_collector",
     "drain",
     "listening_socket",
     "load_state",
@@ -209,6 +212,14 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, MANY_FILES), hard))
 
 
+def calm_collector() -> None:
+    """Look for garbage seldom, and never again in what a front loads once and keeps: each look goes through all that
+    thousands of open streams hold. For a process that is a front and nothing else."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
+
+
 def load_state(config: Config, client: EngineClient, files: ModelFiles, *, directory: str | None = None) -> FrontState:
     """What a front needs, from the model's own files. `directory` is what it shares with its siblings."""
     allow_many_connections()
@@ -242,12 +253,17 @@ def run_front(
     """A whole front: load the tokenizer, make the client on the loop, serve, drain, close. Blocks until stopped."""
     import uvloop
 
+    def listening(host: str, port: int) -> None:
+        calm_collector()
+        if on_listening is not None:
+            on_listening(host, port)
+
     uvloop.run(
         run_front_async(
             config,
             client_factory,
             files,
-            on_listening=on_listening,
+            on_listening=listening,
             reuse_port=reuse_port,
             sock=sock,
             directory=directory,

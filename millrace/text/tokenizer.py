@@ -103,6 +103,10 @@ class Tokenizer:
         """The token's bytes as text, broken characters as U+FFFD."""
         return self.table.bytes_of(token_id).decode("utf-8", "replace")
 
+    def as_json(self) -> str:
+        """The vocabulary and its rules as a tokenizer.json."""
+        return self._backend.to_str()
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
         return self._backend.token_to_id(token)

@@ -29,7 +29,7 @@ async def churn(url: str, pid: int, num_clients: int, seconds: float, seed: int 
     await _crowd(address, num_clients, min(15.0, seconds / 2), seed + 1, Churn())
     result.before = await asyncio.to_thread(at_rest, url, pid)
     await _crowd(address, num_clients, seconds, seed, result)
-    result.after = await asyncio.to_thread(at_rest, url, pid)
+    result.after = await asyncio.to_thread(at_rest, url, pid, result.before)
     return result
 
 

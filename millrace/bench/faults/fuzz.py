@@ -82,7 +82,7 @@ async def fuzz(url: str, pid: int, seconds: float, seed: int = 0) -> Fuzzed:
     end = time.monotonic() + seconds
     workers = (_worker(address, random.Random(seed * 1_000_003 + n), end, result) for n in range(NUM_WORKERS))
     await asyncio.gather(*workers)
-    result.after = await asyncio.to_thread(at_rest, url, pid)
+    result.after = await asyncio.to_thread(at_rest, url, pid, result.before)
     return result
 
 

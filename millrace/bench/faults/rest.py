@@ -10,7 +10,8 @@ from millrace.bench.faults.wire import metrics
 from millrace.bench.local_server import descendants, resident_mib
 
 SETTLE_S = 60.0
-SAME_IN_A_ROW = 3
+QUIET_S = 7.0
+"""Longer than the engine waits before it gives memory back (`engine/idle_memory.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,9 @@ class AtRest:
     open_files: int
 
 
-def at_rest(url: str, pid: int) -> AtRest:
-    """Waits, for a bounded time, until nothing runs; whatever is still held then is what leaked."""
+def at_rest(url: str, pid: int, like: AtRest | None = None) -> AtRest:
+    """Waits, for a bounded time, until nothing runs and no more files are open than in `like`; whatever is still held
+    then is what leaked."""
     end = time.monotonic() + SETTLE_S
     while True:
         page = metrics(url)
@@ -33,17 +35,19 @@ def at_rest(url: str, pid: int) -> AtRest:
         if (requests == 0 and used == 0) or time.monotonic() > end:
             break
         time.sleep(0.5)
-    open_files = _settled_files(pid) if pid else 0
-    return AtRest(used, requests, resident_mib(pid) if pid else 0.0, open_files)
+    if not pid:
+        return AtRest(used, requests, 0.0, 0)
+    time.sleep(QUIET_S)
+    open_files = _settled_files(pid, like.open_files if like is not None else 0)
+    return AtRest(used, requests, resident_mib(pid), open_files)
 
 
-def _settled_files(pid: int) -> int:
-    """Once their number has stopped falling: the last sockets take a moment to close."""
-    end, seen = time.monotonic() + SETTLE_S, [_open_files(pid)]
-    while time.monotonic() < end and not (len(seen) > SAME_IN_A_ROW and seen[-1] >= min(seen[-SAME_IN_A_ROW - 1 : -1])):
+def _settled_files(pid: int, expected: int) -> int:
+    """The last sockets take a moment to close: a connection whose request broke off is kept for ten seconds."""
+    end = time.monotonic() + (SETTLE_S if expected else 0.0)
+    while (count := _open_files(pid)) > expected and time.monotonic() < end:
         time.sleep(1.0)
-        seen.append(_open_files(pid))
-    return min(seen)
+    return count
 
 
 def _open_files(pid: int) -> int:

@@ -1,0 +1,20 @@
+"""Gives memory that the C library keeps for later back to the system, once the engine has been idle for a while.
+
+Steps of many sizes leave the heap full of holes: what was freed stays with the process as long as something above it
+is in use. It is not lost, but a machine that is shared should not have to wait for the next rush to see it used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+IDLE_S = 5.0
+"""After so long without work. What is given back costs page faults when it is needed again."""
+
+
+def give_back() -> None:
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc has it; others keep less.
+        trim(0)

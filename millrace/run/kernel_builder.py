@@ -1,0 +1,108 @@
+"""The engine's end of `ops/triton/build_server.py`: started before anything heavy is imported, asked when it is known
+which kernels are missing, closed when all are there. Whatever goes wrong with it only means that kernels are compiled
+later, one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from importlib import metadata, util
+from pathlib import Path
+
+from millrace.config import Config, as_dict, cache_dir
+
+log = logging.getLogger(__name__)
+
+REPLY_LIMIT_S = 90.0
+KEPT_MARKS = 64
+
+
+class KernelBuilder:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+        """Exists once every kernel of these settings has been compiled on this machine."""
+        self._ordered_at, self._num_ordered = 0.0, 0
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "millrace.ops.triton.build_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def order(self, kernels: list[str], target: tuple[str, int, int]) -> None:
+        """Have these compiled, side by side."""
+        if not kernels or self._server.stdin is None:
+            return
+        try:
+            self._server.stdin.write(json.dumps({"target": target, "kernels": kernels}).encode() + b"\n")
+            self._server.stdin.flush()
+            self._ordered_at, self._num_ordered = time.monotonic(), len(kernels)
+        except OSError:
+            self._give_up()
+
+    def is_done(self, wait_s: float = 0.0) -> bool:
+        """Whether what was ordered is there, or never will be, now or after waiting a while."""
+        if not self._num_ordered or self._server.stdout is None:
+            return True
+        answered, _, _ = select.select([self._server.stdout], [], [], wait_s)
+        if not answered and time.monotonic() < self._ordered_at + REPLY_LIMIT_S:
+            return False
+        if not answered or not self._server.stdout.readline():
+            self._give_up()
+            return True
+        took_s = time.monotonic() - self._ordered_at
+        log.info("Compiled %d kernels side by side in %.1f s.", self._num_ordered, took_s)
+        self._num_ordered = 0
+        return True
+
+    def _give_up(self) -> None:
+        log.warning("Kernels are compiled one by one: the process that compiles them side by side does not answer.")
+        self._num_ordered = 0
+        self.close()
+
+    def finish(self) -> None:
+        """Everything is there: the next start need not look."""
+        with contextlib.suppress(OSError):
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
+            marks = sorted(self._mark.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+            for old in marks[:-KEPT_MARKS]:
+                old.unlink()
+        self.close()
+
+    def close(self) -> None:
+        for pipe in (self._server.stdin, self._server.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._server.kill()
+        self._server.wait()
+
+
+def start_builder(config: Config) -> KernelBuilder | None:
+    """None where there is no GPU, no Triton, or nothing left to compile."""
+    if config.run.device == "cpu" or not _has_gpu() or util.find_spec("triton") is None:
+        return None
+    mark = cache_dir() / "kernels-built" / _fingerprint(config)
+    return None if mark.exists() else KernelBuilder(mark)
+
+
+def _has_gpu() -> bool:
+    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")
+
+
+def _fingerprint(config: Config) -> str:
+    """Changes with the settings, the kernels and the compiler."""
+    digest = hashlib.sha256(json.dumps(as_dict(config), sort_keys=True, default=str).encode())
+    for source in sorted((Path(__file__).parents[1] / "ops" / "triton").glob("*.py")):
+        digest.update(source.read_bytes())
+    digest.update(f"{sys.version} {metadata.version('triton')}".encode())
+    return digest.hexdigest()[:20]

@@ -1,0 +1,68 @@
+"""Kernels compiled ahead land in Triton's cache, and one that cannot be compiled harms nobody.
+
+In processes of their own, since here Triton may be in its interpreter; nothing of this needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.config import Config
+from millrace.run.kernel_builder import start_builder
+
+pytest.importorskip("triton")
+
+NORM = {
+    "name": "millrace.ops.triton.norm._norm_kernel",
+    "signature": {
+        **dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "total_ptr"), "*bf16"),
+        "weight_ptr": "*fp32", "scale_ptr": "constexpr", "dim": "i32", "x_stride": "i32", "eps": "fp32",
+        **dict.fromkeys(("BLOCK", "ADD", "QUANTISE", "EARLY"), "constexpr"),
+    },
+    "constant_keys": [[5], [9], [10], [11], [12]],
+    "constant_vals": [None, 1024, True, False, False],
+    "attrs_keys": [[0]],
+    "attrs_vals": [[["tt.divisibility", 16]]],
+    "options": {"num_warps": 4},
+    "key": "",
+}  # fmt: skip
+CHECK = """
+import json, sys
+from triton.backends.compiler import GPUTarget
+from millrace.ops.triton import norm
+from millrace.ops.triton.prebuild import is_cached
+for text in json.loads(sys.argv[1]):
+    print(is_cached(text, norm._norm_kernel, GPUTarget("cuda", 90, 32)))
+"""
+
+
+def test_the_server_fills_the_cache(tmp_path: Path) -> None:
+    wide = json.dumps({**NORM, "constant_vals": [None, 2048, True, False, False]})
+    good, bad = json.dumps(NORM), json.dumps({**NORM, "constant_vals": [None, 1000, True, False, False]})
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(*arguments: str, told: str = "") -> list[str]:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(
+            command, input=told, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert run("-c", CHECK, json.dumps([good, wide, bad])) == ["False"] * 3
+    orders = [{"target": ["cuda", 90, 32], "kernels": kernels} for kernels in ([good, bad], [wide])]
+    answers = run("-m", "millrace.ops.triton.build_server", told="".join(json.dumps(order) + "\n" for order in orders))
+    assert answers == ["done", "done"]
+    assert run("-c", CHECK, json.dumps([good, wide, bad])) == ["True", "True", "False"]
+
+
+def test_no_builder_without_a_gpu() -> None:
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("this machine has a GPU")
+    assert start_builder(Config()) is None
