@@ -59,5 +59,5 @@ def fp8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     without the last dimension."""
     block_size, head_dim = kv.shape[3], head_dim_of(kv)
     flat = kv.flatten(3)
-    items = flat[..., : block_size * head_dim].view(FP8).unflatten(-1, (block_size, head_dim))
+    items = flat[..., : block_size * head_dim].view(FP8).view(*kv.shape[:4], head_dim)
     return items, flat[..., block_size * head_dim :].view(torch.float32)
