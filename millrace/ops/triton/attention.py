@@ -99,9 +99,9 @@ def _shared_kernel(
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         blocks = _blocks_of(table, keys + TILE, end, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE)
+        v = _load_values(v_ptr, where, inside, d, D, DP, False)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
 
     cell = (row * KV_HEADS + head) * PARTS + part
     to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + d[None, :]
@@ -172,9 +172,9 @@ def _prefill_kernel(
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         blocks = _blocks_of(table, keys + TILE, full, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE)
+        v = _load_values(v_ptr, where, inside, d, D, DP, False)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
     for at in tl.range(full, end, TILE, num_stages=1):
         keys = at + tl.arange(0, TILE)
         inside = keys < end
@@ -183,13 +183,13 @@ def _prefill_kernel(
         k_scales = _load_scales(k_scales_ptr, here, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         v_scales = _load_scales(v_scales_ptr, here, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, True, DTYPE)
+        v = _load_values(v_ptr, where, inside, d, D, DP, True)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen = seen & (positions[:, None] - keys[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
 
     out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
     out = (acc / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)

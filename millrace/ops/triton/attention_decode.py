@@ -162,12 +162,12 @@ def _decode_kernel(
         blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
         blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, True, DTYPE)
+        v = _load_values(v_ptr, where, inside, d, D, DP, True)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
         if WINDOW > 0:
             inside = inside & (keys >= first)
         s = tl.where(inside[None, :], s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, PRECISION, FP8)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
 
     if SHARED_PARTS > 0:
         shared_cell = (row * KV_HEADS + head) * SHARED_PARTS

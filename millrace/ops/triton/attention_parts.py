@@ -28,7 +28,22 @@ def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def _accumulate(acc, m, z, s, v, v_scales, PRECISION: tl.constexpr, FP8: tl.constexpr):
+def _widen(x):
+    """Numbers in eight bits as bfloat16, where they are: a plain conversion would first be brought, byte by byte, to
+    the places in which the product takes its operand."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b, h0, h1, h2, h3; .reg .b32 low, high; .reg .f32 f0, f1, f2, f3; mov.b32 {a, b}, $2; "
+        "cvt.rn.f16x2.e4m3x2 low, a; cvt.rn.f16x2.e4m3x2 high, b; mov.b32 {h0, h1}, low; mov.b32 {h2, h3}, high; "
+        "cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3; "
+        "cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }",
+        "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _accumulate(
+    acc, m, z, s, v, v_scales, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FP8: tl.constexpr, HOPPER: tl.constexpr
+):  # fmt: skip
     """One step of the running softmax. A row that has seen no key yet keeps a maximum of -inf and weights of 0."""
     m_new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -38,7 +53,10 @@ def _accumulate(acc, m, z, s, v, v_scales, PRECISION: tl.constexpr, FP8: tl.cons
     acc = acc * alpha[:, None]
     if FP8:
         p = p * v_scales[None, :]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        if HOPPER and DTYPE == tl.bfloat16:
+            v = _widen(v)
+    v = v.to(DTYPE)
+    acc = tl.dot(p.to(DTYPE), v, acc, input_precision=PRECISION)
     return acc, m_new, z
 
 
@@ -80,7 +98,7 @@ def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.con
 
 
 @triton.jit
-def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr):
+def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
     """Values [TILE, DP], with MASKED zero where not `inside`: a value of NaN would spread even with no weight."""
     if MASKED:
         if DP == D:
@@ -91,7 +109,7 @@ def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, MAS
         v = tl.load(v_ptr + where)
     else:
         v = tl.load(v_ptr + where, mask=(d < D)[None, :], other=0.0)
-    return v.to(DTYPE)
+    return v
 
 
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
