@@ -23,7 +23,7 @@ SPLIT_CELLS = 2048
 """Splits of all rows and KV heads together that the workspace has room for."""
 PROGRAMS_WANTED = 320
 """Programs that a large GPU needs to be filled, where each has a few tiles of keys alone."""
-VERY_FEW, FEW, SOME, MANY = 32, 96, 160, 400
+VERY_FEW, FEW, SOME, MANY, VERY_MANY = 32, 96, 160, 400, 512
 """Numbers of (row, KV head) between which other sizes of tiles and splits were measured to be best."""
 SHARED_ROWS = 1024
 """Rows that the workspace of shared prefixes has room for from the start: it must not move under captured steps."""
@@ -149,11 +149,14 @@ class PagedAttention:
         streams = num_rows * self._shape.num_kv_heads
         splits, least_keys = _splits(streams)
         if self._shape.head_dim > 128 or dtype == torch.float32:
-            return DecodeTuning(tile=32, splits=splits, min_tiles=max(1, least_keys // 32), warps=2, stages=2)
-        if streams <= VERY_FEW or FEW < streams <= SOME:
-            return DecodeTuning(tile=64, splits=splits, min_tiles=least_keys // 64, warps=2, stages=3)
-        stages = 3 if streams <= FEW else 4
-        return DecodeTuning(tile=32, splits=splits, min_tiles=least_keys // 32, warps=1, stages=stages)
+            tile, warps, stages = 32, 2, 2
+        elif streams <= VERY_FEW or FEW < streams <= SOME:
+            tile, warps, stages = 64, 2, 3
+        else:
+            tile, warps, stages = 32, 1, 3 if streams <= FEW else 4
+        if self._shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
+            warps = 4 if self._shape.group <= 32 else 8
+        return DecodeTuning(tile, splits, least_keys // tile, warps, stages)
 
     def _prefill_tuning(self, dtype: torch.dtype) -> PrefillTuning:
         """`block_m` is the same for every dtype: the host cuts rows into tiles without asking for it."""
@@ -173,13 +176,11 @@ def _splits(streams: int) -> tuple[int, int]:
 
     A join of splits costs as much as some hundred keys. Few streams are split so that the chip is filled at all, many
     only so that long rows do not keep it waiting at the end."""
-    if streams <= VERY_FEW:
-        return min(16, PROGRAMS_WANTED // max(streams, 1)), 64
     if streams <= FEW:
-        return min(16, PROGRAMS_WANTED // streams), 96
+        return max(1, min(16, PROGRAMS_WANTED // max(streams, 1))), 64 if streams <= VERY_FEW else 96
     if streams <= MANY:
         return 4, 640
-    return (2, 2048) if streams * 2 <= SPLIT_CELLS // 2 else (1, 2048)
+    return (2 if streams <= VERY_MANY else 1), 2048
 
 
 def tiles_of(query_starts: list[int], queries_per_tile: int, every_row: bool = False) -> list[tuple[int, int]]:
