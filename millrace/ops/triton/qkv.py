@@ -6,10 +6,13 @@ cache. So the projection's buffer ends up holding what a row without earlier tok
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.kv_cache import holds_fp8
+from millrace.ops.quantised import FP8, FP8_MAX
 from millrace.ops.triton import early_start
 
 
@@ -22,10 +25,25 @@ def _norm_weights(q_norm_ptr, k_norm_ptr, is_query, i, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _largest(x):
+    """[heads]: the largest size of an item."""
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit
+def _to_fp8(x, scales, MOST: tl.constexpr):
+    """[heads, items] over the scales [heads], in the range of float8."""
+    wide = tl.div_rn(x.to(tl.float32), scales[:, None] + tl.zeros(x.shape, tl.float32))
+    return tl.minimum(tl.maximum(wide, -MOST), MOST).to(tl.float8e4nv)
+
+
+@triton.jit
 def _qkv_kernel(
-    qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, blocks_ptr, offsets_ptr, eps, qkv_stride, value_stride,
+    qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
+    qkv_stride, value_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr,
+    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
+    FP8: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
     ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
@@ -76,15 +94,25 @@ def _qkv_kernel(
     tl.store(base + HALF + i[None, :], right, mask=mine)
 
     kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
-    at = (block * KV_HEADS + kv_head) * (BS * D) + offset * D + tl.where(is_value, value_stride, 0)
-    places = kv_ptr + at[:, None]
+    part = (block * KV_HEADS + kv_head) * HEAD_ITEMS + tl.where(is_value, value_stride, 0)
+    places = kv_ptr + (part + offset * D)[:, None]
     cached = pair & (heads >= HEADS)[:, None]
+    if REST > 0:
+        rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
+        tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
+    if FP8:
+        largest = tl.maximum(_largest(left), _largest(right))
+        if REST > 0:
+            largest = tl.maximum(largest, _largest(rest))
+        scales = tl.where(largest > 0, tl.div_rn(largest, tl.full([BLOCK_H], MOST, tl.float32)), 1.0)
+        left, right = _to_fp8(left, scales, MOST), _to_fp8(right, scales, MOST)
+        if REST > 0:
+            rest = _to_fp8(rest, scales, MOST)
+        tl.store(scales_ptr + (part + BS * D) // 4 + offset, scales, mask=exists & (heads >= HEADS))
     kind = kv_ptr.dtype.element_ty
     tl.store(places + i[None, :], left.to(kind), mask=cached)
     tl.store(places + HALF + i[None, :], right.to(kind), mask=cached)
     if REST > 0:
-        rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
-        tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
         tl.store(places + 2 * HALF + r[None, :], rest.to(kind), mask=tail & (heads >= HEADS)[:, None])
 
 
@@ -113,11 +141,14 @@ class PrepareQkvKernel:
         rest = head_dim - 2 * half
         block_h = 8
         q_norm, k_norm = self._norms
+        fp8 = holds_fp8(kv)
+        cache, scales = (kv.view(FP8), kv.view(torch.float32)) if fp8 else (kv, None)
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
-            qkv, rows, q_norm, k_norm, kv, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
+            qkv, rows, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
-            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], BLOCK_H=block_h,
+            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], HEAD_ITEMS=kv.shape[3] * kv.shape[4],
+            FP8=fp8, MOST=FP8_MAX, BLOCK_H=block_h,
             NORM=q_norm is not None, ROTATE=rows is not None, num_warps=4, **early_start(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]
