@@ -6,11 +6,24 @@ cache. So the projection's buffer ends up holding what a row without earlier tok
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a program takes of one token."""
+
+    heads: int
+    warps: int
+
+
+DEFAULT = Shape(8, 4)
 
 
 @triton.jit
@@ -106,18 +119,27 @@ class PrepareQkvKernel:
             raise ValueError("queries and keys are normed both or neither")
         self._norms = (q_norm, k_norm)
 
-    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+    def __call__(
+        self,
+        qkv: Tensor,
+        rows: Tensor | None,
+        kv: Tensor,
+        block_ids: Tensor,
+        offsets: Tensor,
+        shape: Shape | None = None,
+    ) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
         tokens = qkv.shape[0]
         half = head_dim // 2 if rows is None else rows.shape[1] // 2
         rest = head_dim - 2 * half
-        block_h = 8
+        shape = shape or DEFAULT
+        block_h = shape.heads
         q_norm, k_norm = self._norms
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
             qkv, rows, q_norm, k_norm, kv, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], BLOCK_H=block_h,
-            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=4, **early_start(qkv.device),
+            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **early_start(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]
