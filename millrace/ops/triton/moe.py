@@ -3,24 +3,26 @@
 Which experts are chosen is known only on the device, so grids have the largest size that the number of tokens allows
 and programs without work return at once. Three ways, by the number of slots (tokens × top_k):
 - vector: a slot or a token per program, no grouping; weights chosen twice are read twice;
-- scan: tiles of slots with one expert, each program finding its tile among all slots;
-- table: the same after one kernel has listed every expert's slots.
+- list: tiles of slots with one expert, which a kernel has listed; in small steps the one that also routes;
+- table: the same for many tokens, where only each expert's slots are listed and programs find their tiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
 from millrace.ops.activation import Activation
+from millrace.ops.triton import early_start
 from millrace.ops.triton import moe_kernels as kernels
+from millrace.ops.triton import moe_route_kernels as route_kernels
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-Way = Literal["vector", "scan", "table"]
+Way = Literal["vector", "list", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,10 @@ class Tile:
     stages: int = 3
     swap: bool = False
     """The transposed product: weight rows, not slots, along the matrix unit's longer side."""
+    ahead: int = 0
+    """Depths of weights that a program asks for before anything else."""
+    evict: bool = False
+    """Weights are the first to leave the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,8 @@ class MoeConfig:
     way: Way
     gate_up: Tile
     down: Tile
+    early: bool = False
+    """Kernels start while the one before still runs."""
 
 
 VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256))
@@ -90,8 +98,10 @@ first enough weights on their way to keep its memory busy, then tiles that fill 
 FIXED = MoeConfig("table", Tile(64, 64, 64, stages=4), Tile(64, 128, 64, stages=4))
 """For every number of tokens, so that none of them can change another's result."""
 
-SCAN_LIMIT = 256 * 128
-"""Slots × experts above which a kernel of its own groups them faster than every program for itself."""
+LIST_TOKENS = 512
+"""Up to here tiles are listed."""
+ROUTE_ITEMS = 64 * 128
+"""Tokens × experts up to which one program routes and groups them all."""
 
 
 def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
@@ -103,7 +113,7 @@ def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
         return fit(MoeConfig("vector", gate_up, replace(down, depth=depth)), shape)
     mean = slots / shape.num_experts
     gate_up, down = next((up, down) for limit, up, down in GROUPED if mean <= limit)
-    way: Way = "scan" if slots * shape.num_experts <= SCAN_LIMIT else "table"
+    way: Way = "list" if tokens <= LIST_TOKENS else "table"
     return fit(MoeConfig(way, gate_up, down), shape)
 
 
@@ -147,51 +157,117 @@ def _power(value: int) -> int:
     return int(triton.next_power_of_2(value))
 
 
+def _early(device: torch.device, early: bool = True) -> dict[str, bool]:
+    return early_start(device) if early else {"EARLY": False}
+
+
+def _route_options(logits: Tensor, top_k: int, renormalise: bool) -> dict[str, Any]:
+    num_experts = logits.shape[1]
+    return {
+        "EXPERTS": num_experts,
+        "EXPERT_BLOCK": _power(num_experts),
+        "TOP_K": top_k,
+        "CHOICES": _power(top_k),
+        "RENORMALISE": renormalise,
+    }
+
+
+def _choices(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits whose rows are contiguous, room for the weights and the ids of all choices)"""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    shape = (logits.shape[0], top_k)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    return logits, weights, torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """As the reference, with int32 ids; among equal logits the lower expert is chosen, and comes, first."""
-    tokens, num_experts = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
-    if tokens:
-        kernels.route_kernel[(tokens,)](
+    logits, weights, ids = _choices(logits, top_k)
+    if logits.shape[0]:
+        route_kernels.route_kernel[(logits.shape[0],)](
             logits,
             weights,
             ids,
             logits.stride(0),
-            EXPERTS=num_experts,
-            EXPERT_BLOCK=_power(num_experts),
-            TOP_K=top_k,
-            CHOICES=_power(top_k),
-            RENORMALISE=renormalise,
             num_warps=1,
+            **_route_options(logits, top_k, renormalise),
+            **_early(logits.device),
         )
     return weights, ids
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where the programs of a grouped product find their slots. Scanned: `counts` and `table` are not read."""
+    """Where the programs of a grouped product find their slots."""
 
-    ids: Tensor
-    counts: Tensor
+    slots: int
+    top_k: int
     table: Tensor
-    scanned_slots: int
-    capacity: int
+    """[E, tokens]: the slots of each expert. A token chooses an expert at most once."""
+    counts: Tensor | None = None
+    """How many slots each expert has; None where the tiles are listed."""
+    tiles: Tensor | None = None
+    """[most tiles, 4] of `tile_rows` slots each"""
+    tile_rows: int = 0
 
 
-def group(ids: Tensor, num_experts: int, scan: bool) -> Groups:
-    slots, tokens = ids.numel(), ids.shape[0]
-    if scan:
-        return Groups(ids, ids, ids, max(16, _power(slots)), 0)
-    counts = torch.empty((num_experts,), dtype=torch.int32, device=ids.device)
-    # A token chooses an expert at most once, so no expert has more slots than there are tokens.
-    table = torch.empty((num_experts, tokens), dtype=torch.int32, device=ids.device)
-    block = min(4096, max(128, _power(slots)))
-    kernels.group_kernel[(num_experts,)](
-        ids, counts, table, slots, tokens, BLOCK=block, num_warps=8 if block >= 2048 else 4
+def _room(tokens: int, top_k: int, num_experts: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For the table and the list of tiles."""
+    table = torch.empty((num_experts, tokens), dtype=torch.int32, device=device)
+    count = most_tiles(tokens * top_k, num_experts, rows)
+    return table, torch.empty((count, 4), dtype=torch.int32, device=device)
+
+
+def route_and_group(
+    logits: Tensor, top_k: int, renormalise: bool, rows: int, early: bool = True
+) -> tuple[Tensor, Groups]:
+    """The weights of all choices, and their slots in tiles of `rows`, by one program."""
+    logits, weights, ids = _choices(logits, top_k)
+    tokens, num_experts = logits.shape
+    table, tiles = _room(tokens, top_k, num_experts, rows, logits.device)
+    block = max(2, _power(tokens))
+    route_kernels.route_and_group_kernel[(1,)](
+        logits,
+        weights,
+        ids,
+        tiles,
+        table,
+        tokens,
+        logits.stride(0),
+        tiles.shape[0],
+        TOKENS=block,
+        BLOCK_M=rows,
+        TILE_BLOCK=_power(tiles.shape[0]),
+        num_warps=max(1, min(16, block * _power(num_experts) // 256)),
+        **_route_options(logits, top_k, renormalise),
+        **_early(logits.device, early),
     )
-    return Groups(ids, counts, table, 0, tokens)
+    return weights, Groups(tokens * top_k, top_k, table, tiles=tiles, tile_rows=rows)
+
+
+def group(ids: Tensor, num_experts: int, rows: int = 0, early: bool = False) -> Groups:
+    """The slots of each expert; with `rows` also the list of tiles of so many slots."""
+    slots, (tokens, top_k) = ids.numel(), ids.shape
+    block = min(4096, max(128, _power(slots)))
+    options: dict[str, Any] = {"BLOCK": block, "num_warps": 8 if block >= 2048 else 4, **_early(ids.device, early)}
+    table, tiles = _room(tokens, top_k, num_experts, max(rows, 1), ids.device)
+    if rows == 0:
+        counts = torch.empty((num_experts,), dtype=torch.int32, device=ids.device)
+        route_kernels.group_kernel[(num_experts,)](ids, counts, table, slots, tokens, **options)
+        return Groups(slots, top_k, table, counts=counts)
+    route_kernels.group_and_list_kernel[(num_experts,)](
+        ids,
+        tiles,
+        table,
+        slots,
+        tokens,
+        tiles.shape[0],
+        EXPERT_BLOCK=max(16, _power(num_experts)),
+        BLOCK_M=rows,
+        TILE_BLOCK=_power(tiles.shape[0]),
+        **options,
+    )
+    return Groups(slots, top_k, table, tiles=tiles, tile_rows=rows)
 
 
 def most_tiles(slots: int, num_experts: int, rows: int) -> int:
@@ -200,49 +276,62 @@ def most_tiles(slots: int, num_experts: int, rows: int) -> int:
     return (slots + groups * (rows - 1)) // rows
 
 
-def grouped_product(x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile) -> Tensor:
+def grouped_product(
+    x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile, early: bool = False
+) -> Tensor:
     """[slots, N] in the order of the slots. With a kind, w is [E, 2 N, K] and the result act(gate) · up, and x has a
     row per token; without, w is [E, N, K] and x has a row per slot."""
-    slots, top_k = groups.ids.numel(), groups.ids.shape[1]
     num_experts, rows, depth = w.shape
     columns = rows if kind is None else rows // 2
-    out = torch.empty((slots, columns), dtype=x.dtype, device=x.device)
-    grid = (most_tiles(slots, num_experts, tile.rows) * triton.cdiv(columns, tile.columns),)
-    kernels.grouped_kernel[grid](
+    out = torch.empty((groups.slots, columns), dtype=x.dtype, device=x.device)
+    tiles = groups.tiles
+    if tiles is not None and groups.tile_rows != tile.rows:
+        raise ValueError(f"tiles of {groups.tile_rows} slots were listed, not of {tile.rows}")
+    count = most_tiles(groups.slots, num_experts, tile.rows) if tiles is None else tiles.shape[0]
+    unused = groups.table
+    kernels.grouped_kernel[(count * triton.cdiv(columns, tile.columns),)](
         x,
         w,
         out,
-        groups.ids,
-        groups.counts,
+        unused if groups.counts is None else groups.counts,
+        unused if tiles is None else tiles,
         groups.table,
-        slots,
-        groups.capacity,
+        groups.table.shape[1],
         EXPERTS=num_experts,
         EXPERT_BLOCK=_power(num_experts),
-        SLOTS_PER_ROW=1 if kind is None else top_k,
+        SLOTS_PER_ROW=1 if kind is None else groups.top_k,
         N=columns,
         K=depth,
         GATED=kind is not None,
         KIND=0 if kind is None else KINDS[kind],
-        SCANNED_SLOTS=groups.scanned_slots,
+        LISTED=tiles is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         SWAP=tile.swap,
+        EVICT="evict_first" if tile.evict else "",
+        AHEAD=_bytes_ahead(tile, depth, x),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **_early(x.device, early),
     )
     return out
 
 
-def combine(outputs: Tensor, weights: Tensor) -> Tensor:
+def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:
+    """Of each weight row; none where rows do not start at whole 16 bytes or there is no GPU to ask."""
+    row = depth * x.element_size()
+    return 0 if row % 16 or x.device.type != "cuda" else min(tile.ahead * tile.depth * x.element_size(), row)
+
+
+def combine(outputs: Tensor, weights: Tensor, early: bool = False) -> Tensor:
     """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices."""
     tokens, top_k = weights.shape
     hidden = outputs.shape[1]
     out = torch.empty((tokens, hidden), dtype=outputs.dtype, device=outputs.device)
     block = min(1024, _power(hidden))
     kernels.combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        outputs, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+        outputs, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **_early(out.device, early)
     )
     return out
 
@@ -303,12 +392,44 @@ def experts(
     if tokens == 0:
         return torch.empty_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    num_experts, hidden, inner = down.shape
-    shape = MoeShape(num_experts, top_k, hidden, inner, x.element_size(), gpu or gpu_of(x.device))
+    shape = _shape_of(x, down, top_k, gpu)
     config = config_for(tokens, shape) if config is None else fit(config, shape)
     if config.way == "vector":
         activated = vector_gate_up(x, gate_up, ids, kind, config.gate_up)
         return vector_down(activated, down, weights, ids, config.down)
-    groups = group(ids, num_experts, config.way == "scan")
-    activated = grouped_product(x, gate_up, groups, kind, config.gate_up)
-    return combine(grouped_product(activated, down, groups, None, config.down), weights)
+    groups = group(ids, down.shape[0], config.gate_up.rows if config.way == "list" else 0, config.early)
+    return _grouped(x, weights, groups, gate_up, down, kind, config)
+
+
+def _shape_of(x: Tensor, down: Tensor, top_k: int, gpu: Gpu | None) -> MoeShape:
+    num_experts, hidden, inner = down.shape
+    return MoeShape(num_experts, top_k, hidden, inner, x.element_size(), gpu or gpu_of(x.device))
+
+
+def _grouped(
+    x: Tensor, weights: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, kind: Activation, config: MoeConfig
+) -> Tensor:
+    activated = grouped_product(x, gate_up, groups, kind, config.gate_up, config.early)
+    outputs = grouped_product(activated, down, groups, None, config.down, config.early)
+    return combine(outputs, weights, config.early)
+
+
+def routed_experts(
+    x: Tensor,
+    logits: Tensor,
+    top_k: int,
+    renormalise: bool,
+    gate_up: Tensor,
+    down: Tensor,
+    kind: Activation,
+    gpu: Gpu | None = None,
+) -> Tensor:
+    """`experts` of what `route` chooses, with as few kernels as the number of tokens allows."""
+    tokens, num_experts = logits.shape
+    if tokens:
+        config = config_for(tokens, _shape_of(x, down, top_k, gpu))
+        if config.way == "list" and _power(tokens) * _power(num_experts) <= ROUTE_ITEMS:
+            weights, groups = route_and_group(logits, top_k, renormalise, config.gate_up.rows)
+            return _grouped(x.contiguous(), weights, groups, gate_up, down, kind, config)
+    weights, ids = route(logits, top_k, renormalise)
+    return experts(x, weights, ids, gate_up, down, kind, None, gpu)
