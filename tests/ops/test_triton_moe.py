@@ -9,7 +9,7 @@ import torch
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.activation import Activation, activate
-from millrace.ops.experts import ExpertWeights, TritonExperts
+from millrace.ops.experts import ExpertWeights, FixedTritonExperts, RoutingExperts, TritonExperts
 from millrace.ops.linear import PlainLinear
 from millrace.ops.registry import choose
 from millrace.ops.router import route as route_reference
@@ -161,12 +161,60 @@ def test_the_version_by_the_number_of_tokens(tokens: int) -> None:
     assert experts(x[:0], weights[:0], ids[:0]).shape == (0, 72)
 
 
+def listed(groups: moe.Groups) -> list[tuple[int, list[int]]]:
+    """(expert, its slots in this tile) of every tile with work."""
+    assert groups.tiles is not None
+    found = []
+    for expert, first, count, _ in groups.tiles.tolist():
+        if expert >= 0:
+            found.append((expert, groups.table[expert, first : min(first + groups.tile_rows, count)].tolist()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "rows"), [(1, 4, 2, 16), (21, 8, 3, 4), (40, 5, 2, 16), (64, 128, 8, 16)]
+)
+def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: int, top_k: int, rows: int) -> None:
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, num_experts, device=device)
+    logits[:, 0] += 2  # one expert that many choose
+    weights, groups = moe.route_and_group(logits, top_k, True, rows, early=False)
+    expected_weights, ids = moe.route(logits, top_k, True)
+    torch.testing.assert_close(weights, expected_weights)
+    alone = moe.group(ids, num_experts, rows)
+    assert listed(groups) == listed(alone)
+    flat = ids.flatten().tolist()
+    slots = [slot for _, tile in listed(groups) for slot in tile]
+    assert sorted(slots) == list(range(tokens * top_k)), "every slot is in one tile"
+    assert all(flat[slot] == expert for expert, tile in listed(groups) for slot in tile)
+    assert all(0 < len(tile) <= rows for _, tile in listed(groups))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40, 70])
+def test_experts_that_route(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    shape = MoeShape(8 if tokens < 70 else 128, 2, 72, 56, itemsize=2)
+    pairs = random_pairs(shape, HALF)
+    experts = TritonExperts(ExpertWeights(shape.num_experts, iter(pairs)), "silu", PlainLinear)
+    assert isinstance(experts, RoutingExperts)
+    x, logits = torch.randn(tokens, 72).to(device, HALF), torch.randn(tokens, shape.num_experts, device=device)
+    weights, ids = route_reference(logits, 2, True)
+    check(experts.routed(x, logits, 2, True), plain(x, weights, ids, pairs))
+    assert experts.routed(x[:0], logits[:0], 2, True).shape == (0, 72)
+
+
+def test_routing_stays_in_range_when_logits_are_not_numbers() -> None:
+    logits = torch.full((3, 5), float("nan"), device=device)
+    _, groups = moe.route_and_group(logits, 2, True, 16, early=False)
+    assert all(0 <= expert < 5 and all(0 <= slot < 6 for slot in tile) for expert, tile in listed(groups))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
 def test_the_fixed_version_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     shape = MoeShape(5, 2, 40, 24, dtype.itemsize)
     pairs = random_pairs(shape, dtype)
-    experts = TritonExperts(ExpertWeights(5, iter(pairs)), "silu", PlainLinear, fixed=True)
+    experts = FixedTritonExperts(ExpertWeights(5, iter(pairs)), "silu", PlainLinear)
     x, weights, ids = inputs(70, shape, dtype)
     whole = experts(x, weights, ids)
     check(whole, plain(x, weights, ids, pairs))

@@ -71,7 +71,9 @@ def gated(
         out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
         block = min(shape[0], triton.next_power_of_2(inner))
         grid = (rows, triton.cdiv(inner, block))
-        _gated_kernel[grid](gate_up, out, inner, BLOCK=block, KIND=number, num_warps=shape[1] or 4, **early_start(gate_up.device))
+        _gated_kernel[grid](
+            gate_up, out, inner, BLOCK=block, KIND=number, num_warps=shape[1] or 4, **early_start(gate_up.device)
+        )
         return out, None
     out = torch.empty((rows, inner), dtype=torch.float8_e4m3fn, device=gate_up.device)
     scales = torch.empty(rows, dtype=torch.float32, device=gate_up.device)

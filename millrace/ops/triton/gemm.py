@@ -28,6 +28,7 @@ from millrace.ops.triton import gemm_kernels as kernels
 
 Kind = Literal["gemv", "dot", "swap", "dot_tma", "swap_tma"]
 
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """How one product is cut: the tile of one program in rows, outputs and inputs, and how it is run."""
@@ -42,13 +43,13 @@ class Tiles:
     stages: int = 4
     early: bool = False
     """Start while the kernel before still runs, fetch weights, and wait for it only before x is read."""
-    parallel: bool = True
-    """Whether the parts of the sums are programs of their own. If not, one program computes them one after the other;
-    the result is the same, bit for bit."""
     ahead: int = 1
     """How many tiles of its weights an early program fetches before it waits."""
     shared_x: bool = False
     """gemv: fetch x once for all rows of a tile."""
+    parallel: bool = True
+    """Whether the parts of the sums are programs of their own. If not, one program computes them one after the other;
+    the result is the same, bit for bit."""
 
     def count(self, rows: int, outputs: int) -> int:
         """Tiles of the output."""

@@ -256,8 +256,8 @@ def gemm_kernel(
             if GATED:
                 up = _gather(parts + TILE, TILE * COPIES, up, spots, split, PARTS)
             _write(
-                acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, out_scale_ptr, rows, cols, tile_n, M, N, up_offset,
-                ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED, GROUPED_OUT,
+                acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, out_scale_ptr, rows, cols, tile_n, M, N,
+                up_offset, ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED, GROUPED_OUT,
             )  # fmt: skip
     else:
         if SUMS == "serial":

@@ -1,4 +1,4 @@
-"""Measured choices of tiles, one entry per product: {(N, K): {rows: (kind, m, n, k, split, warps, stages, early)}}.
+"""Measured choices of tiles, one entry per product: {(N, K): {rows: the first fields of `Tiles`}}.
 
 `None` is the library. An entry for `rows` serves every number of rows up to it that has no smaller entry; more rows
 than the last entry go to the library. Sizes that are not here go by `gemm_choice`.
@@ -6,7 +6,7 @@ than the last entry go to the library. Sizes that are not here go by `gemm_choic
 
 from __future__ import annotations
 
-Entry = tuple[str, int, int, int, int, int, int, bool] | None
+Entry = tuple[str | int, ...] | None
 Table = dict[tuple[int, int], dict[int, Entry]]
 
 MEASURED_ON = (9, 0)
@@ -331,3 +331,16 @@ FP8: Table = {
         512: None,
     },
 }
+"""x in eight bits with a scale per row. `None` is the library's scaled product."""
+
+FP8_WIDE: Table = {}
+"""x in the model's dtype, rounded inside the product. `None`: it is quantised first."""
+
+FP8_GROUPS: Table = {}
+"""x in eight bits with a scale for every group of inputs."""
+
+FP8_GATED: Table = {}
+"""Gate and up in one product with the activation, the result in the model's dtype. `None`: one after the other."""
+
+FP8_GATED_GROUPS: Table = {}
+"""The same with the result in eight bits and groups; where it has an entry it is taken before FP8_GATED."""
