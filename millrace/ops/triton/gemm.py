@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.quantised import FP8, Quantised
+from millrace.ops.triton import EARLY_ORDER
 from millrace.ops.triton import gemm_kernels as kernels
 
 Kind = Literal["gemv", "dot", "swap", "dot_tma", "swap_tma"]
@@ -155,7 +156,7 @@ class _Launch:
             "SCALED": self.scales is not None,
             "ROW_SCALED": self.scales is not None and self.scales.x is not None and self.scales.x.dim() == 1,
             "EVEN_K": inputs % tiles.k == 0,
-            "EARLY": tiles.early,
+            "EARLY": EARLY_ORDER if tiles.early else 0,
             "ITEM": self.weight.element_size(),
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,

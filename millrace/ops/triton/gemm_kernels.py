@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from millrace.ops.triton.early import let_next_start, wait_for_last
+
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
@@ -226,14 +228,14 @@ def gemm_kernel(
     n_begin = tile_n * BLOCK_N
     m_ids = m_begin + tl.arange(0, BLOCK_M)
     n_ids = n_begin + tl.arange(0, BLOCK_N)
-    if EARLY:
+    let_next_start(EARLY)
+    if EARLY > 0:
         length = tl.cdiv(tl.cdiv(K, BLOCK_K), split) * BLOCK_K
         end = tl.minimum(part * length + length, K)
         _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1), K, part * length, end, ahead, ITEM)
         if GATED:
             _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1) + up_offset, K, part * length, end, ahead, ITEM)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(EARLY)
     acc, up = _part(
         x_ptr, w_ptr, x_scale_ptr, m_begin, n_begin, part, M, N, K, x_stride, up_offset, split,
         BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, SWAP, TMA, PRECISION, INPUT, GROUP,
@@ -288,12 +290,12 @@ def gemv_kernel(
     GATED: tl.constexpr = ACTIVATION != ""
     n_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe_ids = tl.minimum(n_ids, N - 1)
-    if EARLY:
+    let_next_start(EARLY)
+    if EARLY > 0:
         _prefetch(w_ptr, safe_ids, K, 0, K, ahead, ITEM)
         if GATED:
             _prefetch(w_ptr, safe_ids + up_offset, K, 0, K, ahead, ITEM)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(EARLY)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up, acc_second, acc_second_up = acc, acc, acc
     # Addressed by the whole tile, each thread fetches the inputs of its own weights.

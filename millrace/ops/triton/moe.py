@@ -157,8 +157,8 @@ def _power(value: int) -> int:
     return int(triton.next_power_of_2(value))
 
 
-def _early(device: torch.device, early: bool = True) -> dict[str, bool]:
-    return early_start(device) if early else {"EARLY": False}
+def _early(device: torch.device, early: bool = True) -> dict[str, bool | int]:
+    return early_start(device) if early else {"EARLY": 0}
 
 
 def _route_options(logits: Tensor, top_k: int, renormalise: bool) -> dict[str, Any]:

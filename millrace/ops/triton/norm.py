@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
+from millrace.ops.triton.early import let_next_start, wait_for_last
 
 MANY_ROWS = 1024
 """From here on a program takes several rows and fetches the weights once for them."""
@@ -32,13 +33,12 @@ def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, scale_ptr, rows, dim, x_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + at, mask=at < dim, other=0.0)
     inside = (at < dim) & (row < rows)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(EARLY)
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
     if ADD:
         # The sum is rounded to the model's dtype before it is normed, as it is when it is stored.

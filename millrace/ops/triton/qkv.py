@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
+from millrace.ops.triton.early import let_next_start, wait_for_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ def _qkv_kernel(
     ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_query = heads < HEADS
@@ -54,9 +56,7 @@ def _qkv_kernel(
     if ROTATE:
         cos = tl.load(angles_ptr + token * 2 * HALF + i, mask=i < HALF, other=1.0)[None, :]
         sin = tl.load(angles_ptr + token * 2 * HALF + HALF + i, mask=i < HALF, other=0.0)[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(EARLY)
     pair = exists[:, None] & (i < HALF)[None, :]
     base = qkv_ptr + token * qkv_stride + heads[:, None] * D
     left_raw = tl.load(base + i[None, :], mask=pair, other=0.0)
