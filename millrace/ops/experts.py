@@ -148,12 +148,15 @@ class TritonExperts(StackedExperts):
         super().__init__(weights, activation, linear)
         self._experts, self._routed = moe.experts, moe.routed_experts
         self._gpu = moe.gpu_of(self.gate_up.device)
+        self._counts = torch.zeros(weights.count, dtype=torch.int32, device=self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, None, self._gpu)
 
     def routed(self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool) -> Tensor:
-        return self._routed(x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._gpu)
+        return self._routed(
+            x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._counts, gpu=self._gpu
+        )
 
 
 class FixedTritonExperts(StackedExperts):

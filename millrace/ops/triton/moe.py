@@ -1,16 +1,16 @@
 """The mixture of experts in Triton: routing, and the experts' two matrix products with all that lies between.
 
 Which experts are chosen is known only on the device, so grids have the largest size that the number of tokens allows
-and programs without work return at once. Three ways, by the number of slots (tokens × top_k):
+and programs without work return at once. Two ways, by the number of slots (tokens × top_k):
 - vector: a slot or a token per program, no grouping; weights chosen twice are read twice;
-- list: tiles of slots with one expert, which a kernel has listed; in small steps the one that also routes;
-- table: the same for many tokens, where only each expert's slots are listed and programs find their tiles.
+- table: tiles of slots with one expert, after every expert's slots have been listed by the kernel that routes or, where
+  choices come from elsewhere, by one of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from millrace.ops.triton import moe_kernels as kernels
 from millrace.ops.triton import moe_route_kernels as route_kernels
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-Way = Literal["vector", "list", "table"]
+Way = Literal["vector", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +80,25 @@ class MoeConfig:
     """Kernels start while the one before still runs."""
 
 
-VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256))
+VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256, warps=8))
 VECTOR_ELEMENTS = 8192
 """Weights that a program of the vector way asks for at a time in the down product, over all its token's experts."""
 
 GROUPED: tuple[tuple[float, Tile, Tile], ...] = (
-    (2.5, Tile(16, 64, 128), Tile(16, 128, 128)),
-    (5.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128)),
+    (0.6, Tile(16, 32, 256), Tile(16, 128, 128)),
     (10.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)),
-    (20.0, Tile(32, 64, 128), Tile(32, 128, 128)),
+    (20.0, Tile(32, 128, 128, warps=8, swap=True), Tile(32, 128, 128)),
     (64.0, Tile(64, 64, 64), Tile(64, 128, 64, stages=4)),
     (float("inf"), Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4)),
 )
 """(mean slots per expert up to which it holds, gate_up, down), measured on an H200 and 128 experts of 2048 × 768:
 first enough weights on their way to keep its memory busy, then tiles that fill its matrix units."""
 
+EARLY_TOKENS = 512
+"""Up to here kernels start early; with more they have nothing to gain."""
+
 FIXED = MoeConfig("table", Tile(64, 64, 64, stages=4), Tile(64, 128, 64, stages=4))
 """For every number of tokens, so that none of them can change another's result."""
-
-LIST_TOKENS = 512
-"""Up to here tiles are listed."""
-ROUTE_ITEMS = 64 * 128
-"""Tokens × experts up to which one program routes and groups them all."""
 
 
 def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
@@ -113,8 +110,7 @@ def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
         return fit(MoeConfig("vector", gate_up, replace(down, depth=depth)), shape)
     mean = slots / shape.num_experts
     gate_up, down = next((up, down) for limit, up, down in GROUPED if mean <= limit)
-    way: Way = "list" if tokens <= LIST_TOKENS else "table"
-    return fit(MoeConfig(way, gate_up, down), shape)
+    return fit(MoeConfig("table", gate_up, down, early=tokens <= EARLY_TOKENS), shape)
 
 
 def fit(config: MoeConfig, shape: MoeShape) -> MoeConfig:
@@ -161,113 +157,75 @@ def _early(device: torch.device, early: bool = True) -> dict[str, bool | int]:
     return early_start(device) if early else {"EARLY": 0}
 
 
-def _route_options(logits: Tensor, top_k: int, renormalise: bool) -> dict[str, Any]:
-    num_experts = logits.shape[1]
-    return {
-        "EXPERTS": num_experts,
-        "EXPERT_BLOCK": _power(num_experts),
-        "TOP_K": top_k,
-        "CHOICES": _power(top_k),
-        "RENORMALISE": renormalise,
-    }
-
-
-def _choices(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits whose rows are contiguous, room for the weights and the ids of all choices)"""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    shape = (logits.shape[0], top_k)
-    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    return logits, weights, torch.empty(shape, dtype=torch.int32, device=logits.device)
-
-
-def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """As the reference, with int32 ids; among equal logits the lower expert is chosen, and comes, first."""
-    logits, weights, ids = _choices(logits, top_k)
-    if logits.shape[0]:
-        route_kernels.route_kernel[(logits.shape[0],)](
-            logits,
-            weights,
-            ids,
-            logits.stride(0),
-            num_warps=1,
-            **_route_options(logits, top_k, renormalise),
-            **_early(logits.device),
-        )
-    return weights, ids
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Where the programs of a grouped product find their slots."""
 
     slots: int
     top_k: int
+    counts: Tensor
+    """How many slots each expert has."""
     table: Tensor
     """[E, tokens]: the slots of each expert. A token chooses an expert at most once."""
-    counts: Tensor | None = None
-    """How many slots each expert has; None where the tiles are listed."""
-    tiles: Tensor | None = None
-    """[most tiles, 4] of `tile_rows` slots each"""
-    tile_rows: int = 0
 
 
-def _room(tokens: int, top_k: int, num_experts: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For the table and the list of tiles."""
-    table = torch.empty((num_experts, tokens), dtype=torch.int32, device=device)
-    count = most_tiles(tokens * top_k, num_experts, rows)
-    return table, torch.empty((count, 4), dtype=torch.int32, device=device)
+def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """As the reference, with int32 ids; among equal logits the lower expert is chosen, and comes, first."""
+    weights, ids, _ = _route(logits, top_k, renormalise, None)
+    return weights, ids
 
 
-def route_and_group(
-    logits: Tensor, top_k: int, renormalise: bool, rows: int, early: bool = True
-) -> tuple[Tensor, Groups]:
-    """The weights of all choices, and their slots in tiles of `rows`, by one program."""
-    logits, weights, ids = _choices(logits, top_k)
+def route_and_group(logits: Tensor, top_k: int, renormalise: bool, counts: Tensor) -> tuple[Tensor, Groups]:
+    """The weights of all choices, and their slots by experts. `counts` [E] are zero, and whoever has no more use for
+    the groups sets them back to zero."""
+    weights, _, table = _route(logits, top_k, renormalise, counts)
+    return weights, Groups(weights.numel(), top_k, counts, table)
+
+
+def _route(logits: Tensor, top_k: int, renormalise: bool, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, ids, table); without counts the table is not filled."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens, num_experts = logits.shape
-    table, tiles = _room(tokens, top_k, num_experts, rows, logits.device)
-    block = max(2, _power(tokens))
-    route_kernels.route_and_group_kernel[(1,)](
-        logits,
-        weights,
-        ids,
-        tiles,
-        table,
-        tokens,
-        logits.stride(0),
-        tiles.shape[0],
-        TOKENS=block,
-        BLOCK_M=rows,
-        TILE_BLOCK=_power(tiles.shape[0]),
-        num_warps=max(1, min(16, block * _power(num_experts) // 256)),
-        **_route_options(logits, top_k, renormalise),
-        **_early(logits.device, early),
-    )
-    return weights, Groups(tokens * top_k, top_k, table, tiles=tiles, tile_rows=rows)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    table = ids if counts is None else torch.empty((num_experts, tokens), dtype=torch.int32, device=logits.device)
+    if tokens:
+        route_kernels.route_kernel[(tokens,)](
+            logits,
+            weights,
+            ids,
+            ids if counts is None else counts,
+            table,
+            logits.stride(0),
+            tokens,
+            EXPERTS=num_experts,
+            EXPERT_BLOCK=_power(num_experts),
+            TOP_K=top_k,
+            CHOICES=_power(top_k),
+            RENORMALISE=renormalise,
+            GROUP=counts is not None,
+            num_warps=1,
+            **_early(logits.device),
+        )
+    return weights, ids, table
 
 
-def group(ids: Tensor, num_experts: int, rows: int = 0, early: bool = False) -> Groups:
-    """The slots of each expert; with `rows` also the list of tiles of so many slots."""
+def group(ids: Tensor, num_experts: int, early: bool = False) -> Groups:
     slots, (tokens, top_k) = ids.numel(), ids.shape
+    counts = torch.empty((num_experts,), dtype=torch.int32, device=ids.device)
+    table = torch.empty((num_experts, tokens), dtype=torch.int32, device=ids.device)
     block = min(4096, max(128, _power(slots)))
-    options: dict[str, Any] = {"BLOCK": block, "num_warps": 8 if block >= 2048 else 4, **_early(ids.device, early)}
-    table, tiles = _room(tokens, top_k, num_experts, max(rows, 1), ids.device)
-    if rows == 0:
-        counts = torch.empty((num_experts,), dtype=torch.int32, device=ids.device)
-        route_kernels.group_kernel[(num_experts,)](ids, counts, table, slots, tokens, **options)
-        return Groups(slots, top_k, table, counts=counts)
-    route_kernels.group_and_list_kernel[(num_experts,)](
+    route_kernels.group_kernel[(num_experts,)](
         ids,
-        tiles,
+        counts,
         table,
         slots,
         tokens,
-        tiles.shape[0],
-        EXPERT_BLOCK=max(16, _power(num_experts)),
-        BLOCK_M=rows,
-        TILE_BLOCK=_power(tiles.shape[0]),
-        **options,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+        **_early(ids.device, early),
     )
-    return Groups(slots, top_k, table, tiles=tiles, tile_rows=rows)
+    return Groups(slots, top_k, counts, table)
 
 
 def most_tiles(slots: int, num_experts: int, rows: int) -> int:
@@ -284,18 +242,14 @@ def grouped_product(
     num_experts, rows, depth = w.shape
     columns = rows if kind is None else rows // 2
     out = torch.empty((groups.slots, columns), dtype=x.dtype, device=x.device)
-    tiles = groups.tiles
-    if tiles is not None and groups.tile_rows != tile.rows:
-        raise ValueError(f"tiles of {groups.tile_rows} slots were listed, not of {tile.rows}")
-    count = most_tiles(groups.slots, num_experts, tile.rows) if tiles is None else tiles.shape[0]
-    unused = groups.table
+    count = most_tiles(groups.slots, num_experts, tile.rows)
     kernels.grouped_kernel[(count * triton.cdiv(columns, tile.columns),)](
         x,
         w,
         out,
-        unused if groups.counts is None else groups.counts,
-        unused if tiles is None else tiles,
+        groups.counts,
         groups.table,
+        groups.slots,
         groups.table.shape[1],
         EXPERTS=num_experts,
         EXPERT_BLOCK=_power(num_experts),
@@ -304,7 +258,6 @@ def grouped_product(
         K=depth,
         GATED=kind is not None,
         KIND=0 if kind is None else KINDS[kind],
-        LISTED=tiles is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
@@ -324,14 +277,25 @@ def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:
     return 0 if row % 16 or x.device.type != "cuda" else min(tile.ahead * tile.depth * x.element_size(), row)
 
 
-def combine(outputs: Tensor, weights: Tensor, early: bool = False) -> Tensor:
-    """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices."""
+def combine(outputs: Tensor, weights: Tensor, early: bool = False, counts: Tensor | None = None) -> Tensor:
+    """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices; `counts` are set
+    to zero."""
     tokens, top_k = weights.shape
     hidden = outputs.shape[1]
     out = torch.empty((tokens, hidden), dtype=outputs.dtype, device=outputs.device)
     block = min(1024, _power(hidden))
     kernels.combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        outputs, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **_early(out.device, early)
+        outputs,
+        weights,
+        out,
+        out if counts is None else counts,
+        H=hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        EXPERTS=0 if counts is None else counts.shape[0],
+        EXPERT_BLOCK=1 if counts is None else _power(counts.shape[0]),
+        num_warps=4,
+        **_early(out.device, early),
     )
     return out
 
@@ -397,8 +361,8 @@ def experts(
     if config.way == "vector":
         activated = vector_gate_up(x, gate_up, ids, kind, config.gate_up)
         return vector_down(activated, down, weights, ids, config.down)
-    groups = group(ids, down.shape[0], config.gate_up.rows if config.way == "list" else 0, config.early)
-    return _grouped(x, weights, groups, gate_up, down, kind, config)
+    groups = group(ids, down.shape[0], config.early)
+    return combine(_grouped(x, groups, gate_up, down, kind, config), weights, config.early)
 
 
 def _shape_of(x: Tensor, down: Tensor, top_k: int, gpu: Gpu | None) -> MoeShape:
@@ -406,12 +370,10 @@ def _shape_of(x: Tensor, down: Tensor, top_k: int, gpu: Gpu | None) -> MoeShape:
     return MoeShape(num_experts, top_k, hidden, inner, x.element_size(), gpu or gpu_of(x.device))
 
 
-def _grouped(
-    x: Tensor, weights: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, kind: Activation, config: MoeConfig
-) -> Tensor:
+def _grouped(x: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, kind: Activation, config: MoeConfig) -> Tensor:
+    """[slots, H]"""
     activated = grouped_product(x, gate_up, groups, kind, config.gate_up, config.early)
-    outputs = grouped_product(activated, down, groups, None, config.down, config.early)
-    return combine(outputs, weights, config.early)
+    return grouped_product(activated, down, groups, None, config.down, config.early)
 
 
 def routed_experts(
@@ -422,14 +384,19 @@ def routed_experts(
     gate_up: Tensor,
     down: Tensor,
     kind: Activation,
+    counts: Tensor,
+    config: MoeConfig | None = None,
     gpu: Gpu | None = None,
 ) -> Tensor:
-    """`experts` of what `route` chooses, with as few kernels as the number of tokens allows."""
-    tokens, num_experts = logits.shape
-    if tokens:
-        config = config_for(tokens, _shape_of(x, down, top_k, gpu))
-        if config.way == "list" and _power(tokens) * _power(num_experts) <= ROUTE_ITEMS:
-            weights, groups = route_and_group(logits, top_k, renormalise, config.gate_up.rows)
-            return _grouped(x.contiguous(), weights, groups, gate_up, down, kind, config)
-    weights, ids = route(logits, top_k, renormalise)
-    return experts(x, weights, ids, gate_up, down, kind, None, gpu)
+    """`experts` of what `route` chooses. `counts` [E] are zero between calls; calls that may run at once need their
+    own."""
+    tokens = logits.shape[0]
+    if tokens == 0:
+        return torch.empty_like(x)
+    config = config or config_for(tokens, _shape_of(x, down, top_k, gpu))
+    if config.way == "vector":
+        weights, ids = route(logits, top_k, renormalise)
+        return experts(x, weights, ids, gate_up, down, kind, config, gpu)
+    weights, groups = route_and_group(logits, top_k, renormalise, counts)
+    outputs = _grouped(x.contiguous(), groups, gate_up, down, kind, config)
+    return combine(outputs, weights, config.early, counts)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from millrace.ops.triton.early import wait_for_last
+
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
@@ -38,24 +40,10 @@ def _find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _find_rows_in_list(tiles, table, capacity, tile, BLOCK_M: tl.constexpr):
-    """(expert, slots [BLOCK_M], which of them are real) of a listed tile; a tile without work has the expert -1."""
-    expert = tl.load(tiles + tile * 4)
-    first = tl.load(tiles + tile * 4 + 1)
-    count = tl.load(tiles + tile * 4 + 2)
-    wanted = first + tl.arange(0, BLOCK_M)
-    real = wanted < count
-    rows = tl.load(table + expert.to(tl.int64) * capacity + wanted, mask=real, other=0)
-    return expert, rows, real
-
-
-@triton.jit
-def _find_rows_in_table(
-    counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The same from what `group_kernel` left."""
+def _find_rows(counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, slots [BLOCK_M], which of them are real) of a tile; past the last tile the expert is EXPERTS or more."""
     experts = tl.arange(0, EXPERT_BLOCK)
-    sizes = tl.load(counts + experts, mask=experts < EXPERTS, other=0)
+    sizes = tl.minimum(tl.load(counts + experts, mask=experts < EXPERTS, other=0), capacity)
     expert, first, count = _find_tile(sizes, tile, EXPERT_BLOCK, BLOCK_M)
     wanted = first + tl.arange(0, BLOCK_M)
     real = wanted < count
@@ -112,14 +100,14 @@ def _prefetch(rows, BYTES: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
 def grouped_kernel(
     x,
     w,
     out,
     counts,
-    tiles,
     table,
+    num_slots,
     capacity,
     EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
@@ -128,7 +116,6 @@ def grouped_kernel(
     K: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
-    LISTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -140,7 +127,6 @@ def grouped_kernel(
     """Up to BLOCK_M slots of one expert, BLOCK_N columns of out[slot] = x[slot // SLOTS_PER_ROW] · w[expert]ᵀ.
 
     GATED: w is [E, 2 N, K], gate rows before up rows, and out is act(gate) · up; otherwise w is [E, N, K].
-    LISTED: the tiles of all experts are in `tiles`; otherwise they are found from `counts`.
     AHEAD: bytes of every weight row that are asked for before anything else is.
     EARLY: the down product comes right after the gated one, which began after the grouping had ended: it finds its
     rows and asks for weights before it waits for what it multiplies them with.
@@ -149,17 +135,13 @@ def grouped_kernel(
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // N_TILES
     first_column = (tl.program_id(0) % N_TILES) * BLOCK_N
-    if EARLY and GATED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if LISTED:
-        expert, slots, real = _find_rows_in_list(tiles, table, capacity, tile, BLOCK_M)
-        if expert < 0:
-            return
-    else:
-        expert, slots, real = _find_rows_in_table(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
-        if expert >= EXPERTS:
-            return
+    if GATED:
+        wait_for_last(1 if EARLY else 0)
+    expert, slots, real = _find_rows(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    # Should a step have been broken off between counting and zeroing, the table has holes: nothing outside is touched.
+    slots = tl.minimum(tl.maximum(slots, 0), num_slots - 1)
     ks = tl.arange(0, BLOCK_K)
     a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
     # Gated, row 2 i of the tile is gate row i and row 2 i + 1 is up row i: neighbours in one thread's registers.
@@ -171,9 +153,8 @@ def grouped_kernel(
     b_rows = b_starts[:, None] + ks[None, :]
     if AHEAD > 0:
         _prefetch(b_starts, AHEAD)
-    if EARLY and not GATED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if not GATED:
+        wait_for_last(1 if EARLY else 0)
 
     acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, WIDTH, BLOCK_K, SWAP, EVICT)
     if GATED:
@@ -188,12 +169,18 @@ def grouped_kernel(
 
 @triton.jit
 def combine_kernel(
-    outputs, weights, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
-    """out[token] = Σ weight · outputs[slot] over the token's slots, added in float32 in the order of its choices."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    outputs, weights, out, counts, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[token] = Σ weight · outputs[slot] over the token's slots, added in float32 in the order of its choices.
+
+    EXPERTS: 0, or how many counts to set back to zero for the next step: those who read them have ended.
+    """
+    wait_for_last(1 if EARLY else 0)
+    if EXPERTS > 0:
+        experts = tl.arange(0, EXPERT_BLOCK)
+        first = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(counts + experts, experts * 0, mask=(experts < EXPERTS) & first)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
