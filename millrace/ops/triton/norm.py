@@ -17,7 +17,7 @@ from millrace.ops.triton import early_start
 from millrace.ops.triton.early import let_next_start, wait_for_last
 
 MANY_ROWS = 1024
-"""From here on a program takes several rows and fetches the weights once for them."""
+"""With more a program takes two and fetches the weights once for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _launch(
 def shape_for(block: int, rows: int) -> Shape:
     """About eight items of a row in a thread, so that a row takes little time."""
     warps = max(1, min(16, block // 256))
-    return Shape(1 if rows <= MANY_ROWS else max(1, min(4, 32 * warps * 64 // block)), warps)
+    return Shape(1 if rows <= MANY_ROWS else 2, warps)
 
 
 def rms_norm(

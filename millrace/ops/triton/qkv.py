@@ -24,7 +24,17 @@ class Shape:
     warps: int
 
 
-DEFAULT = Shape(8, 4)
+FEW = Shape(8, 4)
+MANY = Shape(64, 8)
+MANY_TOKENS = 1024
+
+
+def shape_for(tokens: int, heads: int, norm: bool) -> Shape:
+    """Many programs for few tokens, large ones for many. Heads that are normed are spread over threads alike for any
+    number of tokens, so that their sums are the same."""
+    if norm or tokens <= MANY_TOKENS:
+        return FEW
+    return Shape(min(MANY.heads, triton.next_power_of_2(heads)), MANY.warps)
 
 
 @triton.jit
@@ -132,9 +142,9 @@ class PrepareQkvKernel:
         tokens = qkv.shape[0]
         half = head_dim // 2 if rows is None else rows.shape[1] // 2
         rest = head_dim - 2 * half
-        shape = shape or DEFAULT
-        block_h = shape.heads
         q_norm, k_norm = self._norms
+        shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None)
+        block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
             qkv, rows, q_norm, k_norm, kv, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
