@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from millrace.bench.drive import drive, warm_up
 from millrace.bench.figures import Figure, figures_of
 from millrace.bench.local_server import LocalServer, cpu_seconds, resident_mib
+from millrace.bench.perplexity import NotOffered, measure_perplexity
 from millrace.bench.prompts import IdPrompts, PromptMaker
 from millrace.bench.target import Target
 from millrace.bench.workloads import Workload
@@ -28,6 +30,8 @@ class SuiteOptions:
     time_limit_s: float
     pid: int = 0
     """A process whose memory to report, or 0."""
+    perplexity: bool = False
+    """Whether to measure that, too, after the workloads."""
 
 
 async def run_remote(target: Target, options: SuiteOptions, report: Report, progress: Progress) -> None:
@@ -73,6 +77,21 @@ async def _run_workloads(
         outcome = await drive(target, workload, prompts, time_limit_s=options.time_limit_s, on_done=on_done)
         for figure in figures_of(outcome):
             report(figure)
+    if options.perplexity:
+        progress("perplexity", 0, 1)
+        report(await perplexity_figure(target, options.time_limit_s, progress))
+
+
+async def perplexity_figure(target: Target, time_limit_s: float, progress: Progress) -> Figure:
+    """What the served model makes of a fixed text at its settings, or why that cannot be said."""
+    try:
+        async with asyncio.timeout(time_limit_s):
+            found = await measure_perplexity(target, on_done=lambda done, total: progress("perplexity", done, total))
+    except NotOffered as error:
+        return Figure("quality", "perplexity", math.nan, "", note=f"not measured: {error}")
+    except TimeoutError:
+        return Figure("quality", "perplexity", math.nan, "", note=f"not done within {time_limit_s:g} s")
+    return Figure("quality", "perplexity", found.value, "", found.scored_tokens)
 
 
 def about_server(target: Target, prompts: PromptMaker) -> Iterable[Figure]:
