@@ -50,10 +50,10 @@ class LineUp:
 
     def is_wanted(self, kind: str) -> bool:
         """Whether a peer that is merely installed takes part."""
-        if self.only:
-            return kind in self.only
         if kind in {kind_of(spec.name) for spec in self.given}:
             return False
+        if self.only:
+            return kind in self.only
         return self.everything or not self.bars or bool(wanted_workloads(self.bars, kind))
 
     def one_at_a_time(self, kind: str) -> bool:
