@@ -164,7 +164,7 @@ def test_medians_are_held_to_the_better_of_the_peers_that_a_bar_names() -> None:
     assert verdict.ratio == pytest.approx(460 / 240)
     assert (verdict.met, verdict.goal_met) == (True, False)
     cells = verdict_cells(verdict)
-    assert cells[2:] == ["460 tok/s", "240 openvino", "1.92×", "≥ 1.8×", "≥ 3×", "✓", ""]
+    assert cells[2:] == ["460.0 tok/s", "240.0 openvino", "1.92×", "≥ 1.8×", "≥ 3×", "✓", ""]
 
 
 def test_less_is_better_of_times_and_absolute_bars_need_no_peer() -> None:
@@ -196,7 +196,7 @@ def test_tables_hold_every_engine_and_bar() -> None:
     out = io.StringIO()
     print_tables(made, [made.judge(bar) for bar in SMOL], ["a note with [brackets]"], out)
     text = out.getvalue()
-    assert "110 (100–120)" in text
+    assert "110.0 (100.0–120.0)" in text
     assert "2.20×" in text
     assert "a note with [brackets]" in text
     assert len(list(median_lines(made))) == 2

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from millrace.bench.figures import Figure
+from millrace.bench.figures import Figure, readable
 from millrace.bench.peers.bars import Board, Key, Verdict
 
 NONE = "–"
@@ -74,7 +74,7 @@ def _cell(board: Board, engine: str, key: Key) -> str:
     values = board.values(engine, key)
     if not values:
         return NONE
-    middle = readable(board.median(engine, key))
+    middle = _shown(board.median(engine, key), key[1])
     return middle if len(values) == 1 else f"{middle} ({readable(min(values))}–{readable(max(values))})"
 
 
@@ -93,21 +93,17 @@ def _verdicts(verdicts: Sequence[Verdict]) -> object:
 def verdict_cells(verdict: Verdict) -> list[str]:
     bar = verdict.bar
     sign, times = ("≥" if bar.more_is_better else "≤"), ("×" if bar.peers else f" {bar.unit}")
-    peer = f"{readable(verdict.theirs)} {verdict.against}" if verdict.against else NONE
+    peer = f"{_shown(verdict.theirs, bar.metric)} {verdict.against}" if verdict.against else NONE
     ratio = f"{verdict.ratio:.2f}×" if bar.peers and verdict.ratio is not None else NONE
     mark = {True: "✓", False: "✗", None: "?"}[verdict.met]
     goal = NONE if bar.goal is None else f"{sign} {bar.goal:g}{times}{' ✓' if verdict.goal_met else ''}"
     remark = f"without {' and '.join(verdict.absent)}" if verdict.absent else ""
-    return [
-        bar.workload, bar.metric, f"{readable(verdict.ours)} {bar.unit}", peer, ratio, f"{sign} {bar.limit:g}{times}",
-        goal, mark, remark,
-    ]  # fmt: skip
+    own, limit = f"{_shown(verdict.ours, bar.metric)} {bar.unit}", f"{sign} {bar.limit:g}{times}"
+    return [bar.workload, bar.metric, own, peer, ratio, limit, goal, mark, remark]
 
 
-def readable(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def _shown(value: float | None, metric: str) -> str:
+    return NONE if value is None else readable(value, metric)
 
 
 def _rounded(value: float | None) -> float | None:
