@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import sys
 import tempfile
@@ -67,6 +66,8 @@ def refuse_elsewhere(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import uvloop
+
     from millrace.bench.peers.line_up import millrace_by_url, millrace_started, peers
 
     loaded = load_settings(args)
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             own = millrace_started(line_up, ["--config", str(settings)])
         try:
-            asyncio.run(_compare([own, *others], options, reporter))
+            uvloop.run(_compare([own, *others], options, reporter))
         finally:
             reporter.finish()
     return 0 if reporter.is_complete else 1
