@@ -119,6 +119,13 @@ class LocalServer(ServerProcess):
         super().__init__(command, port, start_timeout_s=start_timeout_s)
 
 
+def end_on_sigterm() -> None:
+    """Called by a benchmark's main task: a request to end is an interrupt, after which no server is left behind."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
 def _kill_if_orphaned(pid: int, session: int) -> None:
     """A child that outlived its server; only if it is still of the server's session, so never another's process."""
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from millrace.bench.workloads import Workload
 
 USAGE = "millrace bench [local | peers | plan | front | policies | gpu] [options]"
+EXIT_ENDED = 143
+"""As a shell reports a command that was asked to end by SIGTERM."""
 _PERPLEXITY = "perplexity"
 _EXAMPLES = """\
 workloads:
@@ -82,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return bench_gpu.run(args)
     bench_gpu.refuse_elsewhere(args, allowed=("quick",) if args.what == "peers" else ())
     if args.what == "peers":
-        return bench_peers.run(args)
+        return _until_ended(lambda: bench_peers.run(args))
     if args.what == "plan":
         return _bench_plan(as_json=args.json)
     if args.what == "front":
@@ -102,7 +106,14 @@ def run(args: argparse.Namespace) -> int:
     settings = "\n".join(toml_lines(loaded))
     source = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
     # The clients share the cores with what they measure, and cost it half as much on this loop.
-    return uvloop.run(_measure(args, settings, source))
+    return _until_ended(lambda: uvloop.run(_measure(args, settings, source)))
+
+
+def _until_ended(measure: Callable[[], int]) -> int:
+    try:
+        return measure()
+    except asyncio.CancelledError:
+        return EXIT_ENDED
 
 
 def _bench_plan(*, as_json: bool) -> int:
@@ -193,9 +204,11 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:
+    from millrace.bench.local_server import end_on_sigterm
     from millrace.bench.suite import SuiteOptions, run_local, run_remote
     from millrace.bench.target import Target
 
+    end_on_sigterm()
     seed = int(time.time()) if args.content_seed is None else args.content_seed
     workloads, perplexity = _chosen(args.workloads)
     options = SuiteOptions(workloads, seed, args.time_limit, args.pid, perplexity)

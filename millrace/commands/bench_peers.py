@@ -90,8 +90,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _compare(contestants: list[Contestant], options: RoundOptions, reporter: Reporter) -> None:
+    from millrace.bench.local_server import end_on_sigterm
     from millrace.bench.peers.rounds import Comparison, Listener
 
+    end_on_sigterm()
     listener = Listener(reporter.figure, reporter.progress, reporter.problem)
     await Comparison(contestants, options, listener).run()
 
@@ -216,7 +218,8 @@ class Reporter:
         self.note(f"{engine}: {sentence}")
 
     def note(self, sentence: str) -> None:
-        self._notes.append(sentence)
+        """Said at once in full, such as with a server's last words; its first line again below the tables."""
+        self._notes.append(sentence.partition("\n")[0])
         self._line.clear()
         print(sentence, file=sys.stderr, flush=True)
 

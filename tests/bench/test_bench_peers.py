@@ -373,3 +373,25 @@ def test_the_command_prints_lines_and_verdicts(capsys: pytest.CaptureFixture[str
 def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_asked_to_end_leaves_no_server_behind(tmp_path: Path) -> None:
+    """The peer here never becomes ready; it is ended together with the benchmark."""
+    (tmp_path / "llama-server").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
+    (tmp_path / "llama-server").chmod(0o755)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    with running(FakeServer()) as own:
+        command = [sys.executable, "-m", "millrace", "bench", "peers", "--url", own.url, "--only", "llama.cpp"]
+        bench = subprocess.Popen(
+            [*command, "--gguf", str(tmp_path / "m.gguf"), "--bars", "none"],
+            env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_until(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text() != "", "peer started")
+            bench.terminate()
+            assert bench.wait(30) == 143
+        finally:
+            bench.kill()
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
