@@ -1,7 +1,7 @@
 """Writes a model in a form that engines read which do not read its own: `python tools/dequantise.py MODEL OUT`.
 
-MODEL is anything `millrace serve` takes. OUT is a directory, which receives config.json, one safetensors file with every
-weight in the asked number type, and the tokenizer; or, for a MODEL that is a GGUF file, OUT may be a .gguf file, which
+MODEL is anything `millrace serve` takes. OUT is a directory, which receives config.json, one safetensors file with all
+weights in the asked number type, and the tokenizer; or, for a MODEL that is a GGUF file, OUT may be a .gguf file, which
 receives the same with every matrix in float16. For comparisons with other engines on equal weights (docs/peers.md).
 """
 
