@@ -6,8 +6,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from millrace.bench.cpu_share import CpuShare
 from millrace.bench.drive import drive, warm_up
 from millrace.bench.figures import Figure, figures_of
 from millrace.bench.local_server import LocalServer, cpu_seconds, resident_mib
@@ -29,7 +30,7 @@ class SuiteOptions:
     seed: int
     time_limit_s: float
     pid: int = 0
-    """A process whose memory to report, or 0."""
+    """A process whose memory and processor time to report, or 0."""
     perplexity: bool = False
     """Whether to measure that, too, after the workloads."""
 
@@ -60,7 +61,7 @@ async def run_local(server_options: Sequence[str], options: SuiteOptions, report
             prompts = await target.probe(options.seed)
             report(Figure("server", "memory at rest", resident_mib(server.pid), "MiB"))
             report(Figure("server", "CPU at idle", await _idle_percent(server.pid), "%"))
-            await _run_workloads(target, prompts, options, report, progress)
+            await _run_workloads(target, prompts, replace(options, pid=server.pid), report, progress)
             report(Figure("server", "memory afterwards", resident_mib(server.pid), "MiB"))
 
 
@@ -74,9 +75,14 @@ async def _run_workloads(
             progress(name, done, total)
 
         progress(workload.name, 0, len(workload.shapes))
+        share = CpuShare(options.pid) if options.pid else None
         outcome = await drive(target, workload, prompts, time_limit_s=options.time_limit_s, on_done=on_done)
         for figure in figures_of(outcome):
             report(figure)
+        if share is not None:
+            tokens = sum(sample.output_tokens for sample in outcome.good)
+            for figure in share.figures(workload.name, workload.at_once, tokens):
+                report(figure)
     if options.perplexity:
         progress("perplexity", 0, 1)
         report(await perplexity_figure(target, options.time_limit_s, progress))
