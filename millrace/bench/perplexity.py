@@ -106,12 +106,17 @@ async def _tokens(target: Target, text: str) -> tuple[list[int], list[int]]:
 
 
 async def _tokenize(target: Target, text: str, *, special: bool) -> list[int]:
-    body = {"model": target.model, "prompt": text, "add_special_tokens": special}
-    status, answer = await _post(target, "/tokenize", body)
-    ids = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
-    if not isinstance(ids, list) or len(ids) < 2 or not all(isinstance(token, int) for token in ids):
-        raise NotOffered("the server has no /tokenize of this form")
-    return ids
+    """By the server's own /tokenize, in vLLM's or llama.cpp's form."""
+    forms: tuple[dict[str, Any], ...] = (
+        {"model": target.model, "prompt": text, "add_special_tokens": special},
+        {"content": text, "add_special": special},
+    )
+    for body in forms:
+        status, answer = await _post(target, "/tokenize", body)
+        ids = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
+        if isinstance(ids, list) and len(ids) > 1 and all(isinstance(token, int) for token in ids):
+            return ids
+    raise NotOffered("the server has no /tokenize")
 
 
 async def _post(target: Target, path: str, body: dict[str, Any]) -> tuple[int, Any]:
