@@ -140,17 +140,37 @@ class Contestant:
             self._paused = []
 
 
-class IdleWatch:
-    """Processor time that the others use while one engine is measured."""
+class TurnWatch:
+    """Who else uses the cores while one engine is measured: the other engines, and processes that are none of ours."""
 
-    def __init__(self, others: Sequence[Contestant]) -> None:
+    def __init__(self, measured: Contestant, others: Sequence[Contestant]) -> None:
+        self._measured = measured
+        self._own_before = measured.cpu_seconds() + time.process_time()
         self._before = [(other, other.cpu_seconds()) for other in others if other.pid and not other.is_still]
+        self._machine_before = machine_busy_seconds()
         self._started = time.monotonic()
 
     def busy(self, at_least_percent: float) -> Iterator[tuple[str, float]]:
-        """Who used how many percent of one core since the beginning."""
-        wall_s = max(time.monotonic() - self._started, 1e-3)
+        """Which engines used how many percent of one core since the beginning."""
         for other, before in self._before:
-            percent = 100 * (other.cpu_seconds() - before) / wall_s
+            percent = self._percent(other.cpu_seconds() - before)
             if percent >= at_least_percent:
                 yield other.name, percent
+
+    def strangers_percent(self) -> float | None:
+        """Of one core, by everything but the engines and this process; None where the measured one is not known."""
+        if not self._measured.pid:
+            return None
+        own = self._measured.cpu_seconds() + time.process_time() - self._own_before
+        engines = sum(other.cpu_seconds() - before for other, before in self._before)
+        return max(self._percent(machine_busy_seconds() - self._machine_before - own - engines), 0.0)
+
+    def _percent(self, seconds: float) -> float:
+        return 100 * seconds / max(time.monotonic() - self._started, 1e-3)
+
+
+def machine_busy_seconds() -> float:
+    """Processor time of the whole machine so far, with what its host took away."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _idle, _io_wait, irq, soft_irq, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")

@@ -11,6 +11,8 @@ from millrace.bench.peers.bars import Board, Key, Verdict
 
 NONE = "–"
 _PLAIN_WIDTH = 150
+_LAST = ("quality", "server", "machine")
+"""What stands below the workloads, in this order."""
 
 
 def figure_line(engine: str, number: int, figure: Figure) -> str:
@@ -62,7 +64,7 @@ def _medians(board: Board) -> object:
         table.add_column(engine, justify="right")
     table.add_column("unit")
     last = ""
-    for key in sorted(board.keys, key=lambda key: (key[0] == "server", key[0] == "quality")):
+    for key in sorted(board.keys, key=lambda key: _LAST.index(key[0]) if key[0] in _LAST else -1):
         if last and key[0] != last:
             table.add_section()
         name, last = ("" if key[0] == last else key[0]), key[0]

@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.bench.drive import drive, warm_up
+from millrace.bench.drive import Outcome, drive, warm_up
 from millrace.bench.figures import Figure, figures_of
-from millrace.bench.peers.contestant import Contestant, IdleWatch
+from millrace.bench.peers.contestant import Contestant, TurnWatch
+from millrace.bench.prompts import PromptMaker
 from millrace.bench.suite import about_server, perplexity_figure
 from millrace.bench.target import BenchError, Target
 from millrace.bench.workloads import Workload
 
 BUSY_PERCENT = 3.0
 """Of one core: an idle engine that uses this much is named, because it disturbs whoever is measured."""
+STRANGERS_PERCENT = 15.0
+"""Of one core: processes that are none of the engines and use this much are pointed out."""
 _PROBE_WITHIN_S = 120.0
 
 Costs = Mapping[str, float]
@@ -64,7 +67,7 @@ class Comparison:
             for number in range(1, self.options.rounds + 1):
                 left_s = self.options.budget_s - (time.monotonic() - started)
                 chosen = what_fits(self.options.workloads, self._costs, left_s)
-                if not chosen or not self.contestants:
+                if (number > 1 and not chosen) or not self.contestants:
                     break
                 await self._round(number, chosen)
         finally:
@@ -84,15 +87,16 @@ class Comparison:
         costs: dict[str, float] = {}
         for contestant in list(self.contestants):
             self.order.append((number, contestant.name))
-            watch = IdleWatch([other for other in self.contestants if other is not contestant])
+            others = [other for other in self.contestants if other is not contestant]
             try:
                 await contestant.begin_turn()
+                watch = TurnWatch(contestant, others)
                 await self._turn(contestant, number, chosen, costs)
                 contestant.check_alive()
+                self._warn_of_busy(watch, number, contestant.name)
                 await contestant.end_turn()
             except (BenchError, TimeoutError) as error:
                 await self._drop(contestant, error)
-            self._warn_of_busy(watch, contestant.name)
         self._costs = {**self._costs, **costs}
 
     async def _turn(
@@ -106,22 +110,22 @@ class Comparison:
                 for figure in about_server(target, prompts):
                     self.listener.problem(contestant.name, f"{figure.metric} {figure.note}")
             for workload in chosen:
-                if contestant.workloads and workload.name not in contestant.workloads:
-                    continue
-                title = f"round {number} of {self.options.rounds}: {contestant.name}, {workload.name}"
-
-                def on_done(done: int, total: int, title: str = title) -> None:
-                    self.listener.progress(title, done, total)
-
-                on_done(0, len(workload.shapes))
-                outcome = await drive(
-                    target, workload, prompts, time_limit_s=self.options.time_limit_s, on_done=on_done
-                )
-                costs[workload.name] = costs.get(workload.name, 0.0) + outcome.wall_s
-                for figure in figures_of(outcome):
-                    self._report(contestant.name, number, figure)
+                if not contestant.workloads or workload.name in contestant.workloads:
+                    outcome = await self._drive(contestant.name, number, target, workload, prompts)
+                    costs[workload.name] = costs.get(workload.name, 0.0) + outcome.wall_s
             if number == 1 and self.options.perplexity:
                 await self._perplexity(contestant.name, target)
+
+    async def _drive(self, name: str, number: int, target: Target, workload: Workload, prompts: PromptMaker) -> Outcome:
+        def on_done(done: int, total: int) -> None:
+            what = f"round {number} of {self.options.rounds}: {name}, {workload.name}"
+            self.listener.progress(what, done, total)
+
+        on_done(0, len(workload.shapes))
+        outcome = await drive(target, workload, prompts, time_limit_s=self.options.time_limit_s, on_done=on_done)
+        for figure in figures_of(outcome):
+            self._report(name, number, figure)
+        return outcome
 
     async def _perplexity(self, name: str, target: Target) -> None:
         def progress(what: str, done: int, total: int) -> None:
@@ -135,7 +139,7 @@ class Comparison:
         if figure.note:
             self.listener.problem(name, f"{figure.workload}: {figure.note}")
 
-    def _warn_of_busy(self, watch: IdleWatch, measured: str) -> None:
+    def _warn_of_busy(self, watch: TurnWatch, number: int, measured: str) -> None:
         for name, percent in watch.busy(BUSY_PERCENT):
             if (name, measured) not in self._warned:
                 self._warned.add((name, measured))
@@ -143,6 +147,13 @@ class Comparison:
                     name,
                     f"used {percent:.0f}% of a core while {measured} was measured; those figures are too low."
                     " Let the benchmark start it, or stop it during the others' turns.",
+                )
+        strangers = watch.strangers_percent()
+        if strangers is not None:
+            self.listener.figure(measured, number, Figure("machine", "used by others", strangers, "% of a core"))
+            if strangers >= STRANGERS_PERCENT:
+                self.listener.problem(
+                    measured, f"round {number} is not to be trusted: others used {strangers:.0f}% of a core meanwhile."
                 )
 
     async def _drop(self, contestant: Contestant, error: BaseException) -> None:
