@@ -82,7 +82,7 @@ def share_figures(workload: str, used: Mapping[str, Usage], output_tokens: int, 
     for name, usage in used.items():
         if usage.ran_s > 0:
             waited = 100 * usage.waited_s / (usage.ran_s + usage.waited_s)
-            note = f"{100 * usage.ran_s / wall_s:.0f}% of a core; of its time ready to run {waited:.0f}% without one"
+            note = f"{100 * usage.ran_s / wall_s:.1f}% of a core; {waited:.0f}% of its time waiting for one"
             yield Figure(workload, f"{name} CPU", 1e6 * usage.ran_s / output_tokens, "µs/token", note=note)
 
 

@@ -242,7 +242,7 @@ def test_who_uses_the_cores_is_told_apart() -> None:
     used = {"engine": Usage(2.0, 1.0), "front": Usage(0.1, 0.0), "clients": Usage()}
     engine, front = share_figures("mixed", used, 1000, 4.0)
     assert (engine.metric, engine.value, engine.unit) == ("engine CPU", 2000.0, "µs/token")
-    assert engine.note == "50% of a core; of its time ready to run 33% without one"
+    assert engine.note == "50.0% of a core; 33% of its time waiting for one"
     assert front.value == pytest.approx(100.0)
 
 

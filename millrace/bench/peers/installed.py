@@ -38,7 +38,7 @@ print(json.dumps({**found, "llama_server": server}))
 
 _NOWHERE = {
     LLAMA: "there is no llama-server on PATH, nor beside or in a --peer-python.",
-    VLLM: "no interpreter given with --peer-python has vllm installed.",
+    VLLM: "there is no vllm on PATH, and no interpreter given with --peer-python has it installed.",
     OPENVINO: "no interpreter given with --peer-python has openvino_genai installed.",
 }
 _NO_MODEL = {
@@ -92,7 +92,7 @@ def find_installed(
     answers = {python: ask(python) for python in dict.fromkeys([*pythons, sys.executable])}
     where = {
         LLAMA: shutil.which("llama-server") or next(_servers_beside(answers), ""),
-        VLLM: _who_has("vllm", answers),
+        VLLM: _who_has("vllm", answers) or shutil.which("vllm") or "",
         OPENVINO: _who_has("openvino_genai", answers),
     }
     model_of = {LLAMA: models.gguf, VLLM: models.bf16, OPENVINO: models.openvino}
@@ -125,7 +125,7 @@ def vllm_launch(python: str, model: str, cores: int, slots: int, extra: Sequence
         "VLLM_NO_USAGE_STATS=1",
         "HF_HUB_OFFLINE=1",
     )
-    script = Path(python).with_name("vllm")
+    script = Path(python).with_name("vllm")  # which `python` may be itself, found on PATH
     vllm = [str(script)] if script.is_file() else [python, "-m", "vllm.entrypoints.cli.main"]
     options = ("--dtype", "bfloat16", "--max-model-len", str(CONTEXT_PER_SLOT), "--max-num-seqs", str(slots))
     command = (*vllm, "serve", model, *options, "--host", "127.0.0.1", "--port", "{port}", *extra)
