@@ -51,16 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bf16-model", default="", metavar="DIR", help="the same model as safetensors, for vLLM")
     add("--openvino-model", default="", metavar="PATH", help="for OpenVINO (default: the GGUF file)")
     add("--only", default="", metavar="NAMES", help="only these peers, separated by commas")
-    add("--rounds", type=int, default=0, metavar="N", help="turns of each engine (default: 2)")
-    add("--minutes", type=float, default=0.0, metavar="X", help="start no work that would not fit (default: 15)")
+    add("--rounds", type=int, metavar="N", help="turns of each engine (default: 2)")
+    add("--minutes", type=float, metavar="X", help="start no work that would not fit (default: 15)")
     add("--between", default="", metavar="WHAT", help="engines started here, out of their turn: pause, keep or stop")
     add("--bars", default="", metavar="NAME", help="smollm2-135m, qwen2.5-coder-1.5b or none (default: by the model)")
-    add("--everything", action="store_true", help="all engines through all workloads, not only where a bar asks")
+    add(
+        "--everything",
+        action="store_true",
+        default=None,
+        help="all engines through all workloads, not only where a bar asks",
+    )
 
 
 def refuse_elsewhere(args: argparse.Namespace) -> None:
     for name in _OWN_OPTIONS:
-        if getattr(args, name):
+        if getattr(args, name) not in (None, "", []):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} belongs to another benchmark; write: millrace bench peers {flag} …")
 
@@ -112,8 +117,8 @@ def _bars(name: str, model: str) -> tuple[Bar, ...]:
 def _round_options(args: argparse.Namespace) -> RoundOptions:
     from millrace.bench.peers.rounds import RoundOptions
 
-    rounds = args.rounds or (1 if args.quick else 2)
-    minutes = args.minutes or 15.0
+    rounds = (1 if args.quick else 2) if args.rounds is None else args.rounds
+    minutes = 15.0 if args.minutes is None else args.minutes
     if not 1 <= rounds <= 100:
         raise UsageError(f"--rounds is {rounds}; it must be from 1 to 100.")
     for flag, value in (("--minutes", minutes), ("--time-limit", args.time_limit)):
@@ -154,7 +159,7 @@ def _line_up(args: argparse.Namespace, loaded: LoadedConfig, bars: tuple[Bar, ..
         workloads=options.workloads,
         given=[parse_peer(text) for text in args.peer],
         only=_names(args.only),
-        everything=args.everything,
+        everything=bool(args.everything),
         between=_between(args.between),
         pythons=args.peer_python,
         models=_peer_models(args, loaded),

@@ -377,6 +377,10 @@ def test_the_command_prints_lines_and_verdicts(capsys: pytest.CaptureFixture[str
     [
         (["peers", "--peer", "x"], "NAME=URL"),
         (["peers", "--rounds", "101"], "--rounds is 101"),
+        (["peers", "--rounds", "0"], "--rounds is 0"),
+        (["peers", "--minutes", "0"], "--minutes is 0"),
+        (["plan", "--everything"], "write: millrace bench peers --everything"),
+        (["--rounds", "0"], "write: millrace bench peers --rounds"),
         (["peers", "--between", "sleep"], "pause, keep or stop"),
         (["peers", "--bars", "mine"], "There are no bars 'mine'"),
         (["peers", "--workloads", "batch-1"], "no workload 'batch-1' here"),
