@@ -62,6 +62,8 @@ class ServingFigures:
     """What the engine's thread did for a step, waiting for the device left out."""
     plan_ms: float
     tokens_per_step: float
+    cached_share: float
+    """Of the prompts' tokens, what was found in the prefix cache."""
     running: float
     waiting: float
     cores: dict[str, float]
@@ -155,6 +157,7 @@ class ServeBench:
             host_ms=1e3 * spent.get("host_seconds", 0.0) / steps,
             plan_ms=1e3 * spent.get("plan_seconds", 0.0) / steps,
             tokens_per_step=tokens_per_s * wall_s / steps,
+            cached_share=spent.get("prefix_hit_tokens", 0.0) / (spent.get("prefix_query_tokens", 0.0) or float("nan")),
             running=after.gauges.get("millrace_running_requests", 0.0),
             waiting=after.gauges.get("millrace_waiting_requests", 0.0),
             cores={name: (used - before.cpu_s[name]) / wall_s for name, used in after.cpu_s.items()},

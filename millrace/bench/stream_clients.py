@@ -18,6 +18,8 @@ RAN_TO_ITS_LENGTH = b'"length"'
 """Stands in the last event of an answer that has all the tokens it was asked for."""
 WORDS = "the river turns the wheel and the wheel turns the stone that grinds the corn of the whole valley ".split()
 PROMPT_WORDS = 100
+TURN = "######"
+"""Where the number of the request goes, in as many digits."""
 CONNECTING_AT_ONCE = 64
 CONNECT_TRIES = 5
 MOST_ERROR_CHARS = 300
@@ -79,20 +81,22 @@ def merge(tallies: Iterable[Tally]) -> Tally:
     return total
 
 
-def chat_request(model: str, num_tokens: int, number: int) -> bytes:
-    """About a hundred words, different for each stream, so that no cache answers for the tokenizer."""
+def chat_request(model: str, num_tokens: int, number: int) -> tuple[bytes, bytes]:
+    """About a hundred words, different for each stream. Between the two parts go six digits at the beginning of the
+    text, different for each request, so that no cache answers for the tokenizer or for the model."""
     text = " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(PROMPT_WORDS))
     body = json.dumps(
         {
             "model": model,
-            "messages": [{"role": "user", "content": f"{number}: {text}"}],
+            "messages": [{"role": "user", "content": f"{TURN} {number}: {text}"}],
             "max_tokens": num_tokens,
             "stream": True,
             "ignore_eos": True,
         }
     ).encode()
     fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    return f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body
+    before, after = body.split(TURN.encode())
+    return f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + before, after
 
 
 class Stream(asyncio.Protocol):
@@ -101,7 +105,7 @@ class Stream(asyncio.Protocol):
     __slots__ = ("_arrived_at", "_frames", "_from", "_last", "_request", "_sent_at", "_tally", "_to", "_transport",
                  "_turn", "is_over")  # fmt: skip
 
-    def __init__(self, tally: Tally, request: bytes) -> None:
+    def __init__(self, tally: Tally, request: tuple[bytes, bytes]) -> None:
         self._tally, self._request = tally, request
         self._transport: asyncio.Transport | None = None
         self._sent_at = self._arrived_at = 0.0
@@ -125,7 +129,7 @@ class Stream(asyncio.Protocol):
         self._sent_at, self._arrived_at = time.monotonic(), 0.0
         self._frames = 0
         self._last = b""
-        self._transport.write(self._request)
+        self._transport.write((b"%06d" % (self._turn % 1_000_000)).join(self._request))
 
     def data_received(self, data: bytes) -> None:
         now, tally = time.monotonic(), self._tally
@@ -181,7 +185,7 @@ class Stream(asyncio.Protocol):
             self._transport.abort()
 
 
-async def _open(port: int, tally: Tally, request: bytes) -> Stream:
+async def _open(port: int, tally: Tally, request: tuple[bytes, bytes]) -> Stream:
     loop = asyncio.get_running_loop()
     for attempt in range(CONNECT_TRIES):
         try:

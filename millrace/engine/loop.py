@@ -310,6 +310,7 @@ class Engine:
             graphs_left=self._runner.num_cold,
             waiting_by_class=tuple(scheduler.waiting.num_by_class),
             waiting_tokens=tuple(scheduler.waiting.tokens_by_class),
+            aged_by_class=scheduler.waiting.num_aged(self._stats_at),
             rows_free=rows_free,
             seats_per_s=pace.seats_per_s(scheduler.num_running + (0 if len(scheduler.waiting) else rows_free)),
             arrivals_per_s=pace.arrivals_per_s(),

@@ -10,9 +10,15 @@ FULL_STEP_TOKENS = 256
 """Steps of fewer tokens say little about how fast many would be computed."""
 
 
+RUSH_S = 2.0
+"""How long a rush must have lasted to be believed."""
+Mark = tuple[float, int, tuple[int, ...]]
+"""When, and until then how many were seated, and how many of each class had come."""
+
+
 class Pace:
     def __init__(self) -> None:
-        self._marks: deque[tuple[float, int, tuple[int, ...]]] = deque()
+        self._marks: deque[Mark] = deque()
         self._num_arrived = [0, 0, 0]
         self._num_seated = 0
         self._mean_stay_s = 0.0
@@ -51,8 +57,17 @@ class Pace:
         return max(follows, (seated - before) / (now - began))
 
     def arrivals_per_s(self) -> tuple[float, ...]:
-        """By class, over the window."""
-        if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
+        """By class: over the window, or over its last moments where those saw more. A rush is believed as soon as it
+        begins, because whoever is promised something in it meets all the rest of it."""
+        if len(self._marks) < 2:
             return (0.0, 0.0, 0.0)
-        elapsed_s = self._marks[-1][0] - self._marks[0][0]
-        return tuple((now - then) / elapsed_s for now, then in zip(self._marks[-1][2], self._marks[0][2], strict=True))
+        newest = self._marks[-1]
+        recent = next((mark for mark in reversed(self._marks) if newest[0] - mark[0] >= RUSH_S), self._marks[0])
+        return tuple(map(max, _rates(self._marks[0], newest), _rates(recent, newest)))
+
+
+def _rates(before: Mark, after: Mark) -> tuple[float, ...]:
+    elapsed_s = after[0] - before[0]
+    if elapsed_s <= 0:
+        return (0.0, 0.0, 0.0)
+    return tuple((now - then) / elapsed_s for now, then in zip(after[2], before[2], strict=True))

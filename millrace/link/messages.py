@@ -135,6 +135,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     waiting_by_class: tuple[int, ...] = (0, 0, 0)
     waiting_tokens: tuple[int, ...] = (0, 0, 0)
     """Tokens that those have yet to compute."""
+    aged_by_class: tuple[int, ...] = (0, 0, 0)
+    """Those that have waited so long that they count, or soon will, as more urgent than their class."""
     rows_free: int = 0
     seats_per_s: float = 0.0
     """How fast waiting requests are being seated, or would be if there were any."""

@@ -17,7 +17,7 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
 from millrace.ops.embedding import Embedding
-from millrace.ops.experts import Experts
+from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
 from millrace.ops.linear import Linear
@@ -76,7 +76,10 @@ class MoeMlp:
     takes_fp8: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, expert_ids = self.route(self.router(x), self.top_k, self.renormalise)
+        logits = self.router(x)
+        if isinstance(self.experts, RoutingExperts):
+            return self.experts.routed(x, logits, self.top_k, self.renormalise)
+        weights, expert_ids = self.route(logits, self.top_k, self.renormalise)
         return self.experts(x, weights, expert_ids)
 
 

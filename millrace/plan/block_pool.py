@@ -146,6 +146,7 @@ class BlockPool:
 
     def check(self) -> None:
         """The pool equation and the disjointness of its states; raises on any breach. For tests."""
+        self.check_sums()
         free, cached, fenced = set(self._free), set(self._cached), set(self._fence_of)
         used = {block for block in range(1, self.total + 1) if self._refs[block] > 0}
         parts = [free, cached, fenced, used]

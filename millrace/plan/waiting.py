@@ -7,8 +7,10 @@ A request counts as one class more urgent for each `aging_s` that it has waited,
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator
 
 from millrace.plan.fair_shares import FairShares
@@ -19,9 +21,13 @@ Place = tuple[float, int]
 """The policy's place and, among equals, the ticket."""
 QueueName = tuple[int, str]
 """Class and tenant."""
+Comer = tuple[float, int]
+"""Arrival and id."""
 
 
-SPARE_DEADLINES = 1024
+SPARE_ENTRIES = 1024
+SOON_S = 10.0
+"""Who comes now will meet those who grow more urgent within about so long."""
 
 
 class Waiting:
@@ -32,6 +38,8 @@ class Waiting:
         self._queues: dict[QueueName, list[tuple[Place, Request]]] = {}
         self._by_id: dict[int, tuple[Place, Request]] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._comers: list[deque[Comer]] = [deque() for _ in range(NUM_CLASSES)]
+        """By class, in the order in which they were added; those that have left are dropped now and then."""
         self.num_by_class = [0] * NUM_CLASSES
         self.tokens_by_class = [0] * NUM_CLASSES
         """Tokens that the waiting requests have yet to compute, before anything is found in the cache."""
@@ -46,10 +54,11 @@ class Waiting:
         place = (self._policy.place(request), request.ticket)
         insort(self._queues.setdefault(_queue_of(request), []), (place, request), key=lambda entry: entry[0])
         self._by_id[request.id] = (place, request)
+        self._note_comer(request)
         self._count(request, 1)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
-            if len(self._deadlines) > 2 * len(self._by_id) + SPARE_DEADLINES:
+            if len(self._deadlines) > 2 * len(self._by_id) + SPARE_ENTRIES:
                 self._forget_deadlines()
 
     def _forget_deadlines(self) -> None:
@@ -97,6 +106,25 @@ class Waiting:
         if request.priority == 0 or self._aging_s <= 0:
             return request.priority
         return max(0, request.priority - int(max(0.0, now - request.arrival) / self._aging_s))
+
+    def _note_comer(self, request: Request) -> None:
+        comers = self._comers[request.priority]
+        comers.append((request.arrival, request.id))
+        if len(comers) > 2 * self.num_by_class[request.priority] + SPARE_ENTRIES:
+            self._comers[request.priority] = deque(comer for comer in comers if comer[1] in self._by_id)
+
+    def num_aged(self, now: float) -> tuple[int, ...]:
+        """By class: those that count as more urgent than it, or soon will."""
+        if self._aging_s <= 0:
+            return (0,) * NUM_CLASSES
+        latest = now + SOON_S - self._aging_s
+        return tuple(self._num_before(comers, latest) for comers in self._comers)
+
+    def _num_before(self, comers: deque[Comer], latest: float) -> int:
+        while comers and comers[0][1] not in self._by_id:
+            comers.popleft()
+        oldest = itertools.takewhile(lambda comer: comer[0] <= latest, comers)
+        return sum(request_id in self._by_id for _, request_id in oldest)
 
     def _count(self, request: Request, sign: int) -> None:
         self.num_by_class[request.priority] += sign

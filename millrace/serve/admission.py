@@ -70,7 +70,9 @@ class Admission:
 
 def forecast(stats: EngineStats, unreported: int, priority: int) -> Outlook:
     """Those ahead are seated at the rate at which rows and memory become free, and their tokens computed first."""
-    ahead = sum(stats.waiting_by_class[: priority + 1]) + unreported
+    # Of the next class those go first that have waited for long.
+    aged = sum(stats.aged_by_class[priority + 1 : priority + 2])
+    ahead = sum(stats.waiting_by_class[: priority + 1]) + aged + unreported
     # Whoever is more urgent and comes later goes first, too; a part of the seats is always left.
     more_urgent = sum(stats.arrivals_per_s[:priority])
     rate = max(stats.seats_per_s - more_urgent, LEAST_SHARE * stats.seats_per_s, LEAST_RATE)

@@ -20,8 +20,8 @@ def test_mutated_requests_and_leaving_clients_break_and_keep_nothing() -> None:
         assert max(fuzzed.statuses) < 500
         left = asyncio.run(churn(url, served.process.pid, 100, 3.0))
         assert left.left > 50
-        assert left.after is not None
-        assert left.before is not None
-        assert (left.after.used_blocks, left.after.requests) == (0, 0)
-        assert left.after.open_files <= left.before.open_files + 4
+        rests = left.rests
+        assert rests is not None
+        assert (rests.after.used_blocks, rests.after.requests) == (0, 0)
+        assert rests.after.open_files <= rests.before.open_files + 4
         assert "Traceback" not in served.log

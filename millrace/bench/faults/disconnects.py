@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from dataclasses import dataclass
 
-from millrace.bench.faults.rest import AtRest, at_rest
+from millrace.bench.faults.rest import Rests, rests_around
 from millrace.bench.faults.wire import Address, completion
 
 MEAN_STAY_S = 0.7
@@ -19,17 +20,17 @@ class Churn:
     ended: int = 0
     refused: int = 0
     """Connections that the system or the server would not take."""
-    before: AtRest | None = None
-    after: AtRest | None = None
+    rests: Rests | None = None
 
 
 async def churn(url: str, pid: int, num_clients: int, seconds: float, seed: int = 0) -> Churn:
     address, result = Address.of(url), Churn()
-    # What is made once and kept (pages of the KV pool, buffers, threads) is no leak, so it is made before.
-    await _crowd(address, num_clients, min(15.0, seconds / 2), seed + 1, Churn())
-    result.before = await asyncio.to_thread(at_rest, url, pid)
-    await _crowd(address, num_clients, seconds, seed, result)
-    result.after = await asyncio.to_thread(at_rest, url, pid, result.before)
+    seeds = itertools.count(seed * 1000)
+
+    async def work(part_s: float, counts: bool) -> None:
+        await _crowd(address, num_clients, part_s, next(seeds), result if counts else Churn())
+
+    result.rests = await rests_around(url, pid, seconds, work)
     return result
 
 

@@ -4,6 +4,7 @@ something for ever."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.bench.faults.rest import AtRest, at_rest
+from millrace.bench.faults.rest import Rests, rests_around
 from millrace.bench.faults.wire import Address, exchange, post_bytes
 
 ANSWER_LIMIT_S = 60.0
@@ -50,8 +51,7 @@ class Fuzzed:
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     """Requests that were answered with a 5xx, wrongly or not at all; the first few, shortened."""
-    before: AtRest | None = None
-    after: AtRest | None = None
+    rests: Rests | None = None
 
 
 def seeds(model: str) -> list[tuple[str, dict[str, Any]]]:
@@ -78,11 +78,14 @@ async def fuzz(url: str, pid: int, seconds: float, seed: int = 0) -> Fuzzed:
         status, answer = await exchange(address, post_bytes(path, json.dumps(body).encode()), ANSWER_LIMIT_S)
         if status != 200:
             result.faults.append(f"the unchanged request to {path} got {status}: {answer[:200]!r}")
-    result.before = await asyncio.to_thread(at_rest, url, pid)
-    end = time.monotonic() + seconds
-    workers = (_worker(address, random.Random(seed * 1_000_003 + n), end, result) for n in range(NUM_WORKERS))
-    await asyncio.gather(*workers)
-    result.after = await asyncio.to_thread(at_rest, url, pid, result.before)
+    seeds_left = itertools.count(seed * 1_000_003)
+
+    async def work(part_s: float, counts: bool) -> None:
+        end, counted = time.monotonic() + part_s, result if counts else Fuzzed(faults=result.faults)
+        workers = (_worker(address, random.Random(next(seeds_left)), end, counted) for _ in range(NUM_WORKERS))
+        await asyncio.gather(*workers)
+
+    result.rests = await rests_around(url, pid, seconds, work)
     return result
 
 

@@ -1,9 +1,16 @@
-"""What a server holds at rest: blocks, requests, memory, open files. Compared before and after, it shows leaks."""
+"""What a server holds at rest: blocks, requests, memory, open files. Compared before and after, it shows leaks.
+
+Memory needs care. What is made once and kept (pages of the KV pool, remembered requests, what allocators keep for
+later between pieces that are in use) grows at first and then no more; a leak grows with every request. So there is a
+time to warm up, and then two halves: what the second half adds is what counts.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from millrace.bench.faults.wire import metrics
@@ -12,6 +19,9 @@ from millrace.bench.local_server import descendants, resident_mib
 SETTLE_S = 60.0
 QUIET_S = 7.0
 """Longer than the engine waits before it gives memory back (`engine/idle_memory.py`)."""
+LONG_RUN_S = 20.0
+"""Shorter ones say nothing about memory."""
+WARM_UP_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +32,32 @@ class AtRest:
     open_files: int
 
 
-def at_rest(url: str, pid: int, like: AtRest | None = None) -> AtRest:
+@dataclass(frozen=True, slots=True)
+class Rests:
+    """Readings after the warm-up, after half of the work, and after all of it."""
+
+    before: AtRest
+    half: AtRest
+    after: AtRest
+
+
+async def rests_around(url: str, pid: int, seconds: float, work: Callable[[float, bool], Awaitable[None]]) -> Rests:
+    """`work` goes on for so many seconds, and is told whether that counts."""
+    quiet_s = QUIET_S if seconds >= LONG_RUN_S else 0.0
+    await work(max(seconds * WARM_UP_SHARE, min(15.0, seconds / 2)), False)
+    before = await asyncio.to_thread(at_rest, url, pid, quiet_s)
+    await work(seconds / 2, True)
+    half = await asyncio.to_thread(at_rest, url, pid, quiet_s, before)
+    await work(seconds / 2, True)
+    return Rests(before, half, await asyncio.to_thread(at_rest, url, pid, quiet_s, before))
+
+
+def at_rest(url: str, pid: int, quiet_s: float = 0.0, like: AtRest | None = None) -> AtRest:
     """Waits, for a bounded time, until nothing runs and no more files are open than in `like`; whatever is still held
     then is what leaked."""
     end = time.monotonic() + SETTLE_S
     while True:
-        page = metrics(url)
+        page = _metrics_soon(url, end)
         requests = (
             page["millrace_running_requests"] + page["millrace_waiting_requests"] + page["millrace_open_requests"]
         )
@@ -37,9 +67,19 @@ def at_rest(url: str, pid: int, like: AtRest | None = None) -> AtRest:
         time.sleep(0.5)
     if not pid:
         return AtRest(used, requests, 0.0, 0)
-    time.sleep(QUIET_S)
+    time.sleep(quiet_s)
     open_files = _settled_files(pid, like.open_files if like is not None else 0)
     return AtRest(used, requests, resident_mib(pid), open_files)
+
+
+def _metrics_soon(url: str, end: float) -> dict[str, float]:
+    """A front that has yet to work off what a crowd left behind may take longer than a scrape waits."""
+    while True:
+        try:
+            return metrics(url)
+        except OSError:
+            if time.monotonic() > end:
+                raise
 
 
 def _settled_files(pid: int, expected: int) -> int:

@@ -6,6 +6,8 @@ cache. So the projection's buffer ends up holding what a row without earlier tok
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,28 @@ from torch import Tensor
 from millrace.ops.kv_cache import holds_fp8
 from millrace.ops.quantised import FP8, FP8_MAX
 from millrace.ops.triton import early_start
+from millrace.ops.triton.early import let_next_start, wait_for_last
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a program takes of one token."""
+
+    heads: int
+    warps: int
+
+
+FEW = Shape(8, 4)
+MANY = Shape(64, 8)
+MANY_TOKENS = 1024
+
+
+def shape_for(tokens: int, heads: int, norm: bool) -> Shape:
+    """Many programs for few tokens, large ones for many. Heads that are normed are spread over threads alike for any
+    number of tokens, so that their sums are the same."""
+    if norm or tokens <= MANY_TOKENS:
+        return FEW
+    return Shape(min(MANY.heads, triton.next_power_of_2(heads)), MANY.warps)
 
 
 @triton.jit
@@ -47,6 +71,7 @@ def _qkv_kernel(
     ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_query = heads < HEADS
@@ -59,9 +84,7 @@ def _qkv_kernel(
     if ROTATE:
         cos = tl.load(angles_ptr + token * 2 * HALF + i, mask=i < HALF, other=1.0)[None, :]
         sin = tl.load(angles_ptr + token * 2 * HALF + HALF + i, mask=i < HALF, other=0.0)[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(EARLY)
     pair = exists[:, None] & (i < HALF)[None, :]
     base = qkv_ptr + token * qkv_stride + heads[:, None] * D
     left_raw = tl.load(base + i[None, :], mask=pair, other=0.0)
@@ -134,21 +157,30 @@ class PrepareQkvKernel:
             raise ValueError("queries and keys are normed both or neither")
         self._norms = (q_norm, k_norm)
 
-    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+    def __call__(
+        self,
+        qkv: Tensor,
+        rows: Tensor | None,
+        kv: Tensor,
+        block_ids: Tensor,
+        offsets: Tensor,
+        shape: Shape | None = None,
+    ) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
         tokens = qkv.shape[0]
         half = head_dim // 2 if rows is None else rows.shape[1] // 2
         rest = head_dim - 2 * half
-        block_h = 8
         q_norm, k_norm = self._norms
         fp8 = holds_fp8(kv)
         cache, scales = (kv.view(FP8), kv.view(torch.float32)) if fp8 else (kv, None)
+        shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None)
+        block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
             qkv, rows, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], HEAD_ITEMS=kv.shape[3] * kv.shape[4],
             FP8=fp8, MOST=FP8_MAX, BLOCK_H=block_h,
-            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=4, **early_start(qkv.device),
+            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **early_start(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]
