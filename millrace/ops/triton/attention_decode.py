@@ -99,8 +99,8 @@ def _decode_kernel(
     STAGES: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr, MOST_SPLITS: tl.constexpr,
     SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Splits of a row and head are joined by the last of them to arrive. PARTS: 1 where there are no splits, 0 where
-    there are more than can be joined at once."""
+    """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
+    where there are more."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -181,37 +181,32 @@ def _decode_kernel(
             z = z * mine + theirs_share
             m = top_now
     out_row = out_ptr + start.to(tl.int64) * (KV_HEADS * GROUP * D)
-    if PARTS == 1:
+    if active == 1:
         tl.store(
-            out_row + heads[:, None] * D + d[None, :], (acc / z[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask
+            out_row + heads[:, None] * D + d[None, :],
+            (acc / z[:, None]).to(out_ptr.dtype.element_ty),
+            mask=out_mask,
         )
+        return
+    cell = (row * KV_HEADS + head) * splits
+    part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
+    tl.store(partial_ptr + part_at, acc / z[:, None], mask=out_mask)
+    tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < GROUP)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + row * KV_HEADS + head, 1, sem="acq_rel")
+    if arrived != active - 1:
+        return
+    tl.store(arrivals_ptr + row * KV_HEADS + head, 0)
+    if PARTS > 0:
+        joined = _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, PARTS)
     else:
-        if active == 1:
-            tl.store(
-                out_row + heads[:, None] * D + d[None, :],
-                (acc / z[:, None]).to(out_ptr.dtype.element_ty),
-                mask=out_mask,
-            )
-            return
-        cell = (row * KV_HEADS + head) * splits
-        part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
-        tl.store(partial_ptr + part_at, acc / z[:, None], mask=out_mask)
-        tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < GROUP)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + row * KV_HEADS + head, 1, sem="acq_rel")
-        if arrived != active - 1:
-            return
-        tl.store(arrivals_ptr + row * KV_HEADS + head, 0)
-        if PARTS > 0:
-            joined = _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, PARTS)
-        else:
-            joined = _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, MOST_SPLITS)
-        j = tl.arange(0, GJ)
-        tl.store(
-            out_row + (head * GROUP + j)[:, None] * D + d[None, :],
-            joined.to(out_ptr.dtype.element_ty),
-            mask=(j < GROUP)[:, None] & (d < D)[None, :],
-        )
+        joined = _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, MOST_SPLITS)
+    j = tl.arange(0, GJ)
+    tl.store(
+        out_row + (head * GROUP + j)[:, None] * D + d[None, :],
+        joined.to(out_ptr.dtype.element_ty),
+        mask=(j < GROUP)[:, None] & (d < D)[None, :],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +250,6 @@ class SharedPrefix:
 
 def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
     """What the kernel's PARTS stands for. Few sizes, so that few kernels need to be compiled."""
-    if tuning.splits == 1:
-        return 1
     parts = max(4, int(triton.next_power_of_2(tuning.splits)))
     items = parts * triton.next_power_of_2(shape.group) * triton.next_power_of_2(shape.head_dim)
     return parts if items <= JOINED_ITEMS * tuning.warps else 0

@@ -81,7 +81,7 @@ def _load_scales(ptr, blocks, keys, inside, head_offset, block_stride, D: tl.con
     if FP8:
         if WIDE:
             blocks = blocks.to(tl.int64)
-        at = (blocks * block_stride + head_offset + BS * D) // 4 + keys % BS
+        at = ((blocks * block_stride + head_offset + BS * D) >> 2) + keys % BS
         return tl.load(ptr + at, mask=inside, other=0.0)
     else:
         return tl.full(keys.shape, 1.0, tl.float32)
