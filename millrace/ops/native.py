@@ -56,6 +56,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
     ),
+    "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
+    "stack_free": (None, (c_void_p,)),
+    "stack_run": (c_int, (c_void_p, c_void_p)),
 }
 
 

@@ -1,0 +1,170 @@
+"""On a CPU, all layers of a step in one call of the C++ kernels (ops/cpp/step.cpp), with the interpreter lock let go.
+
+It calls the same kernels in the same order as `Decoder.walk`, so results agree to the bit. A model with a part that has
+no C++ version (experts, a linear of another kind, no compiler) has no native stack and is walked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from millrace.models.batch import ForwardBatch
+from millrace.models.spec import ModelSpec
+from millrace.ops.activation import NATIVE_NUMBERS
+from millrace.ops.gated_linear import ComposedGatedLinear
+from millrace.ops.kv_cache import cache_places
+from millrace.ops.linear import Linear, NativeLinear
+from millrace.ops.native import DTYPES, native
+from millrace.ops.qkv import NativePrepareQkv
+from millrace.ops.version import Choice
+
+if TYPE_CHECKING:
+    from millrace.models.decoder import DecoderLayer, DecoderWeights
+
+NEEDED = (
+    *("rms_norm", "add_rms_norm", "gated", "attention", "qkv"),
+    *("qkv_linear", "out_linear", "gate_up_linear", "down_linear"),
+)
+"""The ops of a layer. All must be the native ones."""
+KINDS = ("qkv", "prepare_qkv", "attention", "out", "gate_up", "gated", "down", "norm")
+"""Kinds of work that are timed apart; the order of `Kind` in step.cpp."""
+
+
+class _Linear(Structure):
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
+        ("rope", c_int64),
+        ("window", c_int64),
+    )
+
+
+class _Shape(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("dtype", "layers", "hidden", "inner")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "activation")),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
+    )
+
+
+class _Inputs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("block_ids", "offsets", "query_starts", "seq_lens", "tables")),
+        ("angles", POINTER(c_void_p)),
+        ("rotary_dims", POINTER(c_int64)),
+        ("kv", POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("residual", "out", "nanoseconds")),
+        *((name, c_int64) for name in ("tokens", "rows", "table_width", "num_blocks", "block_size")),
+    )
+
+
+def uncovered(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
+    """Why a model has no native stack, as a clause; empty when it has one."""
+    if spec.moe is not None:
+        return "mixtures of experts are walked"
+    other = [f"{key} is {choices[key].version.name}" for key in NEEDED if choices[key].version.name != "native"]
+    return ", ".join(other)
+
+
+class NativeStack:
+    """The layers and the final norm of a decoder. One step at a time."""
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype) -> None:
+        self._weights = weights  # their addresses are used for as long as this lives
+        library = native()
+        shape = _Shape(
+            DTYPES[dtype],
+            spec.num_layers,
+            spec.hidden_size,
+            spec.inner_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            NATIVE_NUMBERS[spec.activation],
+            spec.norm_eps,
+            spec.attention_scale,
+            spec.attention_softcap or 0.0,
+        )
+        layers = (_Layer * spec.num_layers)(*(_layer(spec, layer) for layer in weights.layers))
+        self._stack = library.quick.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
+        self._run = library.slow.stack_run
+        self._rotary_dims = (c_int64 * len(spec.ropes))(*(rope.rotary_dim for rope in spec.ropes))
+        weakref.finalize(self, library.quick.stack_free, self._stack)
+
+    def __call__(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        angles: Sequence[Tensor],
+        kv: Sequence[Tensor],
+        nanoseconds: Tensor | None = None,
+    ) -> Tensor:
+        """[T, hidden] after the final norm, of embedded tokens, which are overwritten. `nanoseconds`, int64 with one
+        place for each of KINDS, has the time spent added to it."""
+        block_size = kv[0].shape[3]
+        block_ids, offsets = cache_places(batch.slots, block_size)
+        rows = [part.contiguous() for part in (batch.query_starts, batch.seq_lens, batch.block_tables)]
+        residual = residual.contiguous()
+        out = torch.empty_like(residual)
+        inputs = _Inputs(
+            block_ids.data_ptr(),
+            offsets.data_ptr(),
+            *(part.data_ptr() for part in rows),
+            (c_void_p * len(angles))(*(part.data_ptr() for part in angles)),
+            self._rotary_dims,
+            (c_void_p * len(kv))(*(layer.data_ptr() for layer in kv)),
+            residual.data_ptr(),
+            out.data_ptr(),
+            None if nanoseconds is None else nanoseconds.data_ptr(),
+            residual.shape[0],
+            rows[1].shape[0],
+            rows[2].shape[1],
+            kv[0].shape[1],
+            block_size,
+        )
+        if self._run(self._stack, ctypes.byref(inputs)):
+            raise MemoryError(f"no memory for the buffers of a step of {residual.shape[0]} tokens")
+        return out
+
+
+def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:
+    from millrace.models.decoder import DenseMlp
+
+    assert isinstance(layer.prepare_qkv, NativePrepareQkv)
+    assert isinstance(layer.mlp, DenseMlp) and isinstance(layer.mlp.gate_up, ComposedGatedLinear)
+    q_norm, k_norm = layer.prepare_qkv.norms_at
+    return _Layer(
+        _linear(layer.qkv),
+        _linear(layer.out),
+        _linear(layer.mlp.gate_up.linear),
+        _linear(layer.mlp.down),
+        layer.input_norm.data_ptr(),
+        layer.mlp_norm.data_ptr(),
+        q_norm,
+        k_norm,
+        _address(layer.attention_out_norm),
+        _address(layer.mlp_out_norm),
+        -1 if layer.rope is None else layer.rope,
+        spec.windows[layer.window] or 0,
+    )
+
+
+def _linear(linear: Linear) -> _Linear:
+    assert isinstance(linear, NativeLinear)
+    return _Linear(linear._weight_at, linear._bias_at, linear.out_features, linear.in_features)
+
+
+def _address(weight: Tensor | None) -> int | None:
+    return None if weight is None else weight.data_ptr()
