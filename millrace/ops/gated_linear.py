@@ -43,12 +43,12 @@ class ComposedGatedLinear:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
     ) -> None:
-        self._linear, self._gated = linear(weight, bias), gated
-        self.num_bytes = self._linear.num_bytes
-        self.takes_fp8 = self._linear.takes_fp8
+        self.linear, self._gated = linear(weight, bias), gated
+        self.num_bytes = self.linear.num_bytes
+        self.takes_fp8 = self.linear.takes_fp8
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
-        return self._gated(self._linear(x), quantise=quantise)
+        return self._gated(self.linear(x), quantise=quantise)
 
 
 class TunedGatedLinear:
