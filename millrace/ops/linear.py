@@ -6,13 +6,14 @@ no reference to it.
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.native import DTYPES, LinearDesc, LinearPart, native, native_missing
 from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Shape, Version
 
@@ -65,16 +66,25 @@ class NativeLinear:
         self.dtype = weight.dtype
         library = native()
         self._linear, self._take_rows = library.slow.linear, library.quick.take_rows
-        self._number = DTYPES[weight.dtype]
+        number = DTYPES[weight.dtype]
         outputs = -(-self.out_features // PANELS) * PANELS
-        inputs = library.quick.padded_inputs(self._number, self.in_features)
+        inputs = library.quick.padded_inputs(number, self.in_features)
         self._packed = torch.empty(outputs * inputs, dtype=weight.dtype)
         self._bias = None if bias is None else bias.float()
         library.slow.pack(
-            self._number, weight.contiguous().data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features
+            number, weight.contiguous().data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features
         )
-        self._weight_at = self._packed.data_ptr()
-        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+        self._parts = (LinearPart * 1)(LinearPart(self._packed.data_ptr(), self.out_features, number))
+        self.native = LinearDesc(
+            parts=self._parts,
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            num_parts=1,
+            n=self.out_features,
+            k=self.in_features,
+            dtype=number,
+        )
+        """What the kernels read; valid as long as this object lives."""
+        self._native_at = ctypes.addressof(self.native)
         self.num_bytes = self._packed.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -82,32 +92,14 @@ class NativeLinear:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=self.dtype)
-        self._linear(
-            self._number,
-            self._weight_at,
-            self._bias_at,
-            self.out_features,
-            self.in_features,
-            x.data_ptr(),
-            x.stride(0),
-            out.data_ptr(),
-            rows,
-        )
+        self._linear(self._native_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows)
         return out
 
     def take_rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, by index."""
         ids = ids.contiguous()
         out = torch.empty((ids.shape[0], self.in_features), dtype=self.dtype)
-        wrong = self._take_rows(
-            self._number,
-            self._weight_at,
-            out.data_ptr(),
-            ids.data_ptr(),
-            ids.shape[0],
-            self.out_features,
-            self.in_features,
-        )
+        wrong = self._take_rows(self._native_at, out.data_ptr(), ids.data_ptr(), ids.shape[0])
         if wrong >= 0:
             raise IndexError(f"token id {int(ids[wrong])} is outside the vocabulary of {self.out_features}")
         return out

@@ -4,6 +4,8 @@
 // A weight [N, K] is packed into an even number of panels of 16 outputs, zero-padded:
 //   float32   panel[k][16]                   one vector per input
 //   bfloat16  panel[k / 2][16][2]            one vector per pair of inputs; 16 pairs are one AMX tile of 1 KiB
+#include "linear.h"
+
 #include "amx.h"
 #include "pool.h"
 #include "vec.h"
@@ -19,10 +21,11 @@ constexpr int64_t GROUP_BYTES = 512 << 10;
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+// One part of a layer: its own outputs lie side by side in rows of `out_stride` items.
 struct Layer {
     const void* packed;
     const float* bias;  // [N] or null
-    int64_t n, k, padded_k;
+    int64_t n, k, padded_k, out_stride;
 
     int64_t panels() const { return round_up(n, 2 * PANEL) / PANEL; }
     template <typename T>
@@ -37,7 +40,7 @@ void finish(const Layer& layer, T* out, int64_t row, int64_t panel, vf sum) {
     int lanes = layer.n - column < PANEL ? layer.n - column : PANEL;
     if (lanes <= 0) return;
     if (layer.bias) sum += load_upto(layer.bias + column, lanes);
-    store_upto(out + row * layer.n + column, sum, lanes);
+    store_upto(out + row * layer.out_stride + column, sum, lanes);
 }
 
 // --- float32, and bfloat16 without a matrix unit ---
@@ -292,38 +295,56 @@ void take_row(const uint32_t* packed, char* out, int64_t row, int64_t row_bytes,
         memcpy(out + unit * 4, source + unit * PANEL, row_bytes - unit * 4 < 4 ? row_bytes - unit * 4 : 4);
 }
 
+// Inputs per packed row: whole AMX tiles for bfloat16.
+int64_t padded_inputs(int format, int64_t k) { return format == FORMAT_F32 ? k : round_up(k, TILE_K); }
+
+int64_t item_bytes(int dtype) { return dtype == F32 ? 4 : 2; }
+
 }  // namespace
+
+void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows) {
+    int64_t first = 0;
+    for (int64_t i = 0; i < desc.num_parts; i++) {
+        const LinearPart& part = desc.parts[i];
+        const float* bias = desc.bias ? desc.bias + first : nullptr;
+        Layer layer{part.packed, bias, part.n, desc.k, padded_inputs(part.format, desc.k), desc.n};
+        if (desc.dtype == F32)
+            linear(layer, (const float*)x, stride, (float*)out + first, rows);
+        else
+            linear(layer, (const bf16*)x, stride, (bf16*)out + first, rows);
+        first += part.n;
+    }
+}
+
+int64_t take_rows(const LinearDesc& desc, void* out, const int64_t* ids, int64_t count) {
+    int64_t item = item_bytes(desc.dtype), row_bytes = desc.k * item;
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= desc.n) return i;
+        const LinearPart* part = desc.parts;
+        int64_t row = ids[i];
+        for (; row >= part->n; part++) row -= part->n;
+        take_row((const uint32_t*)part->packed, (char*)out + i * row_bytes, row, row_bytes,
+                 padded_inputs(part->format, desc.k) * item / 4);
+    }
+    return -1;
+}
 
 extern "C" {
 
 int millrace_has_amx() { return use_amx(); }
 
-// Inputs per packed row: whole AMX tiles for bfloat16.
-int64_t millrace_padded_inputs(int dtype, int64_t k) { return dtype == F32 ? k : round_up(k, TILE_K); }
+int64_t millrace_padded_inputs(int format, int64_t k) { return padded_inputs(format, k); }
 
-void millrace_pack(int dtype, const void* weight, void* packed, int64_t n, int64_t k) {
-    int64_t item = dtype == F32 ? 4 : 2;
-    pack((const char*)weight, (uint32_t*)packed, n, k * item, millrace_padded_inputs(dtype, k) * item / 4);
+void millrace_pack(int format, const void* weight, void* packed, int64_t n, int64_t k) {
+    int64_t item = item_bytes(format);
+    pack((const char*)weight, (uint32_t*)packed, n, k * item, padded_inputs(format, k) * item / 4);
 }
 
-// The index of the first id that is no row, or -1.
-int64_t millrace_take_rows(int dtype, const void* packed, void* out, const int64_t* ids, int64_t count, int64_t n,
-                           int64_t k) {
-    int64_t item = dtype == F32 ? 4 : 2, row_bytes = k * item;
-    for (int64_t i = 0; i < count; i++) {
-        if (ids[i] < 0 || ids[i] >= n) return i;
-        take_row((const uint32_t*)packed, (char*)out + i * row_bytes, ids[i], row_bytes,
-                 millrace_padded_inputs(dtype, k) * item / 4);
-    }
-    return -1;
+int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* ids, int64_t count) {
+    return take_rows(*layer, out, ids, count);
 }
 
-void millrace_linear(int dtype, const void* packed, const float* bias, int64_t n, int64_t k, const void* x,
-                     int64_t stride, void* out, int64_t rows) {
-    Layer layer{packed, bias, n, k, millrace_padded_inputs(dtype, k)};
-    if (dtype == F32)
-        linear(layer, (const float*)x, stride, (float*)out, rows);
-    else
-        linear(layer, (const bf16*)x, stride, (bf16*)out, rows);
+void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows) {
+    linear(*layer, x, stride, out, rows);
 }
 }
