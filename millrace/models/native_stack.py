@@ -37,13 +37,9 @@ KINDS = ("qkv", "prepare_qkv", "attention", "out", "gate_up", "gated", "down", "
 """Kinds of work that are timed apart; the order of `Kind` in step.cpp."""
 
 
-class _Linear(Structure):
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
-
-
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
         ("rope", c_int64),
@@ -161,9 +157,9 @@ def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:
     )
 
 
-def _linear(linear: Linear) -> _Linear:
+def _linear(linear: Linear) -> int:
     assert isinstance(linear, NativeLinear)
-    return _Linear(linear._weight_at, linear._bias_at, linear.out_features, linear.in_features)
+    return ctypes.addressof(linear.native)
 
 
 def _address(weight: Tensor | None) -> int | None:

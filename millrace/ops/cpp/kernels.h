@@ -5,9 +5,6 @@
 
 extern "C" {
 
-void millrace_linear(int dtype, const void* packed, const float* bias, int64_t n, int64_t k, const void* x,
-                     int64_t stride, void* out, int64_t rows);
-
 void millrace_norm(int dtype, const void* x, const void* residual, const float* weight, void* out, void* total,
                    int64_t rows, int64_t dim, float eps);
 

@@ -1,6 +1,7 @@
 // All layers of a step in one call: the kernels of the other files, in the order in which the Python decoder calls them,
 // over buffers that stay allocated from step to step.
 #include "kernels.h"
+#include "linear.h"
 
 #include <chrono>
 #include <cstdlib>
@@ -11,14 +12,8 @@ namespace {
 
 // The structs below are mirrored, field by field, in models/native_stack.py.
 
-struct LinearAt {
-    const void* packed;
-    const float* bias;  // or null
-    int64_t n, k;
-};
-
 struct LayerAt {
-    LinearAt qkv, out, gate_up, down;
+    const LinearDesc *qkv, *out, *gate_up, *down;
     const float *input_norm, *mlp_norm;
     const float *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm;  // or null
     int64_t rope;                                                      // which of the step's angles; -1 for none
@@ -96,8 +91,8 @@ struct Stack {
 
     int item() const { return s.dtype == 0 ? 4 : 2; }
 
-    void linear(const LinearAt& l, const void* x, void* out, int64_t rows) const {
-        millrace_linear(s.dtype, l.packed, l.bias, l.n, l.k, x, l.k, out, rows);
+    static void multiply(const LinearDesc* layer, const void* x, void* out, int64_t rows) {
+        linear(*layer, x, layer->k, out, rows);
     }
 
     void norm(void* x, const float* weight, int64_t rows) const {
@@ -124,16 +119,16 @@ struct Stack {
             const LayerAt& layer = layers[i];
             bool last = i + 1 == s.layers;
             attend(in, i, x, projected, heads, watch);
-            linear(layer.out, heads, x, in.tokens);
+            multiply(layer.out, heads, x, in.tokens);
             watch.mark(OUT);
             norm(x, layer.attention_out_norm, in.tokens);
             add_norm(x, in.residual, layer.mlp_norm, x, in.tokens);
             watch.mark(NORM);
-            linear(layer.gate_up, x, both, in.tokens);
+            multiply(layer.gate_up, x, both, in.tokens);
             watch.mark(GATE_UP);
             millrace_gated(s.dtype, s.activation, both, one, in.tokens, s.inner);
             watch.mark(GATED);
-            linear(layer.down, one, x, in.tokens);
+            multiply(layer.down, one, x, in.tokens);
             watch.mark(DOWN);
             norm(x, layer.mlp_out_norm, in.tokens);
             add_norm(x, in.residual, last ? final_norm : layers[i + 1].input_norm, last ? in.out : x, in.tokens);
@@ -145,7 +140,7 @@ struct Stack {
     void attend(const Inputs& in, int64_t index, const void* x, void* projected, void* heads, Watch& watch) const {
         const LayerAt& layer = layers[index];
         int64_t stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
-        linear(layer.qkv, x, projected, in.tokens);
+        multiply(layer.qkv, x, projected, in.tokens);
         watch.mark(QKV);
         bool rotates = layer.rope >= 0;
         millrace_prepare_qkv(s.dtype, projected, rotates ? in.angles[layer.rope] : nullptr, layer.q_norm, layer.k_norm,
