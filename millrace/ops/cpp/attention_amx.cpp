@@ -29,7 +29,8 @@ struct Scratch {
     alignas(64) bf16 keys[KEYS][MAX_HEAD];                   // where they cannot be read in place
     alignas(64) float scores[KEYS][QUERIES];
     alignas(64) bf16 weights[KEYS / CHUNK][QUERIES][CHUNK];
-    alignas(64) bf16 values[2][KEYS / 2][MAX_CHUNKS][2][CHUNK];     // [turn][pair of keys][chunk][half][dimension][2]
+    // [turn][pair of keys][chunk][half][dimension][2], without gaps between the pairs however many chunks there are
+    alignas(64) bf16 values[2][KEYS / 2 * MAX_CHUNKS * 2 * CHUNK];
     alignas(64) float sums[PARTS][2 * MAX_CHUNKS][QUERIES][LANES];  // [group or head][chunk and half][query][dimension]
 };
 
@@ -150,6 +151,7 @@ struct AmxAttention {
     }
 
     __m512i load_chunk(const bf16* row, int64_t chunk) const {
+        if (in_place) return _mm512_loadu_si512(row + chunk * CHUNK);
         int64_t left = s.head_dim - chunk * CHUNK;
         __mmask32 mask = left >= CHUNK ? 0xffffffffu : (1u << left) - 1;
         return _mm512_maskz_loadu_epi16(mask, row + chunk * CHUNK);
@@ -336,7 +338,7 @@ struct AmxAttention {
             const Run& r = now[head][run];
             bool whole = in_place && r.from == 0 && r.to == RUN;
             for (int pair = 0; pair < RUN / 2; pair++) {
-                bf16(*target)[2][CHUNK] = m.values[head % 2][run * RUN / 2 + pair];
+                bf16* target = m.values[head % 2] + (run * RUN / 2 + pair) * chunks * 2 * CHUNK;
                 if (whole)
                     pair_up(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
                 else
@@ -353,28 +355,30 @@ struct AmxAttention {
         return place(unit, unit.kv_head + head, tile + run * RUN + k) + values_at;
     }
 
-    void pair_up(const bf16* first, const bf16* second, bf16 (*target)[2][CHUNK]) const {
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    void pair_up(const bf16* first, const bf16* second, bf16* target) const {
+        for (int64_t chunk = 0; chunk < chunks; chunk++, target += 2 * CHUNK) {
             __m512i even = load_chunk(first, chunk), odd = load_chunk(second, chunk);
-            _mm512_store_si512(target[chunk][0], _mm512_unpacklo_epi16(even, odd));
-            _mm512_store_si512(target[chunk][1], _mm512_unpackhi_epi16(even, odd));
+            _mm512_store_si512(target, _mm512_unpacklo_epi16(even, odd));
+            _mm512_store_si512(target + CHUNK, _mm512_unpackhi_epi16(even, odd));
         }
     }
 
-    void add(float (*sums)[QUERIES][LANES], const bf16 (*values)[MAX_CHUNKS][2][CHUNK]) {
-        constexpr int64_t STRIDE = sizeof m.values[0][0];
+    void add(float (*sums)[QUERIES][LANES], const bf16* values) {
+        int64_t stride = chunks * 2 * CHUNK * sizeof(bf16);
+        const bf16* later = values + KEYS / 4 * chunks * 2 * CHUNK;  // of the second 32 keys
         _tile_loadd(4, m.weights[0], 64);
         _tile_loadd(5, m.weights[1], 64);
         for (int64_t chunk = 0; chunk < chunks; chunk++, sums += 2) {
+            int64_t at = chunk * 2 * CHUNK;
             _tile_loadd(0, sums[0], 64);
             _tile_loadd(1, sums[1], 64);
-            _tile_loadd(6, values[0][chunk][0], STRIDE);
+            _tile_loadd(6, values + at, stride);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, values[0][chunk][1], STRIDE);
+            _tile_loadd(7, values + at + CHUNK, stride);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, values[16][chunk][0], STRIDE);
+            _tile_loadd(6, later + at, stride);
             _tile_dpbf16ps(0, 5, 6);
-            _tile_loadd(7, values[16][chunk][1], STRIDE);
+            _tile_loadd(7, later + at + CHUNK, stride);
             _tile_dpbf16ps(1, 5, 7);
             _tile_stored(0, sums[0], 64);
             _tile_stored(1, sums[1], 64);
