@@ -77,6 +77,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
     ),
+    "draw": (None, (c_int, c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),
     "stack_run": (c_int, (c_void_p, c_void_p)),
