@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.spec import ModelSpec
 from millrace.ops.activation import NATIVE_NUMBERS
 from millrace.ops.gated_linear import ComposedGatedLinear
-from millrace.ops.kv_cache import cache_places
 from millrace.ops.linear import Linear, NativeLinear
 from millrace.ops.native import DTYPES, native
 from millrace.ops.qkv import NativePrepareQkv
@@ -57,7 +56,7 @@ class _Shape(Structure):
 
 class _Inputs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("block_ids", "offsets", "query_starts", "seq_lens", "tables")),
+        *((name, c_void_p) for name in ("slots", "query_starts", "seq_lens", "tables")),
         ("angles", POINTER(c_void_p)),
         ("rotary_dims", POINTER(c_int64)),
         ("kv", POINTER(c_void_p)),
@@ -97,6 +96,8 @@ class NativeStack:
         self._stack = library.quick.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
         self._run = library.slow.stack_run
         self._rotary_dims = (c_int64 * len(spec.ropes))(*(rope.rotary_dim for rope in spec.ropes))
+        self._kv: Sequence[Tensor] = ()
+        self._kv_at: Any = None
         weakref.finalize(self, library.quick.stack_free, self._stack)
 
     def __call__(
@@ -110,29 +111,32 @@ class NativeStack:
         """[T, hidden] after the final norm, of embedded tokens, which are overwritten. `nanoseconds`, int64 with one
         place for each of KINDS, has the time spent added to it."""
         block_size = kv[0].shape[3]
-        block_ids, offsets = cache_places(batch.slots, block_size)
-        rows = [part.contiguous() for part in (batch.query_starts, batch.seq_lens, batch.block_tables)]
+        rows = [part.contiguous() for part in (batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)]
         residual = residual.contiguous()
         out = torch.empty_like(residual)
         inputs = _Inputs(
-            block_ids.data_ptr(),
-            offsets.data_ptr(),
             *(part.data_ptr() for part in rows),
             (c_void_p * len(angles))(*(part.data_ptr() for part in angles)),
             self._rotary_dims,
-            (c_void_p * len(kv))(*(layer.data_ptr() for layer in kv)),
+            self._addresses(kv),
             residual.data_ptr(),
             out.data_ptr(),
             None if nanoseconds is None else nanoseconds.data_ptr(),
             residual.shape[0],
-            rows[1].shape[0],
-            rows[2].shape[1],
+            rows[2].shape[0],
+            rows[3].shape[1],
             kv[0].shape[1],
             block_size,
         )
         if self._run(self._stack, ctypes.byref(inputs)):
             raise MemoryError(f"no memory for the buffers of a step of {residual.shape[0]} tokens")
         return out
+
+    def _addresses(self, kv: Sequence[Tensor]) -> Any:
+        """Of the layers' caches; looked up again only when they are others than in the step before."""
+        if self._kv is not kv:
+            self._kv, self._kv_at = kv, (c_void_p * len(kv))(*(layer.data_ptr() for layer in kv))
+        return self._kv_at
 
 
 def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:

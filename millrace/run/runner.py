@@ -98,11 +98,12 @@ class Runner:
         if len(due) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self._device.torch_device)
             return StepResult(plan.step_no, nothing, None, due, due.astype(np.int32), prompt_logprobs)
-        rows = plan.rows[due]
+        rows, positions = plan.rows[due], (plan.starts + plan.counts)[due]
         columns = self._device.upload(np.stack([query_starts[due + 1] - 1, rows]))
         last_index, table_rows = columns.long()
-        logits = self._decoder.logits(hidden[last_index])
-        drawn = self._sampler.draw(logits, rows, (plan.starts + plan.counts)[due])
+        wanted = hidden if len(due) == len(hidden) else hidden[last_index]
+        logits = self._decoder.logits(wanted, widen=not self._sampler.takes_narrow(rows, positions))
+        drawn = self._sampler.draw(logits, rows, positions)
         self._table.last_tokens[table_rows] = drawn.tokens
         return StepResult(
             plan.step_no, drawn.tokens, drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, prompt_logprobs

@@ -26,7 +26,7 @@ struct Shape {
 };
 
 struct Inputs {
-    const int64_t *block_ids, *offsets;  // of the tokens, in the cache
+    const int64_t* slots;  // block id * block size + offset of each token, in the cache
     const int32_t *query_starts, *seq_lens, *tables;
     const float* const* angles;   // per rope [tokens, rotary_dim]
     const int64_t* rotary_dims;   // per rope
@@ -87,7 +87,7 @@ struct Stack {
     Shape s;
     std::unique_ptr<LayerAt[]> layers;
     const float* final_norm;
-    Buffer hidden, qkv, attended, gate_up, inner;
+    Buffer hidden, qkv, attended, gate_up, inner, places;
 
     int item() const { return s.dtype == 0 ? 4 : 2; }
 
@@ -111,14 +111,19 @@ struct Stack {
         void* heads = attended.of(size * s.heads * s.head_dim);
         void* both = gate_up.of(size * 2 * s.inner);
         void* one = inner.of(size * s.inner);
-        if (!x || !projected || !heads || !both || !one) return false;
+        auto* at = static_cast<int64_t*>(places.of(2 * in.tokens * sizeof(int64_t)));
+        if (!x || !projected || !heads || !both || !one || !at) return false;
+        for (int64_t token = 0; token < in.tokens; token++) {
+            at[token] = in.slots[token] / in.block_size;
+            at[in.tokens + token] = in.slots[token] % in.block_size;
+        }
         Watch watch(in.nanoseconds);
         millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
         watch.mark(NORM);
         for (int64_t i = 0; i < s.layers; i++) {
             const LayerAt& layer = layers[i];
             bool last = i + 1 == s.layers;
-            attend(in, i, x, projected, heads, watch);
+            attend(in, i, at, x, projected, heads, watch);
             multiply(layer.out, heads, x, in.tokens);
             watch.mark(OUT);
             norm(x, layer.attention_out_norm, in.tokens);
@@ -137,14 +142,15 @@ struct Stack {
         return true;
     }
 
-    void attend(const Inputs& in, int64_t index, const void* x, void* projected, void* heads, Watch& watch) const {
+    void attend(const Inputs& in, int64_t index, const int64_t* at, const void* x, void* projected, void* heads,
+                Watch& watch) const {
         const LayerAt& layer = layers[index];
         int64_t stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
         multiply(layer.qkv, x, projected, in.tokens);
         watch.mark(QKV);
         bool rotates = layer.rope >= 0;
         millrace_prepare_qkv(s.dtype, projected, rotates ? in.angles[layer.rope] : nullptr, layer.q_norm, layer.k_norm,
-                             in.kv[index], in.block_ids, in.offsets, in.tokens, s.heads, s.kv_heads, s.head_dim,
+                             in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads, s.head_dim,
                              rotates ? in.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
         watch.mark(PREPARE);
         millrace_attention(s.dtype, projected, stride, in.kv[index], heads, in.query_starts, in.seq_lens, in.tables,
@@ -160,7 +166,7 @@ extern "C" {
 
 // A stack over weights that stay where they are for as long as it lives. Calls must not overlap.
 void* millrace_stack_new(const Shape* shape, const LayerAt* layers, const float* final_norm) {
-    auto* stack = new Stack{*shape, std::make_unique<LayerAt[]>(shape->layers), final_norm, {}, {}, {}, {}, {}};
+    auto* stack = new Stack{*shape, std::make_unique<LayerAt[]>(shape->layers), final_norm, {}, {}, {}, {}, {}, {}};
     memcpy(stack->layers.get(), layers, shape->layers * sizeof(LayerAt));
     return stack;
 }
