@@ -166,8 +166,6 @@ void few_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int64_t r
         }
         for (int64_t tile = 0; tile < tiles; tile++) {
             const bf16* weights = ring[slot];
-            slot ^= 1;
-            unpack_next();
             const char* x = (const char*)inputs + tile * 16 * input_bytes;
             _tile_loadd(4, x, input_bytes);
             _tile_loadd(6, weights, 64);
@@ -179,6 +177,8 @@ void few_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int64_t r
                 _tile_dpbf16ps(2, 6, 5);
                 _tile_dpbf16ps(3, 7, 5);
             }
+            slot ^= 1;
+            unpack_next();
         }
         _tile_stored(0, sums[0], input_bytes);
         _tile_stored(1, sums[1], input_bytes);

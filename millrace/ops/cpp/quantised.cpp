@@ -1,6 +1,7 @@
 // From packed panels to numbers: whole tiles for the kernels, single rows for embeddings.
 #include "quantised.h"
 
+#include <type_traits>
 #include <utility>
 
 #include "quantised_format.h"
@@ -47,9 +48,15 @@ typedef int8_t vsb __attribute__((vector_size(16)));
 
 template <typename V>
 inline vf load_bytes(const char* p) {
+#if defined(__AVX512F__)
+    __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    bool is_signed = std::is_same_v<V, vsb>;
+    return (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#else
     V v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(__builtin_convertvector(v, vi), vf);
+#endif
 }
 
 // The products of float16 and 8-bit scales are exact in float32.
@@ -192,15 +199,11 @@ inline void row_6(const char* tile, const Scales& scales, bf16* out) {
     _mm512_storeu_si512(out + R * TILE_K, both(first, second));
 }
 
-inline __m512 signed_bytes(const char* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-
 template <int R>
 inline void row_8(const char* tile, const Scales& scales, bf16* out) {
     __m512 scale = _mm512_set1_ps(scales.scales[0][R]);
-    __m512 first = _mm512_mul_ps(signed_bytes(tile + R * 32), scale);
-    __m512 second = _mm512_mul_ps(signed_bytes(tile + R * 32 + 16), scale);
+    __m512 first = _mm512_mul_ps((__m512)load_bytes<vsb>(tile + R * 32), scale);
+    __m512 second = _mm512_mul_ps((__m512)load_bytes<vsb>(tile + R * 32 + 16), scale);
     _mm512_storeu_si512(out + R * TILE_K, both(first, second));
 }
 
