@@ -7,6 +7,7 @@ no reference to it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -56,36 +57,36 @@ class PlainLinear:
         return F.linear(x, self.weight, self.bias)
 
 
-class NativeLinear:
-    """Reads each weight once per call, and sums each output in one order whatever the number of rows."""
+class NativeParts:
+    """Parts that are packed for the C++ kernels, one below the other, as one linear layer: each weight is read once per
+    call, and each output is summed in one order whatever the number of rows."""
 
     takes_fp8 = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+    def __init__(
+        self, parts: Sequence[tuple[int, int, Tensor]], in_features: int, dtype: torch.dtype, bias: Tensor | None
+    ) -> None:
+        """`parts`: (format, outputs, packed) each, with the formats of cpp/linear.h."""
         library = native()
         self._linear, self._take_rows = library.slow.linear, library.quick.take_rows
-        number = DTYPES[weight.dtype]
-        outputs = -(-self.out_features // PANELS) * PANELS
-        inputs = library.quick.padded_inputs(number, self.in_features)
-        self._packed = torch.empty(outputs * inputs, dtype=weight.dtype)
+        self.in_features, self.out_features = in_features, sum(count for _, count, _ in parts)
+        self.dtype = dtype
+        self._held = [packed for _, _, packed in parts]
         self._bias = None if bias is None else bias.float()
-        library.slow.pack(
-            number, weight.contiguous().data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features
+        self._parts = (LinearPart * len(parts))(
+            *(LinearPart(packed.data_ptr(), count, number) for number, count, packed in parts)
         )
-        self._parts = (LinearPart * 1)(LinearPart(self._packed.data_ptr(), self.out_features, number))
         self.native = LinearDesc(
             parts=self._parts,
             bias=None if self._bias is None else self._bias.data_ptr(),
-            num_parts=1,
+            num_parts=len(parts),
             n=self.out_features,
-            k=self.in_features,
-            dtype=number,
+            k=in_features,
+            dtype=DTYPES[dtype],
         )
         """What the kernels read; valid as long as this object lives."""
         self._native_at = ctypes.addressof(self.native)
-        self.num_bytes = self._packed.nbytes + (0 if bias is None else bias.nbytes)
+        self.num_bytes = sum(packed.nbytes for packed in self._held) + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.stride(1) != 1:
@@ -103,6 +104,27 @@ class NativeLinear:
         if wrong >= 0:
             raise IndexError(f"token id {int(ids[wrong])} is outside the vocabulary of {self.out_features}")
         return out
+
+
+class NativeLinear(NativeParts):
+    """One plain weight in the model's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        outputs, inputs = weight.shape
+        number = DTYPES[weight.dtype]
+        packed = pack_plain(weight)
+        super().__init__([(number, outputs, packed)], inputs, weight.dtype, bias)
+
+
+def pack_plain(weight: Tensor) -> Tensor:
+    """The weight in panels for the C++ kernels."""
+    outputs, inputs = weight.shape
+    number = DTYPES[weight.dtype]
+    library = native()
+    padded = library.quick.padded_inputs(number, inputs)
+    packed = torch.empty(-(-outputs // PANELS) * PANELS * padded, dtype=weight.dtype)
+    library.slow.pack(number, weight.contiguous().data_ptr(), packed.data_ptr(), outputs, inputs)
+    return packed
 
 
 class PackedLinear:

@@ -7,7 +7,21 @@
 #include <cstdint>
 
 // How a part's numbers are stored; the first two are also the types of inputs and outputs (`dtype`, as in vec.h).
-enum LinearFormat : int32_t { FORMAT_F32 = 0, FORMAT_BF16 = 1 };
+// The others are GGUF's, packed as quantised.h says.
+enum LinearFormat : int32_t {
+    FORMAT_F32,
+    FORMAT_BF16,
+    FORMAT_Q4_0,
+    FORMAT_Q4_1,
+    FORMAT_Q5_0,
+    FORMAT_Q5_1,
+    FORMAT_Q8_0,
+    FORMAT_Q2_K,
+    FORMAT_Q3_K,
+    FORMAT_Q4_K,
+    FORMAT_Q5_K,
+    FORMAT_Q6_K,
+};
 
 struct LinearPart {
     const void* packed;
