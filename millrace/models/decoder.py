@@ -132,25 +132,28 @@ class Decoder:
         self._ops = ops
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
-        self._stack = None if uncovered(spec, choices) else NativeStack(spec, weights, dtype)
+        self.native_stack = self._make_stack()
+        """The layers as one call of the C++ kernels, where they have all that the model needs."""
 
     @property
     def attention(self) -> Attention:
         return self._ops.attention
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the layers of a step are one call of the C++ kernels."""
-        return self._stack is not None
+    def _make_stack(self) -> NativeStack | None:
+        if uncovered(self.spec, self.choices):
+            return None
+        tied = self.choices.get("tied_embedding")
+        has_head = tied is not None and tied.version.name == "native"
+        return NativeStack(self.spec, self._weights, self.dtype, self._embedding_scale, has_head)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
         """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm.
 
         A native stack adds to `nanoseconds` what each of native_stack.KINDS took."""
-        if self._stack is None:
+        if self.native_stack is None:
             return self.walk(batch, kv)
-        return self._stack(self._embed(batch.token_ids), batch, self._rope_rows(batch.positions), kv, nanoseconds)
+        return self.native_stack(self._embed(batch.token_ids), batch, kv, nanoseconds)
 
     @torch.inference_mode()
     def walk(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:

@@ -83,6 +83,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),
     "stack_run": (c_int, (c_void_p, c_void_p)),
+    "stack_step": (c_int, (c_void_p, c_void_p)),
 }
 
 

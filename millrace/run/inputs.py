@@ -27,7 +27,7 @@ def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_siz
     token_rows = np.repeat(plan.rows, plan.counts)
     offsets = np.arange(query_starts[-1], dtype=np.int32) - np.repeat(query_starts[:-1], plan.counts)
     positions = np.repeat(plan.starts, plan.counts) + offsets
-    host_tokens = _host_tokens(plan, table, query_starts)
+    host_tokens = host_tokens(plan, table, query_starts)
     parts = (host_tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
     tokens_in, rows_of, places, starts_d, lens_d, rows_d = _upload(parts, device)
     rows_of, places = rows_of.long(), places.long()
@@ -59,7 +59,7 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
     if num_tokens != len(plan.rows):
         rows_of = np.repeat(plan.rows, plan.counts)
         positions = np.arange(num_tokens) + np.repeat(positions - query_starts[:-1], plan.counts)
-    tokens = _host_tokens(plan, table, query_starts)
+    tokens = host_tokens(plan, table, query_starts)
     token_ids = np.where(tokens == ON_DEVICE, table.last_tokens.numpy()[rows_of], tokens)
     tables = table.block_tables.numpy()
     blocks = tables[rows_of, positions // block_size].astype(np.int64)
@@ -78,7 +78,7 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
     )
 
 
-def _host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
+def host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
     """Token ids the host knows, and ON_DEVICE for rows that read the token drawn in the step before."""
     tokens = np.full(int(query_starts[-1]), ON_DEVICE, np.int32)
     from_host = np.flatnonzero(plan.starts < table.num_admitted[plan.rows])

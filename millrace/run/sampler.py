@@ -55,6 +55,8 @@ class Sampler:
         """Position from which end tokens may be drawn."""
         self.has_bias = np.zeros(max_rows, np.bool_)
         self.has_penalties = np.zeros(max_rows, np.bool_)
+        self.is_special = np.zeros(max_rows, np.bool_)
+        """Rows whose logits are changed or read besides being drawn from."""
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
@@ -70,17 +72,17 @@ class Sampler:
             self.ends_from[row] = admission.num_prompt + params.min_tokens
             self.has_bias[row] = bool(params.logit_bias)
             self.has_penalties[row] = wants_penalties(params)
+            self.is_special[row] = (
+                self.has_bias[row] or self.has_penalties[row] or params.min_tokens > 0 or params.logprobs is not None
+            )
             if self.has_penalties[row]:
                 self._penalties.admit(admission)
             else:
                 self._penalties.release(row)
 
-    def takes_narrow(self, rows: Int32s, positions: Int32s) -> bool:
+    def takes_narrow(self, rows: Int32s) -> bool:
         """Whether these rows can be drawn from logits in the model's dtype: nothing is added to them or read besides."""
-        if self._draw_native is None:
-            return False
-        touched = self.has_bias[rows] | self.has_penalties[rows] | (positions < self.ends_from[rows])
-        return not (touched | (self.num_logprobs[rows] >= 0)).any()
+        return self._draw_native is not None and not self.is_special[rows].any()
 
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Drawn:
         """`logits` [n, vocab] float32 (or where takes_narrow, the model's dtype), free to change; `positions` are those

@@ -59,19 +59,19 @@ def test_native_stack_equals_the_walk(case: str, dtype: torch.dtype) -> None:
     if native.native_missing(CPU):
         pytest.skip("there are no native kernels here")
     decoder = load(case, dtype)
-    assert decoder.is_native
+    assert decoder.native_stack is not None
     for block_size in (5, 16):
         check_same(decoder, mixed_batches(case, VOCAB, block_size), block_size)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])
 def test_models_with_experts_are_walked(case: str) -> None:
-    assert not load(case, torch.float32).is_native
+    assert load(case, torch.float32).native_stack is None
 
 
 def test_without_a_compiler_models_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_native_or_reason", lambda: "needs a C++ compiler")
-    assert not load("llama", torch.float32).is_native
+    assert load("llama", torch.float32).native_stack is None
 
 
 def test_time_is_given_by_kind_of_work() -> None:
@@ -82,6 +82,7 @@ def test_time_is_given_by_kind_of_work() -> None:
     spent = torch.zeros(len(KINDS), dtype=torch.int64)
     decoder.forward(batch, PagedDriver(decoder, 16).kv, spent)
     once = spent.clone()
-    assert (once > 0).all()
+    layers = torch.tensor([kind not in ("head", "draw", "other") for kind in KINDS])
+    assert torch.equal(once > 0, layers)
     decoder.forward(batch, PagedDriver(decoder, 16).kv, spent)
-    assert (spent > once).all()
+    assert torch.equal(spent > once, layers)

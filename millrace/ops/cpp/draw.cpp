@@ -209,6 +209,18 @@ int64_t draw(const T* logits, int64_t count, const Limits& limits) {
 
 extern "C" {
 
+// The number in [0, 1) that run/noise.py gives a seed and a position.
+double millrace_uniform(uint64_t seed, uint64_t position) {
+    constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, MIX_1 = 0xBF58476D1CE4E5B9u, MIX_2 = 0x94D049BB133111EBu;
+    auto mix = [](uint64_t x) {
+        x = (x ^ (x >> 30)) * MIX_1;
+        x = (x ^ (x >> 27)) * MIX_2;
+        return x ^ (x >> 31);
+    };
+    uint64_t state = mix(mix(seed + GOLDEN) ^ (position * GOLDEN + MIX_1));
+    return double(state >> 11) * 0x1p-53;
+}
+
 // tokens[i] for each row of logits [rows, vocab], whose rows follow each other.
 void millrace_draw(int dtype, const void* logits, int64_t rows, int64_t vocab, const float* temperature,
                    const int64_t* top_k, const float* top_p, const float* min_p, const double* uniform,

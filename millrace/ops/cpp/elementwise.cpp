@@ -123,6 +123,17 @@ void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_
 
 extern "C" {
 
+// In place: each item times a number, rounded once.
+void millrace_scale(int dtype, void* x, int64_t count, float by) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        int n = count - i;
+        if (dtype == F32)
+            store_upto((float*)x + i, load_upto((float*)x + i, n) * by, n);
+        else
+            store_upto((bf16*)x + i, load_upto((bf16*)x + i, n) * by, n);
+    }
+}
+
 void millrace_norm(int dtype, const void* x, const void* residual, const float* weight, void* out, void* total,
                    int64_t rows, int64_t dim, float eps) {
     if (dtype == F32)

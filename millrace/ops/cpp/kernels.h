@@ -19,4 +19,12 @@ void millrace_attention(int dtype, const void* queries, int64_t query_stride, co
                         const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables, int64_t num_rows,
                         int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
                         int64_t block_size, int64_t window, float scale, float softcap);
+
+void millrace_scale(int dtype, void* x, int64_t count, float by);
+
+void millrace_draw(int dtype, const void* logits, int64_t rows, int64_t vocab, const float* temperature,
+                   const int64_t* top_k, const float* top_p, const float* min_p, const double* uniform,
+                   int64_t* tokens);
+
+double millrace_uniform(uint64_t seed, uint64_t position);
 }
