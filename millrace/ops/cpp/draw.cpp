@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;           // tokens whose weights are summed together
+constexpr int64_t BLOCK = 256;             // tokens whose weights are summed together
+constexpr int64_t PART = 64;               // tokens that are passed over together when none of them is heavy enough
 constexpr int64_t MIN_PARALLEL = 1 << 16;  // logits below which other threads are not worth involving
 
 struct Limits {
@@ -17,6 +18,13 @@ struct Limits {
     float top_p, min_p;
     double uniform;
 };
+
+bool any(vi mask) {
+    int64_t words[8], found = 0;
+    memcpy(words, &mask, sizeof words);
+    for (int64_t word : words) found |= word;
+    return found != 0;
+}
 
 // The first of the largest.
 template <typename T>
@@ -31,6 +39,7 @@ int64_t likeliest(const T* logits, int64_t count) {
     }
     for (i = 0; i + LANES <= count; i += LANES) {
         vi same = load(logits + i) == largest;
+        if (!any(same)) continue;
         for (int lane = 0; lane < LANES; lane++)
             if (same[lane]) return i + lane;
     }
@@ -90,15 +99,29 @@ class Draw {
         return x;
     }
 
-    // The k-th largest of the vectors' largest is no more than the k-th largest of all, and few are above it.
+    static vf largest_of(const float* part) {
+        vf top = load(part);
+        for (int64_t i = LANES; i < PART; i += LANES) top = max(top, load(part + i));
+        return top;
+    }
+
+    // Call f(i) for every i with values[i] >= least, in order.
+    template <typename F>
+    static void for_heavy(const std::vector<float>& values, float least, F f) {
+        for (size_t part = 0; part < values.size(); part += PART) {
+            if (!any(largest_of(&values[part]) >= least)) continue;
+            for (size_t i = part; i < part + PART; i++)
+                if (values[i] >= least) f(i);
+        }
+    }
+
+    // The k-th largest of the parts' largest is no more than the k-th largest of all, and few are above it.
     float kth_largest(int64_t k) {
         b.picked.clear();
-        for (size_t i = 0; i < b.scaled.size(); i += LANES) b.picked.push_back(max_lanes(load(&b.scaled[i])));
-        float bound = -INFINITY;
-        if (int64_t(b.picked.size()) >= k) bound = nth(k);
+        for (size_t i = 0; i < b.scaled.size(); i += PART) b.picked.push_back(max_lanes(largest_of(&b.scaled[i])));
+        float bound = int64_t(b.picked.size()) >= k ? nth(k) : -INFINITY;
         b.picked.clear();
-        for (int64_t i = 0; i < count; i++)
-            if (b.scaled[i] >= bound) b.picked.push_back(b.scaled[i]);
+        for_heavy(b.scaled, bound, [&](int64_t i) { b.picked.push_back(b.scaled[i]); });
         return nth(k);
     }
 
@@ -126,35 +149,56 @@ class Draw {
     }
 
     // The weight of the last of the fewest likeliest tokens that sum to top_p of the total. Lighter tokens than an
-    // equal share of what may be left out cannot be among them. The tokens looked at are kept, in order.
+    // equal share of what may be left out cannot be among them. The tokens that may be are kept, in order.
     float nucleus(double total) {
-        float least = (1.0f - limits.top_p) * total / count;
+        constexpr int ROUNDS = 10;
+        double wanted = std::max(limits.top_p * total, 1e-30), before = 0;
+        float low = std::max<float>((1.0f - limits.top_p) * total / count, 1e-38f), high = 2.0f;
+        for (int round = 0; round < ROUNDS; round++) {  // tokens from `high` on do not reach what is wanted
+            float middle = sqrtf(low) * sqrtf(high);
+            double sum = sum_from(middle);
+            if (sum >= wanted) {
+                low = middle;
+            } else {
+                high = middle;
+                before = sum;
+            }
+        }
         b.tokens.clear();
         b.picked.clear();
+        for_heavy(b.weights, low, [&](int64_t i) {
+            b.tokens.push_back(i);
+            if (b.weights[i] < high) b.picked.push_back(b.weights[i]);
+        });
+        return b.picked.empty() ? high : edge(wanted - before);
+    }
+
+    double sum_from(float least) const {
+        double total = 0;
         for (int64_t block = 0; block < blocks; block++) {
             if (b.sums[block] < least) continue;
-            for (int64_t i = block * BLOCK; i < std::min(count, (block + 1) * BLOCK); i++)
-                if (b.weights[i] >= least && b.weights[i] > 0) {
-                    b.tokens.push_back(i);
-                    b.picked.push_back(b.weights[i]);
-                }
+            vf sum = {};
+            for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES) {
+                vf weight = load(&b.weights[i]);
+                sum += weight >= least ? weight : vf{};
+            }
+            total += sum_lanes(sum);
         }
-        return b.picked.empty() ? 0.0f : edge(limits.top_p * total);
+        return total;
     }
 
     // Halve the candidates until one is left: the heavier half reaches what is wanted, or is taken whole.
     float edge(double wanted) {
         auto first = b.picked.begin(), last = b.picked.end();
-        double before = 0;
         while (last - first > 1) {
             auto middle = first + (last - first) / 2;
             std::nth_element(first, middle, last, std::greater<float>());
             double half = 0;
             for (auto at = first; at != middle; ++at) half += *at;
-            if (before + half >= wanted) {
+            if (half >= wanted) {
                 last = middle;
             } else {
-                before += half;
+                wanted -= half;
                 first = middle;
             }
         }
