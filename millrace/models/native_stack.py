@@ -75,7 +75,7 @@ class _Inputs(Structure):
 
 
 class WholeStep(Structure):
-    """A step as the runner knows it; `NativeStack.step` fills in what is about the model. step.cpp says what each is."""
+    """A step as the runner knows it, field by field as in step.cpp; `NativeStack.step` adds what is about the model."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("rows", "starts", "counts", "samples", "tokens", "tables", "last_tokens")),
@@ -196,7 +196,8 @@ def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:
     from millrace.models.decoder import DenseMlp
 
     assert isinstance(layer.prepare_qkv, NativePrepareQkv)
-    assert isinstance(layer.mlp, DenseMlp) and isinstance(layer.mlp.gate_up, ComposedGatedLinear)
+    assert isinstance(layer.mlp, DenseMlp)
+    assert isinstance(layer.mlp.gate_up, ComposedGatedLinear)
     q_norm, k_norm = layer.prepare_qkv.norms_at
     return _Layer(
         _linear(layer.qkv),

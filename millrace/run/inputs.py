@@ -27,8 +27,8 @@ def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_siz
     token_rows = np.repeat(plan.rows, plan.counts)
     offsets = np.arange(query_starts[-1], dtype=np.int32) - np.repeat(query_starts[:-1], plan.counts)
     positions = np.repeat(plan.starts, plan.counts) + offsets
-    host_tokens = host_tokens(plan, table, query_starts)
-    parts = (host_tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
+    tokens = host_tokens(plan, table, query_starts)
+    parts = (tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
     tokens_in, rows_of, places, starts_d, lens_d, rows_d = _upload(parts, device)
     rows_of, places = rows_of.long(), places.long()
     tokens_in = tokens_in.long()

@@ -24,7 +24,6 @@ from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.sampler import Sampler
 
-
 _NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
