@@ -176,6 +176,7 @@ void columns(const Layer& layer, Unpacker& weights, const uint32_t* inputs, bf16
             _tile_zero(3);
         }
         for (int64_t tile = 0; tile < tiles; tile++) {
+            weights.next();
             const bf16* pair = weights.at(index++);
             _tile_loadd(4, upper + tile * 16 * input_bytes, input_bytes);
             _tile_loadd(6, pair, 64);
@@ -187,7 +188,6 @@ void columns(const Layer& layer, Unpacker& weights, const uint32_t* inputs, bf16
                 _tile_dpbf16ps(2, 6, 5);
                 _tile_dpbf16ps(3, 7, 5);
             }
-            weights.next();
         }
         _tile_stored(0, sums[0], input_bytes);
         _tile_stored(1, sums[1], input_bytes);
