@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,7 +176,9 @@ def build_decoder(
             short_name(dtype),
         )
     stored = stored_matrices(source, layout, device, dtype, quantization)
-    return _Builder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress).build()
+    builder = _Builder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
+    with nullcontext() if stored is None else closing(stored):
+        return builder.build()
 
 
 # --- is everything there? ---
@@ -256,8 +259,6 @@ class _Builder:
         )
         frequencies = tuple(inverse_frequencies(rope).to(self.device) for rope in spec.ropes)
         self._report(sum(table.nbytes for table in frequencies))
-        if self.stored is not None:
-            self.stored.close()
         weights = DecoderWeights(
             embedding=embedding,
             layers=layers,

@@ -35,7 +35,7 @@ template <bool LOWER>
 void amx_block(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t row, int upper, int lower,
                int64_t panel, bool stream) {
     int64_t tiles = layer.padded_k / TILE_K;
-    const char* left = (const char*)layer.packed + (panel - layer.first_panel) * tiles * 1024;
+    const char* left = (const char*)layer.packed + panel * tiles * 1024;
     const char* right = left + tiles * 1024;
     const bf16* rows = x + row * stride;
     _tile_zero(0);
@@ -96,38 +96,62 @@ void amx_panels(const Layer& layer, const bf16* x, int64_t stride, bf16* out, in
     _tile_release();
 }
 
-// --- few rows against quantised weights ---
+// --- quantised weights ---
 //
 // Here the weights are the left operand, so that the inputs of one output, which is what unpacking gives, are a row of
-// a tile, and the rows of x are columns. Each output's products and their order are the same. A tile is unpacked while
-// the unit multiplies with the one before.
+// a tile, and the rows of x are columns. Each output's products and their order are the same. The first rows multiply
+// with a tile while the next one is unpacked; further ones find all of them unpacked.
 
-constexpr int64_t FEW_ROWS = 32;
+constexpr int64_t BLOCK_ROWS = 32;
 
 // Tiles 0-3 hold sums, 4-5 sixteen rows of x each (or a single one), 6-7 weights.
-void configure_few(bool single) {
+void configure_columns(bool single) {
     TileConfig config;
     if (single) config.bytes_per_row[0] = config.bytes_per_row[1] = config.bytes_per_row[4] = 4;
     _tile_loadconfig(&config);
 }
 
-// Rows of x by pairs of inputs: [block of 16 rows][k / 2][16]; rows that are not there are zeros.
-void by_pairs(const bf16* x, int64_t stride, int64_t rows, int64_t k, uint32_t* out) {
-    alignas(64) uint32_t some[16][16] = {};
-    for (int64_t row = 0; row < rows; row += 16)
-        for (int64_t pair = 0; pair < k / 2; pair += 16, out += 256) {
-            const bf16* source = x + row * stride + 2 * pair;
-            if (row + 16 <= rows && stride % 2 == 0) {
-                transpose16((const uint32_t*)source, stride / 2, out, 16);
-                continue;
-            }
-            for (int64_t r = 0; r < 16; r++)
-                if (row + r < rows)
-                    memcpy(some[r], source + r * stride, 64);
-                else
-                    memset(some[r], 0, 64);
-            transpose16(some[0], 16, out, 16);
+// Unpacks the pairs of tiles of a range of panels, one after the other.
+class Unpacker {
+public:
+    // `memory` has room for all of them, or, with a `mask` of 1, for two.
+    Unpacker(const Layer& layer, int64_t first, int64_t last, bf16* memory, int64_t mask)
+        : layer(layer), unpack(quantised::tile_pair(layer.format)), memory(memory), mask(mask), panel(first),
+          last(last), tiles(layer.k / TILE_K) {
+        next();
+    }
+
+    const bf16* at(int64_t index) const { return memory + (index & mask) * PAIR; }
+
+    void next() {
+        if (panel >= last) return;
+        if (tile == 0) {
+            left = quantised::panel_at(layer.format, layer.packed, layer.k, panel);
+            right = quantised::panel_at(layer.format, layer.packed, layer.k, panel + 1);
         }
+        unpack(left, right, tile, memory + (count++ & mask) * PAIR);
+        if (++tile == tiles) tile = 0, panel += 2;
+    }
+
+    static constexpr int64_t PAIR = 2 * quantised::TILE_ITEMS;
+
+private:
+    const Layer& layer;
+    quantised::TilePair unpack;
+    bf16* memory;
+    int64_t mask, panel, last, tiles, tile = 0, count = 0;
+    quantised::Panel left, right;
+};
+
+// Sixteen rows of x from `row` on by pairs of inputs, [k / 2][16]; rows that are not there are zeros.
+void by_pairs(const bf16* x, int64_t stride, int64_t row, int64_t rows, int64_t k, uint32_t* out) {
+    alignas(64) uint32_t some[16][16] = {};
+    bool direct = row + 16 <= rows && stride % 2 == 0;
+    for (int64_t pair = 0; pair < k / 2; pair += 16, out += 256) {
+        const bf16* source = x + row * stride + 2 * pair;
+        for (int64_t r = 0; r < 16 && row + r < rows && !direct; r++) memcpy(some[r], source + r * stride, 64);
+        transpose16(direct ? (const uint32_t*)source : some[0], direct ? stride / 2 : 16, out, 16);
+    }
 }
 
 void finish_columns(const Layer& layer, bf16* out, int64_t row, int rows, int64_t panel, const float* sums) {
@@ -136,27 +160,14 @@ void finish_columns(const Layer& layer, bf16* out, int64_t row, int rows, int64_
     finish_tile(layer, out, row, rows, panel, turned);
 }
 
-// BLOCKS: 0 for a single row, else of 16 rows.
+// Rows of x from `row` on, as many as BLOCKS says at most: a single one (0), 16 or 32.
 template <int BLOCKS>
-void few_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int64_t rows, int64_t first, int64_t last) {
-    int64_t tiles = layer.k / TILE_K, input_bytes = BLOCKS ? 64 : 4;
-    auto unpack = quantised::tile_pair(layer.format);
-    alignas(64) bf16 ring[2][2 * quantised::TILE_ITEMS];
+void columns(const Layer& layer, Unpacker& weights, const uint32_t* inputs, bf16* out, int64_t row, int64_t rows,
+             int64_t first, int64_t last) {
+    int64_t tiles = layer.k / TILE_K, input_bytes = BLOCKS ? 64 : 4, index = 0;
+    const char* upper = (const char*)inputs + row * layer.k * 2;
+    const char* lower = upper + tiles * 1024;
     alignas(64) float sums[4][16 * PANEL];
-    quantised::Panel left, right;
-    int64_t next_panel = first, next_tile = 0;
-    int slot = 0;
-    auto unpack_next = [&] {
-        if (next_panel >= last) return;
-        if (next_tile == 0) {
-            left = quantised::panel_at(layer.format, layer.packed, layer.k, next_panel);
-            right = quantised::panel_at(layer.format, layer.packed, layer.k, next_panel + 1);
-        }
-        unpack(left, right, next_tile, ring[slot]);
-        if (++next_tile == tiles) next_tile = 0, next_panel += 2;
-    };
-    configure_few(BLOCKS == 0);
-    unpack_next();
     for (int64_t panel = first; panel < last; panel += 2) {
         _tile_zero(0);
         _tile_zero(1);
@@ -165,65 +176,85 @@ void few_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int64_t r
             _tile_zero(3);
         }
         for (int64_t tile = 0; tile < tiles; tile++) {
-            const bf16* weights = ring[slot];
-            const char* x = (const char*)inputs + tile * 16 * input_bytes;
-            _tile_loadd(4, x, input_bytes);
-            _tile_loadd(6, weights, 64);
-            _tile_loadd(7, weights + quantised::TILE_ITEMS, 64);
+            weights.next();
+            const bf16* pair = weights.at(index++);
+            _tile_loadd(4, upper + tile * 16 * input_bytes, input_bytes);
+            _tile_loadd(6, pair, 64);
+            _tile_loadd(7, pair + quantised::TILE_ITEMS, 64);
             _tile_dpbf16ps(0, 6, 4);
             _tile_dpbf16ps(1, 7, 4);
             if (BLOCKS == 2) {
-                _tile_loadd(5, x + tiles * 16 * input_bytes, 64);
+                _tile_loadd(5, lower + tile * 1024, 64);
                 _tile_dpbf16ps(2, 6, 5);
                 _tile_dpbf16ps(3, 7, 5);
             }
-            slot ^= 1;
-            unpack_next();
         }
         _tile_stored(0, sums[0], input_bytes);
         _tile_stored(1, sums[1], input_bytes);
         if (BLOCKS == 0) {
-            finish(layer, out, 0, panel, load(sums[0]));
-            finish(layer, out, 0, panel + 1, load(sums[1]));
+            finish(layer, out, row, panel, load(sums[0]));
+            finish(layer, out, row, panel + 1, load(sums[1]));
             continue;
         }
-        int upper = std::min<int64_t>(rows, 16);
-        finish_columns(layer, out, 0, upper, panel, sums[0]);
-        finish_columns(layer, out, 0, upper, panel + 1, sums[1]);
+        int count = std::min<int64_t>(rows - row, 16);
+        finish_columns(layer, out, row, count, panel, sums[0]);
+        finish_columns(layer, out, row, count, panel + 1, sums[1]);
         if (BLOCKS == 1) continue;
         _tile_stored(2, sums[2], 64);
         _tile_stored(3, sums[3], 64);
-        finish_columns(layer, out, 16, rows - 16, panel, sums[2]);
-        finish_columns(layer, out, 16, rows - 16, panel + 1, sums[3]);
+        count = std::min<int64_t>(rows - row - 16, 16);
+        finish_columns(layer, out, row + 16, count, panel, sums[2]);
+        finish_columns(layer, out, row + 16, count, panel + 1, sums[3]);
+    }
+}
+
+void quantised_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int64_t rows, int64_t first,
+                      int64_t last) {
+    bool once = rows <= BLOCK_ROWS;
+    alignas(64) bf16 ring[2 * Unpacker::PAIR];
+    int64_t pairs = (last - first) / 2 * (layer.k / TILE_K);
+    void* memory = once ? ring : scratch(pairs * Unpacker::PAIR * sizeof(bf16));
+    Unpacker weights(layer, first, last, (bf16*)memory, once ? 1 : -1);
+    configure_columns(rows == 1);
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+        if (rows == 1)
+            columns<0>(layer, weights, inputs, out, row, rows, first, last);
+        else if (rows - row <= 16)
+            columns<1>(layer, weights, inputs, out, row, rows, first, last);
+        else
+            columns<2>(layer, weights, inputs, out, row, rows, first, last);
     }
     _tile_release();
 }
 
-// Pairs of panels per range: enough ranges that threads end together, few enough that claiming them costs little.
-int64_t few_size(const Layer& layer) {
+// Panels per range: enough ranges that threads end together, few enough that claiming them costs little.
+int64_t range_size(const Layer& layer, int64_t rows) {
+    if (rows > BLOCK_ROWS) return group_size<bf16>(layer);
     int64_t size = round_up(layer.panels() / (8 * pool::threads()), 2);
     return std::max<int64_t>(2, std::min<int64_t>(size, 32));
 }
 
-void few_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
-    static thread_local std::vector<uint32_t> pairs;
+void quantised_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
+    static thread_local std::vector<uint32_t> turned;
     const uint32_t* inputs = (const uint32_t*)x;
     if (rows > 1) {
-        pairs.resize(round_up(rows, 16) * layer.k / 2);
-        by_pairs(x, stride, rows, layer.k, pairs.data());
-        inputs = pairs.data();
+        int64_t blocks = (rows + 15) / 16, words = 16 * layer.k / 2;
+        turned.resize(blocks * words);
+        uint32_t* target = turned.data();
+        pool::for_each(blocks, rows * layer.k >= MIN_PARALLEL, [&](int64_t block) {
+            by_pairs(x, stride, block * 16, rows, layer.k, target + block * words);
+        });
+        inputs = target;
     }
-    for_panels(layer, few_size(layer), [&](int64_t first, int64_t last) {
-        if (rows == 1) return few_panels<0>(layer, inputs, out, rows, first, last);
-        if (rows <= 16) return few_panels<1>(layer, inputs, out, rows, first, last);
-        few_panels<2>(layer, inputs, out, rows, first, last);
+    for_panels(layer, range_size(layer, rows), [&](int64_t first, int64_t last) {
+        quantised_panels(layer, inputs, out, rows, first, last);
     });
 }
 
 }  // namespace
 
 void amx_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
-    if (layer.is_quantised() && rows <= FEW_ROWS) return few_linear(layer, x, stride, out, rows);
+    if (layer.is_quantised()) return quantised_linear(layer, x, stride, out, rows);
     std::vector<bf16> padded;
     if (layer.padded_k != layer.k) {  // whole tiles are read: give each row room for zeros
         padded.resize(rows * layer.padded_k);
@@ -233,7 +264,7 @@ void amx_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, in
         stride = layer.padded_k;
     }
     for_panels(layer, group_size<bf16>(layer), [&](int64_t first, int64_t last) {
-        amx_panels(plain<bf16>(layer, first, last), x, stride, out, rows, first, last);
+        amx_panels(layer, x, stride, out, rows, first, last);
     });
 }
 

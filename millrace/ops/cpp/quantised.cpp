@@ -184,21 +184,26 @@ inline void row_5(const char* tile, const Scales& scales, bf16* out) {
     _mm512_storeu_si512(out + R * TILE_K, _mm512_permutexvar_epi16(index, table));
 }
 
-// Six and eight bits: converted one by one.
+// Six bits: put under the exponent of 64 they are 64 + q, from which one operation with the scale and an offset of
+// -(64 + zero) times the scale makes the product, exactly. (A zero may lose its sign, which no sum can tell.)
+constexpr float UNDER = 64;
+
 template <int F, int R>
 inline void row_6(const char* tile, const Scales& scales, bf16* out) {
-    constexpr Format f = format_of(F);
-    __m512i upper = shift_words_right<2 * (R % 8) - 4>(_mm512_loadu_si512(tile + 256 + R / 8 * 64));
-    __m512i words = merge(_mm512_set1_epi16(15), four_bits<R>(tile), upper);
-    words = _mm512_and_si512(words, _mm512_set1_epi16(63));
-    __m512i zero = _mm512_set1_epi32(f.zero);
-    __m512i low = _mm512_sub_epi32(_mm512_and_si512(words, _mm512_set1_epi32(0xffff)), zero);
-    __m512i high = _mm512_sub_epi32(_mm512_srli_epi32(words, 16), zero);
-    __m512 first = _mm512_mul_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(scales.scales[0][R]));
-    __m512 second = _mm512_mul_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(scales.scales[1][R]));
-    _mm512_storeu_si512(out + R * TILE_K, both(first, second));
+    const __m512i under = (__m512i)_mm512_set1_ps(UNDER), mask = _mm512_set1_epi32(63 << 17);
+    __m512i low = shift_words_right<4 * (R % 4) - 1>(_mm512_loadu_si512(tile + R / 4 * 64));
+    __m512i upper = shift_words_right<2 * (R % 8) - 5>(_mm512_loadu_si512(tile + 256 + R / 8 * 64));
+    __m512i words = merge(_mm512_set1_epi16(15 << 1), low, upper);
+    __m512i first = _mm512_ternarylogic_epi32(_mm512_slli_epi32(words, 16), mask, under, 0xea);
+    __m512i second = _mm512_ternarylogic_epi32(words, mask, under, 0xea);
+    auto product = [&](__m512i integers, int group) {
+        __m512 offset = _mm512_set1_ps(scales.offsets[group][R]);
+        return _mm512_fmadd_ps((__m512)integers, _mm512_set1_ps(scales.scales[group][R]), offset);
+    };
+    _mm512_storeu_si512(out + R * TILE_K, both(product(first, 0), product(second, 1)));
 }
 
+// Eight bits: converted one by one.
 template <int R>
 inline void row_8(const char* tile, const Scales& scales, bf16* out) {
     __m512 scale = _mm512_set1_ps(scales.scales[0][R]);
@@ -230,6 +235,8 @@ __attribute__((noinline)) void unpack_tile(const Panel& panel, int64_t tile, T* 
     const char* integers = panel.integers + tile * integer_bytes(format_of(F));
 #if HAS_FAST_TILES
     // Scales are read back from memory, one broadcast each: cheaper than shuffles, which the compiler would prefer.
+    if constexpr (format_of(F).bits == 6)
+        for (int g = 0; g < 2; g++) store(scales.offsets[g], load(scales.scales[g]) * -(UNDER + format_of(F).zero));
     asm volatile("" : "+m"(scales));
     if constexpr (sizeof(T) == 2) return fast_tile<F>(integers, scales, out, std::make_integer_sequence<int, ROWS / 2>{});
 #endif
