@@ -81,7 +81,7 @@ class Sampler:
                 self._penalties.release(row)
 
     def takes_narrow(self, rows: Int32s) -> bool:
-        """Whether these rows can be drawn from logits in the model's dtype: they are neither changed nor read besides."""
+        """Whether these rows can be drawn from logits in the model's dtype, which nothing changes or reads besides."""
         return self._draw_native is not None and not self.is_special[rows].any()
 
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Drawn:
