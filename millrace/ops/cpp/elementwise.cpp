@@ -5,32 +5,39 @@
 
 namespace {
 
-// Work below this many items is not worth involving other threads.
-constexpr int64_t MIN_PARALLEL = 1 << 15;
+// Work below this many items is not worth involving other threads; an item of a rotation or an activation takes longer.
+constexpr int64_t MIN_PARALLEL = 1 << 15, MIN_PARALLEL_SLOW = 1 << 13;
 constexpr int64_t ROWS_PER_PIECE = 16;
 
+// Call f(row) for all rows, in pieces of up to 16, several for each thread.
 template <typename F>
-void for_rows(int64_t rows, int64_t width, F f) {
-    pool::for_each((rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE, rows * width >= MIN_PARALLEL, [&](int64_t piece) {
-        int64_t end = (piece + 1) * ROWS_PER_PIECE;
-        for (int64_t row = piece * ROWS_PER_PIECE; row < end && row < rows; row++) f(row);
+void for_rows(int64_t rows, int64_t width, int64_t enough, F f) {
+    int64_t size = rows / (2 * pool::threads());
+    size = size < 1 ? 1 : size > ROWS_PER_PIECE ? ROWS_PER_PIECE : size;
+    pool::for_each((rows + size - 1) / size, rows * width >= enough, [&](int64_t piece) {
+        int64_t end = (piece + 1) * size;
+        for (int64_t row = piece * size; row < end && row < rows; row++) f(row);
     });
 }
 
+// As it will be once it is kept in the model's dtype.
+inline vf rounded(vf v, float) { return v; }
+inline vf rounded(vf v, bf16) { return (vf)(__builtin_convertvector(to_bf16(v), vu) << 16); }
+
 template <typename T>
 void norm_row(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t dim, float eps) {
-    vf squares = {};
-    for (int64_t i = 0; i < dim; i += LANES) {
+    constexpr int SUMS = 4;  // independent ones, so that none waits for the one before
+    vf squares[SUMS] = {};
+    for (int64_t i = 0, turn = 0; i < dim; i += LANES, turn = (turn + 1) % SUMS) {
         int n = dim - i;
         vf v = load_upto(x + i, n);
         if (residual) {
-            v += load_upto(residual + i, n);
+            v = rounded(v + load_upto(residual + i, n), T{});  // what is normalised is what is kept
             store_upto(total + i, v, n);
-            v = load_upto(total + i, n);  // the sum is kept in the model's dtype; what is normalised is what is kept
         }
-        squares = fma(v, v, squares);
+        squares[turn] = fma(v, v, squares[turn]);
     }
-    float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
+    float scale = 1.0f / sqrtf(sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3])) / dim + eps);
     const T* source = residual ? total : x;
     for (int64_t i = 0; i < dim; i += LANES) {
         int n = dim - i;
@@ -40,7 +47,7 @@ void norm_row(const T* x, const T* residual, const float* weight, T* out, T* tot
 
 template <typename T>
 void norm(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t rows, int64_t dim, float eps) {
-    for_rows(rows, dim, [&](int64_t row) {
+    for_rows(rows, dim, MIN_PARALLEL, [&](int64_t row) {
         int64_t at = row * dim;
         norm_row(x + at, residual ? residual + at : nullptr, weight, out + at, total ? total + at : nullptr, dim, eps);
     });
@@ -59,7 +66,7 @@ inline vf activate(vf x, int kind) {
 
 template <typename T>
 void gated(const T* gate_up, T* out, int64_t rows, int64_t inner, int kind) {
-    for_rows(rows, inner, [&](int64_t row) {
+    for_rows(rows, inner, MIN_PARALLEL_SLOW, [&](int64_t row) {
         const T* gate = gate_up + row * 2 * inner;
         const T* up = gate + inner;
         for (int64_t i = 0; i < inner; i += LANES) {
@@ -107,7 +114,7 @@ void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_
                  const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int64_t values_at = s.num_blocks * s.kv_heads * s.block_size * s.head_dim;
-    for_rows(tokens, width, [&](int64_t token) {
+    for_rows(tokens, width, MIN_PARALLEL_SLOW, [&](int64_t token) {
         T* head = qkv + token * width;
         const float* angles = rows ? rows + token * s.rotary_dim : nullptr;
         for (int64_t h = 0; h < s.heads; h++, head += s.head_dim) prepare_head(head, head, q_norm, angles, s);
