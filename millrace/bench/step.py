@@ -76,8 +76,8 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
     stack = decoder.native_stack
     if stack is None or not stack.takes_whole_steps:
         raise ConfigError(
-            f"{files.name} has no native step to look into: it needs a C++ compiler, and a dense model whose head is its"
-            " embedding. Try the default model."
+            f"{files.name} has no native step to look into: it needs a C++ compiler and a dense model that shares its"
+            " embedding as the head. Try the default model."
         )
     try:
         for case in cases:

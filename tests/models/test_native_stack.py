@@ -9,12 +9,14 @@ import torch
 from helpers.paged import PagedDriver, make_batch
 from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
 
+from millrace.config import DEFAULT_MODEL
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
-from millrace.models.load import build_decoder
+from millrace.models.load import build_decoder, load_decoder
 from millrace.models.native_stack import KINDS
 from millrace.ops import native
+from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")
 DENSE = [case for case in CASES if "moe" not in case and "mixtral" not in case]
@@ -86,3 +88,12 @@ def test_time_is_given_by_kind_of_work() -> None:
     assert torch.equal(once > 0, layers)
     decoder.forward(batch, PagedDriver(decoder, 16).kv, spent)
     assert torch.equal(spent > once, layers)
+
+
+def test_the_default_model_is_computed_as_it_is_walked() -> None:
+    if native.native_missing(CPU):
+        pytest.skip("there are no native kernels here")
+    decoder = load_decoder(resolve_model(DEFAULT_MODEL), device=CPU, dtype=torch.bfloat16)
+    assert decoder.native_stack is not None
+    assert decoder.native_stack.takes_whole_steps
+    check_same(decoder, mixed_batches("default", decoder.spec.vocab_size, 16), 16)

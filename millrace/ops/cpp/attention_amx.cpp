@@ -27,8 +27,8 @@ constexpr float LOG2E = 1.44269504f;
 struct Scratch {
     alignas(64) bf16 queries[PARTS][MAX_CHUNKS][16][CHUNK];  // [group or head][chunk][pair of dimensions][query][2]
     alignas(64) bf16 keys[KEYS][MAX_HEAD];                   // where they cannot be read in place
-    alignas(64) float scores[KEYS][QUERIES];
-    alignas(64) bf16 weights[KEYS / CHUNK][QUERIES][CHUNK];
+    alignas(64) float scores[2][KEYS][QUERIES];  // [turn]
+    alignas(64) bf16 weights[2][KEYS / CHUNK][QUERIES][CHUNK];
     // [turn][pair of keys][chunk][half][dimension][2], without gaps between the pairs however many chunks there are
     alignas(64) bf16 values[2][KEYS / 2 * MAX_CHUNKS * 2 * CHUNK];
     alignas(64) float sums[PARTS][2 * MAX_CHUNKS][QUERIES][LANES];  // [group or head][chunk and half][query][dimension]
@@ -52,7 +52,7 @@ struct Group {
     alignas(64) int32_t positions[QUERIES];  // -1 for lanes without a query
     int count;
     int64_t lowest, highest;  // positions that some of its queries see: lowest <= k < highest
-    __m512 largest, total;    // per query, in units of log2; and the sum of its weights
+    __m512 base, total;       // per query: what its weights are relative to, in units of log2; and their sum
 };
 
 // Sixteen consecutive positions of one head. Of them from <= k < to are seen by some query; all others may hold
@@ -125,7 +125,7 @@ struct AmxAttention {
                 group.positions[i] = i < group.count ? before + token_of(unit, index * QUERIES + i) : -1;
             group.highest = group.positions[group.count - 1] + 1;
             group.lowest = s.window ? std::max<int64_t>(0, group.positions[0] - s.window + 1) : 0;
-            group.largest = _mm512_set1_ps(-INFINITY);
+            group.base = _mm512_set1_ps(-INFINITY);
             group.total = _mm512_setzero_ps();
         }
         lowest = groups[0].lowest;
@@ -191,28 +191,37 @@ struct AmxAttention {
         clear_scores();
         for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
         pair_values(unit, tile, 0);  // keeps the vector units busy while the products are computed
-        store_scores();
+        store_scores(0);
         for (int k = 0; k < KEYS; k++) prefetch(unit, k);
-        __m512 shrink = weigh(groups[0], tile);
+        __m512 shrink = weigh(groups[0], tile, 0);
         for (int head = 0; head < unit.heads; head++)
             rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
         for (int head = 0; head < unit.heads; head++) {
             if (head + 1 < unit.heads) pair_values(unit, tile, head + 1);
-            add(m.sums[head], m.values[head % 2]);
+            add(m.sums[head], m.values[head % 2], 0);
         }
     }
 
+    // The matrix unit computes the next group's scores while the vector units weigh this group's, and adds the values of
+    // the group before.
     void several_groups(const Unit& unit, int64_t tile) {
         pair_values(unit, tile, 0);
         for (int k = 0; k < KEYS; k++) prefetch(unit, k);
-        for (int index = 0; index < num_groups; index++) {
-            Group& group = groups[index];
-            if (tile >= group.highest || tile + KEYS <= group.lowest) continue;
-            clear_scores();
-            multiply_keys(unit, tile, 0, m.queries[index]);
-            store_scores();
-            rescale(weigh(group, tile), m.sums[index], 0, group.count);
-            add(m.sums[index], m.values[0]);
+        int seeing[MAX_GROUPS], count = 0;
+        for (int index = 0; index < num_groups; index++)
+            if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
+        for (int i = -1; i <= count; i++) {
+            int turn = i & 1;
+            if (i + 1 < count) {
+                clear_scores();
+                multiply_keys(unit, tile, 0, m.queries[seeing[i + 1]]);
+            }
+            if (i >= 0 && i < count) {
+                Group& group = groups[seeing[i]];
+                rescale(weigh(group, tile, turn), m.sums[seeing[i]], 0, group.count);
+            }
+            if (i + 1 < count) store_scores(turn ^ 1);
+            if (i > 0) add(m.sums[seeing[i - 1]], m.values[0], turn ^ 1);
         }
     }
 
@@ -257,34 +266,34 @@ struct AmxAttention {
         }
     }
 
-    void store_scores() {
-        _tile_stored(0, m.scores[0], 64);
-        _tile_stored(1, m.scores[16], 64);
-        _tile_stored(2, m.scores[32], 64);
-        _tile_stored(3, m.scores[48], 64);
+    void store_scores(int turn) {
+        _tile_stored(0, m.scores[turn][0], 64);
+        _tile_stored(1, m.scores[turn][16], 64);
+        _tile_stored(2, m.scores[turn][32], 64);
+        _tile_stored(3, m.scores[turn][48], 64);
     }
 
     // Cap and mask the scores where they need it, and find each query's largest. What is left to multiply them with,
     // to have them in units of log2, is returned by `scale_of`.
-    __m512 shape_scores(const Group& group, int64_t tile) {
+    __m512 shape_scores(const Group& group, int64_t tile, float (*scores)[QUERIES]) {
         int32_t first = group.positions[0], last = group.positions[group.count - 1];
         bool all_seen = tile + KEYS - 1 <= first && (!s.window || last - tile < s.window);
         __m512 top[4];
         for (__m512& part : top) part = _mm512_set1_ps(-INFINITY);
         if (all_seen && s.softcap <= 0) {
             for (int k = 0; k < KEYS; k += 4)
-                for (int i = 0; i < 4; i++) top[i] = _mm512_max_ps(top[i], _mm512_load_ps(m.scores[k + i]));
+                for (int i = 0; i < 4; i++) top[i] = _mm512_max_ps(top[i], _mm512_load_ps(scores[k + i]));
         } else {
             __m512i position = _mm512_load_si512(group.positions);
             __m512i before = s.window ? _mm512_sub_epi32(position, _mm512_set1_epi32(s.window)) : _mm512_set1_epi32(-1);
             __m512 shrunk = _mm512_set1_ps(s.scale / s.softcap), cap = _mm512_set1_ps(s.softcap * LOG2E);
             for (int k = 0; k < KEYS; k++) {
-                __m512 x = _mm512_load_ps(m.scores[k]);
+                __m512 x = _mm512_load_ps(scores[k]);
                 if (s.softcap > 0) x = _mm512_mul_ps((__m512)tanh((vf)_mm512_mul_ps(x, shrunk)), cap);
                 __m512i key = _mm512_set1_epi32(tile + k);
                 __mmask16 seen = _mm512_cmple_epi32_mask(key, position) & _mm512_cmpgt_epi32_mask(key, before);
                 x = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), x);
-                _mm512_store_ps(m.scores[k], x);
+                _mm512_store_ps(scores[k], x);
                 top[0] = _mm512_max_ps(top[0], x);
             }
         }
@@ -293,13 +302,17 @@ struct AmxAttention {
 
     __m512 scale_of() const { return _mm512_set1_ps(s.softcap > 0 ? 1.0f : s.scale * LOG2E); }
 
-    // Turn the scores into weights relative to each query's largest so far; what earlier sums shrink by is returned.
-    __m512 weigh(Group& group, int64_t tile) {
+    // Turn the scores into weights relative to each query's base, which is a score that it has seen and follows its
+    // largest once that is far above; what earlier sums shrink by is returned.
+    __m512 weigh(Group& group, int64_t tile, int turn) {
+        const __m512 far = _mm512_set1_ps(8.0f);  // weights are at most 2^8, which costs them no precision
         __m512 scale = scale_of();
-        __m512 next = _mm512_max_ps(group.largest, _mm512_mul_ps(shape_scores(group, tile), scale));
+        __m512 top = _mm512_mul_ps(shape_scores(group, tile, m.scores[turn]), scale);
+        __mmask16 follows = _mm512_cmp_ps_mask(top, _mm512_add_ps(group.base, far), _CMP_GT_OQ);
+        __m512 next = _mm512_mask_mov_ps(group.base, follows, top);
         // A query that has seen no key yet has -inf here; against a finite number all its weights become 0.
         __m512 base = _mm512_max_ps(next, _mm512_set1_ps(-1e30f));
-        __m512 shrink = exp2(_mm512_sub_ps(group.largest, base));
+        __m512 shrink = exp2(_mm512_sub_ps(group.base, base));
         __m512 sum[4] = {_mm512_mul_ps(group.total, shrink), _mm512_setzero_ps(), _mm512_setzero_ps(),
                          _mm512_setzero_ps()};
         // Item i of the first sixteen next to item i of the second: word 2 i takes i, word 2 i + 1 takes 16 + i.
@@ -308,7 +321,7 @@ struct AmxAttention {
         for (int half = 0; half < KEYS / CHUNK; half++) {
             vf rows[LANES];
             for (int pair = 0; pair < LANES; pair++) {
-                const float* scores = m.scores[half * CHUNK + 2 * pair];
+                const float* scores = m.scores[turn][half * CHUNK + 2 * pair];
                 __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, base));
                 __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + QUERIES), scale, base));
                 sum[2 * (pair % 2)] = _mm512_add_ps(sum[2 * (pair % 2)], even);
@@ -316,10 +329,10 @@ struct AmxAttention {
                 rows[pair] = (vf)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
             }
             transpose(rows);
-            memcpy(m.weights[half], rows, sizeof rows);
+            memcpy(m.weights[turn][half], rows, sizeof rows);
         }
         group.total = _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]));
-        group.largest = next;
+        group.base = next;
         return shrink;
     }
 
@@ -363,11 +376,11 @@ struct AmxAttention {
         }
     }
 
-    void add(float (*sums)[QUERIES][LANES], const bf16* values) {
+    void add(float (*sums)[QUERIES][LANES], const bf16* values, int turn) {
         int64_t stride = chunks * 2 * CHUNK * sizeof(bf16);
         const bf16* later = values + KEYS / 4 * chunks * 2 * CHUNK;  // of the second 32 keys
-        _tile_loadd(4, m.weights[0], 64);
-        _tile_loadd(5, m.weights[1], 64);
+        _tile_loadd(4, m.weights[turn][0], 64);
+        _tile_loadd(5, m.weights[turn][1], 64);
         for (int64_t chunk = 0; chunk < chunks; chunk++, sums += 2) {
             int64_t at = chunk * 2 * CHUNK;
             _tile_loadd(0, sums[0], 64);
