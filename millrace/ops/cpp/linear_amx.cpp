@@ -118,6 +118,11 @@ public:
     Unpacker(const Layer& layer, int64_t first, int64_t last, bf16* memory, int64_t mask)
         : layer(layer), unpack(quantised::tile_pair(layer.format)), memory(memory), mask(mask), panel(first),
           last(last), tiles(layer.k / TILE_K) {
+        int64_t bytes = 2 * quantised::panel_bytes(layer.format, layer.k);
+        const char* start = (const char*)layer.packed + first / 2 * bytes;
+        prefetch(start, std::min(bytes, PREFETCH_FIRST));
+        ahead = start + bytes;
+        step = bytes / tiles;
         next();
     }
 
@@ -129,6 +134,8 @@ public:
             left = quantised::panel_at(layer.format, layer.packed, layer.k, panel);
             right = quantised::panel_at(layer.format, layer.packed, layer.k, panel + 1);
         }
+        prefetch(ahead, step);
+        ahead += step;
         unpack(left, right, tile, memory + (count++ & mask) * PAIR);
         if (++tile == tiles) tile = 0, panel += 2;
     }
@@ -136,10 +143,17 @@ public:
     static constexpr int64_t PAIR = 2 * quantised::TILE_ITEMS;
 
 private:
+    static constexpr int64_t PREFETCH_FIRST = 16 << 10;
+
+    static void prefetch(const char* from, int64_t bytes) {
+        for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
+    }
+
     const Layer& layer;
     quantised::TilePair unpack;
     bf16* memory;
-    int64_t mask, panel, last, tiles, tile = 0, count = 0;
+    int64_t mask, panel, last, tiles, tile = 0, count = 0, step;
+    const char* ahead;  // the same place in the next pair of panels
     quantised::Panel left, right;
 };
 

@@ -1,5 +1,7 @@
 // From the blocks of a GGUF file to packed panels.
-#include <vector>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O3")  // loops over bytes, worth vectors
+#endif
 
 #include "pool.h"
 #include "quantised_format.h"
@@ -24,7 +26,8 @@ void read_nibbles(const uint8_t* p, uint8_t* out) {
 }
 
 void read_fifth_bits(const uint8_t* p, uint8_t* out) {
-    for (int j = 0; j < 32; j++) out[j] |= (p[j / 8] >> j % 8 & 1) << 4;
+    for (int byte = 0; byte < 4; byte++)
+        for (int bit = 0; bit < 8; bit++) out[8 * byte + bit] |= (p[byte] >> bit & 1) << 4;
 }
 
 // Eight 6-bit scales and eight 6-bit minima in twelve bytes.
@@ -54,7 +57,9 @@ void read_flat(int format, const uint8_t* p, Group32& out) {
 void read_q2_k(const uint8_t* p, int block, Group32& out) {
     out.scale = half_at(p + 80);
     out.offset = half_at(p + 82);
-    for (int j = 0; j < 32; j++) out.integers[j] = p[16 + block / 4 * 32 + j] >> 2 * (block % 4) & 3;
+    const uint8_t* quarters = p + 16 + block / 4 * 32;
+    int shift = 2 * (block % 4);
+    for (int j = 0; j < 32; j++) out.integers[j] = quarters[j] >> shift & 3;
     for (int g = 0; g < 2; g++) {
         out.scales[g] = p[2 * block + g] & 15;
         out.offsets[g] = p[2 * block + g] >> 4;
@@ -63,8 +68,9 @@ void read_q2_k(const uint8_t* p, int block, Group32& out) {
 
 void read_q3_k(const uint8_t* p, int block, Group32& out) {
     out.scale = half_at(p + 108);
-    for (int j = 0; j < 32; j++)
-        out.integers[j] = (p[32 + block / 4 * 32 + j] >> 2 * (block % 4) & 3) | (p[j] >> block & 1) << 2;
+    const uint8_t* quarters = p + 32 + block / 4 * 32;
+    int shift = 2 * (block % 4);
+    for (int j = 0; j < 32; j++) out.integers[j] = (quarters[j] >> shift & 3) | (p[j] >> block & 1) << 2;
     for (int g = 0; g < 2; g++) {
         int i = 2 * block + g;
         int low = p[96 + i % 8] >> 4 * (i / 8) & 15, high = p[104 + i % 4] >> 2 * (i / 4) & 3;
@@ -77,7 +83,8 @@ void read_q45_k(int format, const uint8_t* p, int block, Group32& out) {
     out.offset = half_at(p + 2);
     read_six_bits(p + 4, block, out);
     const uint8_t* nibbles = p + (format == FORMAT_Q5_K ? 48 : 16) + block / 2 * 32;
-    for (int j = 0; j < 32; j++) out.integers[j] = nibbles[j] >> 4 * (block % 2) & 15;
+    int shift = 4 * (block % 2);
+    for (int j = 0; j < 32; j++) out.integers[j] = nibbles[j] >> shift & 15;
     if (format == FORMAT_Q5_K)
         for (int j = 0; j < 32; j++) out.integers[j] |= (p[16 + j] >> block & 1) << 4;
 }
@@ -85,10 +92,10 @@ void read_q45_k(int format, const uint8_t* p, int block, Group32& out) {
 void read_q6_k(const uint8_t* p, int block, Group32& out) {
     out.scale = half_at(p + 208);
     int half = block / 4, quarter = block % 4;
-    for (int j = 0; j < 32; j++) {
-        int low = p[half * 64 + quarter % 2 * 32 + j] >> 4 * (quarter / 2) & 15;
-        out.integers[j] = low | (p[128 + half * 32 + j] >> 2 * quarter & 3) << 4;
-    }
+    const uint8_t *low = p + half * 64 + quarter % 2 * 32, *upper = p + 128 + half * 32;
+    int low_shift = 4 * (quarter / 2), upper_shift = 2 * quarter;
+    for (int j = 0; j < 32; j++)
+        out.integers[j] = (low[j] >> low_shift & 15) | (upper[j] >> upper_shift & 3) << 4;
     memcpy(out.scales, p + 192 + 2 * block, 2);
 }
 
@@ -103,20 +110,28 @@ void read_group(int format, const uint8_t* row, int64_t tile, Group32& out) {
     read_q45_k(format, p, block, out);
 }
 
-void write_integers(const Format& f, const uint8_t* integers, int r, char* tile) {
-    if (f.bits == 8) {
-        memcpy(tile + r * 32, integers, 32);
-        return;
+template <int BITS>
+void write_integers(const uint8_t* integers, int r, char* tile) {
+    // In the order of the words: all of them, or the first and the second half by turns.
+    uint8_t ordered[32];
+    for (int j = 0; j < 16; j++) {
+        ordered[BITS == 6 ? 2 * j : j] = integers[j];
+        ordered[BITS == 6 ? 2 * j + 1 : j + 16] = integers[j + 16];
     }
     auto* low = (uint16_t*)tile + r / 4 * 32;
-    auto* fifth = (uint16_t*)(tile + 256);
-    auto* upper = fifth + r / 8 * 32;
-    for (int j = 0; j < 32; j++) {
-        int at = f.bits == 6 ? 2 * (j % 16) + j / 16 : j;
-        low[at] |= (integers[j] & 15) << 4 * (r % 4);
-        if (f.bits == 5) fifth[at] |= (integers[j] >> 4) << r;
-        if (f.bits == 6) upper[at] |= (integers[j] >> 4) << 2 * (r % 8);
-    }
+    int low_shift = 4 * (r % 4);
+    for (int j = 0; j < 32; j++) low[j] |= (ordered[j] & 15) << low_shift;
+    if (BITS == 4) return;
+    auto* upper = (uint16_t*)(tile + 256) + (BITS == 5 ? 0 : r / 8 * 32);
+    int upper_shift = BITS == 5 ? r : 2 * (r % 8);
+    for (int j = 0; j < 32; j++) upper[j] |= (ordered[j] >> 4) << upper_shift;
+}
+
+void write_integers(const Format& f, const uint8_t* integers, int r, char* tile) {
+    if (f.bits == 8) memcpy(tile + r * 32, integers, 32);
+    if (f.bits == 6) write_integers<6>(integers, r, tile);
+    if (f.bits == 5) write_integers<5>(integers, r, tile);
+    if (f.bits == 4) write_integers<4>(integers, r, tile);
 }
 
 void write_scales(const Format& f, const Places& places, const Group32& group, int64_t tile, int r, char* panel) {
