@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from millrace.bench.suite import SuiteOptions
     from millrace.bench.workloads import Workload
 
-USAGE = "millrace bench [local | peers | plan | front | serve | policies | gpu] [options]"
+USAGE = "millrace bench [local | peers | plan | step | front | serve | policies | gpu] [options]"
 EXIT_ENDED = 143
 """As a shell reports a command that was asked to end by SIGTERM."""
 _PERPLEXITY = "perplexity"
@@ -41,6 +41,7 @@ examples:
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same work
   millrace bench --url … --workloads single,mixed --json one JSON line per figure
   millrace bench plan                                    host time of planning a step, from 1 to 4,096 rows
+  millrace bench step                                    what a step on the CPU spends its time on
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, device simulated"""
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="local",
         metavar="WHAT",
-        help="local (default), peers, plan, front, serve, policies, gpu",
+        help="local (default), peers, plan, step, front, serve, policies, gpu",
     )
     parser.add_argument("--url", default="", help="measure this server; without it one is started here")
     parser.add_argument("--api-key", default="", help="the key that the server wants")
@@ -97,13 +98,15 @@ def run(args: argparse.Namespace) -> int:
         return _until_ended(lambda: bench_peers.run(args))
     if args.what == "plan":
         return _bench_plan(as_json=args.json)
+    if args.what == "step":
+        return _bench_step(args)
     if args.what == "front":
         return _bench_front(args)
     if args.what == "policies":
         return _bench_policies(args)
     if args.what != "local":
         raise UsageError(
-            f"There is no benchmark '{args.what}'. There are: local, peers, plan, front, serve, policies, gpu;"
+            f"There is no benchmark '{args.what}'. There are: local, peers, plan, step, front, serve, policies, gpu;"
             " and --url for a running server."
         )
     import uvloop
@@ -138,6 +141,28 @@ def _bench_plan(*, as_json: bool) -> int:
             print(figures[-1].as_json(target="local"), flush=True)
     if not as_json:
         print_table(figures, "Host time of one steady decode step: planning it and applying its result")
+    return 0
+
+
+def _bench_step(args: argparse.Namespace) -> int:
+    from millrace.bench.figures import Figure, print_table
+    from millrace.bench.step import StepCost, measure_steps
+
+    figures = []
+
+    def add(cost: StepCost) -> None:
+        name, share = cost.case.name, f"products and attention {100 * cost.products_share:.0f}%"
+        parts = {**cost.kinds_ms, "python and hand-over": cost.python_ms}
+        rows = [Figure(name, "step", cost.wall_ms, "ms", note=share)]
+        rows += [Figure(name, kind, ms, "ms", note=f"{100 * ms / cost.wall_ms:.1f}%") for kind, ms in parts.items()]
+        figures.extend(rows)
+        if args.json:
+            for figure in rows:
+                print(figure.as_json(target="step"), flush=True)
+
+    measure_steps(load_settings(args).config, add)
+    if not args.json:
+        print_table(figures, "One step on the CPU by kind of work, the fastest of many")
     return 0
 
 
