@@ -37,7 +37,7 @@ PROFILE_BATCHES = (1, 128)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench gpu")
     group.add_argument(
-        "--models", default="", metavar="NAMES", help="shapes by name or path, separated by commas; +fp8"
+        "--models", default="", metavar="NAMES", help="shapes by name or path, separated by commas; +fp8, +fp8kv"
     )
     group.add_argument("--shapes", type=Path, metavar="DIR", help="a directory of further shapes (config.json files)")
     group.add_argument("--cases", default="", metavar="NAMES", help="startup,decode,ttft,mixed,prefix,host")
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--table", type=Path, metavar="FILE", help="print these results as markdown; measure nothing")
 
 
-def refuse_elsewhere(args: argparse.Namespace) -> None:
-    """Options of `bench gpu` mean nothing to the other benchmarks."""
+def refuse_elsewhere(args: argparse.Namespace, *, allowed: tuple[str, ...] = ()) -> None:
+    """Options of `bench gpu` mean nothing to the other benchmarks, but for those that one shares."""
     for name in ("models", "shapes", "cases", "batches", "quick", "profile", "table"):
-        if getattr(args, name):
+        if getattr(args, name) and name not in allowed:
             raise UsageError(f"--{name} belongs to another benchmark; write: millrace bench gpu --{name} …")
     if args.scale != 1:
         raise UsageError("--scale belongs to another benchmark; write: millrace bench gpu --scale …")

@@ -18,6 +18,7 @@ from millrace.plan.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device import Device, fast_dtype, open_device
 from millrace.run.kernel_builder import KernelBuilder
+from millrace.run.kv_pool import check_kv_dtype
 from millrace.run.make import make_runner
 from millrace.sources.resolve import ModelFiles, resolve_model
 
@@ -36,11 +37,12 @@ def build_engine(
     device = open_device(config.run)
     dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     check_quantization(config.model.quantization, device.torch_device, dtype)
+    check_kv_dtype(config.memory.kv_dtype, device.torch_device, spec.head_dim)
     plan = make_memory_plan(
         config,
         spec,
         dtype=dtype,
-        weights_bytes=weight_bytes(files, dtype, config.model.quantization),
+        weights_bytes=weight_bytes(files, dtype, config.model.quantization, device.torch_device),
         device_kind=device.kind,
         free_bytes=device.free_bytes(),
     )
@@ -62,6 +64,7 @@ def build_engine(
         max_context=plan.max_context,
         token_budget=plan.token_budget,
         graphs=config.run.graphs,
+        kv_dtype=config.memory.kv_dtype,
         builder=builder,
     )
     scheduler = Scheduler(
@@ -83,7 +86,7 @@ def _ready(
 ) -> EngineReady:
     dtype_name = str(dtype).removeprefix("torch.")
     identity = [millrace.__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
-    identity.append(config.model.quantization)
+    identity += [config.model.quantization, config.memory.kv_dtype]
     identity += [f"{path.name}:{path.stat().st_size}" for path in files.weights]
     return EngineReady(
         model_name=config.model.served_name or files.name,

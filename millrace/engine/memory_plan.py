@@ -59,7 +59,7 @@ def make_memory_plan(
     token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running)
     max_context = _max_context(config, spec)
     activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
-    per_token = bytes_per_token(spec, dtype)
+    per_token = bytes_per_token(spec, dtype, config.memory.kv_dtype)
     fixed = weights_bytes + activation_bytes
     if fixed + MIN_KV_TOKENS * per_token > free_bytes:
         raise _too_big(spec, dtype, weights_bytes, activation_bytes, free_bytes)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +26,8 @@ class ExpertWeights:
     """The experts of one layer, to be read once, in order."""
 
     count: int
-    pairs: Iterable[tuple[Tensor, Tensor]]
+    pairs: Iterable[tuple[Any, Any]]
+    """Tensors, or whatever else `linear` takes where the version makes linears of them."""
 
 
 class Experts(Protocol):
@@ -38,7 +38,16 @@ class Experts(Protocol):
         ...
 
 
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+@runtime_checkable
+class RoutingExperts(Protocol):
+    """Experts that also route, in fewer kernels than a router before them."""
+
+    def routed(self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool) -> Tensor:
+        """x [T, H], the router's logits [T, E] -> [T, H]"""
+        ...
+
+
+MakeLinear = Callable[[Any, Tensor | None], Linear]
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -132,16 +141,34 @@ class DenseExperts(StackedExperts):
 
 
 class TritonExperts(StackedExperts):
-    """Products that gather each expert's tokens. Their tiles suit the number of tokens or, fixed, are always the same:
-    then a row of a product is added up alike whatever else is in the step."""
+    """Products that gather each expert's tokens, in tiles that suit the number of tokens."""
 
-    def __init__(
-        self, weights: ExpertWeights, activation: Activation, linear: MakeLinear, *, fixed: bool = False
-    ) -> None:
+    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         from millrace.ops.triton import moe
 
         super().__init__(weights, activation, linear)
-        self._experts, self._config = moe.experts, moe.FIXED if fixed else None
+        self._experts, self._routed = moe.experts, moe.routed_experts
+        self._gpu = moe.gpu_of(self.gate_up.device)
+        self._counts = torch.zeros(weights.count, dtype=torch.int32, device=self.gate_up.device)
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, None, self._gpu)
+
+    def routed(self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool) -> Tensor:
+        return self._routed(
+            x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._counts, gpu=self._gpu
+        )
+
+
+class FixedTritonExperts(StackedExperts):
+    """The same with one tile for every number of tokens: a row of a product is added up alike whatever else is in the
+    step."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
+        from millrace.ops.triton import moe
+
+        super().__init__(weights, activation, linear)
+        self._experts, self._config = moe.experts, moe.FIXED
         self._gpu = moe.gpu_of(self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -166,7 +193,7 @@ VERSIONS = (
     Version(
         op="experts",
         name="triton_fixed",
-        make=partial(TritonExperts, fixed=True),
+        make=FixedTritonExperts,
         when="the same with one tile for every number of tokens, so that a batch cannot change a token's result",
         devices=("cuda",),
         invariant_on=("cuda",),

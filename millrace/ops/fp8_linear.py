@@ -1,7 +1,8 @@
 """A linear layer whose weight is held in eight bits, one scale per output: y = (x W^T) * scales + b.
 
 make(weight, bias) -> Linear. The weight comes in the model's dtype and is quantised here; no reference to it is kept.
-Inputs are `Quantised` from the op before where that fuses it, else a Tensor that is quantised first.
+Inputs are `Quantised` from the op before where that fuses it, else a Tensor that is quantised first or, by kernels made
+for few rows, on its way into the product: then with a scale for every tile of a row, or not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Shape, Version
 
 if TYPE_CHECKING:
-    from millrace.ops.triton.gemm_choice import TilesByRows
+    from millrace.ops.triton.gemm import Tiles
+    from millrace.ops.triton.gemm_choice import Fp8Tiles
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs with matrix products in eight bits."""
@@ -74,27 +76,36 @@ class Fp8Library(Fp8Weight):
 class Fp8Tuned(Fp8Library):
     """For each number of rows what was measured to be fastest: the library's scaled product, or a Triton kernel."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, tiles: TilesByRows | None = None) -> None:
-        from millrace.ops.triton import fp8, gemm, gemm_choice, gemm_table
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, tiles: Fp8Tiles | None = None) -> None:
+        from millrace.ops.triton import fp8, gemm, gemm_choice
 
         super().__init__(weight, bias)
         self._quantise = fp8.quantise_rows
         self._multiply, self._new_scales = gemm.multiply, gemm.Scales
-        self._tiles = tiles or gemm_choice.measured(gemm_table.FP8, weight)
+        self._any_groups = gemm_choice.any_groups
+        self._tiles = tiles or gemm_choice.measured_fp8(weight)
         self._counters = self._tiles.counters(weight.shape[0], weight.device)
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
+        rows, inputs = x.shape
         if isinstance(x, Tensor):
+            tiles = self._tiles.wide.of(rows)
+            if tiles is not None:
+                return self._product(x, None, tiles)
             x = self._quantise(x)
-        tiles = self._tiles.of(x.shape[0])
-        if tiles is None:
-            return self._library(x)
+        if x.scales.dim() == 2:
+            groups = x.scales.shape[1]
+            return self._product(x.values, x.scales, self._tiles.groups.of(rows) or self._any_groups(inputs // groups))
+        tiles = self._tiles.rows.of(rows)
+        return self._library(x) if tiles is None else self._product(x.values, x.scales, tiles)
+
+    def _product(self, x: Tensor, scales: Tensor | None, tiles: Tiles) -> Tensor:
         return self._multiply(
-            x.values,
+            x,
             self.weight.values,
             tiles,
             bias=self.bias,
-            scales=self._new_scales(x.scales, self.weight.scales),
+            scales=self._new_scales(scales, self.weight.scales),
             out_dtype=self.dtype,
             counters=self._counters,
         )

@@ -1,7 +1,8 @@
 """The first half of a gated MLP: act(x Wg^T + bg) · (x Wu^T + bu), where the weight [2 I, K] holds Wg above Wu.
 
 make(weight, bias, activation, linear, gated) -> GatedLinear, where `linear` makes a Linear of a weight and bias, and
-`gated` is the op of that name for the same activation: what the composed version consists of.
+`gated` is the op of that name for the same activation: what the composed version consists of. That version takes as a
+weight whatever `linear` does.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import torch
 from torch import Tensor
 
 from millrace.ops.activation import Activation
+from millrace.ops.fp8_linear import fp8_missing
 from millrace.ops.linear import Linear
 from millrace.ops.quantised import Quantised
 from millrace.ops.triton import hopper_missing
-from millrace.ops.version import Version
+from millrace.ops.version import Shape, Version
 
 if TYPE_CHECKING:
     from millrace.ops.triton.gemm_choice import TilesByRows
 
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+MakeLinear = Callable[[Any, Tensor | None], Linear]
 Gated = Callable[..., Any]
 """(gate_up [T, 2 I], quantise=False) -> [T, I], as a Tensor or as Quantised"""
 
@@ -33,7 +35,8 @@ class GatedLinear(Protocol):
     def takes_fp8(self) -> bool: ...
 
     def __call__(self, x: Any, quantise: bool = False) -> Tensor | Quantised:
-        """[T, K] -> [T, I]; the result as `Quantised` where asked."""
+        """[T, K] -> [T, I]. With `quantise` the result is for a linear that takes FP8: `Quantised`, or a Tensor where
+        that linear is faster at rounding it itself."""
         ...
 
 
@@ -41,14 +44,14 @@ class ComposedGatedLinear:
     """The reference: a linear layer, then the gated activation of what it gives."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
+        self, weight: Any, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
     ) -> None:
-        self._linear, self._gated = linear(weight, bias), gated
-        self.num_bytes = self._linear.num_bytes
-        self.takes_fp8 = self._linear.takes_fp8
+        self.linear, self._gated = linear(weight, bias), gated
+        self.num_bytes = self.linear.num_bytes
+        self.takes_fp8 = self.linear.takes_fp8
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
-        return self._gated(self._linear(x), quantise=quantise)
+        return self._gated(self.linear(x), quantise=quantise)
 
 
 class TunedGatedLinear:
@@ -83,7 +86,68 @@ class TunedGatedLinear:
         )
 
 
+class TunedFp8GatedLinear:
+    """The same over a weight in eight bits. The result is in groups of eight bits, or in the model's dtype for a linear
+    that rounds it inside its product; where neither was measured faster it is made by the parts."""
+
+    takes_fp8 = True
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation,
+        linear: MakeLinear,
+        gated: Gated,
+        tiles: tuple[TilesByRows, TilesByRows] | None = None,
+    ) -> None:
+        """`tiles`: for results in the model's dtype, and for groups."""
+        from millrace.ops.triton import gemm, gemm_choice, gemm_table
+
+        made: Any = linear(weight, bias)
+        self._linear, self._gated, self._activation = made, gated, activation
+        self._dtype, self._weight, self._bias = weight.dtype, made.weight, bias
+        self.num_bytes = made.num_bytes
+        self._multiply, self._to_groups, self._new_scales = gemm.multiply, gemm.multiply_to_groups, gemm.Scales
+        tables = (gemm_table.FP8_GATED, gemm_table.FP8_GATED_GROUPS)
+        self._wide, self._groups = tiles or tuple(gemm_choice.measured(table, weight) for table in tables)
+        outputs = weight.shape[0] // 2
+        self._counters = [one.counters(outputs, weight.device) for one in (self._wide, self._groups)]
+
+    def __call__(self, x: Any, quantise: bool = False) -> Any:
+        if isinstance(x, Tensor):
+            return self._gated(self._linear(x), quantise=quantise)
+        rows, outputs = x.shape[0], self._weight.values.shape[0] // 2
+        scales = self._new_scales(x.scales, self._weight.scales)
+        options: dict[str, Any] = {"bias": self._bias, "scales": scales, "activation": self._activation}
+        groups, wide = self._groups.of(rows), self._wide.of(rows)
+        if quantise and groups is not None and outputs % groups.n == 0:
+            return self._to_groups(x.values, self._weight.values, groups, counters=self._counters[1], **options)
+        if wide is not None:
+            options |= {"out_dtype": self._dtype, "counters": self._counters[0]}
+            return self._multiply(x.values, self._weight.values, wide, **options)
+        return self._gated(self._linear(x), quantise=quantise)
+
+
+def _fp8_sizes(shape: Shape) -> bool:
+    return bool(shape.get("quantised") and shape["in_features"] % 16 == 0 and shape["out_features"] % 16 == 0)
+
+
+def _fp8_tuned_missing(device: torch.device) -> str:
+    return fp8_missing(device) or hopper_missing(device)
+
+
 VERSIONS = (
+    Version(
+        op="gated_linear",
+        name="tuned_fp8",
+        make=TunedFp8GatedLinear,
+        when="over a weight in eight bits, by a table measured for each size and number of rows",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        fits=_fp8_sizes,
+        missing=_fp8_tuned_missing,
+    ),
     Version(
         op="gated_linear",
         name="tuned",

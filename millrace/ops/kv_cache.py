@@ -1,8 +1,20 @@
-"""Writing keys and values into the paged cache, whose layers are [2, blocks, kv_heads, block_size, head_dim]."""
+"""Writing to and reading from the paged cache, whose layers are [2, blocks, kv_heads, block_size, head_dim].
+
+A cache in eight bits is a tensor of bytes [2, blocks, kv_heads, block_size, head_dim + SCALE_BYTES]. Each head's part
+of a block begins with the float8 numbers of all its tokens, one token after the other; their float32 scales follow.
+Every key and every value has a scale of its own: its largest item takes the largest number there is, so that no outlier
+of another token or head costs it range, and nothing has to be measured beforehand.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from millrace.ops.quantised import FP8, FP8_MAX
+
+SCALE_BYTES = 4
+"""What a key or a value in eight bits takes beside its items."""
 
 
 def cache_places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -13,4 +25,39 @@ def cache_places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """Put keys_values [T, 2, kv_heads, head_dim] at each token's place. Places of one step are distinct,
     except in the scratch block 0, whose content is never read."""
-    kv[:, block_ids, :, offsets] = keys_values
+    if not holds_fp8(kv):
+        kv[:, block_ids, :, offsets] = keys_values
+        return
+    wide = keys_values.float()
+    largest = wide.abs().amax(dim=-1)
+    scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+    items, scales = fp8_parts(kv)
+    numbers = (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    items.view(torch.uint8)[:, block_ids, :, offsets] = numbers.view(torch.uint8)
+    scales[:, block_ids, :, offsets] = scale
+
+
+def read_kv(kv: Tensor, block_ids: Tensor) -> Tensor:
+    """Whole blocks [2, n, kv_heads, block_size, head_dim] in float32."""
+    if not holds_fp8(kv):
+        return kv[:, block_ids].float()
+    items, scales = fp8_parts(kv)
+    numbers = items.view(torch.uint8)[:, block_ids].view(FP8)
+    return numbers.float() * scales[:, block_ids][..., None]
+
+
+def holds_fp8(kv: Tensor) -> bool:
+    return kv.dtype == torch.uint8
+
+
+def head_dim_of(kv: Tensor) -> int:
+    return kv.shape[4] - SCALE_BYTES if holds_fp8(kv) else kv.shape[4]
+
+
+def fp8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a cache in eight bits: items float8 [2, blocks, kv_heads, block_size, head_dim], and scales float32
+    without the last dimension."""
+    block_size, head_dim = kv.shape[3], head_dim_of(kv)
+    flat = kv.flatten(3)
+    items = flat[..., : block_size * head_dim].view(FP8).view(*kv.shape[:4], head_dim)
+    return items, flat[..., block_size * head_dim :].view(torch.float32)

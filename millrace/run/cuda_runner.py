@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.config import KvDtype
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
@@ -68,6 +69,7 @@ class CudaRunner:
         max_context: int,
         token_budget: int,
         graphs: bool = True,
+        kv_dtype: KvDtype = "auto",
         builder: KernelBuilder | None = None,
     ) -> None:
         attention = decoder.attention
@@ -80,7 +82,9 @@ class CudaRunner:
         self._decoder = decoder
         self._device = device
         self._block_size = block_size
-        self._kv = allocate_kv(spec, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=place)
+        self._kv = allocate_kv(
+            spec, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=place, kv_dtype=kv_dtype
+        )
         # Padding rows read as many columns as they have tokens.
         most_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-token_budget // block_size))
         self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=most_blocks)

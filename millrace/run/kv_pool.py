@@ -1,35 +1,84 @@
 """The KV cache on the device: one tensor per layer, cut into blocks that the scheduler hands out by number.
 
-Layout per layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first. A head's tokens within a block lie
-side by side, so attention streams them. Block 0 is scratch: padding may write there, nobody reads it.
+Layout per layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; with eight bits as `ops/kv_cache.py`
+says. A head's tokens within a block lie side by side, so attention streams them. Block 0 is scratch: padding may write
+there, nobody reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.config import KvDtype
+from millrace.errors import ConfigError
 from millrace.models.spec import ModelSpec
+from millrace.ops.fp8_linear import FP8_CAPABILITY, fp8_missing
+from millrace.ops.kv_cache import SCALE_BYTES
+from millrace.ops.triton import triton_missing
+
+FP8_HEAD_UNIT = 16
+"""Heads in eight bits are multiples of this many items, so that they are read in whole words."""
 
 
-def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    return 2 * spec.num_layers * spec.kv_size * dtype.itemsize
+def check_kv_dtype(kv_dtype: KvDtype, device: torch.device, head_dim: int) -> None:
+    """Refuse what this device or model cannot do."""
+    if kv_dtype == "auto":
+        return
+    if fp8_missing(device):
+        where = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        needed = ".".join(map(str, FP8_CAPABILITY))
+        raise ConfigError(
+            f"memory.kv_dtype is {kv_dtype}, which needs a GPU of compute capability {needed} or later, but the model"
+            f" would run on {where}. Set --kv-dtype auto, or run on such a GPU.",
+            param="memory.kv_dtype",
+        )
+    if triton_missing(device):
+        raise ConfigError(
+            f"memory.kv_dtype is {kv_dtype}, which {triton_missing(device)}. Install it, or set --kv-dtype auto.",
+            param="memory.kv_dtype",
+        )
+    if head_dim % FP8_HEAD_UNIT:
+        raise ConfigError(
+            f"memory.kv_dtype is {kv_dtype}, which needs heads in multiples of {FP8_HEAD_UNIT} items, but the model's"
+            f" have {head_dim}. Set --kv-dtype auto.",
+            param="memory.kv_dtype",
+        )
+
+
+def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> int:
+    head_bytes = spec.head_dim * dtype.itemsize if kv_dtype == "auto" else spec.head_dim + SCALE_BYTES
+    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
 
 def allocate_kv(
-    spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: KvDtype = "auto",
 ) -> list[Tensor]:
     """Room for `num_blocks` blocks and the scratch block. On a CPU pages become resident only when written."""
     shape = spec.kv_shape(num_blocks + 1, block_size)
+    if kv_dtype == "fp8":
+        shape, dtype = (*shape[:4], shape[4] + SCALE_BYTES), torch.uint8
     if device.type == "cpu":
         return [_untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
     return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros straight from the operating system: torch's own would write, and so occupy, every page."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).reshape(shape)
+    """Zeros straight from the operating system: torch's own would write, and so occupy, every page. In large pages
+    where it has them: attention reads a few KiB here and there, and would wait for the address of each small one."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).reshape(shape)

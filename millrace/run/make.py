@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace.config import KvDtype
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device import Device
@@ -19,6 +20,7 @@ def make_runner(
     max_context: int,
     token_budget: int,
     graphs: bool = True,
+    kv_dtype: KvDtype = "auto",
     builder: KernelBuilder | None = None,
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
@@ -36,5 +38,6 @@ def make_runner(
         max_context=max_context,
         token_budget=token_budget,
         graphs=graphs,
+        kv_dtype=kv_dtype,
         builder=builder,
     )

@@ -16,6 +16,8 @@ from millrace.ops.activation import make_triton as make_gated
 from millrace.ops.norm import add_rms_norm, make_triton_add_rms_norm, make_triton_rms_norm, rms_norm
 from millrace.ops.qkv import TorchPrepareQkv, make_triton
 from millrace.ops.quantised import Quantised
+from millrace.ops.triton import norm
+from millrace.ops.triton.qkv import PrepareQkvKernel, Shape, shape_for
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -49,6 +51,16 @@ def test_norms(dim: int, dtype: torch.dtype) -> None:
     expected, sums = add_rms_norm(x, residual, weight, 1e-5)
     close(normed, expected)
     assert torch.equal(total, sums)
+
+
+def test_several_rows_of_a_program_are_normed_as_one_is() -> None:
+    x, residual, weight = random(7, 576, dtype=HALF), random(7, 576, dtype=HALF), random(576)
+    alone = norm.add_rms_norm(x, residual, weight, 1e-5, shape=norm.Shape(1, 4))
+    together = norm.add_rms_norm(x, residual, weight, 1e-5, shape=norm.Shape(2, 4))
+    assert torch.equal(alone[0], together[0])
+    assert torch.equal(alone[2], together[2])
+    few, many = norm.shape_for(4096, 1), norm.shape_for(4096, 8192)
+    assert few.warps == many.warps, "a row's sum does not depend on how many rows there are"
 
 
 def test_norm_of_a_view_with_gaps() -> None:
@@ -97,6 +109,21 @@ def test_qkv(rotary: int | None, normed: bool, heads: int, kv_heads: int) -> Non
     found = make_triton(*arguments)(qkv, angles, kv, blocks, offsets)
     close(found, expected)
     close(kv, expected_kv)
+
+
+def test_qkv_heads_of_a_program_do_not_matter() -> None:
+    qkv, angles = random(3, 6 * 64, dtype=HALF), random(3, 64)
+    places = (torch.tensor([1, 2, 3], device=device), torch.tensor([0, 15, 7], device=device))
+    prepare = PrepareQkvKernel(4, 1, 64, 1e-6, None, None)
+    results = []
+    for shape in (None, Shape(2, 1), Shape(8, 8)):
+        kv = torch.zeros(2, 4, 1, 16, 64, dtype=HALF, device=device)
+        results.append((prepare(qkv.clone(), angles, kv, *places, shape), kv))
+    for queries, kv in results[1:]:
+        assert torch.equal(queries, results[0][0])
+        assert torch.equal(kv, results[0][1])
+    assert shape_for(8192, 48, False) != shape_for(8, 48, False)
+    assert shape_for(8192, 48, True) == shape_for(8, 48, True), "normed heads are summed alike for any number of tokens"
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

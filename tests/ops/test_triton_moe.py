@@ -9,7 +9,7 @@ import torch
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.activation import Activation, activate
-from millrace.ops.experts import ExpertWeights, TritonExperts
+from millrace.ops.experts import ExpertWeights, FixedTritonExperts, RoutingExperts, TritonExperts
 from millrace.ops.linear import PlainLinear
 from millrace.ops.registry import choose
 from millrace.ops.router import route as route_reference
@@ -102,7 +102,7 @@ def test_route_prefers_the_lower_expert_and_stays_in_range_when_logits_are_not_n
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
-@pytest.mark.parametrize("way", ["vector", "scan", "table"])
+@pytest.mark.parametrize("way", ["vector", "table"])
 @pytest.mark.parametrize(
     ("tokens", "shape"),
     [
@@ -125,7 +125,7 @@ def test_every_way(tokens: int, shape: tuple[int, int, int, int], way: moe.Way, 
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("way", ["vector", "scan"])
+@pytest.mark.parametrize("way", ["vector", "table"])
 def test_activations(kind: Activation, way: moe.Way) -> None:
     shape = MoeShape(3, 2, 32, 16, itemsize=4)
     pairs = [(up * 4, down) for up, down in random_pairs(shape, torch.float32)]
@@ -135,16 +135,15 @@ def test_activations(kind: Activation, way: moe.Way) -> None:
     check(found, plain(x, weights, ids, pairs, kind))
 
 
-@pytest.mark.parametrize("way", ["scan", "table"])
 @pytest.mark.parametrize("swap", [False, True])
-def test_all_tokens_to_the_same_experts(way: moe.Way, swap: bool) -> None:
+def test_all_tokens_to_the_same_experts(swap: bool) -> None:
     """More slots than a tile has rows, on the first and the last expert only, as the padding of a bucket does."""
     shape = MoeShape(6, 2, 32, 16, itemsize=2)
     pairs = random_pairs(shape, HALF)
     x, weights, _ = inputs(37, shape, HALF)
     ids = torch.tensor([[5, 0]], device=device).expand(37, 2)
     tile = Tile(16, 16, 32, stages=2, swap=swap)
-    found = moe.experts(x, weights, ids, *stacks(pairs), "silu", MoeConfig(way, tile, tile))
+    found = moe.experts(x, weights, ids, *stacks(pairs), "silu", MoeConfig("table", tile, tile))
     check(found, plain(x, weights, ids, pairs))
 
 
@@ -161,12 +160,52 @@ def test_the_version_by_the_number_of_tokens(tokens: int) -> None:
     assert experts(x[:0], weights[:0], ids[:0]).shape == (0, 72)
 
 
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 4, 2), (21, 8, 3), (40, 128, 8)])
+def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: int, top_k: int) -> None:
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, num_experts, device=device)
+    logits[:, 0] += 2  # one expert that many choose
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    weights, groups = moe.route_and_group(logits, top_k, True, counts)
+    expected_weights, ids = moe.route(logits, top_k, True)
+    torch.testing.assert_close(weights, expected_weights)
+    alone = moe.group(ids, num_experts)
+    assert torch.equal(groups.counts, alone.counts)
+    for expert, count in enumerate(counts.tolist()):
+        assert sorted(groups.table[expert, :count].tolist()) == alone.table[expert, :count].tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40, 70])
+def test_experts_that_route(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    shape = MoeShape(8 if tokens < 70 else 128, 2, 72, 56, itemsize=2)
+    pairs = random_pairs(shape, HALF)
+    experts = TritonExperts(ExpertWeights(shape.num_experts, iter(pairs)), "silu", PlainLinear)
+    assert isinstance(experts, RoutingExperts)
+    x, logits = torch.randn(tokens, 72).to(device, HALF), torch.randn(tokens, shape.num_experts, device=device)
+    weights, ids = route_reference(logits, 2, True)
+    for _ in range(2):  # the counts of the first step are gone in the second
+        check(experts.routed(x, logits, 2, True), plain(x, weights, ids, pairs))
+    assert experts.routed(x[:0], logits[:0], 2, True).shape == (0, 72)
+
+
+def test_a_step_that_was_broken_off_harms_only_the_next() -> None:
+    shape = MoeShape(8, 2, 72, 56, itemsize=2)
+    pairs = random_pairs(shape, HALF)
+    experts = TritonExperts(ExpertWeights(8, iter(pairs)), "silu", PlainLinear)
+    x, logits = torch.randn(9, 72).to(device, HALF), torch.randn(9, 8, device=device)
+    moe.route_and_group(logits, 2, True, experts._counts)
+    experts.routed(x, logits, 2, True)
+    weights, ids = route_reference(logits, 2, True)
+    check(experts.routed(x, logits, 2, True), plain(x, weights, ids, pairs))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
 def test_the_fixed_version_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     shape = MoeShape(5, 2, 40, 24, dtype.itemsize)
     pairs = random_pairs(shape, dtype)
-    experts = TritonExperts(ExpertWeights(5, iter(pairs)), "silu", PlainLinear, fixed=True)
+    experts = FixedTritonExperts(ExpertWeights(5, iter(pairs)), "silu", PlainLinear)
     x, weights, ids = inputs(70, shape, dtype)
     whole = experts(x, weights, ids)
     check(whole, plain(x, weights, ids, pairs))

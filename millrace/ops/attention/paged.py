@@ -19,9 +19,12 @@ from millrace.ops.attention.rows import Rows
 if TYPE_CHECKING:
     from millrace.ops.triton.attention import DecodeTuning, PagedRows, PrefillTuning, SharedPrefix, SplitWorkspace
 
-PROGRAMS_WANTED = 1024
-"""Programs that keep a large GPU busy: fewer rows than that are split along their keys."""
-MOST_SPLITS = 64
+SPLIT_CELLS = 2048
+"""Splits of all rows and KV heads together that the workspace has room for."""
+PROGRAMS_WANTED = 320
+"""Programs that a large GPU needs to be filled, where each has a few tiles of keys alone."""
+VERY_FEW, FEW, SOME, MANY, VERY_MANY = 32, 96, 160, 400, 512
+"""Numbers of (row, KV head) between which other sizes of tiles and splits were measured to be best."""
 SHARED_ROWS = 1024
 """Rows that the workspace of shared prefixes has room for from the start: it must not move under captured steps."""
 
@@ -137,17 +140,23 @@ class PagedAttention:
         from millrace.ops.triton.attention import SplitWorkspace
 
         if self._workspace is None:
-            self._workspace = SplitWorkspace(PROGRAMS_WANTED, self._shape, device)
+            self._workspace = SplitWorkspace(SPLIT_CELLS, self._shape, device)
         return self._workspace
 
     def _decode_tuning(self, num_rows: int, dtype: torch.dtype) -> DecodeTuning:
         from millrace.ops.triton.attention import DecodeTuning
 
-        splits = 1
-        while splits < MOST_SPLITS and num_rows * self._shape.num_kv_heads * splits * 2 <= PROGRAMS_WANTED:
-            splits *= 2
-        wide = self._shape.head_dim > 128 or dtype == torch.float32
-        return DecodeTuning(tile=32 if wide else 64, splits=splits, min_tiles=1, warps=2, stages=2 if wide else 3)
+        streams = num_rows * self._shape.num_kv_heads
+        splits, least_keys = _splits(streams)
+        if self._shape.head_dim > 128 or dtype == torch.float32:
+            tile, warps, stages = 32, 2, 2
+        elif streams <= VERY_FEW or FEW < streams <= SOME:
+            tile, warps, stages = 64, 2, 3
+        else:
+            tile, warps, stages = 32, 1, 3 if streams <= FEW else 4
+        if self._shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
+            warps = 4 if self._shape.group <= 32 else 8
+        return DecodeTuning(tile, splits, least_keys // tile, warps, stages)
 
     def _prefill_tuning(self, dtype: torch.dtype) -> PrefillTuning:
         """`block_m` is the same for every dtype: the host cuts rows into tiles without asking for it."""
@@ -159,7 +168,19 @@ class PagedAttention:
             least *= 2
         if dtype == torch.float32:
             return PrefillTuning(block_m=least, tile=32, warps=8, stages=2)
-        return PrefillTuning(block_m=least, tile=64 if large else 128, warps=8, stages=2 if large else 3)
+        return PrefillTuning(block_m=least, tile=64, warps=8, stages=2 if large else 3)
+
+
+def _splits(streams: int) -> tuple[int, int]:
+    """(most splits of a row, keys below which none is made) where rows times KV heads make so many streams of keys.
+
+    A join of splits costs as much as some hundred keys. Few streams are split so that the chip is filled at all, many
+    only so that long rows do not keep it waiting at the end."""
+    if streams <= FEW:
+        return max(1, min(16, PROGRAMS_WANTED // max(streams, 1))), 64 if streams <= VERY_FEW else 96
+    if streams <= MANY:
+        return 4, 640
+    return (2 if streams <= VERY_MANY else 1), 2048
 
 
 def tiles_of(query_starts: list[int], queries_per_tile: int, every_row: bool = False) -> list[tuple[int, int]]:

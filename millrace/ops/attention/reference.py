@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.attention.rows import Rows
+from millrace.ops.kv_cache import read_kv
 from millrace.ops.softcap import softcap as apply_softcap
 
 
@@ -43,7 +44,7 @@ class ReferenceAttention:
 
     def _gather(self, kv: Tensor, block_ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         """Keys and values [heads, seq_len, head_dim] in float32, KV heads repeated for their query heads."""
-        blocks = kv[:, block_ids].permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :seq_len].float()
+        blocks = read_kv(kv, block_ids).permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :seq_len]
         keys, values = blocks.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
         return keys, values
 

@@ -30,5 +30,5 @@ class Attention(Protocol):
         ...
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: Any) -> Tensor:
-        """queries [T, heads, head_dim], kv [2, blocks, kv_heads, block_size, head_dim] -> [T, heads · head_dim]"""
+        """queries [T, heads, head_dim], kv a layer of the cache (see ops/kv_cache.py) -> [T, heads · head_dim]"""
         ...

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from millrace.ops.quantised import FP8, FP8_MAX, Quantised
 from millrace.ops.triton import early_start
+from millrace.ops.triton.early import let_next_start, wait_for_last
 
 WHOLE_ROW = 16384
 """Rows up to this long are held in registers between finding their scale and using it."""
@@ -19,9 +20,8 @@ def _quantise_kernel(
     x_ptr, values_ptr, scales_ptr, K, x_stride, MAX: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     if WHOLE:

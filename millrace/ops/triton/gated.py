@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
+from millrace.ops.triton.early import let_next_start, wait_for_last
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -27,9 +28,8 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
@@ -43,9 +43,8 @@ def _gated_fp8_kernel(
     gate_up_ptr, out_ptr, scale_ptr, inner, BLOCK: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr
 ):
     """A whole row in one program, since its scale is that of its largest item."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < inner
@@ -58,22 +57,27 @@ def _gated_fp8_kernel(
     tl.store(out_ptr + row * inner + at, scaled.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, kind: str, quantise: bool = False) -> tuple[Tensor, Tensor | None]:
-    """([T, I], its scales [T] if quantised)"""
+def gated(
+    gate_up: Tensor, kind: str, quantise: bool = False, shape: tuple[int, int] = (1024, 0)
+) -> tuple[Tensor, Tensor | None]:
+    """([T, I], its scales [T] if quantised). `shape`: items of a program, where it need not take whole rows, and warps;
+    0 for what suits."""
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape
     inner = width // 2
     number = ACTIVATIONS[kind]
     if not quantise:
         out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-        block = min(1024, triton.next_power_of_2(inner))
+        block = min(shape[0], triton.next_power_of_2(inner))
         grid = (rows, triton.cdiv(inner, block))
-        _gated_kernel[grid](gate_up, out, inner, BLOCK=block, KIND=number, num_warps=4, **early_start(gate_up.device))
+        _gated_kernel[grid](
+            gate_up, out, inner, BLOCK=block, KIND=number, num_warps=shape[1] or 4, **early_start(gate_up.device)
+        )
         return out, None
     out = torch.empty((rows, inner), dtype=torch.float8_e4m3fn, device=gate_up.device)
     scales = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
     block = triton.next_power_of_2(inner)
-    warps = max(1, min(16, block // 512))
+    warps = shape[1] or max(1, min(16, block // 512))
     _gated_fp8_kernel[(rows,)](
         gate_up, out, scales, inner, BLOCK=block, KIND=number, num_warps=warps, **early_start(out.device)
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from millrace.ops.triton.gemm import Kind, Tiles, new_counters
+from millrace.ops.triton import gemm_table
+from millrace.ops.triton.gemm import Tiles, new_counters
 from millrace.ops.triton.gemm_table import MEASURED_ON, Entry, Table
 
 ALIKE = 1.5
@@ -53,11 +54,43 @@ def measured(table: Table, weight: Tensor) -> TilesByRows:
     if not entries or torch.cuda.get_device_capability(weight.device) != MEASURED_ON:
         return LIBRARY
     limits = tuple(sorted(entries))
-    choices = []
-    for limit in limits:
-        entry = entries[limit]
-        choices.append(None if entry is None else Tiles(cast(Kind, entry[0]), *entry[1:]))
-    return TilesByRows(limits, tuple(choices))
+    return TilesByRows(limits, tuple(tiles_of(entries[limit]) for limit in limits))
+
+
+def tiles_of(entry: Entry) -> Tiles | None:
+    if entry is None:
+        return None
+    fields: tuple[Any, ...] = entry
+    return Tiles(*fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tiles:
+    """What a product with a weight in eight bits takes, by what its input is."""
+
+    rows: TilesByRows
+    """In eight bits with a scale per row; None is the library."""
+    wide: TilesByRows = TilesByRows((), ())
+    """In the model's dtype; None: it is quantised first."""
+    groups: TilesByRows = TilesByRows((), ())
+    """In eight bits with a scale per group; None: `ANY_GROUPS`."""
+
+    def counters(self, outputs: int, device: torch.device) -> Tensor | None:
+        found = [by_rows.counters(outputs, device) for by_rows in (self.rows, self.wide, self.groups)]
+        return max((one for one in found if one is not None), key=len, default=None)
+
+
+def measured_fp8(weight: Tensor) -> Fp8Tiles:
+    return Fp8Tiles(
+        measured(gemm_table.FP8, weight),
+        measured(gemm_table.FP8_WIDE, weight),
+        measured(gemm_table.FP8_GROUPS, weight),
+    )
+
+
+def any_groups(group: int) -> Tiles:
+    """For sizes that nobody measured."""
+    return Tiles("dot", 64, 64, min(group, 128), warps=4, stages=3)
 
 
 def nearest(table: Table, outputs: int, inputs: int) -> dict[int, Entry]:

@@ -1,4 +1,4 @@
-"""Measured choices of tiles, one entry per product: {(N, K): {rows: (kind, m, n, k, split, warps, stages, early)}}.
+"""Measured choices of tiles, one entry per product: {(N, K): {rows: the first fields of `Tiles`}}.
 
 `None` is the library. An entry for `rows` serves every number of rows up to it that has no smaller entry; more rows
 than the last entry go to the library. Sizes that are not here go by `gemm_choice`.
@@ -6,7 +6,7 @@ than the last entry go to the library. Sizes that are not here go by `gemm_choic
 
 from __future__ import annotations
 
-Entry = tuple[str, int, int, int, int, int, int, bool] | None
+Entry = tuple[str | int, ...] | None
 Table = dict[tuple[int, int], dict[int, Entry]]
 
 MEASURED_ON = (9, 0)
@@ -283,51 +283,88 @@ GATED: Table = {
 """Gate and up in one product, with the activation. N counts both."""
 FP8: Table = {
     (4096, 4096): {
-        1: ("gemv", 2, 16, 1024, 1, 8, 1, True),
-        2: ("swap_tma", 16, 64, 256, 2, 4, 4, True),
-        4: ("swap", 16, 64, 256, 4, 4, 4, True),
-        8: ("swap", 16, 64, 256, 4, 4, 4, True),
-        16: ("swap", 16, 64, 256, 4, 4, 4, True),
-        32: ("swap_tma", 32, 64, 256, 2, 4, 4, True),
-        64: ("swap", 64, 64, 256, 2, 4, 4, True),
-        128: ("swap_tma", 128, 64, 128, 2, 4, 4, True),
-        256: None,
+        1: ("gemv", 2, 4, 1024, 1, 2, 1, True, 1, True),
+        8: ("swap_tma", 16, 64, 256, 1, 4, 6, True, 4),
+        16: ("swap", 16, 64, 256, 1, 4, 5, True, 4),
+        32: ("swap", 32, 64, 128, 1, 4, 8, True, 8),
+        64: ("dot_tma", 64, 64, 256, 1, 4, 4, True, 4),
+        128: ("dot_tma", 128, 64, 128, 1, 4, 6, True, 8),
+        256: ("dot_tma", 128, 128, 128, 1, 8, 5, True, 2),
         512: None,
     },
     (4096, 14336): {
-        1: ("gemv", 2, 16, 1024, 1, 8, 1, True),
-        2: ("swap_tma", 16, 64, 256, 4, 4, 4, True),
-        4: ("swap", 16, 64, 256, 4, 4, 4, True),
-        8: ("swap", 16, 64, 256, 4, 4, 4, True),
-        16: ("swap", 16, 64, 256, 4, 4, 4, True),
-        32: ("swap_tma", 32, 64, 256, 4, 4, 4, True),
-        64: ("swap", 64, 64, 256, 2, 4, 4, True),
-        128: ("swap_tma", 128, 128, 128, 4, 8, 5, True),
-        256: ("swap_tma", 128, 128, 128, 2, 8, 5, True),
+        1: ("gemv", 2, 4, 1024, 1, 2, 1, True, 2, True),
+        8: ("swap_tma", 16, 64, 256, 1, 4, 6, True, 4),
+        16: ("swap_tma", 16, 64, 256, 1, 4, 6, True, 4),
+        32: ("swap_tma", 32, 64, 128, 3, 4, 6, True, 2),
+        64: ("swap", 64, 64, 128, 3, 4, 5, True, 2),
+        128: ("dot_tma", 128, 64, 128, 2, 4, 6, True, 1),
+        256: ("swap_tma", 128, 128, 128, 2, 8, 5, True, 2),
         512: None,
     },
     (6144, 4096): {
-        1: ("swap_tma", 16, 64, 256, 1, 4, 4, True),
-        2: ("swap_tma", 16, 64, 256, 1, 4, 4, True),
-        4: ("swap", 16, 64, 256, 1, 4, 4, True),
-        8: ("swap", 16, 64, 256, 1, 4, 4, True),
-        16: ("swap", 16, 64, 256, 1, 4, 4, True),
-        32: ("swap_tma", 32, 64, 256, 1, 4, 4, True),
-        64: ("swap", 64, 64, 256, 1, 4, 4, True),
-        128: ("swap_tma", 128, 64, 128, 1, 4, 4, True),
-        256: None,
+        1: ("swap", 16, 64, 256, 1, 4, 5, True, 2),
+        8: ("swap", 16, 64, 256, 1, 4, 5, True, 2),
+        16: ("swap", 16, 64, 256, 1, 4, 5, True, 2),
+        32: ("swap", 32, 64, 128, 1, 4, 8, True, 4),
+        64: ("dot_tma", 64, 64, 256, 1, 4, 4, True, 2),
+        128: ("dot_tma", 128, 64, 128, 1, 4, 6, True, 4),
+        256: ("dot_tma", 128, 128, 128, 1, 8, 5, True, 2),
         512: None,
     },
     (28672, 4096): {
-        1: ("swap_tma", 16, 64, 256, 1, 4, 4, True),
-        2: ("swap_tma", 16, 64, 256, 1, 4, 4, True),
-        4: ("swap", 16, 64, 256, 1, 4, 4, True),
-        8: ("swap", 16, 64, 256, 1, 4, 4, True),
-        16: ("swap", 16, 64, 256, 1, 4, 4, True),
-        32: ("swap_tma", 32, 64, 256, 1, 4, 4, True),
-        64: ("swap_tma", 64, 128, 256, 1, 4, 4, True),
+        1: ("swap", 16, 128, 128, 1, 4, 4, True, 2),
+        8: ("swap_tma", 16, 128, 128, 1, 4, 5, True, 1),
+        16: ("swap_tma", 16, 128, 128, 1, 4, 5, True, 1),
+        32: ("swap_tma", 64, 256, 128, 1, 8, 4, True, 1),
+        64: ("swap_tma", 64, 256, 128, 1, 8, 4, True, 1),
         128: None,
         256: None,
         512: None,
     },
 }
+"""x in eight bits with a scale per row. `None` is the library's scaled product."""
+
+FP8_WIDE: Table = {
+    (4096, 4096): {
+        1: ("gemv", 2, 4, 1024, 1, 2, 1, True, 1),
+    },
+    (4096, 14336): {
+        1: None,
+        8: ("swap_tma", 16, 64, 256, 4, 4, 4, True, 1),
+        16: ("swap_tma", 16, 64, 256, 4, 4, 4, True, 1),
+    },
+}
+"""x in the model's dtype, rounded inside the product. `None`: it is quantised first."""
+
+FP8_GROUPS: Table = {
+    (4096, 14336): {
+        1: None,
+        8: None,
+        16: None,
+        32: None,
+        64: ("dot_tma", 64, 128, 128, 3, 4, 5, True, 2),
+    },
+}
+"""x in eight bits with a scale for every group of inputs."""
+
+FP8_GATED: Table = {
+    (28672, 4096): {
+        1: None,
+        8: ("swap", 16, 64, 128, 1, 4, 4, True, 2),
+        16: ("swap", 16, 64, 128, 1, 4, 4, True, 2),
+        32: ("swap", 32, 64, 128, 1, 4, 4, True, 2),
+    },
+}
+"""Gate and up in one product with the activation, the result in the model's dtype. `None`: one after the other."""
+
+FP8_GATED_GROUPS: Table = {
+    (28672, 4096): {
+        1: None,
+        8: None,
+        16: None,
+        32: None,
+        64: ("dot_tma", 64, 128, 128, 1, 4, 5, True, 2),
+    },
+}
+"""The same with the result in eight bits and groups; where it has an entry it is taken before FP8_GATED."""

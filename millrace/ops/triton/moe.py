@@ -1,10 +1,10 @@
 """The mixture of experts in Triton: routing, and the experts' two matrix products with all that lies between.
 
 Which experts are chosen is known only on the device, so grids have the largest size that the number of tokens allows
-and programs without work return at once. Three ways, by the number of slots (tokens × top_k):
+and programs without work return at once. Two ways, by the number of slots (tokens × top_k):
 - vector: a slot or a token per program, no grouping; weights chosen twice are read twice;
-- scan: tiles of slots with one expert, each program finding its tile among all slots;
-- table: the same after one kernel has listed every expert's slots.
+- table: tiles of slots with one expert, after every expert's slots have been listed by the kernel that routes or, where
+  choices come from elsewhere, by one of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import triton
 from torch import Tensor
 
 from millrace.ops.activation import Activation
+from millrace.ops.triton import early_start
 from millrace.ops.triton import moe_kernels as kernels
+from millrace.ops.triton import moe_route_kernels as route_kernels
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-Way = Literal["vector", "scan", "table"]
+Way = Literal["vector", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,10 @@ class Tile:
     stages: int = 3
     swap: bool = False
     """The transposed product: weight rows, not slots, along the matrix unit's longer side."""
+    ahead: int = 0
+    """Depths of weights that a program asks for before anything else."""
+    evict: bool = False
+    """Weights are the first to leave the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +76,29 @@ class MoeConfig:
     way: Way
     gate_up: Tile
     down: Tile
+    early: bool = False
+    """Kernels start while the one before still runs."""
 
 
-VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256))
+VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256, warps=8))
 VECTOR_ELEMENTS = 8192
 """Weights that a program of the vector way asks for at a time in the down product, over all its token's experts."""
 
 GROUPED: tuple[tuple[float, Tile, Tile], ...] = (
-    (2.5, Tile(16, 64, 128), Tile(16, 128, 128)),
-    (5.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128)),
+    (0.6, Tile(16, 32, 256), Tile(16, 128, 128)),
     (10.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)),
-    (20.0, Tile(32, 64, 128), Tile(32, 128, 128)),
+    (20.0, Tile(32, 128, 128, warps=8, swap=True), Tile(32, 128, 128)),
     (64.0, Tile(64, 64, 64), Tile(64, 128, 64, stages=4)),
     (float("inf"), Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4)),
 )
 """(mean slots per expert up to which it holds, gate_up, down), measured on an H200 and 128 experts of 2048 × 768:
 first enough weights on their way to keep its memory busy, then tiles that fill its matrix units."""
 
+EARLY_TOKENS = 512
+"""Up to here kernels start early; with more they have nothing to gain."""
+
 FIXED = MoeConfig("table", Tile(64, 64, 64, stages=4), Tile(64, 128, 64, stages=4))
 """For every number of tokens, so that none of them can change another's result."""
-
-SCAN_LIMIT = 256 * 128
-"""Slots × experts above which a kernel of its own groups them faster than every program for itself."""
 
 
 def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
@@ -103,8 +110,7 @@ def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
         return fit(MoeConfig("vector", gate_up, replace(down, depth=depth)), shape)
     mean = slots / shape.num_experts
     gate_up, down = next((up, down) for limit, up, down in GROUPED if mean <= limit)
-    way: Way = "scan" if slots * shape.num_experts <= SCAN_LIMIT else "table"
-    return fit(MoeConfig(way, gate_up, down), shape)
+    return fit(MoeConfig("table", gate_up, down, early=tokens <= EARLY_TOKENS), shape)
 
 
 def fit(config: MoeConfig, shape: MoeShape) -> MoeConfig:
@@ -147,51 +153,79 @@ def _power(value: int) -> int:
     return int(triton.next_power_of_2(value))
 
 
+def _early(device: torch.device, early: bool = True) -> dict[str, bool | int]:
+    return early_start(device) if early else {"EARLY": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Where the programs of a grouped product find their slots."""
+
+    slots: int
+    top_k: int
+    counts: Tensor
+    """How many slots each expert has."""
+    table: Tensor
+    """[E, tokens]: the slots of each expert. A token chooses an expert at most once."""
+
+
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """As the reference, with int32 ids; among equal logits the lower expert is chosen, and comes, first."""
-    tokens, num_experts = logits.shape
+    weights, ids, _ = _route(logits, top_k, renormalise, None)
+    return weights, ids
+
+
+def route_and_group(logits: Tensor, top_k: int, renormalise: bool, counts: Tensor) -> tuple[Tensor, Groups]:
+    """The weights of all choices, and their slots by experts. `counts` [E] are zero, and whoever has no more use for
+    the groups sets them back to zero."""
+    weights, _, table = _route(logits, top_k, renormalise, counts)
+    return weights, Groups(weights.numel(), top_k, counts, table)
+
+
+def _route(logits: Tensor, top_k: int, renormalise: bool, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, ids, table); without counts the table is not filled."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tokens, num_experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    table = ids if counts is None else torch.empty((num_experts, tokens), dtype=torch.int32, device=logits.device)
     if tokens:
-        kernels.route_kernel[(tokens,)](
+        route_kernels.route_kernel[(tokens,)](
             logits,
             weights,
             ids,
+            ids if counts is None else counts,
+            table,
             logits.stride(0),
+            tokens,
             EXPERTS=num_experts,
             EXPERT_BLOCK=_power(num_experts),
             TOP_K=top_k,
             CHOICES=_power(top_k),
             RENORMALISE=renormalise,
+            GROUP=counts is not None,
             num_warps=1,
+            **_early(logits.device),
         )
-    return weights, ids
+    return weights, ids, table
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Where the programs of a grouped product find their slots. Scanned: `counts` and `table` are not read."""
-
-    ids: Tensor
-    counts: Tensor
-    table: Tensor
-    scanned_slots: int
-    capacity: int
-
-
-def group(ids: Tensor, num_experts: int, scan: bool) -> Groups:
-    slots, tokens = ids.numel(), ids.shape[0]
-    if scan:
-        return Groups(ids, ids, ids, max(16, _power(slots)), 0)
+def group(ids: Tensor, num_experts: int, early: bool = False) -> Groups:
+    slots, (tokens, top_k) = ids.numel(), ids.shape
     counts = torch.empty((num_experts,), dtype=torch.int32, device=ids.device)
-    # A token chooses an expert at most once, so no expert has more slots than there are tokens.
     table = torch.empty((num_experts, tokens), dtype=torch.int32, device=ids.device)
     block = min(4096, max(128, _power(slots)))
-    kernels.group_kernel[(num_experts,)](
-        ids, counts, table, slots, tokens, BLOCK=block, num_warps=8 if block >= 2048 else 4
+    route_kernels.group_kernel[(num_experts,)](
+        ids,
+        counts,
+        table,
+        slots,
+        tokens,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+        **_early(ids.device, early),
     )
-    return Groups(ids, counts, table, 0, tokens)
+    return Groups(slots, top_k, counts, table)
 
 
 def most_tiles(slots: int, num_experts: int, rows: int) -> int:
@@ -200,49 +234,68 @@ def most_tiles(slots: int, num_experts: int, rows: int) -> int:
     return (slots + groups * (rows - 1)) // rows
 
 
-def grouped_product(x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile) -> Tensor:
+def grouped_product(
+    x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile, early: bool = False
+) -> Tensor:
     """[slots, N] in the order of the slots. With a kind, w is [E, 2 N, K] and the result act(gate) · up, and x has a
     row per token; without, w is [E, N, K] and x has a row per slot."""
-    slots, top_k = groups.ids.numel(), groups.ids.shape[1]
     num_experts, rows, depth = w.shape
     columns = rows if kind is None else rows // 2
-    out = torch.empty((slots, columns), dtype=x.dtype, device=x.device)
-    grid = (most_tiles(slots, num_experts, tile.rows) * triton.cdiv(columns, tile.columns),)
-    kernels.grouped_kernel[grid](
+    out = torch.empty((groups.slots, columns), dtype=x.dtype, device=x.device)
+    count = most_tiles(groups.slots, num_experts, tile.rows)
+    kernels.grouped_kernel[(count * triton.cdiv(columns, tile.columns),)](
         x,
         w,
         out,
-        groups.ids,
         groups.counts,
         groups.table,
-        slots,
-        groups.capacity,
+        groups.slots,
+        groups.table.shape[1],
         EXPERTS=num_experts,
         EXPERT_BLOCK=_power(num_experts),
-        SLOTS_PER_ROW=1 if kind is None else top_k,
+        SLOTS_PER_ROW=1 if kind is None else groups.top_k,
         N=columns,
         K=depth,
         GATED=kind is not None,
         KIND=0 if kind is None else KINDS[kind],
-        SCANNED_SLOTS=groups.scanned_slots,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         SWAP=tile.swap,
+        EVICT="evict_first" if tile.evict else "",
+        AHEAD=_bytes_ahead(tile, depth, x),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **_early(x.device, early),
     )
     return out
 
 
-def combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices."""
+def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:
+    """Of each weight row; none where rows do not start at whole 16 bytes or there is no GPU to ask."""
+    row = depth * x.element_size()
+    return 0 if row % 16 or x.device.type != "cuda" else min(tile.ahead * tile.depth * x.element_size(), row)
+
+
+def combine(outputs: Tensor, weights: Tensor, early: bool = False, counts: Tensor | None = None) -> Tensor:
+    """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices; `counts` are set
+    to zero."""
     tokens, top_k = weights.shape
     hidden = outputs.shape[1]
     out = torch.empty((tokens, hidden), dtype=outputs.dtype, device=outputs.device)
     block = min(1024, _power(hidden))
     kernels.combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        outputs, weights, out, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+        outputs,
+        weights,
+        out,
+        out if counts is None else counts,
+        H=hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        EXPERTS=0 if counts is None else counts.shape[0],
+        EXPERT_BLOCK=1 if counts is None else _power(counts.shape[0]),
+        num_warps=4,
+        **_early(out.device, early),
     )
     return out
 
@@ -303,12 +356,47 @@ def experts(
     if tokens == 0:
         return torch.empty_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    num_experts, hidden, inner = down.shape
-    shape = MoeShape(num_experts, top_k, hidden, inner, x.element_size(), gpu or gpu_of(x.device))
+    shape = _shape_of(x, down, top_k, gpu)
     config = config_for(tokens, shape) if config is None else fit(config, shape)
     if config.way == "vector":
         activated = vector_gate_up(x, gate_up, ids, kind, config.gate_up)
         return vector_down(activated, down, weights, ids, config.down)
-    groups = group(ids, num_experts, config.way == "scan")
-    activated = grouped_product(x, gate_up, groups, kind, config.gate_up)
-    return combine(grouped_product(activated, down, groups, None, config.down), weights)
+    groups = group(ids, down.shape[0], config.early)
+    return combine(_grouped(x, groups, gate_up, down, kind, config), weights, config.early)
+
+
+def _shape_of(x: Tensor, down: Tensor, top_k: int, gpu: Gpu | None) -> MoeShape:
+    num_experts, hidden, inner = down.shape
+    return MoeShape(num_experts, top_k, hidden, inner, x.element_size(), gpu or gpu_of(x.device))
+
+
+def _grouped(x: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, kind: Activation, config: MoeConfig) -> Tensor:
+    """[slots, H]"""
+    activated = grouped_product(x, gate_up, groups, kind, config.gate_up, config.early)
+    return grouped_product(activated, down, groups, None, config.down, config.early)
+
+
+def routed_experts(
+    x: Tensor,
+    logits: Tensor,
+    top_k: int,
+    renormalise: bool,
+    gate_up: Tensor,
+    down: Tensor,
+    kind: Activation,
+    counts: Tensor,
+    config: MoeConfig | None = None,
+    gpu: Gpu | None = None,
+) -> Tensor:
+    """`experts` of what `route` chooses. `counts` [E] are zero between calls; calls that may run at once need their
+    own."""
+    tokens = logits.shape[0]
+    if tokens == 0:
+        return torch.empty_like(x)
+    config = config or config_for(tokens, _shape_of(x, down, top_k, gpu))
+    if config.way == "vector":
+        weights, ids = route(logits, top_k, renormalise)
+        return experts(x, weights, ids, gate_up, down, kind, config, gpu)
+    weights, groups = route_and_group(logits, top_k, renormalise, counts)
+    outputs = _grouped(x.contiguous(), groups, gate_up, down, kind, config)
+    return combine(outputs, weights, config.early, counts)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from millrace.ops.triton.early import wait_for_last
+
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
@@ -21,58 +23,6 @@ def _activate(x, KIND: tl.constexpr):
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return y
-
-
-@triton.jit
-def route_kernel(
-    logits,
-    weights,
-    ids,
-    row_stride,
-    EXPERTS: tl.constexpr,
-    EXPERT_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-):
-    """One token: its TOP_K largest logits, the lower expert first among equals, and their shares of the softmax."""
-    token = tl.program_id(0).to(tl.int64)
-    experts = tl.arange(0, EXPERT_BLOCK)
-    choices = tl.arange(0, CHOICES)
-    row = tl.load(logits + token * row_stride + experts, mask=experts < EXPERTS, other=float("-inf")).to(tl.float32)
-    largest = tl.max(row, 0)
-    total = tl.sum(tl.exp(row - largest), 0)
-    chosen = tl.zeros([CHOICES], tl.int32)
-    values = tl.full([CHOICES], float("-inf"), tl.float32)
-    for choice in tl.static_range(TOP_K):
-        value, index = tl.max(row, 0, return_indices=True)
-        values = tl.where(choices == choice, value, values)
-        # Logits that are not numbers could elect a place past the last expert, which must not be read.
-        chosen = tl.where(choices == choice, tl.minimum(index, EXPERTS - 1), chosen)
-        row = tl.where(experts == index, float("-inf"), row)
-    shares = tl.exp(values - largest)
-    if RENORMALISE:
-        total = tl.sum(shares, 0)
-    shares = shares / total
-    real = choices < TOP_K
-    tl.store(weights + token * TOP_K + choices, shares, mask=real)
-    tl.store(ids + token * TOP_K + choices, chosen, mask=real)
-
-
-@triton.jit(do_not_specialize=["num_slots", "capacity"])
-def group_kernel(ids, counts, table, num_slots, capacity, BLOCK: tl.constexpr):
-    """One expert: how many slots chose it, and which, in their order, in its row of the table [E, capacity]."""
-    expert = tl.program_id(0)
-    places = table + expert.to(tl.int64) * capacity
-    offsets = tl.arange(0, BLOCK)
-    count = 0
-    for start in range(0, num_slots, BLOCK):
-        slots = start + offsets
-        mine = tl.load(ids + slots, mask=slots < num_slots, other=-1).to(tl.int32) == expert
-        ranks = count + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(places + ranks, slots, mask=mine & (ranks < capacity))
-        count += tl.sum(mine.to(tl.int32), 0)
-    tl.store(counts + expert, tl.minimum(count, capacity))
 
 
 @triton.jit
@@ -90,28 +40,10 @@ def _find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _find_rows_by_scan(ids, num_slots, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr):
-    """(expert, slots [BLOCK_M], which of them are real), found by looking through all choices of a small step."""
+def _find_rows(counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, slots [BLOCK_M], which of them are real) of a tile; past the last tile the expert is EXPERTS or more."""
     experts = tl.arange(0, EXPERT_BLOCK)
-    slots = tl.arange(0, SLOTS)
-    chosen = tl.load(ids + slots, mask=slots < num_slots, other=-1).to(tl.int32)
-    counts = tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), 0)
-    expert, first, count = _find_tile(counts, tile, EXPERT_BLOCK, BLOCK_M)
-    mine = chosen == expert
-    ranks = tl.cumsum(mine.to(tl.int32), 0) - 1
-    wanted = first + tl.arange(0, BLOCK_M)
-    found = mine[None, :] & (ranks[None, :] == wanted[:, None])
-    rows = tl.sum(tl.where(found, slots[None, :], 0), 1)
-    return expert, rows, wanted < count
-
-
-@triton.jit
-def _find_rows_in_table(
-    counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The same from what `group_kernel` left."""
-    experts = tl.arange(0, EXPERT_BLOCK)
-    sizes = tl.load(counts + experts, mask=experts < EXPERTS, other=0)
+    sizes = tl.minimum(tl.load(counts + experts, mask=experts < EXPERTS, other=0), capacity)
     expert, first, count = _find_tile(sizes, tile, EXPERT_BLOCK, BLOCK_M)
     wanted = first + tl.arange(0, BLOCK_M)
     real = wanted < count
@@ -130,6 +62,7 @@ def _product(
     WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """float32 [BLOCK_M, WIDTH] from the rows at these pointers; those of `a` that are not real count as zeros."""
     if SWAP:
@@ -137,13 +70,14 @@ def _product(
     else:
         acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for k in range(0, K, BLOCK_K):
+        # Weights first: where the rows of `a` are is known a little later.
         if K % BLOCK_K == 0:
+            b = tl.load(b_rows + k, eviction_policy=EVICT)
             a = tl.load(a_rows + k, mask=real[:, None], other=0.0)
-            b = tl.load(b_rows + k)
         else:
             inside = (k + ks < K)[None, :]
+            b = tl.load(b_rows + k, mask=inside, other=0.0, eviction_policy=EVICT)
             a = tl.load(a_rows + k, mask=real[:, None] & inside, other=0.0)
-            b = tl.load(b_rows + k, mask=inside, other=0.0)
         if SWAP:
             acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
         else:
@@ -153,12 +87,24 @@ def _product(
     return acc
 
 
+@triton.jit
+def _prefetch(rows, BYTES: tl.constexpr):
+    """Bring the first BYTES of the weight rows at these pointers towards the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows, tl.full(rows.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def grouped_kernel(
     x,
     w,
     out,
-    ids,
     counts,
     table,
     num_slots,
@@ -170,27 +116,32 @@ def grouped_kernel(
     K: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
-    SCANNED_SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Up to BLOCK_M slots of one expert, BLOCK_N columns of out[slot] = x[slot // SLOTS_PER_ROW] · w[expert]ᵀ.
 
     GATED: w is [E, 2 N, K], gate rows before up rows, and out is act(gate) · up; otherwise w is [E, N, K].
-    SCANNED_SLOTS: 0 when `counts` and `table` are filled, else a power of two that is at least num_slots.
+    AHEAD: bytes of every weight row that are asked for before anything else is.
+    EARLY: the down product comes right after the gated one, which began after the grouping had ended: it finds its
+    rows and asks for weights before it waits for what it multiplies them with.
     SWAP computes the transposed product, so that the weights' rows and not the few tokens fill the matrix unit.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // N_TILES
     first_column = (tl.program_id(0) % N_TILES) * BLOCK_N
-    if SCANNED_SLOTS > 0:
-        expert, slots, real = _find_rows_by_scan(ids, num_slots, tile, EXPERT_BLOCK, BLOCK_M, SCANNED_SLOTS)
-    else:
-        expert, slots, real = _find_rows_in_table(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    if GATED:
+        wait_for_last(1 if EARLY else 0)
+    expert, slots, real = _find_rows(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
+    # Should a step have been broken off between counting and zeroing, the table has holes: nothing outside is touched.
+    slots = tl.minimum(tl.maximum(slots, 0), num_slots - 1)
     ks = tl.arange(0, BLOCK_K)
     a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
     # Gated, row 2 i of the tile is gate row i and row 2 i + 1 is up row i: neighbours in one thread's registers.
@@ -198,9 +149,14 @@ def grouped_kernel(
     WIDTH: tl.constexpr = HALVES * BLOCK_N
     places = tl.arange(0, WIDTH)
     b_index = tl.minimum(first_column + places // HALVES, N - 1) + (places % HALVES) * N
-    b_rows = w + expert.to(tl.int64) * (HALVES * N * K) + b_index[:, None] * K + ks[None, :]
+    b_starts = w + expert.to(tl.int64) * (HALVES * N * K) + b_index * K
+    b_rows = b_starts[:, None] + ks[None, :]
+    if AHEAD > 0:
+        _prefetch(b_starts, AHEAD)
+    if not GATED:
+        wait_for_last(1 if EARLY else 0)
 
-    acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, WIDTH, BLOCK_K, SWAP)
+    acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, WIDTH, BLOCK_K, SWAP, EVICT)
     if GATED:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
         result = _activate(gate, KIND) * up
@@ -212,8 +168,19 @@ def grouped_kernel(
 
 
 @triton.jit
-def combine_kernel(outputs, weights, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[token] = Σ weight · outputs[slot] over the token's slots, added in float32 in the order of its choices."""
+def combine_kernel(
+    outputs, weights, out, counts, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[token] = Σ weight · outputs[slot] over the token's slots, added in float32 in the order of its choices.
+
+    EXPERTS: 0, or how many counts to set back to zero for the next step: those who read them have ended.
+    """
+    wait_for_last(1 if EARLY else 0)
+    if EXPERTS > 0:
+        experts = tl.arange(0, EXPERT_BLOCK)
+        first = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(counts + experts, experts * 0, mask=(experts < EXPERTS) & first)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H

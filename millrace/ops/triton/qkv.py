@@ -6,11 +6,38 @@ cache. So the projection's buffer ends up holding what a row without earlier tok
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.kv_cache import holds_fp8
+from millrace.ops.quantised import FP8, FP8_MAX
 from millrace.ops.triton import early_start
+from millrace.ops.triton.early import let_next_start, wait_for_last
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a program takes of one token."""
+
+    heads: int
+    warps: int
+
+
+FEW = Shape(8, 4)
+MANY = Shape(64, 8)
+MANY_TOKENS = 1024
+
+
+def shape_for(tokens: int, heads: int, norm: bool) -> Shape:
+    """Many programs for few tokens, large ones for many. Heads that are normed are spread over threads alike for any
+    number of tokens, so that their sums are the same."""
+    if norm or tokens <= MANY_TOKENS:
+        return FEW
+    return Shape(min(MANY.heads, triton.next_power_of_2(heads)), MANY.warps)
 
 
 @triton.jit
@@ -22,13 +49,29 @@ def _norm_weights(q_norm_ptr, k_norm_ptr, is_query, i, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _largest(x):
+    """[heads]: the largest size of an item."""
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit
+def _to_fp8(x, scales, MOST: tl.constexpr):
+    """[heads, items] over the scales [heads], in the range of float8."""
+    wide = tl.div_rn(x.to(tl.float32), scales[:, None] + tl.zeros(x.shape, tl.float32))
+    return tl.minimum(tl.maximum(wide, -MOST), MOST).to(tl.float8e4nv)
+
+
+@triton.jit
 def _qkv_kernel(
-    qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, blocks_ptr, offsets_ptr, eps, qkv_stride, value_stride,
+    qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
+    qkv_stride, value_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr,
+    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
+    FP8: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
     ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
+    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_query = heads < HEADS
@@ -41,9 +84,7 @@ def _qkv_kernel(
     if ROTATE:
         cos = tl.load(angles_ptr + token * 2 * HALF + i, mask=i < HALF, other=1.0)[None, :]
         sin = tl.load(angles_ptr + token * 2 * HALF + HALF + i, mask=i < HALF, other=0.0)[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(EARLY)
     pair = exists[:, None] & (i < HALF)[None, :]
     base = qkv_ptr + token * qkv_stride + heads[:, None] * D
     left_raw = tl.load(base + i[None, :], mask=pair, other=0.0)
@@ -76,15 +117,25 @@ def _qkv_kernel(
     tl.store(base + HALF + i[None, :], right, mask=mine)
 
     kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
-    at = (block * KV_HEADS + kv_head) * (BS * D) + offset * D + tl.where(is_value, value_stride, 0)
-    places = kv_ptr + at[:, None]
+    part = (block * KV_HEADS + kv_head) * HEAD_ITEMS + tl.where(is_value, value_stride, 0)
+    places = kv_ptr + (part + offset * D)[:, None]
     cached = pair & (heads >= HEADS)[:, None]
+    if REST > 0:
+        rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
+        tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
+    if FP8:
+        largest = tl.maximum(_largest(left), _largest(right))
+        if REST > 0:
+            largest = tl.maximum(largest, _largest(rest))
+        scales = tl.where(largest > 0, tl.div_rn(largest, tl.full([BLOCK_H], MOST, tl.float32)), 1.0)
+        left, right = _to_fp8(left, scales, MOST), _to_fp8(right, scales, MOST)
+        if REST > 0:
+            rest = _to_fp8(rest, scales, MOST)
+        tl.store(scales_ptr + (part + BS * D) // 4 + offset, scales, mask=exists & (heads >= HEADS))
     kind = kv_ptr.dtype.element_ty
     tl.store(places + i[None, :], left.to(kind), mask=cached)
     tl.store(places + HALF + i[None, :], right.to(kind), mask=cached)
     if REST > 0:
-        rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
-        tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
         tl.store(places + 2 * HALF + r[None, :], rest.to(kind), mask=tail & (heads >= HEADS)[:, None])
 
 
@@ -106,18 +157,30 @@ class PrepareQkvKernel:
             raise ValueError("queries and keys are normed both or neither")
         self._norms = (q_norm, k_norm)
 
-    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+    def __call__(
+        self,
+        qkv: Tensor,
+        rows: Tensor | None,
+        kv: Tensor,
+        block_ids: Tensor,
+        offsets: Tensor,
+        shape: Shape | None = None,
+    ) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
         tokens = qkv.shape[0]
         half = head_dim // 2 if rows is None else rows.shape[1] // 2
         rest = head_dim - 2 * half
-        block_h = 8
         q_norm, k_norm = self._norms
+        fp8 = holds_fp8(kv)
+        cache, scales = (kv.view(FP8), kv.view(torch.float32)) if fp8 else (kv, None)
+        shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None)
+        block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
-            qkv, rows, q_norm, k_norm, kv, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
+            qkv, rows, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
-            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], BLOCK_H=block_h,
-            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=4, **early_start(qkv.device),
+            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], HEAD_ITEMS=kv.shape[3] * kv.shape[4],
+            FP8=fp8, MOST=FP8_MAX, BLOCK_H=block_h,
+            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **early_start(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]

@@ -1,0 +1,295 @@
+"""Paged attention of rows with a single query.
+
+Programs are (row, KV head, split of the row's keys). What a row is known by was written at the start of the step, so
+all of it is read while the kernel just before still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.ops.kv_cache import holds_fp8
+from millrace.ops.triton import early_start
+from millrace.ops.triton.attention_parts import (
+    TRITON_TYPES,
+    HeadShape,
+    PagedRows,
+    _accumulate,
+    _blocks_of,
+    _load_keys,
+    _load_scales,
+    _load_values,
+    _places,
+    _scores,
+    cache_pointers,
+    head_items,
+    is_wide,
+    padded_group,
+    precision,
+)
+
+SHARED_PARTS = 4
+"""Parts a shared prefix is cut into, so that few rows still fill the chip."""
+MOST_SPLITS = 64
+"""Splits of one row: what the join of their results has room for."""
+JOINED_ITEMS = 4096
+"""Items of partial results, for each warp, that are all in flight together when they are joined: what its registers
+hold. More go in turns."""
+
+
+@triton.jit
+def _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
+              DP: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """[GJ, DP]: the results of at most PARTS splits as one. All are asked for before the first is used."""
+    parts = tl.arange(0, PARTS)
+    g = tl.arange(0, GJ)
+    here = (parts < active)[:, None] & (g < GROUP)[None, :]
+    at = (cell + parts)[:, None] * GP + g[None, :]
+    lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+    theirs = at.to(tl.int64)[:, :, None] * DP + d[None, None, :]
+    partial = tl.load(partial_ptr + theirs, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+    top = tl.max(lse, 0)
+    top = tl.where(g < GROUP, top, 0.0)
+    weights = tl.math.exp2(lse - top[None, :])
+    total = tl.where(g < GROUP, tl.sum(weights, 0), 1.0)
+    return tl.sum(partial * weights[:, :, None], 0) / total[:, None]
+
+
+@triton.jit
+def _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
+               DP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    """As _join_few for up to MOST splits, four at a time."""
+    g = tl.arange(0, GJ)
+    parts = tl.arange(0, MOST)
+    weights = tl.load(
+        lse_ptr + (cell + parts[:, None]) * GP + g[None, :],
+        mask=(parts < active)[:, None] & (g < GROUP)[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    top = tl.where(g < GROUP, tl.max(weights, 0), 0.0)
+    total = tl.sum(tl.math.exp2(weights - top[None, :]), 0)
+    total = tl.where(g < GROUP, total, 1.0)
+    joined = tl.zeros([GJ, DP], tl.float32)
+    for first_part in range(0, active, 4):
+        for step in tl.static_range(4):
+            index = first_part + step
+            here = (tl.zeros([GJ], tl.int32) + index < active) & (g < GROUP)
+            at = (cell + index) * GP + g
+            lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+            theirs = at.to(tl.int64)[:, None] * DP + d[None, :]
+            partial = tl.load(partial_ptr + theirs, mask=here[:, None], other=0.0, cache_modifier=".cg")
+            joined += partial * tl.math.exp2(lse - top)[:, None]
+    return joined / total[:, None]
+
+
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
+    query_starts, seq_lens, table_rows, tables, shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
+    softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
+    where there are more."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    last = tl.load(seq_lens + row)
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    if ALL_SINGLE:
+        start = row
+        is_single = True
+    else:
+        start = tl.load(query_starts + row)
+        is_single = tl.load(query_starts + row + 1) - start == 1
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(last - WINDOW, 0)
+    if SHARED_PARTS > 0:
+        first = tl.load(shared_len_ptr)
+    first_tile = first // TILE
+    tiles = tl.cdiv(last, TILE) - first_tile
+    active = tl.minimum(tl.cdiv(tiles, min_tiles), splits)
+    if SHARED_PARTS > 0:
+        # A row of padding has no keys of its own.
+        active = tl.maximum(active, 1)
+    per_split = tl.cdiv(tiles, tl.maximum(active, 1))
+    active = tl.minimum(active, tl.cdiv(tiles, tl.maximum(per_split, 1)))
+    if SHARED_PARTS > 0:
+        active = tl.maximum(active, 1)
+    # Whoever has nothing to do need not wait: split 0 does, so that the kernel does not end before the one before it.
+    if split >= active:
+        return
+    begin = (first_tile + split * per_split) * TILE
+    end = tl.minimum(begin + per_split * TILE, last)
+    head_offset = head * HEAD_ITEMS
+    # The loop looks up its blocks two tiles ahead: loads that depend on one of the same round would not be pipelined.
+    keys = begin + tl.arange(0, TILE)
+    blocks = _blocks_of(table, keys, last, BS)
+    blocks_ahead = _blocks_of(table, keys + TILE, last, BS)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if not is_single:
+        return
+
+    d = tl.arange(0, DP)
+    g = tl.arange(0, GP)
+    heads = head * GROUP + g
+    out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
+    q_at = start.to(tl.int64) * q_stride + heads[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=out_mask, other=0.0)
+
+    m = tl.full([GP], float("-inf"), tl.float32)
+    z = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    for at in tl.range(begin, end, TILE, num_stages=STAGES):
+        keys = at + tl.arange(0, TILE)
+        inside = keys < last
+        where = _places(blocks, keys, head_offset, block_stride, d, D, BS, WIDE)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
+        blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
+        k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
+        v = _load_values(v_ptr, where, inside, d, D, DP, True)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
+        if WINDOW > 0:
+            inside = inside & (keys >= first)
+        s = tl.where(inside[None, :], s, float("-inf"))
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
+
+    if SHARED_PARTS > 0:
+        shared_cell = (row * KV_HEADS + head) * SHARED_PARTS
+        for part in tl.static_range(SHARED_PARTS):
+            lse = tl.load(shared_lse_ptr + (shared_cell + part) * GROUP + g, mask=g < GROUP, other=float("-inf"))
+            shared_at = (shared_cell + part).to(tl.int64) * (GROUP * DP) + g[:, None] * DP + d[None, :]
+            shared = tl.load(shared_partial_ptr + shared_at, mask=(g < GROUP)[:, None], other=0.0)
+            top_now = tl.maximum(m, lse)
+            mine, theirs_share = tl.math.exp2(m - top_now), tl.math.exp2(lse - top_now)
+            acc = acc * mine[:, None] + shared * theirs_share[:, None]
+            z = z * mine + theirs_share
+            m = top_now
+    out_row = out_ptr + start.to(tl.int64) * (KV_HEADS * GROUP * D)
+    if active == 1:
+        tl.store(
+            out_row + heads[:, None] * D + d[None, :],
+            (acc / z[:, None]).to(out_ptr.dtype.element_ty),
+            mask=out_mask,
+        )
+        return
+    cell = (row * KV_HEADS + head) * splits
+    part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
+    tl.store(partial_ptr + part_at, acc / z[:, None], mask=out_mask)
+    tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < GROUP)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + row * KV_HEADS + head, 1, sem="acq_rel")
+    if arrived != active - 1:
+        return
+    tl.store(arrivals_ptr + row * KV_HEADS + head, 0)
+    if PARTS > 0:
+        joined = _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, PARTS)
+    else:
+        joined = _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, MOST_SPLITS)
+    j = tl.arange(0, GJ)
+    tl.store(
+        out_row + (head * GROUP + j)[:, None] * D + d[None, :],
+        joined.to(out_ptr.dtype.element_ty),
+        mask=(j < GROUP)[:, None] & (d < D)[None, :],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    tile: int = 64
+    splits: int = 1
+    """The most splits of a row."""
+    min_tiles: int = 1
+    """Tiles of keys below which a split is not worth its overhead."""
+    warps: int = 2
+    stages: int = 3
+
+
+class SplitWorkspace:
+    """Room for the partial results of splits, shared by all layers: they run one after the other. It never moves, so
+    captured launches stay good."""
+
+    def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
+        """`cells` is the most splits of all rows and KV heads together, where there is more than one per row."""
+        padded = padded_group(shape)
+        width = triton.next_power_of_2(shape.head_dim)
+        self.cells = cells
+        self.partial = torch.empty(cells * padded * width, dtype=torch.float32, device=device)
+        self.lse = torch.empty(cells * padded, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
+
+
+class SharedPrefix:
+    """What rows with a common beginning share: its length in tokens, on the device, and room for the partial results.
+
+    The length is a multiple of SHARED_UNIT and below that of every row."""
+
+    def __init__(self, most_rows: int, shape: HeadShape, device: torch.device, length: Tensor) -> None:
+        width = triton.next_power_of_2(shape.head_dim)
+        cells = most_rows * shape.num_heads * SHARED_PARTS
+        self.length = length
+        self.most_rows = most_rows
+        self.partial = torch.empty(cells * width, dtype=torch.float32, device=device)
+        self.lse = torch.empty(cells, dtype=torch.float32, device=device)
+
+
+def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
+    """What the kernel's PARTS stands for. Few sizes, so that few kernels need to be compiled."""
+    parts = max(4, int(triton.next_power_of_2(tuning.splits)))
+    items = parts * triton.next_power_of_2(shape.group) * triton.next_power_of_2(shape.head_dim)
+    return parts if items <= JOINED_ITEMS * tuning.warps else 0
+
+
+def decode(
+    queries: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    rows: PagedRows,
+    shape: HeadShape,
+    workspace: SplitWorkspace,
+    tuning: DecodeTuning,
+    window: int = 0,
+    *,
+    all_single: bool = False,
+    shared: SharedPrefix | None = None,
+) -> None:
+    """Attention of the rows that have exactly one query; other rows are left alone. `all_single` says there are none
+    of those. With `shared`, whose part has been computed, a row's keys begin where the shared ones end."""
+    num_rows = rows.seq_lens.shape[0]
+    if shared is not None and (tuning.splits > 1 or window):
+        raise ValueError("a shared prefix goes with neither splits nor a window")
+    if tuning.splits > MOST_SPLITS:
+        raise ValueError(f"{tuning.splits} splits are more than {MOST_SPLITS}")
+    if tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
+        raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
+    _decode_kernel[(num_rows, shape.num_kv_heads, tuning.splits)](
+        queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
+        rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+        None if shared is None else shared.length, None if shared is None else shared.partial,
+        None if shared is None else shared.lse,
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits, tuning.min_tiles,
+        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
+        GJ=triton.next_power_of_2(shape.group), D=shape.head_dim,
+        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        TILE=tuning.tile,
+        WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
+        PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
+        ALL_SINGLE=all_single, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
+        SHARED_PARTS=0 if shared is None else SHARED_PARTS,
+        num_warps=tuning.warps, **early_start(queries.device),
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""Whole models over a KV cache in eight bits: how near they stay, that steps and prefixes do not matter, what is
+refused, and what it saves. Small random models, in float32 beside the cache, so that nothing else is rounded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.paged import PagedDriver
+from helpers.quick_interpreter import quick_interpreter
+from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
+from helpers.triton_mode import device as place
+from helpers.triton_mode import interpreted
+
+from millrace.bench.gpu_models import known_shapes, make_model
+from millrace.config import RunConfig, load_config
+from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
+from millrace.errors import ConfigError
+from millrace.models import load
+from millrace.models.decoder import Decoder
+from millrace.models.families import spec_from_config
+from millrace.ops import registry
+from millrace.ops.attention import PagedAttention, paged
+from millrace.ops.kv_cache import SCALE_BYTES
+from millrace.ops.version import Choice
+from millrace.params import SamplingParams
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+from millrace.run.cuda_runner import CudaRunner
+from millrace.run.device import CpuDevice, open_device
+from millrace.run.kv_pool import allocate_kv, bytes_per_token, check_kv_dtype
+from millrace.run.request_table import RowParams
+
+CPU = torch.device("cpu")
+MEAN_ERROR, WORST_ERROR = 0.06, 0.25
+"""Of a token's logits, relative: an item in eight bits is off by 2% to 3% on average, three layers add up, and where
+two experts are about as good another one may be taken."""
+TOKENS = 48
+
+
+class Fp8Driver(PagedDriver):
+    """Every byte that was not written is 255: NaN as an item and as a scale."""
+
+    def __init__(self, decoder: Decoder, block_size: int = 4) -> None:
+        super().__init__(decoder, block_size)
+        self.kv = [
+            torch.full((*kv.shape[:4], kv.shape[4] + SCALE_BYTES), 255, dtype=torch.uint8, device=kv.device)
+            for kv in self.kv
+        ]
+
+
+@pytest.fixture
+def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and cache writes by the versions that define them, which know eight bits on any device."""
+
+    def chosen(op: str, *args: Any, **shape: Any) -> Choice:
+        if op in ("attention", "qkv"):
+            return Choice(registry.OPS[op][-1], ())
+        return registry.choose(op, *args, **shape)
+
+    monkeypatch.setattr(load, "choose", chosen)
+
+
+def decoder_of(case: str, device: torch.device = CPU) -> Decoder:
+    model = make_reference(case)
+    spec = spec_from_config(config_of(model))
+    return load.build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("reference_ops")
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "qwen3_moe"])
+def test_logits_stay_near_those_of_the_wide_cache(case: str) -> None:
+    decoder = decoder_of(case)
+    tokens = np.random.default_rng(4).integers(0, VOCAB, TOKENS).tolist()
+    wide = PagedDriver(decoder).run(0, tokens, TOKENS)
+    narrow = Fp8Driver(decoder).run(0, tokens, TOKENS)
+    error = (narrow - wide).norm(dim=1) / wide.norm(dim=1)
+    assert 0 < float(error.mean()) < MEAN_ERROR
+    assert float(error.max()) < WORST_ERROR
+    # Where the best token leads by more than both of the two leaders may be off, it still leads.
+    best = wide.topk(2, dim=1)
+    clear = best.values[:, 0] - best.values[:, 1] > 2 * (narrow - wide).abs().amax(dim=1)
+    assert torch.equal(narrow.argmax(1)[clear], best.indices[clear, 0])
+    assert float((narrow.argmax(1) == best.indices[:, 0]).float().mean()) >= 0.85
+
+
+@pytest.mark.usefixtures("reference_ops")
+def test_it_does_not_matter_how_a_sequence_is_cut_into_steps() -> None:
+    decoder = decoder_of("llama")
+    tokens = np.random.default_rng(5).integers(0, VOCAB, 30).tolist()
+    whole = Fp8Driver(decoder).run(0, tokens, 30)
+    for chunk in (1, 7):
+        torch.testing.assert_close(Fp8Driver(decoder, 16).run(0, tokens, chunk), whole, atol=2e-2, rtol=2e-2)
+
+
+def test_requests_that_share_a_prefix_get_what_they_get_alone(
+    reference_ops: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the GPU's runner, its kernels interpreted where there is no GPU."""
+    if interpreted:
+        monkeypatch.setattr(paged, "PROGRAMS_WANTED", 16)
+    decoder = decoder_of("llama", place)
+    spec = decoder.spec
+    attention = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    decoder._ops = dataclasses.replace(decoder._ops, attention=attention)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 3, "max_context": 32}
+    runner = CudaRunner(decoder, device, token_budget=24, kv_dtype="fp8", **sizes)
+    assert {kv.dtype for kv in runner._kv} == {torch.uint8}
+    prompt = np.random.default_rng(6).integers(0, VOCAB, 13).astype(np.int32)
+    scheduler = Scheduler(num_blocks=40, block_size=4, max_running=3, token_budget=24, mixed_budget=24)
+    drawn: dict[int, list[int]] = {0: [], 1: []}
+    cached = []
+    for index in drawn:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        scheduler.submit(Request(index, prompt, 3, payload=RowParams(params, ())))
+        while scheduler.has_work:
+            plan = scheduler.plan(0.0)
+            assert plan is not None
+            cached.append(int(plan.starts[0]))
+            with quick_interpreter() if interpreted else nullcontext():
+                result = runner.launch(plan).wait()
+            outcome = scheduler.apply(plan.step_no, result.drawn())
+            drawn[index] += outcome.tokens.tolist()
+    assert cached == [0, 13, 14, 12, 13, 14]
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 3
+
+
+def test_the_pool_takes_a_byte_an_item_and_a_scale_for_each_head() -> None:
+    spec = spec_from_config(config_of(make_reference("llama")))
+    heads = 2 * spec.num_layers * spec.num_kv_heads
+    assert bytes_per_token(spec, torch.bfloat16) == heads * 2 * spec.head_dim
+    assert bytes_per_token(spec, torch.bfloat16, "fp8") == heads * (spec.head_dim + SCALE_BYTES)
+    kv = allocate_kv(spec, num_blocks=3, block_size=8, dtype=torch.bfloat16, device=CPU, kv_dtype="fp8")
+    assert sum(layer.nbytes for layer in kv) == 4 * 8 * bytes_per_token(spec, torch.bfloat16, "fp8")
+
+
+def test_the_memory_plan_has_room_for_nearly_twice_the_tokens() -> None:
+    spec = spec_from_config(json.loads(known_shapes()["llama-3.1-8b"].read_text(encoding="utf-8")))
+
+    def plan(kv_dtype: str) -> MemoryPlan:
+        config = load_config(None, {"memory.kv_gib": 20.0, "memory.kv_dtype": kv_dtype}).config
+        return make_memory_plan(
+            config, spec, dtype=torch.bfloat16, weights_bytes=16 * GIB, device_kind="cuda", free_bytes=130 * GIB
+        )
+
+    assert plan("fp8").kv_tokens / plan("auto").kv_tokens == pytest.approx(256 / 132, rel=1e-3)
+
+
+def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
+    check_kv_dtype("auto", CPU, 64)
+    with pytest.raises(
+        ConfigError, match=r"memory\.kv_dtype is fp8, which needs a GPU .* run on the CPU\. Set --kv-dtype"
+    ):
+        check_kv_dtype("fp8", CPU, 64)
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        load_config(None, {"memory.kv_dtype": "int3"})
+
+
+def test_heads_of_odd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.run.kv_pool.fp8_missing", lambda device: "")
+    monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "")
+    check_kv_dtype("fp8", CPU, 80)
+    with pytest.raises(ConfigError, match="multiples of 16 items, but the model's have 72"):
+        check_kv_dtype("fp8", CPU, 72)
+    monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "needs the package triton")
+    with pytest.raises(ConfigError, match="needs the package triton"):
+        check_kv_dtype("fp8", CPU, 80)
+
+
+def test_the_benchmark_has_a_suffix_for_it() -> None:
+    model = make_model("llama-3.1-8b+fp8+fp8kv", load_config(), known_shapes())
+    assert model.label == "llama-3.1-8b+fp8+fp8kv"
+    assert (model.config.model.quantization, model.config.memory.kv_dtype) == ("fp8", "fp8")
