@@ -138,16 +138,14 @@ def test_sizes_take_the_entries_of_one_much_like_them() -> None:
         ("GATED", 2, 2, 2),
         ("FP8", 1, 1, 1),
         ("FP8_WIDE", 2, 1, 1),
-        ("FP8_GROUPS", 1, 1, 1),
         ("FP8_GATED", 1, 1, 2),
-        ("FP8_GATED_GROUPS", 1, 1, 2),
     ],
 )
 def test_every_entry_of_the_tables_is_a_launch_that_can_be_made(
     name: str, x_bytes: int, weight_bytes: int, halves: int
 ) -> None:
     table: gemm_table.Table = getattr(gemm_table, name)
-    for (outputs, inputs), entries in table.items():
+    for (_, inputs), entries in table.items():
         for rows, entry in entries.items():
             tiles = gemm_choice.tiles_of(entry)
             if tiles is None:
@@ -159,19 +157,6 @@ def test_every_entry_of_the_tables_is_a_launch_that_can_be_made(
             for size in (tiles.m, tiles.n, tiles.k, tiles.warps):
                 assert size & (size - 1) == 0
             assert tiles.split <= -(-inputs // tiles.k)
-            if name == "FP8_GATED_GROUPS":
-                assert (outputs // 2) % tiles.n == 0
-
-
-def test_groups_that_are_written_are_groups_that_are_read() -> None:
-    """Of the sizes that were measured: what gate and up leave is what the product after them divides into tiles."""
-    for (outputs, _), entries in gemm_table.FP8_GATED_GROUPS.items():
-        for rows, entry in entries.items():
-            left = gemm_choice.tiles_of(entry)
-            readers = [by_rows[rows] for (_, k), by_rows in gemm_table.FP8_GROUPS.items() if k == outputs // 2]
-            if left is not None:
-                assert readers
-                assert all(reader is not None and left.n % gemm_choice.tiles_of(reader).k == 0 for reader in readers)
 
 
 def test_tuned_linear_follows_its_table() -> None:
