@@ -1,8 +1,8 @@
 """A linear layer whose weight is held in eight bits, one scale per output: y = (x W^T) * scales + b.
 
 make(weight, bias) -> Linear. The weight comes in the model's dtype and is quantised here; no reference to it is kept.
-Inputs are `Quantised` from the op before where that fuses it, else a Tensor that is quantised first or, by kernels made
-for few rows, on its way into the product: then with a scale for every tile of a row, or not at all.
+Inputs are `Quantised` from the op before where that fuses it, else a Tensor that is quantised first; kernels made for
+one row take it as it is.
 """
 
 from __future__ import annotations
@@ -82,20 +82,16 @@ class Fp8Tuned(Fp8Library):
         super().__init__(weight, bias)
         self._quantise = fp8.quantise_rows
         self._multiply, self._new_scales = gemm.multiply, gemm.Scales
-        self._any_groups = gemm_choice.any_groups
         self._tiles = tiles or gemm_choice.measured_fp8(weight)
-        self._counters = self._tiles.counters(weight.shape[0], weight.device)
+        self._counters = self._tiles.rows.counters(weight.shape[0], weight.device)
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
-        rows, inputs = x.shape
+        rows = x.shape[0]
         if isinstance(x, Tensor):
             tiles = self._tiles.wide.of(rows)
             if tiles is not None:
                 return self._product(x, None, tiles)
             x = self._quantise(x)
-        if x.scales.dim() == 2:
-            groups = x.scales.shape[1]
-            return self._product(x.values, x.scales, self._tiles.groups.of(rows) or self._any_groups(inputs // groups))
         tiles = self._tiles.rows.of(rows)
         return self._library(x) if tiles is None else self._product(x.values, x.scales, tiles)
 

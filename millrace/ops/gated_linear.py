@@ -36,7 +36,7 @@ class GatedLinear(Protocol):
 
     def __call__(self, x: Any, quantise: bool = False) -> Tensor | Quantised:
         """[T, K] -> [T, I]. With `quantise` the result is for a linear that takes FP8: `Quantised`, or a Tensor where
-        that linear is faster at rounding it itself."""
+        it is faster to let that linear quantise it."""
         ...
 
 
@@ -87,8 +87,8 @@ class TunedGatedLinear:
 
 
 class TunedFp8GatedLinear:
-    """The same over a weight in eight bits. The result is in groups of eight bits, or in the model's dtype for a linear
-    that rounds it inside its product; where neither was measured faster it is made by the parts."""
+    """The same over a weight in eight bits. One kernel's result is in the model's dtype, since no program of it knows
+    the largest of a row; where that was not measured faster, parts make it, the second of which quantises."""
 
     takes_fp8 = True
 
@@ -99,34 +99,32 @@ class TunedFp8GatedLinear:
         activation: Activation,
         linear: MakeLinear,
         gated: Gated,
-        tiles: tuple[TilesByRows, TilesByRows] | None = None,
+        tiles: TilesByRows | None = None,
     ) -> None:
-        """`tiles`: for results in the model's dtype, and for groups."""
         from millrace.ops.triton import gemm, gemm_choice, gemm_table
 
         made: Any = linear(weight, bias)
         self._linear, self._gated, self._activation = made, gated, activation
         self._dtype, self._weight, self._bias = weight.dtype, made.weight, bias
         self.num_bytes = made.num_bytes
-        self._multiply, self._to_groups, self._new_scales = gemm.multiply, gemm.multiply_to_groups, gemm.Scales
-        tables = (gemm_table.FP8_GATED, gemm_table.FP8_GATED_GROUPS)
-        self._wide, self._groups = tiles or tuple(gemm_choice.measured(table, weight) for table in tables)
-        outputs = weight.shape[0] // 2
-        self._counters = [one.counters(outputs, weight.device) for one in (self._wide, self._groups)]
+        self._multiply, self._new_scales = gemm.multiply, gemm.Scales
+        self._tiles = tiles or gemm_choice.measured(gemm_table.FP8_GATED, weight)
+        self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
-        if isinstance(x, Tensor):
+        tiles = None if isinstance(x, Tensor) else self._tiles.of(x.shape[0])
+        if tiles is None:
             return self._gated(self._linear(x), quantise=quantise)
-        rows, outputs = x.shape[0], self._weight.values.shape[0] // 2
-        scales = self._new_scales(x.scales, self._weight.scales)
-        options: dict[str, Any] = {"bias": self._bias, "scales": scales, "activation": self._activation}
-        groups, wide = self._groups.of(rows), self._wide.of(rows)
-        if quantise and groups is not None and outputs % groups.n == 0:
-            return self._to_groups(x.values, self._weight.values, groups, counters=self._counters[1], **options)
-        if wide is not None:
-            options |= {"out_dtype": self._dtype, "counters": self._counters[0]}
-            return self._multiply(x.values, self._weight.values, wide, **options)
-        return self._gated(self._linear(x), quantise=quantise)
+        return self._multiply(
+            x.values,
+            self._weight.values,
+            tiles,
+            bias=self._bias,
+            scales=self._new_scales(x.scales, self._weight.scales),
+            activation=self._activation,
+            out_dtype=self._dtype,
+            counters=self._counters,
+        )
 
 
 def _fp8_sizes(shape: Shape) -> bool:

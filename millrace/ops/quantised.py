@@ -24,7 +24,7 @@ _SLICE_ITEMS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Activations [T, K]: `values` float8 [T, K], `scales` float32 [T], or [T, G] for G groups of K / G inputs each."""
+    """Activations [T, K]: `values` float8 [T, K], `scales` float32 [T]."""
 
     values: Tensor
     scales: Tensor
@@ -35,10 +35,7 @@ class Quantised:
 
     def widen(self) -> Tensor:
         """float32 [T, K]"""
-        scales = self.scales if self.scales.dim() == 2 else self.scales[:, None]
-        rows, groups = scales.shape
-        wide = self.values.float().view(rows, groups, self.values.shape[1] // groups)
-        return (wide * scales[:, :, None]).view(self.values.shape)
+        return self.values.float() * self.scales[:, None]
 
 
 def quantise_rows(x: Tensor) -> Quantised:

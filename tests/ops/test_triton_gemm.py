@@ -131,20 +131,32 @@ def test_sizes_take_the_entries_of_one_much_like_them() -> None:
     assert gemm_choice.nearest({}, 1024, 2048) == {}
 
 
-def test_every_entry_of_the_table_is_a_launch_that_can_be_made() -> None:
-    for table, item in ((gemm_table.BF16, 2), (gemm_table.GATED, 2), (gemm_table.FP8, 1)):
-        for (_, inputs), entries in table.items():
-            for rows, entry in entries.items():
-                if entry is None:
-                    continue
-                tiles = Tiles(*entry)  # type: ignore[arg-type]
-                assert tiles.takes(rows), (inputs, rows, entry)
-                blocks = tiles.n * (2 if table is gemm_table.GATED else 1) + tiles.m
-                if tiles.kind != "gemv":
-                    assert blocks * tiles.k * item * (tiles.stages - 1) <= 227 * 1024, (inputs, rows, entry)
-                for size in (tiles.m, tiles.n, tiles.k, tiles.warps):
-                    assert size & (size - 1) == 0
-                assert tiles.split <= -(-inputs // tiles.k)
+@pytest.mark.parametrize(
+    ("name", "x_bytes", "weight_bytes", "halves"),
+    [
+        ("BF16", 2, 2, 1),
+        ("GATED", 2, 2, 2),
+        ("FP8", 1, 1, 1),
+        ("FP8_WIDE", 2, 1, 1),
+        ("FP8_GATED", 1, 1, 2),
+    ],
+)
+def test_every_entry_of_the_tables_is_a_launch_that_can_be_made(
+    name: str, x_bytes: int, weight_bytes: int, halves: int
+) -> None:
+    table: gemm_table.Table = getattr(gemm_table, name)
+    for (_, inputs), entries in table.items():
+        for rows, entry in entries.items():
+            tiles = gemm_choice.tiles_of(entry)
+            if tiles is None:
+                continue
+            assert tiles.takes(rows), (inputs, rows, entry)
+            stage = (tiles.n * halves * weight_bytes + tiles.m * x_bytes) * tiles.k
+            if tiles.kind != "gemv":
+                assert stage * (tiles.stages - 1) <= 227 * 1024, (inputs, rows, entry)
+            for size in (tiles.m, tiles.n, tiles.k, tiles.warps):
+                assert size & (size - 1) == 0
+            assert tiles.split <= -(-inputs // tiles.k)
 
 
 def test_tuned_linear_follows_its_table() -> None:

@@ -175,10 +175,10 @@ def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: in
         assert sorted(groups.table[expert, :count].tolist()) == alone.table[expert, :count].tolist()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 40, 70])
+@pytest.mark.parametrize("tokens", [1, 2, 21])
 def test_experts_that_route(tokens: int) -> None:
     torch.manual_seed(tokens)
-    shape = MoeShape(8 if tokens < 70 else 128, 2, 72, 56, itemsize=2)
+    shape = MoeShape(8, 2, 72, 56, itemsize=2)
     pairs = random_pairs(shape, HALF)
     experts = TritonExperts(ExpertWeights(shape.num_experts, iter(pairs)), "silu", PlainLinear)
     assert isinstance(experts, RoutingExperts)

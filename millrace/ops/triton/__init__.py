@@ -27,13 +27,9 @@ def hopper_missing(device: torch.device) -> str:
     return triton_missing(device)
 
 
-EARLY_ORDER = 1
-"""How kernels that start early do so; see `early.py`."""
-
-
 @functools.cache
-def early_start(device: torch.device) -> dict[str, bool | int]:
+def early_start(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that may be started while the one before it still runs. It waits for that one's end before
     it reads anything, so what is saved is the time of a launch: about a microsecond each."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": EARLY_ORDER, "launch_pdl": True} if early else {"EARLY": 0}
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}

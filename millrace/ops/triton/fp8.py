@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millrace.ops.quantised import FP8, FP8_MAX, Quantised
 from millrace.ops.triton import early_start
-from millrace.ops.triton.early import let_next_start, wait_for_last
+from millrace.ops.triton.early import wait_for_last
 
 WHOLE_ROW = 16384
 """Rows up to this long are held in registers between finding their scale and using it."""
@@ -20,7 +20,6 @@ def _quantise_kernel(
     x_ptr, values_ptr, scales_ptr, K, x_stride, MAX: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(EARLY)
     wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
@@ -36,14 +35,16 @@ def _quantise_kernel(
         largest = tl.max(highest, axis=0)
     scale = tl.where(largest > 0, tl.div_rn(largest, MAX), 1.0)
     tl.store(scales_ptr + row, scale)
+    # Division would take longer than all the rest. A quotient halfway between two numbers may go either way.
+    inverse = tl.minimum(1.0 / scale, 3.0e38)
     if WHOLE:
-        value = tl.minimum(tl.maximum(tl.div_rn(x, scale), -MAX), MAX)
+        value = tl.minimum(tl.maximum(x * inverse, -MAX), MAX)
         tl.store(values_ptr + row * K + ids, value.to(tl.float8e4nv), mask=ids < K)
     else:
         for start in range(0, K, BLOCK):
             inside = start + ids < K
             part = tl.load(x_ptr + row * x_stride + start + ids, mask=inside, other=0.0).to(tl.float32)
-            value = tl.minimum(tl.maximum(tl.div_rn(part, scale), -MAX), MAX)
+            value = tl.minimum(tl.maximum(part * inverse, -MAX), MAX)
             tl.store(values_ptr + row * K + start + ids, value.to(tl.float8e4nv), mask=inside)
 
 
@@ -66,7 +67,7 @@ def quantise_rows(x: Tensor, whole_row: int = WHOLE_ROW) -> Quantised:
         MAX=FP8_MAX,
         BLOCK=block,
         WHOLE=block >= inputs,
-        num_warps=4 if block <= 4096 else 8,
+        num_warps=max(1, min(32, block // 512)),
         **early_start(x.device),
     )
     return Quantised(values, scales)

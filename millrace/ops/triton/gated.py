@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
-from millrace.ops.triton.early import let_next_start, wait_for_last
+from millrace.ops.triton.early import wait_for_last
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -28,7 +28,6 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr):
-    let_next_start(EARLY)
     wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,7 +42,6 @@ def _gated_fp8_kernel(
     gate_up_ptr, out_ptr, scale_ptr, inner, BLOCK: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr
 ):
     """A whole row in one program, since its scale is that of its largest item."""
-    let_next_start(EARLY)
     wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

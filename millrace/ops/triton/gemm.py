@@ -6,8 +6,7 @@ or, split along K, a part of every sum of it. The parts go to a float32 workspac
 them up in a fixed order, so that the result does not depend on which one that is, and sets the tile's counter back to
 zero for the next launch.
 
-Beside a weight in eight bits x may have a scale per row, or one per group of inputs, or come in the model's dtype: then
-tiles of it are rounded on their way, a scale for every row of a tile, except by the kind gemv, which takes it as it is.
+Beside a weight in eight bits x has a scale per row; or it is in the model's dtype, which only the kind gemv takes.
 
 Kinds:  gemv      no matrix unit: products in registers, summed along K at the end; one or two rows.
         dot       x is the left operand; the tile of rows has 16 or more.
@@ -23,8 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from millrace.ops.quantised import FP8, Quantised
-from millrace.ops.triton import EARLY_ORDER
+from millrace.ops.quantised import FP8
 from millrace.ops.triton import gemm_kernels as kernels
 
 Kind = Literal["gemv", "dot", "swap", "dot_tma", "swap_tma"]
@@ -65,8 +63,8 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What the operands were divided by: one number for each row of x, or [T, G] for each of its G groups of inputs, or
-    None where x is not in eight bits; and one for each output."""
+    """What the operands were divided by: one number for each row of x, None where x is not in eight bits; and one for
+    each output."""
 
     x: Tensor | None
     weight: Tensor
@@ -94,28 +92,8 @@ def multiply(
     """
     outputs = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((x.shape[0], outputs), dtype=out_dtype or x.dtype, device=x.device)
-    _Launch(x, weight, tiles, bias, scales, activation, out, None, counters).run()
+    _Launch(x, weight, tiles, bias, scales, activation, out, counters).run()
     return out
-
-
-def multiply_to_groups(
-    x: Tensor,
-    weight: Tensor,
-    tiles: Tiles,
-    *,
-    bias: Tensor | None = None,
-    scales: Scales | None = None,
-    activation: str = "",
-    counters: Tensor | None = None,
-) -> Quantised:
-    """The same in eight bits, with a scale for every `tiles.n` outputs of a row: they must be whole tiles."""
-    rows, outputs = x.shape[0], weight.shape[0] // (2 if activation else 1)
-    if outputs % tiles.n or tiles.kind == "gemv":
-        raise ValueError(f"{outputs} outputs in tiles of {tiles.n} by {tiles.kind} cannot be scaled in groups")
-    out = torch.empty((rows, outputs), dtype=FP8, device=x.device)
-    out_scales = torch.empty((rows, outputs // tiles.n), dtype=torch.float32, device=x.device)
-    _Launch(x, weight, tiles, bias, scales, activation, out, out_scales, counters).run()
-    return Quantised(out, out_scales)
 
 
 class _Launch:
@@ -130,13 +108,12 @@ class _Launch:
         scales: Scales | None,
         activation: str,
         out: Tensor,
-        out_scales: Tensor | None,
         counters: Tensor | None,
     ) -> None:
         if x.stride(1) != 1 or (tiles.kind.endswith("_tma") and not _aligned(x)):
             x = x.clone(memory_format=torch.contiguous_format)
         self.x, self.weight, self.tiles, self.bias, self.scales = x, weight, tiles, bias, scales
-        self.activation, self.out, self.out_scales, self.counters = activation, out, out_scales, counters
+        self.activation, self.out, self.counters = activation, out, counters
 
     def run(self) -> None:
         if self.x.shape[0] == 0:
@@ -154,9 +131,9 @@ class _Launch:
             "ACTIVATION": self.activation,
             "HAS_BIAS": self.bias is not None,
             "SCALED": self.scales is not None,
-            "ROW_SCALED": self.scales is not None and self.scales.x is not None and self.scales.x.dim() == 1,
+            "ROW_SCALED": self.scales is not None and self.scales.x is not None,
             "EVEN_K": inputs % tiles.k == 0,
-            "EARLY": EARLY_ORDER if tiles.early else 0,
+            "EARLY": tiles.early,
             "ITEM": self.weight.element_size(),
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
@@ -174,8 +151,6 @@ class _Launch:
         tiles = self.tiles
         if rows > 2:
             raise ValueError(f"the kind gemv takes one or two rows, not {rows}")
-        if self._group():
-            raise ValueError("the kind gemv takes one scale for each row")
         kernels.gemv_kernel[(-(-outputs // tiles.n),)](
             self.x,
             self.weight,
@@ -193,7 +168,9 @@ class _Launch:
 
     def _gemm(self) -> None:
         tiles, (rows, outputs) = self.tiles, self.out.shape
-        tma, group = tiles.kind.endswith("_tma"), self._group()
+        if self.weight.dtype == FP8 and self.x.dtype != FP8:
+            raise ValueError(f"beside a weight in eight bits the kind {tiles.kind} takes no rows in {self.x.dtype}")
+        tma = tiles.kind.endswith("_tma")
         left, right = _descriptors(self.x, self.weight, tiles) if tma else (self.x, self.weight)
         partial, programs = self._parts()
         kernels.gemm_kernel[(tiles.count(rows, outputs) * programs,)](
@@ -201,7 +178,6 @@ class _Launch:
             right,
             *self._operands(),
             self.out,
-            self.out if self.out_scales is None else self.out_scales,
             partial,
             self.out if self.counters is None else self.counters,
             self.weight,
@@ -219,24 +195,8 @@ class _Launch:
             SWAP=tiles.kind.startswith("swap"),
             TMA=tma,
             PRECISION="ieee" if self.x.dtype == torch.float32 else "tf32",
-            INPUT="groups" if group else "quantise" if self._rounds_x() else "plain",
-            GROUP=group,
-            GROUPED_OUT=0 if self.out_scales is None else tiles.n,
             **self._options(),
         )
-
-    def _rounds_x(self) -> bool:
-        return self.weight.dtype == FP8 and self.x.dtype != FP8
-
-    def _group(self) -> int:
-        """How many inputs share a scale of x; 0 where whole rows do, or none."""
-        if self.scales is None or self.scales.x is None or self.scales.x.dim() == 1:
-            return 0
-        inputs, tiles = self.weight.shape[1], self.tiles
-        group = inputs // self.scales.x.shape[1]
-        if group * self.scales.x.shape[1] != inputs or group % tiles.k:
-            raise ValueError(f"tiles of {tiles.k} inputs do not divide {self.scales.x.shape[1]} groups of {inputs}")
-        return group
 
     def _parts(self) -> tuple[Tensor, int]:
         """Room for the parts of split sums, and how many programs compute them."""

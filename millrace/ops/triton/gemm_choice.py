@@ -71,26 +71,11 @@ class Fp8Tiles:
     rows: TilesByRows
     """In eight bits with a scale per row; None is the library."""
     wide: TilesByRows = TilesByRows((), ())
-    """In the model's dtype; None: it is quantised first."""
-    groups: TilesByRows = TilesByRows((), ())
-    """In eight bits with a scale per group; None: `ANY_GROUPS`."""
-
-    def counters(self, outputs: int, device: torch.device) -> Tensor | None:
-        found = [by_rows.counters(outputs, device) for by_rows in (self.rows, self.wide, self.groups)]
-        return max((one for one in found if one is not None), key=len, default=None)
+    """In the model's dtype, which only gemv takes; None: it is quantised first."""
 
 
 def measured_fp8(weight: Tensor) -> Fp8Tiles:
-    return Fp8Tiles(
-        measured(gemm_table.FP8, weight),
-        measured(gemm_table.FP8_WIDE, weight),
-        measured(gemm_table.FP8_GROUPS, weight),
-    )
-
-
-def any_groups(group: int) -> Tiles:
-    """For sizes that nobody measured."""
-    return Tiles("dot", 64, 64, min(group, 128), warps=4, stages=3)
+    return Fp8Tiles(measured(gemm_table.FP8, weight), measured(gemm_table.FP8_WIDE, weight))
 
 
 def nearest(table: Table, outputs: int, inputs: int) -> dict[int, Entry]:

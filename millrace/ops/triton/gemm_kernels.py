@@ -1,17 +1,11 @@
-"""Kernels of the matrix products with few rows. `gemm.py` beside this says what they are and launches them.
-
-INPUT says what x is beside a weight in eight bits:
-    plain     as it is; where the weight has scales and x is in eight bits, x has a scale per row.
-    groups    in eight bits with a scale for every GROUP inputs of a row: the sums of a group are scaled one by one.
-    quantise  in the model's dtype; each tile of it is rounded to eight bits on its way, a scale for each of its rows.
-"""
+"""Kernels of the matrix products with few rows. `gemm.py` beside this says what they are and launches them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from millrace.ops.triton.early import let_next_start, wait_for_last
+from millrace.ops.triton.early import wait_for_last
 
 
 @triton.jit
@@ -52,27 +46,6 @@ def _prefetch(w_ptr, n_ids, K, k_begin, k_end, depth, ITEM: tl.constexpr):
 
 
 @triton.jit
-def _to_fp8(x, scale):
-    """Values that `scale` was made for fit without being cut off."""
-    return (x * (1.0 / scale)).to(tl.float8e4nv)
-
-
-@triton.jit
-def _scale_of(largest):
-    """What a row is divided by so that its largest takes the largest number in eight bits; one for a row of zeros."""
-    return tl.where(largest > 0, largest * 0.002232142857142857, 1.0)
-
-
-@triton.jit
-def _add_scaled(x, w, acc, scale, SWAP: tl.constexpr):
-    part = _multiply(x, w, tl.zeros_like(acc), SWAP, "tf32")
-    if SWAP:
-        return acc + part * scale[None, :]
-    else:
-        return acc + part * scale[:, None]
-
-
-@triton.jit
 def _multiply(x, w, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     if SWAP:
         return tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
@@ -109,9 +82,9 @@ def _load_w(w_ptr, n_ids, n_begin, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.const
 
 @triton.jit
 def _part(
-    x_ptr, w_ptr, x_scale_ptr, m_begin, n_begin, part, M, N, K, x_stride, up_offset, split,
+    x_ptr, w_ptr, m_begin, n_begin, part, M, N, K, x_stride, up_offset, split,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, INPUT: tl.constexpr, GROUP: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile over one part of K, for the weight's rows at n_begin and, if GATED, those up_offset later."""
     length = tl.cdiv(tl.cdiv(K, BLOCK_K), split) * BLOCK_K
@@ -127,32 +100,18 @@ def _part(
     for k in range(k_begin, k_end, BLOCK_K):
         x = _load_x(x_ptr, m_ids, m_begin, k, M, K, x_stride, BLOCK_K, EVEN_K, TMA)
         w = _load_w(w_ptr, n_ids, n_begin, k, K, BLOCK_K, EVEN_K, TMA)
-        if INPUT == "plain":
-            acc = _multiply(x, w, acc, SWAP, PRECISION)
-        else:
-            if INPUT == "quantise":
-                wide = x.to(tl.float32)
-                scale = _scale_of(tl.max(tl.abs(wide), 1))
-                x = _to_fp8(wide, scale[:, None])
-            else:
-                scale = tl.load(x_scale_ptr + m_ids * (K // GROUP) + k // GROUP, mask=m_ids < M, other=0.0)
-            acc = _add_scaled(x, w, acc, scale, SWAP)
+        acc = _multiply(x, w, acc, SWAP, PRECISION)
         if GATED:
             w_up = _load_w(w_ptr, n_ids + up_offset, n_begin + up_offset, k, K, BLOCK_K, EVEN_K, TMA)
-            if INPUT == "plain":
-                up = _multiply(x, w_up, up, SWAP, PRECISION)
-            else:
-                up = _add_scaled(x, w_up, up, scale, SWAP)
+            up = _multiply(x, w_up, up, SWAP, PRECISION)
     return acc, up
 
 
 @triton.jit
 def _write(
-    acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, out_scale_ptr, rows, cols, tile_n, M, N, up_offset,
+    acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, rows, cols, M, N, up_offset,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
-    GROUPED_OUT: tl.constexpr,
 ):  # fmt: skip
-    """GROUPED_OUT: 0, or how many columns a tile has; its rows are stored in eight bits, each with a scale."""
     acc = _finish(acc, bias_ptr, x_scale_ptr, w_scale_ptr, rows, cols, M, N, HAS_BIAS, SCALED, ROW_SCALED)
     if ACTIVATION != "":
         up = _finish(
@@ -160,11 +119,6 @@ def _write(
             HAS_BIAS, SCALED, ROW_SCALED,
         )  # fmt: skip
         acc = _activate(acc, ACTIVATION) * up
-    if GROUPED_OUT > 0:
-        AXIS: tl.constexpr = 0 if rows.shape[0] == 1 else 1
-        scale = _scale_of(tl.max(tl.abs(acc), AXIS, keep_dims=True))
-        acc = acc * (1.0 / scale)
-        tl.store(out_scale_ptr + rows * (N // GROUPED_OUT) + tile_n, scale, mask=rows < M)
     places = out_ptr + rows.to(tl.int64) * N + cols
     tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
 
@@ -205,12 +159,12 @@ def _gather(parts_ptr, stride, like, spots, split, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "split", "ahead"])
 def gemm_kernel(
-    x_ptr, w_ptr, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, out_scale_ptr, partial_ptr, counter_ptr, raw_w_ptr,
+    x_ptr, w_ptr, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, partial_ptr, counter_ptr, raw_w_ptr,
     M, N, K, x_stride, up_offset, split, ahead,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUMS: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, ITEM: tl.constexpr, COPIES: tl.constexpr,
-    PARTS: tl.constexpr, INPUT: tl.constexpr, GROUP: tl.constexpr, GROUPED_OUT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = finish(x W^T); with ACTIVATION, act(gate) * up, where up's weights are up_offset rows later.
 
@@ -228,8 +182,7 @@ def gemm_kernel(
     n_begin = tile_n * BLOCK_N
     m_ids = m_begin + tl.arange(0, BLOCK_M)
     n_ids = n_begin + tl.arange(0, BLOCK_N)
-    let_next_start(EARLY)
-    if EARLY > 0:
+    if EARLY:
         length = tl.cdiv(tl.cdiv(K, BLOCK_K), split) * BLOCK_K
         end = tl.minimum(part * length + length, K)
         _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1), K, part * length, end, ahead, ITEM)
@@ -237,8 +190,8 @@ def gemm_kernel(
             _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1) + up_offset, K, part * length, end, ahead, ITEM)
     wait_for_last(EARLY)
     acc, up = _part(
-        x_ptr, w_ptr, x_scale_ptr, m_begin, n_begin, part, M, N, K, x_stride, up_offset, split,
-        BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, SWAP, TMA, PRECISION, INPUT, GROUP,
+        x_ptr, w_ptr, m_begin, n_begin, part, M, N, K, x_stride, up_offset, split,
+        BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, SWAP, TMA, PRECISION,
     )  # fmt: skip
     if SWAP:
         rows, cols = m_ids[None, :], n_ids[:, None]
@@ -258,21 +211,21 @@ def gemm_kernel(
             if GATED:
                 up = _gather(parts + TILE, TILE * COPIES, up, spots, split, PARTS)
             _write(
-                acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, out_scale_ptr, rows, cols, tile_n, M, N,
-                up_offset, ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED, GROUPED_OUT,
+                acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, rows, cols, M, N, up_offset,
+                ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED,
             )  # fmt: skip
     else:
         if SUMS == "serial":
             for later in range(1, split):
                 more, more_up = _part(
-                    x_ptr, w_ptr, x_scale_ptr, m_begin, n_begin, later, M, N, K, x_stride, up_offset, split,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, SWAP, TMA, PRECISION, INPUT, GROUP,
+                    x_ptr, w_ptr, m_begin, n_begin, later, M, N, K, x_stride, up_offset, split,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, SWAP, TMA, PRECISION,
                 )  # fmt: skip
                 acc += more
                 up += more_up
         _write(
-            acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, out_scale_ptr, rows, cols, tile_n, M, N, up_offset,
-            ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED, GROUPED_OUT,
+            acc, up, bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, rows, cols, M, N, up_offset,
+            ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED,
         )  # fmt: skip
 
 
@@ -290,8 +243,7 @@ def gemv_kernel(
     GATED: tl.constexpr = ACTIVATION != ""
     n_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe_ids = tl.minimum(n_ids, N - 1)
-    let_next_start(EARLY)
-    if EARLY > 0:
+    if EARLY:
         _prefetch(w_ptr, safe_ids, K, 0, K, ahead, ITEM)
         if GATED:
             _prefetch(w_ptr, safe_ids + up_offset, K, 0, K, ahead, ITEM)
@@ -316,11 +268,11 @@ def gemv_kernel(
                 acc_second_up += w_up * second
     zero = n_ids * 0
     _write(
-        tl.sum(acc, axis=1), tl.sum(acc_up, axis=1), bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, out_ptr, zero, n_ids,
-        0, ROWS, N, up_offset, ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED, 0,
+        tl.sum(acc, axis=1), tl.sum(acc_up, axis=1), bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr, zero, n_ids, ROWS, N,
+        up_offset, ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED,
     )  # fmt: skip
     if ROWS == 2:
         _write(
             tl.sum(acc_second, axis=1), tl.sum(acc_second_up, axis=1), bias_ptr, x_scale_ptr, w_scale_ptr, out_ptr,
-            out_ptr, zero + 1, n_ids, 0, ROWS, N, up_offset, ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED, 0,
+            zero + 1, n_ids, ROWS, N, up_offset, ACTIVATION, HAS_BIAS, SCALED, ROW_SCALED,
         )  # fmt: skip

@@ -122,25 +122,25 @@ BF16: Table = {
         512: ("dot_tma", 128, 128, 64, 1, 8, 4, True),
     },
     (4096, 4096): {
-        1: ("gemv", 2, 2, 1024, 1, 2, 1, False),
+        1: ("gemv", 2, 4, 512, 1, 2, 1, True, 1, True),
         2: ("gemv", 2, 4, 512, 1, 2, 1, True),
-        4: ("swap", 16, 64, 256, 2, 4, 4, True),
-        8: ("swap", 16, 64, 256, 2, 4, 4, True),
-        16: ("swap", 16, 64, 256, 2, 4, 4, True),
-        32: ("swap", 32, 64, 256, 2, 4, 3, True),
-        64: None,
+        4: ("swap_tma", 16, 64, 256, 1, 4, 5, True, 2),
+        8: ("swap_tma", 16, 64, 256, 1, 4, 5, True, 2),
+        16: ("swap_tma", 16, 64, 256, 1, 4, 5, True, 2),
+        32: ("swap", 32, 64, 128, 1, 4, 6, True, 2),
+        64: ("swap_tma", 64, 64, 128, 1, 4, 6, True, 4),
         128: None,
         256: None,
         512: None,
     },
     (4096, 14336): {
-        1: ("gemv", 2, 4, 2048, 1, 8, 1, True),
+        1: ("gemv", 2, 4, 1024, 1, 4, 1, True, 1, True),
         2: ("dot", 16, 32, 256, 1, 4, 5, False),
-        4: ("swap", 16, 64, 256, 2, 4, 4, True),
-        8: ("swap", 16, 64, 256, 2, 4, 4, True),
-        16: ("swap", 16, 64, 256, 2, 4, 4, True),
-        32: ("swap", 32, 64, 256, 2, 4, 3, True),
-        64: ("swap", 64, 64, 128, 2, 4, 4, True),
+        4: ("swap_tma", 16, 64, 256, 1, 4, 5, True, 2),
+        8: ("swap_tma", 16, 64, 256, 1, 4, 5, True, 2),
+        16: ("swap_tma", 16, 64, 256, 1, 4, 5, True, 2),
+        32: ("swap_tma", 32, 64, 128, 1, 4, 8, True, 2),
+        64: ("swap_tma", 64, 64, 128, 1, 4, 6, True, 1),
         128: None,
         256: None,
         512: None,
@@ -170,13 +170,13 @@ BF16: Table = {
         512: None,
     },
     (6144, 4096): {
-        1: ("gemv", 2, 8, 512, 1, 4, 1, True),
+        1: ("gemv", 2, 4, 512, 1, 2, 1, True, 1, True),
         2: ("swap_tma", 16, 64, 128, 1, 4, 4, True),
-        4: ("swap_tma", 16, 64, 256, 1, 4, 4, False),
-        8: ("swap_tma", 16, 64, 256, 1, 4, 4, False),
-        16: ("swap_tma", 16, 64, 256, 1, 4, 4, False),
-        32: ("swap_tma", 32, 64, 256, 1, 4, 4, False),
-        64: None,
+        4: ("swap", 16, 64, 128, 1, 4, 6, True, 2),
+        8: ("swap", 16, 64, 128, 1, 4, 6, True, 2),
+        16: ("swap", 16, 64, 128, 1, 4, 6, True, 2),
+        32: ("swap", 32, 64, 128, 1, 4, 6, True, 2),
+        64: ("dot_tma", 64, 64, 128, 1, 4, 6, True, 2),
         128: None,
         256: None,
         512: None,
@@ -270,12 +270,12 @@ GATED: Table = {
     (28672, 4096): {
         1: ("gemv", 2, 2, 1024, 1, 2, 1, True),
         2: ("swap_tma", 16, 64, 128, 1, 4, 4, True),
-        4: None,
-        8: None,
-        16: None,
+        4: ("swap", 16, 64, 128, 1, 4, 5, True, 2),
+        8: ("swap", 16, 64, 128, 1, 4, 5, True, 2),
+        16: ("swap", 16, 64, 128, 1, 4, 5, True, 2),
         32: None,
         64: ("swap_tma", 64, 64, 128, 1, 4, 4, True),
-        128: ("dot_tma", 128, 128, 64, 1, 8, 4, False),
+        128: ("dot_tma", 128, 128, 64, 1, 8, 4, True, 2),
         256: None,
         512: None,
     },
@@ -283,23 +283,23 @@ GATED: Table = {
 """Gate and up in one product, with the activation. N counts both."""
 FP8: Table = {
     (4096, 4096): {
-        1: ("gemv", 2, 4, 1024, 1, 2, 1, True, 1, True),
-        8: ("swap_tma", 16, 64, 256, 1, 4, 6, True, 4),
-        16: ("swap", 16, 64, 256, 1, 4, 5, True, 4),
-        32: ("swap", 32, 64, 128, 1, 4, 8, True, 8),
-        64: ("dot_tma", 64, 64, 256, 1, 4, 4, True, 4),
-        128: ("dot_tma", 128, 64, 128, 1, 4, 6, True, 8),
-        256: ("dot_tma", 128, 128, 128, 1, 8, 5, True, 2),
+        1: ("swap_tma", 16, 64, 512, 1, 4, 5, True, 2),
+        8: ("swap_tma", 16, 64, 512, 1, 4, 5, True, 2),
+        16: ("swap_tma", 16, 64, 512, 1, 4, 5, True, 2),
+        32: ("swap", 32, 64, 256, 1, 4, 6, True, 4),
+        64: ("dot_tma", 64, 64, 256, 1, 4, 6, True, 4),
+        128: ("swap_tma", 128, 64, 128, 1, 4, 8, True, 8),
+        256: ("swap_tma", 128, 64, 128, 1, 4, 8, True, 4),
         512: None,
     },
     (4096, 14336): {
-        1: ("gemv", 2, 4, 1024, 1, 2, 1, True, 2, True),
-        8: ("swap_tma", 16, 64, 256, 1, 4, 6, True, 4),
-        16: ("swap_tma", 16, 64, 256, 1, 4, 6, True, 4),
-        32: ("swap_tma", 32, 64, 128, 3, 4, 6, True, 2),
-        64: ("swap", 64, 64, 128, 3, 4, 5, True, 2),
-        128: ("dot_tma", 128, 64, 128, 2, 4, 6, True, 1),
-        256: ("swap_tma", 128, 128, 128, 2, 8, 5, True, 2),
+        1: ("gemv", 2, 2, 1024, 1, 2, 1, True, 1, True),
+        8: ("swap_tma", 16, 64, 512, 1, 4, 5, True, 2),
+        16: ("swap_tma", 16, 64, 512, 1, 4, 5, True, 1),
+        32: ("swap_tma", 32, 64, 256, 1, 4, 8, True, 4),
+        64: ("dot_tma", 64, 64, 256, 1, 4, 6, True, 1),
+        128: ("dot_tma", 128, 64, 128, 2, 4, 8, True, 4),
+        256: ("swap_tma", 128, 64, 128, 1, 4, 8, True, 2),
         512: None,
     },
     (6144, 4096): {
@@ -307,9 +307,9 @@ FP8: Table = {
         8: ("swap", 16, 64, 256, 1, 4, 5, True, 2),
         16: ("swap", 16, 64, 256, 1, 4, 5, True, 2),
         32: ("swap", 32, 64, 128, 1, 4, 8, True, 4),
-        64: ("dot_tma", 64, 64, 256, 1, 4, 4, True, 2),
-        128: ("dot_tma", 128, 64, 128, 1, 4, 6, True, 4),
-        256: ("dot_tma", 128, 128, 128, 1, 8, 5, True, 2),
+        64: ("swap_tma", 64, 64, 256, 1, 4, 6, True, 2),
+        128: ("swap_tma", 128, 64, 128, 1, 4, 8, True, 4),
+        256: ("dot_tma", 128, 128, 128, 1, 4, 5, True, 8),
         512: None,
     },
     (28672, 4096): {
@@ -327,44 +327,18 @@ FP8: Table = {
 
 FP8_WIDE: Table = {
     (4096, 4096): {
-        1: ("gemv", 2, 4, 1024, 1, 2, 1, True, 1),
-    },
-    (4096, 14336): {
-        1: None,
-        8: ("swap_tma", 16, 64, 256, 4, 4, 4, True, 1),
-        16: ("swap_tma", 16, 64, 256, 4, 4, 4, True, 1),
+        1: ("gemv", 2, 4, 1024, 1, 2, 1, True, 1, True),
     },
 }
-"""x in the model's dtype, rounded inside the product. `None`: it is quantised first."""
-
-FP8_GROUPS: Table = {
-    (4096, 14336): {
-        1: None,
-        8: None,
-        16: None,
-        32: None,
-        64: ("dot_tma", 64, 128, 128, 3, 4, 5, True, 2),
-    },
-}
-"""x in eight bits with a scale for every group of inputs."""
+"""x in the model's dtype. `None`: it is quantised first."""
 
 FP8_GATED: Table = {
     (28672, 4096): {
-        1: None,
+        1: ("swap", 16, 64, 256, 1, 4, 3, True, 1),
         8: ("swap", 16, 64, 128, 1, 4, 4, True, 2),
         16: ("swap", 16, 64, 128, 1, 4, 4, True, 2),
-        32: ("swap", 32, 64, 128, 1, 4, 4, True, 2),
+        32: ("swap", 32, 64, 128, 1, 4, 5, True, 1),
+        64: ("swap", 64, 64, 128, 1, 4, 4, True, 1),
     },
 }
-"""Gate and up in one product with the activation, the result in the model's dtype. `None`: one after the other."""
-
-FP8_GATED_GROUPS: Table = {
-    (28672, 4096): {
-        1: None,
-        8: None,
-        16: None,
-        32: None,
-        64: ("dot_tma", 64, 128, 128, 1, 4, 5, True, 2),
-    },
-}
-"""The same with the result in eight bits and groups; where it has an entry it is taken before FP8_GATED."""
+"""Gate and up in one product, with the activation, and the result in the model's dtype. N counts both."""

@@ -81,13 +81,14 @@ class MoeConfig:
 
 
 VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256, warps=8))
-VECTOR_ELEMENTS = 8192
+VECTOR_ELEMENTS = 4096
 """Weights that a program of the vector way asks for at a time in the down product, over all its token's experts."""
 
 GROUPED: tuple[tuple[float, Tile, Tile], ...] = (
     (0.6, Tile(16, 32, 256), Tile(16, 128, 128)),
-    (10.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)),
-    (20.0, Tile(32, 128, 128, warps=8, swap=True), Tile(32, 128, 128)),
+    (5.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)),
+    (10.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 64, swap=True)),
+    (20.0, Tile(32, 128, 128, warps=8, swap=True), Tile(32, 128, 64, swap=True)),
     (64.0, Tile(64, 64, 64), Tile(64, 128, 64, stages=4)),
     (float("inf"), Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4)),
 )
@@ -153,8 +154,8 @@ def _power(value: int) -> int:
     return int(triton.next_power_of_2(value))
 
 
-def _early(device: torch.device, early: bool = True) -> dict[str, bool | int]:
-    return early_start(device) if early else {"EARLY": 0}
+def _early(device: torch.device, early: bool = True) -> dict[str, bool]:
+    return early_start(device) if early else {"EARLY": False}
 
 
 @dataclass(frozen=True, slots=True)

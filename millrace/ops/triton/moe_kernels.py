@@ -136,7 +136,7 @@ def grouped_kernel(
     tile = tl.program_id(0) // N_TILES
     first_column = (tl.program_id(0) % N_TILES) * BLOCK_N
     if GATED:
-        wait_for_last(1 if EARLY else 0)
+        wait_for_last(EARLY)
     expert, slots, real = _find_rows(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -154,7 +154,7 @@ def grouped_kernel(
     if AHEAD > 0:
         _prefetch(b_starts, AHEAD)
     if not GATED:
-        wait_for_last(1 if EARLY else 0)
+        wait_for_last(EARLY)
 
     acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, WIDTH, BLOCK_K, SWAP, EVICT)
     if GATED:
@@ -176,11 +176,12 @@ def combine_kernel(
 
     EXPERTS: 0, or how many counts to set back to zero for the next step: those who read them have ended.
     """
-    wait_for_last(1 if EARLY else 0)
+    wait_for_last(EARLY)
     if EXPERTS > 0:
         experts = tl.arange(0, EXPERT_BLOCK)
-        first = tl.program_id(0) + tl.program_id(1) == 0
-        tl.store(counts + experts, experts * 0, mask=(experts < EXPERTS) & first)
+        # The first program's share is all of them, the others' is none.
+        share = tl.where(tl.program_id(0) + tl.program_id(1) == 0, EXPERTS, 0)
+        tl.store(counts + experts, experts * 0, mask=experts < share)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H

@@ -30,7 +30,7 @@ def route_kernel(
     GROUP: its slots are also counted for their experts, and put into those experts' rows of the table [E, capacity], in
     whatever order tokens come; nobody's result depends on it. `counts` are zero before.
     """
-    wait_for_last(1 if EARLY else 0)
+    wait_for_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERT_BLOCK)
     choices = tl.arange(0, CHOICES)
@@ -61,7 +61,7 @@ def route_kernel(
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def group_kernel(ids, counts, table, num_slots, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One expert: how many slots chose it, and which, in their order, in its row of the table [E, capacity]."""
-    wait_for_last(1 if EARLY else 0)
+    wait_for_last(EARLY)
     expert = tl.program_id(0)
     places = table + expert.to(tl.int64) * capacity
     offsets = tl.arange(0, BLOCK)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
-from millrace.ops.triton.early import let_next_start, wait_for_last
+from millrace.ops.triton.early import wait_for_last
 
 MANY_ROWS = 1024
 """With more a program takes two and fetches the weights once for them."""
@@ -33,7 +33,6 @@ def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, scale_ptr, rows, dim, x_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(EARLY)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + at, mask=at < dim, other=0.0)

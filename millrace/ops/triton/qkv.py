@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.ops.kv_cache import holds_fp8
 from millrace.ops.quantised import FP8, FP8_MAX
 from millrace.ops.triton import early_start
-from millrace.ops.triton.early import let_next_start, wait_for_last
+from millrace.ops.triton.early import wait_for_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ def _qkv_kernel(
     ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
-    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_query = heads < HEADS
