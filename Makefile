@@ -15,7 +15,7 @@ WORKERS ?= 2
 # How much `make fuzz` sends.
 SIZE ?= 100
 
-.PHONY: help serve chat test test-gpu test-models fuzz lint format bench setup setup-dev fetch clean
+.PHONY: help serve chat test test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -63,6 +63,9 @@ format: setup-dev ## Rewrite the sources in the house style
 
 bench: setup ## Measure this machine: startup, TTFT, TPOT, throughput, prefix reuse, memory
 	@$(BIN)/millrace bench $(ARGS)
+
+bench-peers: setup ## Measure Millrace beside other engines, given or found installed (docs/peers.md)
+	@$(BIN)/millrace bench peers $(ARGS)
 
 fetch: setup ## Fetch the default model into the user's cache
 	@$(BIN)/millrace fetch

@@ -100,9 +100,12 @@ def print_table(figures: Iterable[Figure], title: str) -> None:
         name = "" if figure.workload == last else figure.workload
         last = figure.workload
         count = str(figure.requests) if figure.requests else ""
-        table.add_row(name, figure.metric, _readable(figure.value), figure.unit, count, figure.note)
+        table.add_row(name, figure.metric, readable(figure.value, figure.metric), figure.unit, count, figure.note)
     Console().print(table)
 
 
-def _readable(value: float) -> str:
+def readable(value: float, metric: str = "") -> str:
+    """Three digits, which is more than a noisy machine knows; four of perplexity, where the last ones are the news."""
+    if metric == "perplexity":
+        return f"{value:.2f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"

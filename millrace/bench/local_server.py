@@ -1,4 +1,4 @@
-"""A `millrace serve` of our own, started for a benchmark, watched while it runs and stopped afterwards."""
+"""A server started for a benchmark, watched while it runs and stopped afterwards: `millrace serve`, or another."""
 
 from __future__ import annotations
 
@@ -22,55 +22,117 @@ _LOG_TAIL_CHARS = 1500
 _STOP_WITHIN_S = 20.0
 
 
-class LocalServer:
-    """Use as `with LocalServer(options) as server`. The server's own output goes to a file, shown when it fails."""
+class ServerProcess:
+    """Any server of ours or of another make. Its own output goes to a file, shown when it fails. A context manager."""
 
-    def __init__(self, options: Sequence[str], *, start_timeout_s: float = 300.0) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", "millrace", "serve", *options, "--port", str(self.port)]
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        *,
+        ready_path: str = "/ready",
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        """`ready_path` answers 200 once requests are taken."""
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = list(command)
+        self._ready_path = ready_path
         self._start_timeout_s = start_timeout_s
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
 
     def __enter__(self) -> Self:
-        self.started_at = time.monotonic()
-        # A session of its own, so that a Ctrl-C meant for the benchmark reaches the server through `__exit__` only.
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
-        )
+        self.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
+        self.stop()
+
+    def start(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
+        self.started_at = time.monotonic()
         try:
-            self._process.wait(_STOP_WITHIN_S)
+            # A session of its own, so that a Ctrl-C meant for the benchmark reaches the server through `stop` only.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BenchError(f"{self._command[0]} cannot be started: {error.strerror or error}.") from error
+
+    def stop(self) -> None:
+        """End the process and what it has started, by their ids: asked first, then made to."""
+        process, self._process = self._process, None
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+        if process is None:
+            return
+        family = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_WITHIN_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._log.close()
+            process.kill()
+            process.wait()
+        for pid in family:
+            _kill_if_orphaned(pid, process.pid)
 
     @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     async def wait_ready(self) -> float:
         """Seconds from the start of the process until it says that it is ready."""
         assert self._process is not None
         while time.monotonic() - self.started_at < self._start_timeout_s:
             if self._process.poll() is not None:
-                raise BenchError(f"The server ended with code {self._process.returncode} at start:\n{self._tail()}")
-            if await asyncio.to_thread(_answers, f"{self.url}/ready"):
+                raise BenchError(f"The server ended with code {self._process.returncode} at start:\n{self.tail()}")
+            if await asyncio.to_thread(_answers, f"{self.url}{self._ready_path}"):
                 return time.monotonic() - self.started_at
             await asyncio.sleep(0.02)
-        raise BenchError(f"The server was not ready after {self._start_timeout_s:g} s:\n{self._tail()}")
+        raise BenchError(f"The server was not ready after {self._start_timeout_s:g} s:\n{self.tail()}")
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
+        """The end of what it has printed."""
+        assert self._log is not None
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-_LOG_TAIL_CHARS:]
+
+
+class LocalServer(ServerProcess):
+    """A `millrace serve` of this installation."""
+
+    def __init__(self, options: Sequence[str], *, start_timeout_s: float = 300.0) -> None:
+        port = free_port()
+        command = [sys.executable, "-m", "millrace", "serve", *options, "--port", str(port)]
+        super().__init__(command, port, start_timeout_s=start_timeout_s)
+
+
+def end_on_sigterm() -> None:
+    """Called by a benchmark's main task: a request to end is an interrupt, after which no server is left behind."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _kill_if_orphaned(pid: int, session: int) -> None:
+    """A child that outlived its server; only if it is still of the server's session, so never another's process."""
+    try:
+        if os.getsid(pid) == session:
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def _answers(url: str) -> bool:

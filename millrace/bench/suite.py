@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from millrace.bench.cpu_share import CpuShare
 from millrace.bench.drive import drive, warm_up
 from millrace.bench.figures import Figure, figures_of
 from millrace.bench.local_server import LocalServer, cpu_seconds, resident_mib
+from millrace.bench.perplexity import NotOffered, measure_perplexity
 from millrace.bench.prompts import IdPrompts, PromptMaker
 from millrace.bench.target import Target
 from millrace.bench.workloads import Workload
@@ -27,7 +30,9 @@ class SuiteOptions:
     seed: int
     time_limit_s: float
     pid: int = 0
-    """A process whose memory to report, or 0."""
+    """A process whose memory and processor time to report, or 0."""
+    perplexity: bool = False
+    """Whether to measure that, too, after the workloads."""
 
 
 async def run_remote(target: Target, options: SuiteOptions, report: Report, progress: Progress) -> None:
@@ -56,7 +61,7 @@ async def run_local(server_options: Sequence[str], options: SuiteOptions, report
             prompts = await target.probe(options.seed)
             report(Figure("server", "memory at rest", resident_mib(server.pid), "MiB"))
             report(Figure("server", "CPU at idle", await _idle_percent(server.pid), "%"))
-            await _run_workloads(target, prompts, options, report, progress)
+            await _run_workloads(target, prompts, replace(options, pid=server.pid), report, progress)
             report(Figure("server", "memory afterwards", resident_mib(server.pid), "MiB"))
 
 
@@ -70,9 +75,29 @@ async def _run_workloads(
             progress(name, done, total)
 
         progress(workload.name, 0, len(workload.shapes))
+        share = CpuShare(options.pid) if options.pid else None
         outcome = await drive(target, workload, prompts, time_limit_s=options.time_limit_s, on_done=on_done)
         for figure in figures_of(outcome):
             report(figure)
+        if share is not None:
+            tokens = sum(sample.output_tokens for sample in outcome.good)
+            for figure in share.figures(workload.name, workload.at_once, tokens):
+                report(figure)
+    if options.perplexity:
+        progress("perplexity", 0, 1)
+        report(await perplexity_figure(target, options.time_limit_s, progress))
+
+
+async def perplexity_figure(target: Target, time_limit_s: float, progress: Progress) -> Figure:
+    """What the served model makes of a fixed text at its settings, or why that cannot be said."""
+    try:
+        async with asyncio.timeout(time_limit_s):
+            found = await measure_perplexity(target, on_done=lambda done, total: progress("perplexity", done, total))
+    except NotOffered as error:
+        return Figure("quality", "perplexity", math.nan, "", note=f"not measured: {error}")
+    except TimeoutError:
+        return Figure("quality", "perplexity", math.nan, "", note=f"not done within {time_limit_s:g} s")
+    return Figure("quality", "perplexity", found.value, "", found.scored_tokens)
 
 
 def about_server(target: Target, prompts: PromptMaker) -> Iterable[Figure]:

@@ -1,4 +1,4 @@
-"""`millrace bench`: this machine, any OpenAI-compatible server, the scheduler alone, or a GPU against its peer."""
+"""`millrace bench`: this machine, any OpenAI-compatible server, its peers, the scheduler alone, or a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands import bench_gpu, bench_serve
+from millrace.commands import bench_gpu, bench_peers, bench_serve
 from millrace.commands.config import toml_lines
 from millrace.commands.parser import UsageError, numbers
 from millrace.commands.settings import add_settings, load_settings
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from millrace.bench.suite import SuiteOptions
     from millrace.bench.workloads import Workload
 
-USAGE = "millrace bench [local | plan | front | serve | policies | gpu] [options]"
+USAGE = "millrace bench [local | peers | plan | step | front | serve | policies | gpu] [options]"
+EXIT_ENDED = 143
+"""As a shell reports a command that was asked to end by SIGTERM."""
+_PERPLEXITY = "perplexity"
 _EXAMPLES = """\
 workloads:
   single         512 in / 128 out, one at a time
@@ -29,6 +33,7 @@ workloads:
   shared-prefix  64 requests, 1,024 shared + 32 own in / 32 out, 8 at once
   prefix-cold    1,056 in, never seen before, one at a time
   prefix-warm    the same beginnings again, one at a time
+  perplexity     of a fixed text, through the API: what the settings cost in quality
 
 examples:
   millrace bench                                         start the default model here and measure everything
@@ -36,15 +41,20 @@ examples:
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same work
   millrace bench --url … --workloads single,mixed --json one JSON line per figure
   millrace bench plan                                    host time of planning a step, from 1 to 4,096 rows
+  millrace bench step                                    what a step on the CPU spends its time on
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, device simulated"""
-EXAMPLES = f"{_EXAMPLES}\n\n{bench_serve.EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
+EXAMPLES = f"{_EXAMPLES}\n\n{bench_peers.EXAMPLES}\n\n{bench_serve.EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", nargs="?", default="local", metavar="WHAT", help="local (default), plan, front, serve, policies, gpu"
+        "what",
+        nargs="?",
+        default="local",
+        metavar="WHAT",
+        help="local (default), peers, plan, step, front, serve, policies, gpu",
     )
     parser.add_argument("--url", default="", help="measure this server; without it one is started here")
     parser.add_argument("--api-key", default="", help="the key that the server wants")
@@ -69,35 +79,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="times as fast as it was (default: 4)")
     trace.add_argument("--svg", type=Path, metavar="FILE", help="write the plot there")
     parser.add_argument("--json", action="store_true", help="one JSON line per figure instead of a table")
+    bench_peers.add_arguments(parser)
     bench_serve.add_arguments(parser)
     bench_gpu.add_arguments(parser)
     add_settings(parser, taken=("fronts",))
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.what != "peers":
+        bench_peers.refuse_elsewhere(args)
     if args.what == "gpu":
         return bench_gpu.run(args)
     if args.what == "serve":
         return bench_serve.run(args)
-    bench_gpu.refuse_elsewhere(args)
+    bench_gpu.refuse_elsewhere(args, allowed=("quick",) if args.what == "peers" else ())
     bench_serve.refuse_elsewhere(args)
+    if args.what == "peers":
+        return _until_ended(lambda: bench_peers.run(args))
     if args.what == "plan":
         return _bench_plan(as_json=args.json)
+    if args.what == "step":
+        return _bench_step(args)
     if args.what == "front":
         return _bench_front(args)
     if args.what == "policies":
         return _bench_policies(args)
     if args.what != "local":
         raise UsageError(
-            f"There is no benchmark '{args.what}'. There are: local, plan, front, serve, policies, gpu;"
+            f"There is no benchmark '{args.what}'. There are: local, peers, plan, step, front, serve, policies, gpu;"
             " and --url for a running server."
         )
+    import uvloop
+
     loaded = load_settings(args)
     if not args.time_limit > 0:
         raise UsageError(f"--time-limit is {args.time_limit:g}; it must be more than 0 seconds.")
     settings = "\n".join(toml_lines(loaded))
     source = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
-    return asyncio.run(_measure(args, settings, source))
+    # The clients share the cores with what they measure, and cost it half as much on this loop.
+    return _until_ended(lambda: uvloop.run(_measure(args, settings, source)))
+
+
+def _until_ended(measure: Callable[[], int]) -> int:
+    try:
+        return measure()
+    except asyncio.CancelledError:
+        return EXIT_ENDED
 
 
 def _bench_plan(*, as_json: bool) -> int:
@@ -114,6 +141,28 @@ def _bench_plan(*, as_json: bool) -> int:
             print(figures[-1].as_json(target="local"), flush=True)
     if not as_json:
         print_table(figures, "Host time of one steady decode step: planning it and applying its result")
+    return 0
+
+
+def _bench_step(args: argparse.Namespace) -> int:
+    from millrace.bench.figures import Figure, print_table
+    from millrace.bench.step import StepCost, measure_steps
+
+    figures = []
+
+    def add(cost: StepCost) -> None:
+        name, share = cost.case.name, f"products and attention {100 * cost.products_share:.0f}%"
+        parts = {**cost.kinds_ms, "python and hand-over": cost.python_ms}
+        rows = [Figure(name, "step", cost.wall_ms, "ms", note=share)]
+        rows += [Figure(name, kind, ms, "ms", note=f"{100 * ms / cost.wall_ms:.1f}%") for kind, ms in parts.items()]
+        figures.extend(rows)
+        if args.json:
+            for figure in rows:
+                print(figure.as_json(target="step"), flush=True)
+
+    measure_steps(load_settings(args).config, add)
+    if not args.json:
+        print_table(figures, "One step on the CPU by kind of work, the fastest of many")
     return 0
 
 
@@ -180,11 +229,14 @@ def _bench_policies(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:
+    from millrace.bench.local_server import end_on_sigterm
     from millrace.bench.suite import SuiteOptions, run_local, run_remote
     from millrace.bench.target import Target
 
+    end_on_sigterm()
     seed = int(time.time()) if args.content_seed is None else args.content_seed
-    options = SuiteOptions(_chosen(args.workloads), seed, args.time_limit, args.pid)
+    workloads, perplexity = _chosen(args.workloads)
+    options = SuiteOptions(workloads, seed, args.time_limit, args.pid, perplexity)
     reporter = Reporter(args.url or "local", options, as_json=args.json)
     if args.url:
         await run_remote(Target(args.url, source, args.api_key), options, reporter.add, reporter.progress)
@@ -197,17 +249,18 @@ async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:
     return 0
 
 
-def _chosen(names: str) -> tuple[Workload, ...]:
+def _chosen(names: str) -> tuple[tuple[Workload, ...], bool]:
+    """The workloads, and whether perplexity is measured after them."""
     from millrace.bench.workloads import suite
 
     everything = {workload.name: workload for workload in suite()}
     if not names:
-        return tuple(everything.values())
+        return tuple(everything.values()), True
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
-        if name not in everything:
-            raise UsageError(f"There is no workload '{name}'. There are: {', '.join(everything)}.")
-    return tuple(workload for name, workload in everything.items() if name in wanted)
+        if name not in (*everything, _PERPLEXITY):
+            raise UsageError(f"There is no workload '{name}'. There are: {', '.join((*everything, _PERPLEXITY))}.")
+    return tuple(workload for name, workload in everything.items() if name in wanted), _PERPLEXITY in wanted
 
 
 class Reporter:

@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--table", type=Path, metavar="FILE", help="print these results as markdown; measure nothing")
 
 
-def refuse_elsewhere(args: argparse.Namespace) -> None:
-    """Options of `bench gpu` mean nothing to the other benchmarks."""
+def refuse_elsewhere(args: argparse.Namespace, *, allowed: tuple[str, ...] = ()) -> None:
+    """Options of `bench gpu` mean nothing to the other benchmarks, but for those that one shares."""
     for name in ("models", "shapes", "cases", "batches", "quick", "profile", "table"):
-        if getattr(args, name):
+        if getattr(args, name) and name not in allowed:
             raise UsageError(f"--{name} belongs to another benchmark; write: millrace bench gpu --{name} …")
     if args.scale != 1:
         raise UsageError("--scale belongs to another benchmark; write: millrace bench gpu --scale …")

@@ -42,7 +42,7 @@ def build_engine(
         config,
         spec,
         dtype=dtype,
-        weights_bytes=weight_bytes(files, dtype, config.model.quantization),
+        weights_bytes=weight_bytes(files, dtype, config.model.quantization, device.torch_device),
         device_kind=device.kind,
         free_bytes=device.free_bytes(),
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.models.batch import ForwardBatch
+from millrace.models.native_stack import NativeStack, uncovered
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
 from millrace.ops.embedding import Embedding
@@ -134,14 +135,32 @@ class Decoder:
         self._ops = ops
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self.native_stack = self._make_stack()
+        """The layers as one call of the C++ kernels, where they have all that the model needs."""
 
     @property
     def attention(self) -> Attention:
         return self._ops.attention
 
+    def _make_stack(self) -> NativeStack | None:
+        if uncovered(self.spec, self.choices):
+            return None
+        tied = self.choices.get("tied_embedding")
+        has_head = tied is not None and tied.version.name == "native"
+        return NativeStack(self.spec, self._weights, self.dtype, self._embedding_scale, has_head)
+
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
-        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm."""
+    def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
+        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm.
+
+        A native stack adds to `nanoseconds` what each of native_stack.KINDS took."""
+        if self.native_stack is None:
+            return self.walk(batch, kv)
+        return self.native_stack(self._embed(batch.token_ids), batch, kv, nanoseconds)
+
+    @torch.inference_mode()
+    def walk(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
+        """The same, op by op: what a native stack is held to."""
         weights, ops, eps = self._weights, self._ops, self.spec.norm_eps
         layers = weights.layers
         block_size = kv[0].shape[3]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from millrace.config import Quantization
+from millrace.config import Quantization, cache_dir
 from millrace.errors import ConfigError, ModelError
 from millrace.models.decoder import (
     Decoder,
@@ -38,12 +39,14 @@ from millrace.models.layout import (
 )
 from millrace.models.rope import inverse_frequencies
 from millrace.models.spec import LayerSpec, ModelSpec
+from millrace.models.stored import QuantisedSource, StoredMatrices
 from millrace.ops.experts import ExpertWeights
 from millrace.ops.fp8_linear import fp8_missing
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.linear import Linear
 from millrace.ops.quantised import with_quantise
 from millrace.ops.registry import choose
+from millrace.ops.stored_linear import StoredLinear, StoredWeight, keeps_stored
 from millrace.ops.version import Choice, short_name
 
 if TYPE_CHECKING:
@@ -104,9 +107,29 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
         )
 
 
-def weight_bytes(files: ModelFiles, dtype: torch.dtype, quantization: Quantization = "none") -> int:
-    """The bytes that load_decoder will hold, computed from the config alone."""
-    return spec_weight_bytes(spec_from_config(files.config), dtype, quantization)
+def weight_bytes(
+    files: ModelFiles, dtype: torch.dtype, quantization: Quantization = "none", device: torch.device | None = None
+) -> int:
+    """The bytes that load_decoder will hold, on the CPU if no device is named; no weights are read for it."""
+    from millrace.models.weights import open_weights
+
+    spec = spec_from_config(files.config)
+    total = spec_weight_bytes(spec, dtype, quantization)
+    if files.kind != "gguf":
+        return total
+    stored = stored_matrices(open_weights(files), layout_of(spec), device or torch.device("cpu"), dtype, quantization)
+    return total if stored is None else total - stored.saved_bytes()
+
+
+def stored_matrices(
+    source: WeightSource, layout: ModelLayout, device: torch.device, dtype: torch.dtype, quantization: Quantization
+) -> StoredMatrices | None:
+    """The matrices to be kept in their file's own numbers; None where all are dequantised."""
+    if quantization != "none" or not isinstance(source, QuantisedSource):
+        return None
+    if not keeps_stored(choose("stored_linear", device, dtype)):
+        return None
+    return StoredMatrices(source, layout, dtype, cache_dir() / "packed")
 
 
 def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantization = "none") -> int:
@@ -152,7 +175,10 @@ def build_decoder(
             quantization,
             short_name(dtype),
         )
-    return _Builder(spec, layout, source, device, dtype, deterministic, quantization, progress).build()
+    stored = stored_matrices(source, layout, device, dtype, quantization)
+    builder = _Builder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
+    with nullcontext() if stored is None else closing(stored):
+        return builder.build()
 
 
 # --- is everything there? ---
@@ -204,19 +230,22 @@ class _Builder:
         spec: ModelSpec,
         layout: ModelLayout,
         source: WeightSource,
+        stored: StoredMatrices | None,
         device: torch.device,
         dtype: torch.dtype,
         deterministic: bool,
         quantization: Quantization,
         progress: Progress | None,
     ) -> None:
-        self.spec, self.layout, self.source = spec, layout, source
+        self.spec, self.layout, self.source, self.stored = spec, layout, source, stored
         self.device, self.dtype, self.deterministic = device, dtype, deterministic
         self._layer_linear = "linear" if quantization == "none" else "fp8_linear"
         self.choices: dict[str, Choice] = {}
         self._progress = progress
         self._done_bytes = 0
         self._total_bytes = spec_weight_bytes(spec, dtype, quantization)
+        if stored is not None:
+            self._total_bytes -= stored.saved_bytes()
 
     @torch.inference_mode()
     def build(self) -> Decoder:
@@ -260,11 +289,12 @@ class _Builder:
 
     def _embedding_and_head(self) -> tuple[Any, Linear]:
         part = self.layout.embedding
-        if self.layout.head is not None:
-            embedding = self._choose("embedding").make(self._read(part))
-            return embedding, self._linear(self.layout.head, "head", "linear")
         rows, columns = part.shape
-        tied = self._choose("tied_embedding", in_features=columns, out_features=rows).make(self._read(part))
+        shape: dict[str, Any] = {"in_features": columns, "out_features": rows, "stored": self._is_stored((part,))}
+        if self.layout.head is not None:
+            embedding = self._choose("embedding", **shape).make(self._weight((part,)))
+            return embedding, self._linear(self.layout.head, "head", "linear")
+        tied = self._choose("tied_embedding", **shape).make(self._weight((part,)))
         return tied.rows, tied.head
 
     def _layer(self, ops: DecoderOps, window: int, spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
@@ -299,44 +329,64 @@ class _Builder:
     def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
         moe, hidden_size = self.spec.moe, self.spec.hidden_size
         assert moe is not None
-        linear = self._choose("linear", "expert_linear", in_features=hidden_size, out_features=moe.inner_size)
+        plain = self._choose("linear", "expert_linear", in_features=hidden_size, out_features=moe.inner_size)
+        self._linear_choice(layout.experts[0][0], "expert_linear", "linear")
+
+        def linear(weight: Tensor | StoredWeight, bias: Tensor | None) -> Any:
+            return StoredLinear(weight, bias) if isinstance(weight, StoredWeight) else plain.make(weight, bias)
+
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
         choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
-        experts = choice.make(weights, self.spec.activation, linear.make)
+        experts = choice.make(weights, self.spec.activation, linear)
         router = self._linear(layout.router, "router_linear", "linear")
         return MoeMlp(router, experts, ops.route, moe.top_k, moe.renormalise)
 
-    def _experts(self, layout: MoeLayout) -> Iterator[tuple[Tensor, Tensor]]:
+    def _experts(self, layout: MoeLayout) -> Iterator[tuple[Any, Any]]:
         for gate_up, down in layout.experts:
-            yield self._join(gate_up.parts), self._join(down.parts)
+            yield self._weight(gate_up.parts), self._weight(down.parts)
 
     def _linear(self, matrix: Matrix, key: str, op: str = "") -> Linear:
-        rows, columns = matrix.shape
-        choice = self._choose(op or self._layer_linear, key, in_features=columns, out_features=rows)
+        choice = self._linear_choice(matrix, key, op or self._layer_linear)
         linear: Linear = self._made(matrix, choice.make, quantised=choice.version.op == "fp8_linear")
         return linear
+
+    def _linear_choice(self, matrix: Matrix, key: str, op: str) -> Choice:
+        rows, columns = matrix.shape
+        own = "stored_linear" if self._is_stored(matrix.parts) else op
+        return self._choose(own, key, in_features=columns, out_features=rows)
 
     def _gated_linear(self, ops: DecoderOps, matrix: Matrix) -> GatedLinear:
         rows, columns = matrix.shape
         quantised = self._layer_linear == "fp8_linear"
-        linear = self._choose(self._layer_linear, "gate_up_linear", in_features=columns, out_features=rows)
+        linear = self._linear_choice(matrix, "gate_up_linear", self._layer_linear)
         choice = self._choose("gated_linear", in_features=columns, out_features=rows, quantised=quantised)
 
-        def make(weight: Tensor, bias: Tensor | None) -> Any:
+        def make(weight: Any, bias: Tensor | None) -> Any:
             return choice.make(weight, bias, self.spec.activation, linear.make, ops.gated)
 
         gated: GatedLinear = self._made(matrix, make, quantised)
         return gated
 
-    def _made(self, matrix: Matrix, make: Callable[[Tensor, Tensor | None], Any], quantised: bool) -> Any:
-        """What is made of a matrix. One that is quantised counts when it is, by what is then held."""
+    def _made(self, matrix: Matrix, make: Callable[[Any, Tensor | None], Any], quantised: bool) -> Any:
+        """What is made of a matrix. One that is quantised here counts when it is, by what is then held."""
         bias = self._join(matrix.biases) if matrix.biases else None
-        made = make(self._join(matrix.parts, report=not quantised), bias)
+        made = make(self._weight(matrix.parts, report=not quantised), bias)
         if quantised:
             self._report(made.num_bytes - (0 if bias is None else bias.nbytes))
         return made
 
     # --- reading ---
+
+    def _is_stored(self, parts: tuple[Part, ...]) -> bool:
+        return self.stored is not None and self.stored.holds(parts)
+
+    def _weight(self, parts: tuple[Part, ...], report: bool = True) -> Tensor | StoredWeight:
+        """A matrix as its file stores it where that is what is multiplied with, else as a plain tensor."""
+        if self.stored is None or not self.stored.holds(parts):
+            return self._join(parts, report)
+        weight = self.stored.weight(parts)
+        self._report(weight.num_bytes)
+        return weight
 
     def _join(self, parts: tuple[Part, ...], report: bool = True) -> Tensor:
         """The parts' rows, one below the other."""

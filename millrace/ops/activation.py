@@ -21,7 +21,7 @@ from millrace.ops.version import Version
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 Gated = Callable[[Tensor], Tensor]
 
-_NATIVE_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+NATIVE_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
 def gated_reference(gate_up: Tensor, kind: Activation) -> Tensor:
@@ -49,7 +49,7 @@ def make_torch(kind: Activation) -> Gated:
 
 
 def make_native(kind: Activation) -> Gated:
-    library, number = native(), _NATIVE_NUMBERS[kind]
+    library, number = native(), NATIVE_NUMBERS[kind]
 
     def gated(gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()

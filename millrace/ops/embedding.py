@@ -2,6 +2,8 @@
 
 embedding:       make(weight) -> Embedding.
 tied_embedding:  make(weight) -> TiedEmbedding: `rows(ids)` looks tokens up, `head` is the Linear over the same memory.
+
+The weight is a Tensor, or for native versions, where the shape says `stored`, a `StoredWeight`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.linear import InvariantLinear, Linear, NativeLinear, PlainLinear, TiledLinear, TunedLinear
+from millrace.ops.linear import InvariantLinear, Linear, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.native import DTYPES, native_missing
+from millrace.ops.stored_linear import StoredLinear, StoredWeight, native_linear
 from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Version
 
@@ -36,8 +39,8 @@ def make_embedding(weight: Tensor) -> Embedding:
 class NativeTiedEmbedding:
     """One packed matrix, read by rows for tokens and as a linear layer for logits."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.head = NativeLinear(weight)
+    def __init__(self, weight: Tensor | StoredWeight) -> None:
+        self.head = native_linear(weight)
 
     def rows(self, token_ids: Tensor) -> Tensor:
         return self.head.take_rows(token_ids)
@@ -55,9 +58,20 @@ class PlainTiedEmbedding:
 VERSIONS = (
     Version(
         op="embedding",
+        name="native",
+        make=lambda weight: StoredLinear(weight).take_rows,
+        when="for a matrix kept as its file stores it: the tokens' rows are unpacked as they are read",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        fits=lambda shape: bool(shape.get("stored", False)),
+        missing=native_missing,
+    ),
+    Version(
+        op="embedding",
         name="torch",
         make=make_embedding,
-        when="the only one: a copy of the tokens' rows",
+        when="for a plain matrix: a copy of the tokens' rows",
         invariant_on=("cpu", "cuda"),
     ),
 )

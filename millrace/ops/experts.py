@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ class ExpertWeights:
     """The experts of one layer, to be read once, in order."""
 
     count: int
-    pairs: Iterable[tuple[Tensor, Tensor]]
+    pairs: Iterable[tuple[Any, Any]]
+    """Tensors, or whatever else `linear` takes where the version makes linears of them."""
 
 
 class Experts(Protocol):
@@ -46,7 +47,7 @@ class RoutingExperts(Protocol):
         ...
 
 
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+MakeLinear = Callable[[Any, Tensor | None], Linear]
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -1,7 +1,8 @@
 """The first half of a gated MLP: act(x Wg^T + bg) · (x Wu^T + bu), where the weight [2 I, K] holds Wg above Wu.
 
 make(weight, bias, activation, linear, gated) -> GatedLinear, where `linear` makes a Linear of a weight and bias, and
-`gated` is the op of that name for the same activation: what the composed version consists of.
+`gated` is the op of that name for the same activation: what the composed version consists of. That version takes as a
+weight whatever `linear` does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from millrace.ops.version import Shape, Version
 if TYPE_CHECKING:
     from millrace.ops.triton.gemm_choice import TilesByRows
 
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+MakeLinear = Callable[[Any, Tensor | None], Linear]
 Gated = Callable[..., Any]
 """(gate_up [T, 2 I], quantise=False) -> [T, I], as a Tensor or as Quantised"""
 
@@ -43,14 +44,14 @@ class ComposedGatedLinear:
     """The reference: a linear layer, then the gated activation of what it gives."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
+        self, weight: Any, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
     ) -> None:
-        self._linear, self._gated = linear(weight, bias), gated
-        self.num_bytes = self._linear.num_bytes
-        self.takes_fp8 = self._linear.takes_fp8
+        self.linear, self._gated = linear(weight, bias), gated
+        self.num_bytes = self.linear.num_bytes
+        self.takes_fp8 = self.linear.takes_fp8
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
-        return self._gated(self._linear(x), quantise=quantise)
+        return self._gated(self.linear(x), quantise=quantise)
 
 
 class TunedGatedLinear:

@@ -6,13 +6,15 @@ no reference to it.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.native import DTYPES, LinearDesc, LinearPart, native, native_missing
 from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Shape, Version
 
@@ -55,62 +57,74 @@ class PlainLinear:
         return F.linear(x, self.weight, self.bias)
 
 
-class NativeLinear:
-    """Reads each weight once per call, and sums each output in one order whatever the number of rows."""
+class NativeParts:
+    """Parts that are packed for the C++ kernels, one below the other, as one linear layer: each weight is read once per
+    call, and each output is summed in one order whatever the number of rows."""
 
     takes_fp8 = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+    def __init__(
+        self, parts: Sequence[tuple[int, int, Tensor]], in_features: int, dtype: torch.dtype, bias: Tensor | None
+    ) -> None:
+        """`parts`: (format, outputs, packed) each, with the formats of cpp/linear.h."""
         library = native()
         self._linear, self._take_rows = library.slow.linear, library.quick.take_rows
-        self._number = DTYPES[weight.dtype]
-        outputs = -(-self.out_features // PANELS) * PANELS
-        inputs = library.quick.padded_inputs(self._number, self.in_features)
-        self._packed = torch.empty(outputs * inputs, dtype=weight.dtype)
+        self.in_features, self.out_features = in_features, sum(count for _, count, _ in parts)
+        self.dtype = dtype
+        self._held = [packed for _, _, packed in parts]
         self._bias = None if bias is None else bias.float()
-        library.slow.pack(
-            self._number, weight.contiguous().data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features
+        self._parts = (LinearPart * len(parts))(
+            *(LinearPart(packed.data_ptr(), count, number) for number, count, packed in parts)
         )
-        self._weight_at = self._packed.data_ptr()
-        self._bias_at = None if self._bias is None else self._bias.data_ptr()
-        self.num_bytes = self._packed.nbytes + (0 if bias is None else bias.nbytes)
+        self.native = LinearDesc(
+            parts=self._parts,
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            num_parts=len(parts),
+            n=self.out_features,
+            k=in_features,
+            dtype=DTYPES[dtype],
+        )
+        """What the kernels read; valid as long as this object lives."""
+        self._native_at = ctypes.addressof(self.native)
+        self.num_bytes = sum(packed.nbytes for packed in self._held) + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=self.dtype)
-        self._linear(
-            self._number,
-            self._weight_at,
-            self._bias_at,
-            self.out_features,
-            self.in_features,
-            x.data_ptr(),
-            x.stride(0),
-            out.data_ptr(),
-            rows,
-        )
+        self._linear(self._native_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows)
         return out
 
     def take_rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, by index."""
         ids = ids.contiguous()
         out = torch.empty((ids.shape[0], self.in_features), dtype=self.dtype)
-        wrong = self._take_rows(
-            self._number,
-            self._weight_at,
-            out.data_ptr(),
-            ids.data_ptr(),
-            ids.shape[0],
-            self.out_features,
-            self.in_features,
-        )
+        wrong = self._take_rows(self._native_at, out.data_ptr(), ids.data_ptr(), ids.shape[0])
         if wrong >= 0:
             raise IndexError(f"token id {int(ids[wrong])} is outside the vocabulary of {self.out_features}")
         return out
+
+
+class NativeLinear(NativeParts):
+    """One plain weight in the model's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        outputs, inputs = weight.shape
+        number = DTYPES[weight.dtype]
+        packed = pack_plain(weight)
+        super().__init__([(number, outputs, packed)], inputs, weight.dtype, bias)
+
+
+def pack_plain(weight: Tensor) -> Tensor:
+    """The weight in panels for the C++ kernels."""
+    outputs, inputs = weight.shape
+    number = DTYPES[weight.dtype]
+    library = native()
+    padded = library.quick.padded_inputs(number, inputs)
+    packed = torch.empty(-(-outputs // PANELS) * PANELS * padded, dtype=weight.dtype)
+    library.slow.pack(number, weight.contiguous().data_ptr(), packed.data_ptr(), outputs, inputs)
+    return packed
 
 
 class PackedLinear:

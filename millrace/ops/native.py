@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,13 +42,36 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 QUICK_ROWS: Final = 64
 """Up to so many rows an elementwise call is so short that letting the interpreter lock go costs more than it gives."""
 
+
+class LinearPart(ctypes.Structure):
+    """Outputs of a linear layer that are packed together; the same as in cpp/linear.h."""
+
+    _fields_ = (("packed", c_void_p), ("n", c_int64), ("format", c_int32), ("unused", c_int32))
+
+
+class LinearDesc(ctypes.Structure):
+    """A linear layer as the kernels see it; the same as in cpp/linear.h. Its maker keeps alive what it points to."""
+
+    _fields_ = (
+        ("parts", ctypes.POINTER(LinearPart)),
+        ("bias", c_void_p),
+        ("num_parts", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("dtype", c_int32),
+        ("unused", c_int32),
+    )
+
+
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "set_threads": (None, (c_int,)),
     "has_amx": (c_int, ()),
     "padded_inputs": (c_int64, (c_int, c_int64)),
     "pack": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64)),
-    "take_rows": (c_int64, (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)),
-    "linear": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
+    "take_rows": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "quantised_bytes": (c_int64, (c_int, c_int64, c_int64)),
+    "quantised_pack": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64)),
+    "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
     "norm": (None, (c_int, *[c_void_p] * 5, c_int64, c_int64, c_float)),
     "gated": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),
     "prepare_qkv": (None, (c_int, *[c_void_p] * 7, *[c_int64] * 7, c_float)),
@@ -56,6 +79,11 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
     ),
+    "draw": (None, (c_int, c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
+    "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
+    "stack_free": (None, (c_void_p,)),
+    "stack_run": (c_int, (c_void_p, c_void_p)),
+    "stack_step": (c_int, (c_void_p, c_void_p)),
 }
 
 

@@ -79,7 +79,7 @@ class NativePrepareQkv:
         self._sizes = (num_heads, num_kv_heads, head_dim)
         self._eps = eps
         self._norms = (q_norm, k_norm)
-        self._norms_at = tuple(None if norm is None else norm.data_ptr() for norm in self._norms)
+        self.norms_at = tuple(None if norm is None else norm.data_ptr() for norm in self._norms)
 
     def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
@@ -88,7 +88,7 @@ class NativePrepareQkv:
             DTYPES[qkv.dtype],
             qkv.data_ptr(),
             None if rows is None else rows.data_ptr(),
-            *self._norms_at,
+            *self.norms_at,
             kv.data_ptr(),
             block_ids.data_ptr(),
             offsets.data_ptr(),

@@ -21,6 +21,7 @@ from millrace.ops import (
     qkv,
     router,
     softcap,
+    stored_linear,
 )
 from millrace.ops.version import Choice, Version, short_name
 
@@ -29,6 +30,7 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "embedding": embedding.VERSIONS,
         "tied_embedding": embedding.TIED_VERSIONS,
         "linear": linear.VERSIONS,
+        "stored_linear": stored_linear.VERSIONS,
         "fp8_linear": fp8_linear.VERSIONS,
         "gated_linear": gated_linear.VERSIONS,
         "rms_norm": norm.RMS_NORM_VERSIONS,

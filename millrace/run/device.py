@@ -7,7 +7,7 @@ thread plays the part of the stream. Either way launches run in order, and the h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -157,14 +157,47 @@ def fast_dtype(device: Device) -> torch.dtype:
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
-def usable_cores() -> int:
-    """Cores this process may use: its affinity mask, and a container's CPU quota where there is one."""
-    cores = len(os.sched_getaffinity(0))
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores this process may use: its affinity mask, and the CPU quotas of the control groups it is in, where there
+    are any. A quota of part of a core is rounded down: a thread more would spend its time being held back.
+
+    `root` is where /proc and /sys are looked for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(root))]))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """In cores, of every group from this process's own up to the root, in both versions of control groups."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = {"": "/", "cpu": "/"}  # a container may see its own group as the root, whatever the list says
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        paths["cpu" if "cpu" in controllers.split(",") else controllers] = path
+    top = root / "sys/fs/cgroup"
+    for folder in _upwards(top, paths[""]):
+        yield from _quota(folder / "cpu.max")
+    for mount in ("cpu", "cpu,cpuacct"):
+        for folder in _upwards(top / mount, paths["cpu"]):
+            yield from _quota(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+
+
+def _upwards(top: Path, path: str) -> Iterator[Path]:
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        yield top.joinpath(*parts[:depth])
+
+
+def _quota(*files: Path) -> Iterator[float]:
+    """Microseconds per period over its length; nothing where there is no limit."""
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
     except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+        return
+    if quota not in ("max", "-1"):
+        yield int(quota) / int(period)
 
 
 def available_memory() -> int:

@@ -1,4 +1,7 @@
-"""A step's model inputs, gathered from the request table: one upload of packed columns, the rest on the device."""
+"""A step's model inputs, gathered from the request table: one upload of packed columns, the rest on the device.
+
+On a CPU the table is read where it lies, without torch: a step of one token must not cost dozens of tensor ops.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,16 @@ ON_DEVICE = -1
 
 
 def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:
+    if device.kind == "cpu":
+        return _gather_on_host(plan, table, block_size)
     seq_lens = plan.starts + plan.counts
     query_starts = np.zeros(len(plan.rows) + 1, np.int32)
     np.cumsum(plan.counts, out=query_starts[1:])
     token_rows = np.repeat(plan.rows, plan.counts)
     offsets = np.arange(query_starts[-1], dtype=np.int32) - np.repeat(query_starts[:-1], plan.counts)
     positions = np.repeat(plan.starts, plan.counts) + offsets
-    host_tokens = _host_tokens(plan, table, query_starts)
-    parts = (host_tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
+    tokens = host_tokens(plan, table, query_starts)
+    parts = (tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
     tokens_in, rows_of, places, starts_d, lens_d, rows_d = _upload(parts, device)
     rows_of, places = rows_of.long(), places.long()
     tokens_in = tokens_in.long()
@@ -45,7 +50,35 @@ def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_siz
     )
 
 
-def _host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
+def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> ForwardBatch:
+    seq_lens = plan.starts + plan.counts
+    query_starts = np.zeros(len(plan.rows) + 1, np.int32)
+    np.cumsum(plan.counts, out=query_starts[1:])
+    rows_of, positions = plan.rows, plan.starts.astype(np.int64)
+    num_tokens = int(query_starts[-1])
+    if num_tokens != len(plan.rows):
+        rows_of = np.repeat(plan.rows, plan.counts)
+        positions = np.arange(num_tokens) + np.repeat(positions - query_starts[:-1], plan.counts)
+    tokens = host_tokens(plan, table, query_starts)
+    token_ids = np.where(tokens == ON_DEVICE, table.last_tokens.numpy()[rows_of], tokens)
+    tables = table.block_tables.numpy()
+    blocks = tables[rows_of, positions // block_size].astype(np.int64)
+    max_seq_len = int(seq_lens.max())
+    return ForwardBatch(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(blocks * block_size + positions % block_size),
+        query_starts=torch.from_numpy(query_starts),
+        seq_lens=torch.from_numpy(seq_lens),
+        block_tables=torch.from_numpy(tables[plan.rows, : -(-max_seq_len // block_size)]),
+        max_query_len=int(plan.counts.max()),
+        max_seq_len=max_seq_len,
+        query_starts_host=query_starts.tolist(),
+        seq_lens_host=seq_lens.tolist(),
+    )
+
+
+def host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
     """Token ids the host knows, and ON_DEVICE for rows that read the token drawn in the step before."""
     tokens = np.full(int(query_starts[-1]), ON_DEVICE, np.int32)
     from_host = np.flatnonzero(plan.starts < table.num_admitted[plan.rows])

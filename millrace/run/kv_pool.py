@@ -7,7 +7,9 @@ there, nobody reads it.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
 import numpy as np
 import torch
@@ -73,6 +75,10 @@ def allocate_kv(
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros straight from the operating system: torch's own would write, and so occupy, every page."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).reshape(shape)
+    """Zeros straight from the operating system: torch's own would write, and so occupy, every page. In large pages
+    where it has them: attention reads a few KiB here and there, and would wait for the address of each small one."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).reshape(shape)

@@ -19,9 +19,12 @@ from millrace.run.device import Device, Pending
 from millrace.run.inputs import gather_inputs
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns
+from millrace.run.native_step import NativeStep
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.sampler import Sampler
+
+_NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,10 @@ class Runner:
         self._table = RequestTable(device, max_rows=max_rows, max_blocks=max_blocks)
         self._sampler = Sampler(device, self._table, max_rows=max_rows, vocab_size=decoder.spec.vocab_size)
 
+        self.native_step = None
+        if decoder.native_stack is not None and decoder.native_stack.takes_whole_steps:
+            self.native_step = NativeStep(decoder.native_stack, self._kv, self._table, self._sampler, max_rows=max_rows)
+
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue the step. Steps run in the order of their launches."""
         return self._device.launch(lambda: self._execute(plan), bring_back)
@@ -90,6 +97,9 @@ class Runner:
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.update(plan)
         self._sampler.update(plan)
+        if self.native_step is not None and self.native_step.takes(plan):
+            tokens = self.native_step(plan)
+            return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
         batch = gather_inputs(plan, self._table, self._device, self._block_size)
         hidden = self._decoder.forward(batch, self._kv)
         query_starts = np.asarray(batch.query_starts_host, np.int32)
@@ -98,11 +108,12 @@ class Runner:
         if len(due) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self._device.torch_device)
             return StepResult(plan.step_no, nothing, None, due, due.astype(np.int32), prompt_logprobs)
-        rows = plan.rows[due]
+        rows, positions = plan.rows[due], (plan.starts + plan.counts)[due]
         columns = self._device.upload(np.stack([query_starts[due + 1] - 1, rows]))
         last_index, table_rows = columns.long()
-        logits = self._decoder.logits(hidden[last_index])
-        drawn = self._sampler.draw(logits, rows, (plan.starts + plan.counts)[due])
+        wanted = hidden if len(due) == len(hidden) else hidden[last_index]
+        logits = self._decoder.logits(wanted, widen=not self._sampler.takes_narrow(rows))
+        drawn = self._sampler.draw(logits, rows, positions)
         self._table.last_tokens[table_rows] = drawn.tokens
         return StepResult(
             plan.step_no, drawn.tokens, drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, prompt_logprobs

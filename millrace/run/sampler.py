@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.ops.draw import NativeDraw, native_missing
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device import Device
 from millrace.run.logprobs import LogprobColumns, score
@@ -42,6 +43,8 @@ class Sampler:
         self._table = table
         self._penalties = Penalties(vocab_size, device.torch_device)
         self._vocab_size = vocab_size
+        has_native = device.kind == "cpu" and not native_missing(device.torch_device)
+        self._draw_native = NativeDraw() if has_native else None
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int64)
         self.top_p = np.ones(max_rows, np.float32)
@@ -52,6 +55,8 @@ class Sampler:
         """Position from which end tokens may be drawn."""
         self.has_bias = np.zeros(max_rows, np.bool_)
         self.has_penalties = np.zeros(max_rows, np.bool_)
+        self.is_special = np.zeros(max_rows, np.bool_)
+        """Rows whose logits are changed or read besides being drawn from."""
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
@@ -67,13 +72,21 @@ class Sampler:
             self.ends_from[row] = admission.num_prompt + params.min_tokens
             self.has_bias[row] = bool(params.logit_bias)
             self.has_penalties[row] = wants_penalties(params)
+            self.is_special[row] = (
+                self.has_bias[row] or self.has_penalties[row] or params.min_tokens > 0 or params.logprobs is not None
+            )
             if self.has_penalties[row]:
                 self._penalties.admit(admission)
             else:
                 self._penalties.release(row)
 
+    def takes_narrow(self, rows: Int32s) -> bool:
+        """Whether these rows can be drawn from logits in the model's dtype, which nothing changes or reads besides."""
+        return self._draw_native is not None and not self.is_special[rows].any()
+
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Drawn:
-        """`logits` [n, vocab] float32, free to change; `positions` are those the new tokens will take."""
+        """`logits` [n, vocab] float32 (or where takes_narrow, the model's dtype), free to change; `positions` are those
+        the new tokens will take."""
         wanted = np.flatnonzero(self.num_logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(wanted).to(logits.device)] if len(wanted) else None
         self._constrain(logits, rows, positions)
@@ -106,6 +119,9 @@ class Sampler:
         logits[index].index_add_(0, torch.tensor(token_ids, device=place), torch.tensor(biases, device=place))
 
     def _choose(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
+        if self._draw_native is not None:
+            limits = (self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+            return self._draw_native(logits, *limits, uniforms(self.seed[rows], positions.astype(np.uint64)))
         random = np.flatnonzero(self.temperature[rows] > 0)
         if len(random) == 0:
             return logits.argmax(dim=-1)

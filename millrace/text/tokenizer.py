@@ -71,6 +71,10 @@ class Tokenizer:
         """Ids to bytes and text, for the detokeniser."""
         return table_for(self._backend, self.vocab_size, self.special_ids)
 
+    def to_json(self) -> str:
+        """In the form of a tokenizer.json, without the tokens that a text begins and ends with."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of the text. Special tokens spelled out in it become those tokens.
 

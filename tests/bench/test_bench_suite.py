@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import time
 import pytest
 from helpers.fake_openai import FakeServer, running
 
+from millrace.bench.cpu_share import Usage, parts_of, share_figures, usage_of
 from millrace.bench.drive import Outcome, drive
 from millrace.bench.figures import Figure, figures_of, percentile
 from millrace.bench.local_server import cpu_seconds, descendants, free_port, resident_mib
@@ -234,3 +236,25 @@ def test_memory_and_cpu_are_read_over_the_whole_process_tree() -> None:
         assert 40 < resident_mib(process.pid) < 200
         assert cpu_seconds(process.pid) > 0
         process.communicate(b"\n")
+
+
+def test_who_uses_the_cores_is_told_apart() -> None:
+    used = {"engine": Usage(2.0, 1.0), "front": Usage(0.1, 0.0), "clients": Usage()}
+    engine, front = share_figures("mixed", used, 1000, 4.0)
+    assert (engine.metric, engine.value, engine.unit) == ("engine CPU", 2000.0, "µs/token")
+    assert engine.note == "50.0% of a core; 33% of its time waiting for one"
+    assert front.value == pytest.approx(100.0)
+
+
+def test_a_busy_process_is_seen_and_its_parts_found() -> None:
+    code = "import time\nend = time.time() + 30\nwhile time.time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", code, "millrace.engine.child"]) as busy:
+        try:
+            assert parts_of(busy.pid)["engine"] == [busy.pid]
+            before = usage_of([busy.pid])
+            time.sleep(0.3)
+            assert (usage_of([busy.pid]) - before).ran_s > 0
+        finally:
+            busy.kill()
+    assert next(iter(parts_of(os.getpid()))) == "server"
+    assert usage_of([1 << 30]) == Usage()

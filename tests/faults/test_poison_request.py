@@ -6,20 +6,21 @@ import pytest
 
 from millrace import LLM, SamplingParams
 from millrace.errors import RequestFailed
-from millrace.models.decoder import Decoder
+from millrace.run.runner import Runner
 
 POISON = 31337
 
 
 def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Decoder.forward
+    execute = Runner._execute
 
-    def poisoned(self, batch, kv):
-        if (batch.token_ids == POISON).any():
+    def poisoned(self, plan):
+        result = execute(self, plan)
+        if any(POISON in self._table.tokens[row] for row in plan.rows):
             raise RuntimeError("this token is poison")
-        return forward(self, batch, kv)
+        return result
 
-    monkeypatch.setattr(Decoder, "forward", poisoned)
+    monkeypatch.setattr(Runner, "_execute", poisoned)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[index + 50, index + 60, index + 70] for index in range(6)]
     with LLM(dtype="float32", kv_tokens=4000) as llm:
@@ -48,14 +49,14 @@ def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_breaks_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from millrace.run.device import CpuDevice
 
-    def broken(self, batch, kv):
+    def broken(self, plan):
         raise RuntimeError("the device fell over")
 
     def probe(self):
         raise RuntimeError("the device is gone")
 
     with LLM(dtype="float32", kv_tokens=4000) as llm:
-        monkeypatch.setattr(Decoder, "forward", broken)
+        monkeypatch.setattr(Runner, "_execute", broken)
         monkeypatch.setattr(CpuDevice, "probe", probe)
         with pytest.raises(RequestFailed, match="the device is gone"):
             llm.generate(["hello"], SamplingParams(max_tokens=4))

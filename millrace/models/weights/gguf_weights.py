@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from millrace.errors import ModelError
-from millrace.models.weights.dequantise import Bytes, check_supported, dequantise, stored_dtype
+from millrace.models.weights.dequantise import PLAIN, Bytes, check_supported, dequantise, stored_dtype
 from millrace.models.weights.gguf_names import Part, parts_by_name
 from millrace.sources.gguf_model import GgufModel
 
@@ -47,6 +47,17 @@ class GgufWeights:
         if scale is not None:
             out *= scale
         return out.to(device=device, dtype=dtype if dtype is not None else stored_dtype(kind))
+
+    def stored_format(self, name: str) -> str | None:
+        """The format of a quantised matrix whose rows mean exactly what their blocks say; None for anything else."""
+        part = self._part(name)
+        tensor = self._model.tensor(part.tensor)
+        plain = tensor.type in PLAIN or len(part.shape) != 2
+        return None if plain or part.minus_one or self._scale(part) is not None else tensor.type.name
+
+    def stored_rows(self, name: str) -> Bytes:
+        """A matrix's blocks [rows, bytes] as they are stored, contiguous, in the Hugging Face order of rows."""
+        return np.ascontiguousarray(self._rows(self._part(name)))
 
     def _part(self, name: str) -> Part:
         part = self._parts.get(name)

@@ -5,51 +5,83 @@
 
 namespace {
 
-// Work below this many items is not worth involving other threads.
-constexpr int64_t MIN_PARALLEL = 1 << 15;
+// Work below this many items is not worth involving other threads; an item of a rotation or an activation takes longer.
+constexpr int64_t MIN_PARALLEL = 1 << 15, MIN_PARALLEL_SLOW = 1 << 13;
 constexpr int64_t ROWS_PER_PIECE = 16;
 
+// Call f(row) for all rows, in pieces of up to 16, several for each thread.
 template <typename F>
-void for_rows(int64_t rows, int64_t width, F f) {
-    pool::for_each((rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE, rows * width >= MIN_PARALLEL, [&](int64_t piece) {
-        int64_t end = (piece + 1) * ROWS_PER_PIECE;
-        for (int64_t row = piece * ROWS_PER_PIECE; row < end && row < rows; row++) f(row);
+void for_rows(int64_t rows, int64_t width, int64_t enough, F f) {
+    int64_t size = rows / (2 * pool::threads());
+    size = size < 1 ? 1 : size > ROWS_PER_PIECE ? ROWS_PER_PIECE : size;
+    pool::for_each((rows + size - 1) / size, rows * width >= enough, [&](int64_t piece) {
+        int64_t end = (piece + 1) * size;
+        for (int64_t row = piece * size; row < end && row < rows; row++) f(row);
     });
 }
 
-template <typename T>
+// As it will be once it is kept in the model's dtype.
+inline vf rounded(vf v, float) { return v; }
+inline vf rounded(vf v, bf16) { return (vf)(__builtin_convertvector(to_bf16(v), vu) << 16); }
+
+// Widths that are whole vectors, as nearly all are, need no look at what is left.
+template <bool WHOLE, typename T>
+inline vf load_lanes(const T* p, int n) {
+    return WHOLE ? load(p) : load_upto(p, n);
+}
+
+template <bool WHOLE, typename T>
+inline void store_lanes(T* p, vf v, int n) {
+    WHOLE ? store(p, v) : store_upto(p, v, n);
+}
+
+template <bool WHOLE, typename T>
 void norm_row(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t dim, float eps) {
-    vf squares = {};
-    for (int64_t i = 0; i < dim; i += LANES) {
-        int n = dim - i;
-        vf v = load_upto(x + i, n);
+    constexpr int SUMS = 4;  // independent ones, so that none waits for the one before
+    vf squares[SUMS] = {};
+    auto add = [&](int64_t i, vf& sum) {
+        vf v = load_lanes<WHOLE>(x + i, dim - i);
         if (residual) {
-            v += load_upto(residual + i, n);
-            store_upto(total + i, v, n);
-            v = load_upto(total + i, n);  // the sum is kept in the model's dtype; what is normalised is what is kept
+            v = rounded(v + load_lanes<WHOLE>(residual + i, dim - i), T{});  // what is normalised is what is kept
+            store_lanes<WHOLE>(total + i, v, dim - i);
         }
-        squares = fma(v, v, squares);
-    }
-    float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
+        sum = fma(v, v, sum);
+    };
+    int64_t i = 0;
+    for (; i + SUMS * LANES <= dim; i += SUMS * LANES)
+        for (int turn = 0; turn < SUMS; turn++) add(i + turn * LANES, squares[turn]);
+    for (int turn = 0; i < dim; i += LANES, turn++) add(i, squares[turn]);
+    float scale = 1.0f / sqrtf(sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3])) / dim + eps);
     const T* source = residual ? total : x;
-    for (int64_t i = 0; i < dim; i += LANES) {
+    for (i = 0; i < dim; i += LANES) {
         int n = dim - i;
-        store_upto(out + i, load_upto(source + i, n) * scale * load_upto(weight + i, n), n);
+        store_lanes<WHOLE>(out + i, load_lanes<WHOLE>(source + i, n) * scale * load_lanes<WHOLE>(weight + i, n), n);
     }
 }
 
 template <typename T>
 void norm(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t rows, int64_t dim, float eps) {
-    for_rows(rows, dim, [&](int64_t row) {
+    auto one = dim % LANES ? norm_row<false, T> : norm_row<true, T>;
+    for_rows(rows, dim, MIN_PARALLEL, [&](int64_t row) {
         int64_t at = row * dim;
-        norm_row(x + at, residual ? residual + at : nullptr, weight, out + at, total ? total + at : nullptr, dim, eps);
+        one(x + at, residual ? residual + at : nullptr, weight, out + at, total ? total + at : nullptr, dim, eps);
     });
 }
 
 enum { SILU = 0, GELU_TANH = 1, GELU = 2 };
 
+// 1 / x to about one unit in the last place, for x >= 1.
+inline vf inverse(vf x) {
+#if defined(__AVX512F__)
+    vf near = (vf)_mm512_rcp14_ps((__m512)x);
+    return fma(near, fma(-x, near, splat(1.0f)), near);
+#else
+    return 1.0f / x;
+#endif
+}
+
 inline vf activate(vf x, int kind) {
-    if (kind == SILU) return x / (1.0f + exp(-x));
+    if (kind == SILU) return x * inverse(1.0f + exp(-x));
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
     float values[LANES];
     store(values, x);
@@ -57,16 +89,21 @@ inline vf activate(vf x, int kind) {
     return load(values);
 }
 
+template <bool WHOLE, typename T>
+void gated_row(const T* gate, T* out, int64_t inner, int kind) {
+    const T* up = gate + inner;
+    for (int64_t i = 0; i < inner; i += LANES) {
+        int n = inner - i;
+        vf active = activate(load_lanes<WHOLE>(gate + i, n), kind);
+        store_lanes<WHOLE>(out + i, active * load_lanes<WHOLE>(up + i, n), n);
+    }
+}
+
 template <typename T>
 void gated(const T* gate_up, T* out, int64_t rows, int64_t inner, int kind) {
-    for_rows(rows, inner, [&](int64_t row) {
-        const T* gate = gate_up + row * 2 * inner;
-        const T* up = gate + inner;
-        for (int64_t i = 0; i < inner; i += LANES) {
-            int n = inner - i;
-            store_upto(out + row * inner + i, activate(load_upto(gate + i, n), kind) * load_upto(up + i, n), n);
-        }
-    });
+    auto one = inner % LANES ? gated_row<false, T> : gated_row<true, T>;
+    for_rows(rows, inner, MIN_PARALLEL_SLOW,
+             [&](int64_t row) { one(gate_up + row * 2 * inner, out + row * inner, inner, kind); });
 }
 
 struct QkvShape {
@@ -74,9 +111,28 @@ struct QkvShape {
     float eps;
 };
 
+// The two halves of a vector of pairs, rotated.
+inline void rotate(vf a, vf b, vf cosine, vf sine, vf& first, vf& second) {
+    first = fma(a, cosine, -b * sine);
+    second = fma(b, cosine, a * sine);
+}
+
+// The most common head, which is rotated as a whole and has no norm.
+template <typename T>
+void rotate_head(const T* x, T* out, const float* angles, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        vf first, second;
+        rotate(load(x + i), load(x + half + i), load(angles + i), load(angles + half + i), first, second);
+        store(out + i, first);
+        store(out + half + i, second);
+    }
+}
+
 // Norm and rotate one head into `out`, which may be `x` itself.
 template <typename T>
 void prepare_head(const T* x, T* out, const float* weight, const float* angles, const QkvShape& s) {
+    if (!weight && angles && s.rotary_dim == s.head_dim && s.head_dim % (2 * LANES) == 0)
+        return rotate_head(x, out, angles, s.head_dim / 2);
     constexpr int MAX_HEAD = 512;
     float head[MAX_HEAD + LANES];
     vf squares = {};
@@ -94,8 +150,8 @@ void prepare_head(const T* x, T* out, const float* weight, const float* angles, 
     for (int64_t i = 0; i < half; i += LANES) {
         int n = half - i;
         vf a = load_upto(head + i, n), b = load_upto(head + half + i, n);
-        vf cosine = load_upto(angles + i, n), sine = load_upto(angles + half + i, n);
-        vf first = fma(a, cosine, -b * sine), second = fma(b, cosine, a * sine);
+        vf first, second;
+        rotate(a, b, load_upto(angles + i, n), load_upto(angles + half + i, n), first, second);
         store_upto(head + i, first, n);
         store_upto(head + half + i, second, n);
     }
@@ -107,7 +163,7 @@ void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_
                  const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int64_t values_at = s.num_blocks * s.kv_heads * s.block_size * s.head_dim;
-    for_rows(tokens, width, [&](int64_t token) {
+    for_rows(tokens, width, MIN_PARALLEL_SLOW, [&](int64_t token) {
         T* head = qkv + token * width;
         const float* angles = rows ? rows + token * s.rotary_dim : nullptr;
         for (int64_t h = 0; h < s.heads; h++, head += s.head_dim) prepare_head(head, head, q_norm, angles, s);
@@ -122,6 +178,17 @@ void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_
 }  // namespace
 
 extern "C" {
+
+// In place: each item times a number, rounded once.
+void millrace_scale(int dtype, void* x, int64_t count, float by) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        int n = count - i;
+        if (dtype == F32)
+            store_upto((float*)x + i, load_upto((float*)x + i, n) * by, n);
+        else
+            store_upto((bf16*)x + i, load_upto((bf16*)x + i, n) * by, n);
+    }
+}
 
 void millrace_norm(int dtype, const void* x, const void* residual, const float* weight, void* out, void* total,
                    int64_t rows, int64_t dim, float eps) {

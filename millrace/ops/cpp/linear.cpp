@@ -1,44 +1,18 @@
 // Linear layers over packed weights, for one row or thousands, each output summed in the same order however many
 // rows there are. bfloat16 goes through the AMX matrix unit where there is one.
 //
-// A weight [N, K] is packed into an even number of panels of 16 outputs, zero-padded:
+// A plain weight [N, K] is packed into an even number of panels of 16 outputs, zero-padded:
 //   float32   panel[k][16]                   one vector per input
 //   bfloat16  panel[k / 2][16][2]            one vector per pair of inputs; 16 pairs are one AMX tile of 1 KiB
-#include "amx.h"
-#include "pool.h"
-#include "vec.h"
+// A quantised one, packed as quantised.h says, is unpacked into the same order panel by panel as it is used.
+#include "linear.h"
 
-#include <vector>
+#include "amx.h"
+#include "linear_layer.h"
 
 namespace {
 
-constexpr int64_t PANEL = 16;
-constexpr int64_t TILE_K = 32;
-// Weights of so many bytes stay in the second-level cache while all rows pass by.
-constexpr int64_t GROUP_BYTES = 512 << 10;
-
-int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-struct Layer {
-    const void* packed;
-    const float* bias;  // [N] or null
-    int64_t n, k, padded_k;
-
-    int64_t panels() const { return round_up(n, 2 * PANEL) / PANEL; }
-    template <typename T>
-    int64_t units() const {
-        return padded_k * sizeof(T) / 4;
-    }
-};
-
-template <typename T>
-void finish(const Layer& layer, T* out, int64_t row, int64_t panel, vf sum) {
-    int64_t column = panel * PANEL;
-    int lanes = layer.n - column < PANEL ? layer.n - column : PANEL;
-    if (lanes <= 0) return;
-    if (layer.bias) sum += load_upto(layer.bias + column, lanes);
-    store_upto(out + row * layer.n + column, sum, lanes);
-}
+using namespace linear_layer;
 
 // --- float32, and bfloat16 without a matrix unit ---
 //
@@ -71,7 +45,7 @@ inline vf multiply_add(vf sum, const uint32_t* weights, const uint32_t* input, b
 template <int ROWS, int PANELS, typename T>
 void block(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
     int64_t units = layer.units<T>();
-    const uint32_t* weights = (const uint32_t*)layer.packed + panel * units * PANEL;
+    const uint32_t* weights = (const uint32_t*)layer.packed + (panel - layer.first_panel) * units * PANEL;
     vf sums[ROWS][PANELS] = {};
     for (int64_t unit = 0; unit < units; unit++, inputs += ROWS, weights += PANEL) {
 #pragma GCC unroll 12
@@ -127,127 +101,6 @@ void rows_of(const Layer& layer, const T* x, int64_t stride, uint32_t* inputs, i
     }
 }
 
-// --- AMX: tiles of 16 rows by 32 inputs against tiles of 32 inputs by 16 outputs ---
-
-#if HAS_AMX
-
-// Tiles 0-3 hold sums, 4-5 rows of x (`upper` and `lower` of them), 6-7 weights.
-void configure(int upper, int lower) {
-    TileConfig config;
-    config.rows[0] = config.rows[1] = config.rows[4] = upper;
-    config.rows[2] = config.rows[3] = config.rows[5] = lower ? lower : 1;
-    _tile_loadconfig(&config);
-}
-
-constexpr int64_t PREFETCH_BYTES = 4096;
-
-void prefetch_tile(const char* tile) {
-    for (int line = 0; line < 16; line++) _mm_prefetch(tile + PREFETCH_BYTES + line * 64, _MM_HINT_T0);
-}
-
-void finish_tile(const Layer& layer, bf16* out, int64_t row, int rows, int64_t panel, const float* sums) {
-    for (int r = 0; r < rows; r++) finish(layer, out, row + r, panel, load(sums + r * PANEL));
-}
-
-// Up to 32 rows (`upper` <= 16, then `lower` <= 16) against two panels.
-template <bool LOWER>
-void amx_block(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t row, int upper, int lower,
-               int64_t panel, bool stream) {
-    int64_t tiles = layer.padded_k / TILE_K;
-    const char* left = (const char*)layer.packed + panel * tiles * 1024;
-    const char* right = left + tiles * 1024;
-    const bf16* rows = x + row * stride;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (LOWER) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        if (stream) {
-            prefetch_tile(left + tile * 1024);
-            prefetch_tile(right + tile * 1024);
-        }
-        _tile_loadd(4, rows + tile * TILE_K, stride * 2);
-        _tile_loadd(6, left + tile * 1024, 64);
-        _tile_loadd(7, right + tile * 1024, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (LOWER) {
-            _tile_loadd(5, rows + 16 * stride + tile * TILE_K, stride * 2);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    alignas(64) float sums[4][16 * PANEL];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    if (LOWER) {
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
-    }
-    finish_tile(layer, out, row, upper, panel, sums[0]);
-    finish_tile(layer, out, row, upper, panel + 1, sums[1]);
-    if (!LOWER) return;
-    finish_tile(layer, out, row + 16, lower, panel, sums[2]);
-    finish_tile(layer, out, row + 16, lower, panel + 1, sums[3]);
-}
-
-void amx_panels(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows, int64_t first,
-                int64_t last) {
-    int64_t whole = rows / 32 * 32;
-    int rest = rows - whole, upper = rest < 16 ? rest : 16, lower = rest - upper;
-    if (whole) {
-        configure(16, 16);
-        for (int64_t row = 0; row < whole; row += 32)
-            for (int64_t panel = first; panel < last; panel += 2)
-                amx_block<true>(layer, x, stride, out, row, 16, 16, panel, row == 0);
-    }
-    if (rest) {
-        configure(upper, lower);
-        for (int64_t panel = first; panel < last; panel += 2) {
-            if (lower)
-                amx_block<true>(layer, x, stride, out, whole, upper, lower, panel, !whole);
-            else
-                amx_block<false>(layer, x, stride, out, whole, upper, 0, panel, !whole);
-        }
-    }
-    _tile_release();
-}
-
-#endif
-
-constexpr int64_t MIN_PARALLEL = 1 << 16;
-constexpr int64_t PANEL_STEP = 4;
-
-// Call f(first, last) for ranges of panels, several per thread, none with more weights than stay in the cache.
-template <typename T, typename F>
-void for_panels(const Layer& layer, F f) {
-    int64_t panels = layer.panels(), panel_bytes = layer.units<T>() * PANEL * 4;
-    int64_t size = round_up(panels / (3 * pool::threads()), PANEL_STEP), most = GROUP_BYTES / panel_bytes;
-    size = size < most ? size : most / PANEL_STEP * PANEL_STEP;
-    size = size < PANEL_STEP ? PANEL_STEP : size;
-    pool::for_each((panels + size - 1) / size, layer.n * layer.padded_k >= MIN_PARALLEL, [&](int64_t piece) {
-        int64_t last = (piece + 1) * size;
-        f(piece * size, last < panels ? last : panels);
-    });
-}
-
-#if HAS_AMX
-void amx_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
-    std::vector<bf16> padded;
-    if (layer.padded_k != layer.k) {  // whole tiles are read: give each row room for zeros
-        padded.resize(rows * layer.padded_k);
-        for (int64_t row = 0; row < rows; row++)
-            memcpy(padded.data() + row * layer.padded_k, x + row * stride, layer.k * sizeof(bf16));
-        x = padded.data();
-        stride = layer.padded_k;
-    }
-    for_panels<bf16>(layer,
-                     [&](int64_t first, int64_t last) { amx_panels(layer, x, stride, out, rows, first, last); });
-}
-#endif
-
 template <typename T>
 void vector_linear(const Layer& layer, const T* x, int64_t stride, T* out, int64_t rows) {
     std::vector<uint32_t> inputs(rows * layer.units<T>());
@@ -256,8 +109,10 @@ void vector_linear(const Layer& layer, const T* x, int64_t stride, T* out, int64
     pool::for_each(starts.size(), rows * layer.k >= MIN_PARALLEL, [&](int64_t i) {
         rows_of(layer, x, stride, inputs.data(), starts[i], block_size(rows - starts[i]));
     });
-    for_panels<T>(layer, [&](int64_t first, int64_t last) {
-        vector_panels(layer, inputs.data(), out, rows, first, last);
+    // Few rows use unpacked weights at once, while they are still in the nearest cache.
+    int64_t size = layer.is_quantised() && rows <= BLOCK_SIZES[0] ? 4 : group_size<T>(layer);
+    for_panels(layer, size, [&](int64_t first, int64_t last) {
+        vector_panels(plain<T>(layer, first, last), inputs.data(), out, rows, first, last);
     });
 }
 
@@ -292,38 +147,60 @@ void take_row(const uint32_t* packed, char* out, int64_t row, int64_t row_bytes,
         memcpy(out + unit * 4, source + unit * PANEL, row_bytes - unit * 4 < 4 ? row_bytes - unit * 4 : 4);
 }
 
+// Inputs per packed row: whole AMX tiles for bfloat16. Quantised ones are whole tiles anyhow.
+int64_t padded_inputs(int format, int64_t k) { return format == FORMAT_F32 ? k : round_up(k, TILE_K); }
+
+int64_t item_bytes(int dtype) { return dtype == F32 ? 4 : 2; }
+
 }  // namespace
+
+void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows) {
+    int64_t first = 0;
+    for (int64_t i = 0; i < desc.num_parts; i++) {
+        const LinearPart& part = desc.parts[i];
+        const float* bias = desc.bias ? desc.bias + first : nullptr;
+        Layer layer{part.format, part.packed, bias, part.n, desc.k, padded_inputs(part.format, desc.k), desc.n};
+        if (desc.dtype == F32)
+            linear(layer, (const float*)x, stride, (float*)out + first, rows);
+        else
+            linear(layer, (const bf16*)x, stride, (bf16*)out + first, rows);
+        first += part.n;
+    }
+}
+
+int64_t take_rows(const LinearDesc& desc, void* out, const int64_t* ids, int64_t count) {
+    int64_t item = item_bytes(desc.dtype), row_bytes = desc.k * item;
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= desc.n) return i;
+        const LinearPart* part = desc.parts;
+        int64_t row = ids[i];
+        for (; row >= part->n; part++) row -= part->n;
+        char* target = (char*)out + i * row_bytes;
+        if (part->format > FORMAT_BF16)
+            quantised::unpack_row(part->format, desc.dtype, part->packed, desc.k, row, target);
+        else
+            take_row((const uint32_t*)part->packed, target, row, row_bytes,
+                     padded_inputs(part->format, desc.k) * item / 4);
+    }
+    return -1;
+}
 
 extern "C" {
 
 int millrace_has_amx() { return use_amx(); }
 
-// Inputs per packed row: whole AMX tiles for bfloat16.
-int64_t millrace_padded_inputs(int dtype, int64_t k) { return dtype == F32 ? k : round_up(k, TILE_K); }
+int64_t millrace_padded_inputs(int format, int64_t k) { return padded_inputs(format, k); }
 
-void millrace_pack(int dtype, const void* weight, void* packed, int64_t n, int64_t k) {
-    int64_t item = dtype == F32 ? 4 : 2;
-    pack((const char*)weight, (uint32_t*)packed, n, k * item, millrace_padded_inputs(dtype, k) * item / 4);
+void millrace_pack(int format, const void* weight, void* packed, int64_t n, int64_t k) {
+    int64_t item = item_bytes(format);
+    pack((const char*)weight, (uint32_t*)packed, n, k * item, padded_inputs(format, k) * item / 4);
 }
 
-// The index of the first id that is no row, or -1.
-int64_t millrace_take_rows(int dtype, const void* packed, void* out, const int64_t* ids, int64_t count, int64_t n,
-                           int64_t k) {
-    int64_t item = dtype == F32 ? 4 : 2, row_bytes = k * item;
-    for (int64_t i = 0; i < count; i++) {
-        if (ids[i] < 0 || ids[i] >= n) return i;
-        take_row((const uint32_t*)packed, (char*)out + i * row_bytes, ids[i], row_bytes,
-                 millrace_padded_inputs(dtype, k) * item / 4);
-    }
-    return -1;
+int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* ids, int64_t count) {
+    return take_rows(*layer, out, ids, count);
 }
 
-void millrace_linear(int dtype, const void* packed, const float* bias, int64_t n, int64_t k, const void* x,
-                     int64_t stride, void* out, int64_t rows) {
-    Layer layer{packed, bias, n, k, millrace_padded_inputs(dtype, k)};
-    if (dtype == F32)
-        linear(layer, (const float*)x, stride, (float*)out, rows);
-    else
-        linear(layer, (const bf16*)x, stride, (bf16*)out, rows);
+void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows) {
+    linear(*layer, x, stride, out, rows);
 }
 }

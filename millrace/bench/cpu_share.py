@@ -1,0 +1,93 @@
+"""Who uses the cores while a workload runs: the engine, the front, and the benchmark's own clients beside them.
+
+Processor time says what each costs; the time that its threads were ready to run but had no core says whether they stand
+in each other's way.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.bench.figures import Figure
+from millrace.bench.local_server import descendants
+
+ENGINE, FRONT, SERVER, CLIENT = "engine", "front", "server", "clients"
+_ENGINE_MODULE = b"millrace.engine.child"
+_MANY_AT_ONCE = 16
+"""With fewer at once there are too few tokens for what each costs to be told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds, summed over threads."""
+
+    ran_s: float = 0.0
+    waited_s: float = 0.0
+    """Ready to run, but on no core."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.ran_s + other.ran_s, self.waited_s + other.waited_s)
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(self.ran_s - other.ran_s, self.waited_s - other.waited_s)
+
+
+def usage_of(pids: Iterable[int]) -> Usage:
+    total = Usage()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            try:
+                ran_ns, waited_ns, _ = file.read_text().split()
+            except (OSError, ValueError):
+                continue  # The thread has ended, or the kernel does not count.
+            total += Usage(int(ran_ns) / 1e9, int(waited_ns) / 1e9)
+    return total
+
+
+def parts_of(pid: int) -> dict[str, list[int]]:
+    """The processes of a server by what they do; those of another make are one part."""
+    family = [pid, *descendants(pid)]
+    engines = [member for member in family if _ENGINE_MODULE in _command_line(member)]
+    if not engines:
+        return {SERVER: family, CLIENT: [os.getpid()]}
+    below = {child for engine in engines for child in (engine, *descendants(engine))}
+    return {
+        ENGINE: sorted(below),
+        FRONT: [member for member in family if member not in below],
+        CLIENT: [os.getpid()],
+    }
+
+
+class CpuShare:
+    """Taken before a workload; `figures` after it."""
+
+    def __init__(self, pid: int) -> None:
+        self._parts = parts_of(pid)
+        self._before = {name: usage_of(pids) for name, pids in self._parts.items()}
+        self._started = time.monotonic()
+
+    def figures(self, workload: str, at_once: int, output_tokens: int) -> list[Figure]:
+        if at_once < _MANY_AT_ONCE or not output_tokens:
+            return []
+        wall_s = max(time.monotonic() - self._started, 1e-6)
+        used = {name: usage_of(pids) - self._before[name] for name, pids in self._parts.items()}
+        return list(share_figures(workload, used, output_tokens, wall_s))
+
+
+def share_figures(workload: str, used: Mapping[str, Usage], output_tokens: int, wall_s: float) -> Iterable[Figure]:
+    for name, usage in used.items():
+        if usage.ran_s > 0:
+            waited = 100 * usage.waited_s / (usage.ran_s + usage.waited_s)
+            note = f"{100 * usage.ran_s / wall_s:.1f}% of a core; {waited:.0f}% of its time waiting for one"
+            yield Figure(workload, f"{name} CPU", 1e6 * usage.ran_s / output_tokens, "µs/token", note=note)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

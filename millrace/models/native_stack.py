@@ -1,0 +1,224 @@
+"""On a CPU, all layers of a step in one call of the C++ kernels (ops/cpp/step.cpp), with the interpreter lock let go.
+
+It calls the same kernels in the same order as `Decoder.walk`, so results agree to the bit. A model with a part that has
+no C++ version (experts, a linear of another kind, no compiler) has no native stack and is walked. Where embedding and
+head are one native matrix, a whole step, from the request table's ids to drawn tokens, can be one call: `step`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from millrace.models.batch import ForwardBatch
+from millrace.models.spec import ModelSpec
+from millrace.ops.activation import NATIVE_NUMBERS
+from millrace.ops.gated_linear import ComposedGatedLinear
+from millrace.ops.linear import Linear, NativeParts
+from millrace.ops.native import DTYPES, native
+from millrace.ops.qkv import NativePrepareQkv
+from millrace.ops.rope import rope_rows
+from millrace.ops.version import Choice
+
+if TYPE_CHECKING:
+    from millrace.models.decoder import DecoderLayer, DecoderWeights
+
+NEEDED = (
+    *("rms_norm", "add_rms_norm", "gated", "attention", "qkv"),
+    *("qkv_linear", "out_linear", "gate_up_linear", "down_linear"),
+)
+"""The ops of a layer. All must be the native ones."""
+KINDS = (
+    *("qkv", "prepare_qkv", "attention", "out", "gate_up", "gated", "down", "norm"),
+    *("head", "draw", "other"),
+)
+"""Kinds of work that are timed apart; the order of `Kind` in step.cpp. The last three are of whole steps."""
+MAX_ROPES = 8
+FIRST_ANGLES = 1024
+"""Positions whose angles are computed at first; twice as many whenever a longer context comes."""
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
+        ("rope", c_int64),
+        ("window", c_int64),
+    )
+
+
+class _Shape(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("dtype", "layers", "hidden", "inner")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "activation", "ropes")),
+        ("rotary_dims", POINTER(c_int64)),
+        ("head", c_void_p),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "embedding_scale")),
+    )
+
+
+class _Inputs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("slots", "query_starts", "seq_lens", "tables", "positions")),
+        ("angles", POINTER(c_void_p)),
+        ("kv", POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("residual", "out", "nanoseconds")),
+        *((name, c_int64) for name in ("tokens", "rows", "table_width", "num_blocks", "block_size")),
+    )
+
+
+class WholeStep(Structure):
+    """A step as the runner knows it, field by field as in step.cpp; `NativeStack.step` adds what is about the model."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("rows", "starts", "counts", "samples", "tokens", "tables", "last_tokens")),
+        *((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seeds")),
+        ("angles", POINTER(c_void_p)),
+        ("kv", POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("drawn", "nanoseconds")),
+        *((name, c_int64) for name in ("num_rows", "table_stride", "num_blocks", "block_size")),
+    )
+
+
+def uncovered(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
+    """Why a model has no native stack, as a clause; empty when it has one."""
+    if spec.moe is not None:
+        return "mixtures of experts are walked"
+    if len(spec.ropes) > MAX_ROPES:
+        return f"it has more than {MAX_ROPES} kinds of rotation"
+    other = [f"{key} is {choices[key].version.name}" for key in NEEDED if choices[key].version.name != "native"]
+    return ", ".join(other)
+
+
+class NativeStack:
+    """The layers and the final norm of a decoder. One step at a time."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype, embedding_scale: float, has_head: bool
+    ) -> None:
+        """With `has_head` the head is a native linear over the matrix of embeddings."""
+        self._spec, self._weights = spec, weights  # their addresses are used for as long as this lives
+        self.takes_whole_steps = has_head and spec.logit_softcap is None
+        library = native()
+        self._rotary_dims = (c_int64 * len(spec.ropes))(*(rope.rotary_dim for rope in spec.ropes))
+        shape = _Shape(
+            DTYPES[dtype],
+            spec.num_layers,
+            spec.hidden_size,
+            spec.inner_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            NATIVE_NUMBERS[spec.activation],
+            len(spec.ropes),
+            self._rotary_dims,
+            _linear(weights.head) if has_head else None,
+            spec.norm_eps,
+            spec.attention_scale,
+            spec.attention_softcap or 0.0,
+            embedding_scale,
+        )
+        layers = (_Layer * spec.num_layers)(*(_layer(spec, layer) for layer in weights.layers))
+        self._stack = library.quick.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
+        self._run, self._step = library.slow.stack_run, library.slow.stack_step
+        self._num_angles = 0
+        self._angles: list[Tensor] = []
+        self._angles_at: Any = None
+        self._kv: Sequence[Tensor] = ()
+        self._kv_at: Any = None
+        weakref.finalize(self, library.quick.stack_free, self._stack)
+
+    def __call__(
+        self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden] after the final norm, of embedded tokens, which are overwritten. `nanoseconds`, int64 with one
+        place for each of KINDS, has the time spent added to it."""
+        columns = (batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables, batch.positions)
+        parts = [part.contiguous() for part in columns]
+        residual = residual.contiguous()
+        out = torch.empty_like(residual)
+        inputs = _Inputs(
+            *(part.data_ptr() for part in parts),
+            self._angles_upto(batch.max_seq_len),
+            self._addresses(kv),
+            residual.data_ptr(),
+            out.data_ptr(),
+            None if nanoseconds is None else nanoseconds.data_ptr(),
+            residual.shape[0],
+            parts[2].shape[0],
+            parts[3].shape[1],
+            kv[0].shape[1],
+            kv[0].shape[3],
+        )
+        self._check(self._run(self._stack, ctypes.byref(inputs)))
+        return out
+
+    def step(self, step: WholeStep, max_seq_len: int, kv: Sequence[Tensor]) -> None:
+        """Draw a token for each row that is due, as Decoder.forward, Decoder.logits and the sampler would."""
+        step.angles, step.kv = self._angles_upto(max_seq_len), self._addresses(kv)
+        step.num_blocks, step.block_size = kv[0].shape[1], kv[0].shape[3]
+        self._check(self._step(self._stack, ctypes.byref(step)))
+
+    def _check(self, code: int) -> None:
+        if code == 1:
+            raise MemoryError("there is no memory for the buffers of a step")
+        if code == 2:
+            raise IndexError(f"a token id is outside the vocabulary of {self._spec.vocab_size}")
+
+    def _angles_upto(self, num_positions: int) -> Any:
+        """Addresses of the tables of cosines and sines, one per rope, made longer where a context has outgrown them."""
+        if num_positions > self._num_angles:
+            while num_positions > self._num_angles:
+                self._num_angles = max(FIRST_ANGLES, 2 * self._num_angles)
+            positions = torch.arange(self._num_angles)
+            ropes = zip(self._spec.ropes, self._weights.frequencies, strict=True)
+            self._angles = [
+                rope_rows(positions, frequencies, rope.attention_factor).contiguous() for rope, frequencies in ropes
+            ]
+            self._angles_at = (c_void_p * len(self._angles))(*(table.data_ptr() for table in self._angles))
+        return self._angles_at
+
+    def _addresses(self, kv: Sequence[Tensor]) -> Any:
+        """Of the layers' caches; looked up again only when they are others than in the step before."""
+        if self._kv is not kv:
+            self._kv, self._kv_at = kv, (c_void_p * len(kv))(*(layer.data_ptr() for layer in kv))
+        return self._kv_at
+
+
+def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:
+    from millrace.models.decoder import DenseMlp
+
+    assert isinstance(layer.prepare_qkv, NativePrepareQkv)
+    assert isinstance(layer.mlp, DenseMlp)
+    assert isinstance(layer.mlp.gate_up, ComposedGatedLinear)
+    q_norm, k_norm = layer.prepare_qkv.norms_at
+    return _Layer(
+        _linear(layer.qkv),
+        _linear(layer.out),
+        _linear(layer.mlp.gate_up.linear),
+        _linear(layer.mlp.down),
+        layer.input_norm.data_ptr(),
+        layer.mlp_norm.data_ptr(),
+        q_norm,
+        k_norm,
+        _address(layer.attention_out_norm),
+        _address(layer.mlp_out_norm),
+        -1 if layer.rope is None else layer.rope,
+        spec.windows[layer.window] or 0,
+    )
+
+
+def _linear(linear: Linear) -> int:
+    assert isinstance(linear, NativeParts)
+    return ctypes.addressof(linear.native)
+
+
+def _address(weight: Tensor | None) -> int | None:
+    return None if weight is None else weight.data_ptr()

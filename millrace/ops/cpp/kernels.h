@@ -1,0 +1,30 @@
+// The kernels that other files call: the same functions that Python calls, with the meaning that their files give them.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+void millrace_norm(int dtype, const void* x, const void* residual, const float* weight, void* out, void* total,
+                   int64_t rows, int64_t dim, float eps);
+
+void millrace_gated(int dtype, int kind, const void* gate_up, void* out, int64_t rows, int64_t inner);
+
+void millrace_prepare_qkv(int dtype, void* qkv, const float* rows, const float* q_norm, const float* k_norm, void* kv,
+                          const int64_t* block_ids, const int64_t* offsets, int64_t tokens, int64_t heads,
+                          int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, int64_t num_blocks,
+                          int64_t block_size, float eps);
+
+void millrace_attention(int dtype, const void* queries, int64_t query_stride, const void* kv, void* out,
+                        const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables, int64_t num_rows,
+                        int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
+                        int64_t block_size, int64_t window, float scale, float softcap);
+
+void millrace_scale(int dtype, void* x, int64_t count, float by);
+
+void millrace_draw(int dtype, const void* logits, int64_t rows, int64_t vocab, const float* temperature,
+                   const int64_t* top_k, const float* top_p, const float* min_p, const double* uniform,
+                   int64_t* tokens);
+
+double millrace_uniform(uint64_t seed, uint64_t position);
+}

@@ -1,0 +1,313 @@
+// All layers of a step in one call, or the whole step from token ids to drawn tokens: the kernels of the other files, in
+// the order in which the Python decoder calls them, over buffers that stay allocated from step to step.
+#include "kernels.h"
+#include "linear.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace {
+
+constexpr int64_t MAX_ROPES = 8;
+
+// The structs below are mirrored, field by field, in models/native_stack.py.
+
+struct LayerAt {
+    const LinearDesc *qkv, *out, *gate_up, *down;
+    const float *input_norm, *mlp_norm;
+    const float *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm;  // or null
+    int64_t rope;                                                      // which of the step's angles; -1 for none
+    int64_t window;                                                    // 0 for none
+};
+
+struct Shape {
+    int64_t dtype, layers, hidden, inner, heads, kv_heads, head_dim, activation, ropes;
+    const int64_t* rotary_dims;  // per rope
+    const LinearDesc* head;      // or null; a whole step needs it, as the matrix of embeddings too
+    float eps, scale, softcap, embedding_scale;
+};
+
+struct Inputs {
+    const int64_t* slots;  // block id * block size + offset of each token, in the cache
+    const int32_t *query_starts, *seq_lens, *tables;
+    const int64_t* positions;    // of the tokens
+    const float* const* angles;  // per rope [positions, rotary_dim]: cosines, then sines
+    void* const* kv;             // per layer
+    void* residual;              // [tokens, hidden]: the embedded tokens; overwritten
+    void* out;                   // [tokens, hidden] after the final norm
+    int64_t* nanoseconds;        // by kind of work, added to; or null
+    int64_t tokens, rows, table_width, num_blocks, block_size;
+};
+
+// A step as the runner knows it: rows of the request table and how their tokens are drawn.
+struct WholeStep {
+    const int32_t *rows, *starts, *counts;  // [num_rows]: row of the table, first position, tokens
+    const uint8_t* samples;                 // [num_rows]: whether a token is drawn
+    const int32_t* tokens;                  // [tokens]: given ids, -1 for the row's last drawn token; null: all drawn
+    const int32_t* tables;                  // [table rows, table_stride]: block ids
+    int64_t* last_tokens;                   // [table rows]
+    const float *temperature, *top_p, *min_p;  // [table rows], as all below
+    const int64_t* top_k;
+    const uint64_t* seeds;
+    const float* const* angles;
+    void* const* kv;
+    int64_t* drawn;        // [rows that are sampled]
+    int64_t* nanoseconds;  // or null
+    int64_t num_rows, table_stride, num_blocks, block_size;
+};
+
+enum Kind { QKV, PREPARE, ATTENTION, OUT, GATE_UP, GATED, DOWN, NORM, HEAD, DRAW, OTHER, KINDS };
+
+// Adds the time since the last mark to a kind of work.
+class Watch {
+  public:
+    explicit Watch(int64_t* nanoseconds) : spent_(nanoseconds), last_(nanoseconds ? now() : 0) {}
+
+    void mark(Kind kind) {
+        if (!spent_) return;
+        int64_t time = now();
+        spent_[kind] += time - last_;
+        last_ = time;
+    }
+
+    // Forget the time since the last mark: others have counted it.
+    void skip() {
+        if (spent_) last_ = now();
+    }
+
+  private:
+    int64_t* spent_;
+    int64_t last_;
+
+    static int64_t now() {
+        auto time = std::chrono::steady_clock::now().time_since_epoch();
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+    }
+};
+
+struct Free {
+    void operator()(void* memory) const { free(memory); }
+};
+
+// Grows to the largest step seen; what it held before is not kept.
+class Buffer {
+  public:
+    void* of(int64_t bytes) {
+        if (bytes > size_) {
+            constexpr int64_t PAGE = 4096;
+            size_ = (bytes + PAGE - 1) / PAGE * PAGE;
+            memory_.reset();
+            memory_.reset(aligned_alloc(PAGE, size_));
+        }
+        return memory_.get();
+    }
+
+  private:
+    std::unique_ptr<void, Free> memory_;
+    int64_t size_ = 0;
+};
+
+struct Stack {
+    Shape s;
+    std::unique_ptr<LayerAt[]> layers;
+    const float* final_norm;
+    Buffer hidden, qkv, attended, gate_up, inner, places, rotations, inputs, embedded, logits;
+
+    int item() const { return s.dtype == 0 ? 4 : 2; }
+
+    static void multiply(const LinearDesc* layer, const void* x, void* out, int64_t rows) {
+        linear(*layer, x, layer->k, out, rows);
+    }
+
+    void norm(void* x, const float* weight, int64_t rows) const {
+        if (weight) millrace_norm(s.dtype, x, nullptr, weight, x, nullptr, rows, s.hidden, s.eps);
+    }
+
+    // out = norm(x + residual), and the sum replaces the residual.
+    void add_norm(const void* x, void* residual, const float* weight, void* out, int64_t rows) const {
+        millrace_norm(s.dtype, x, residual, weight, out, residual, rows, s.hidden, s.eps);
+    }
+
+    bool run(const Inputs& in) {
+        int64_t size = in.tokens * item();
+        void* x = hidden.of(size * s.hidden);
+        void* projected = qkv.of(size * (s.heads + 2 * s.kv_heads) * s.head_dim);
+        void* heads = attended.of(size * s.heads * s.head_dim);
+        void* both = gate_up.of(size * 2 * s.inner);
+        void* one = inner.of(size * s.inner);
+        auto* at = static_cast<int64_t*>(places.of(2 * in.tokens * sizeof(int64_t)));
+        const float* angles[MAX_ROPES];
+        if (!x || !projected || !heads || !both || !one || !at || !find_angles(in, angles)) return false;
+        for (int64_t token = 0; token < in.tokens; token++) {
+            at[token] = in.slots[token] / in.block_size;
+            at[in.tokens + token] = in.slots[token] % in.block_size;
+        }
+        Watch watch(in.nanoseconds);
+        millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
+        watch.mark(NORM);
+        for (int64_t i = 0; i < s.layers; i++) {
+            const LayerAt& layer = layers[i];
+            bool last = i + 1 == s.layers;
+            attend(in, i, at, angles, x, projected, heads, watch);
+            multiply(layer.out, heads, x, in.tokens);
+            watch.mark(OUT);
+            norm(x, layer.attention_out_norm, in.tokens);
+            add_norm(x, in.residual, layer.mlp_norm, x, in.tokens);
+            watch.mark(NORM);
+            multiply(layer.gate_up, x, both, in.tokens);
+            watch.mark(GATE_UP);
+            millrace_gated(s.dtype, s.activation, both, one, in.tokens, s.inner);
+            watch.mark(GATED);
+            multiply(layer.down, one, x, in.tokens);
+            watch.mark(DOWN);
+            norm(x, layer.mlp_out_norm, in.tokens);
+            add_norm(x, in.residual, last ? final_norm : layers[i + 1].input_norm, last ? in.out : x, in.tokens);
+            watch.mark(NORM);
+        }
+        return true;
+    }
+
+    // The tokens' rows of each table of angles, one after the other.
+    bool find_angles(const Inputs& in, const float** angles) {
+        int64_t width = 0;
+        for (int64_t rope = 0; rope < s.ropes; rope++) width += s.rotary_dims[rope];
+        auto* target = static_cast<float*>(rotations.of((in.tokens * width + 1) * sizeof(float)));
+        if (!target) return false;
+        for (int64_t rope = 0; rope < s.ropes; rope++) {
+            int64_t dim = s.rotary_dims[rope];
+            angles[rope] = target;
+            for (int64_t token = 0; token < in.tokens; token++, target += dim)
+                memcpy(target, in.angles[rope] + in.positions[token] * dim, dim * sizeof(float));
+        }
+        return true;
+    }
+
+    void attend(const Inputs& in, int64_t index, const int64_t* at, const float* const* angles, const void* x,
+                void* projected, void* heads, Watch& watch) const {
+        const LayerAt& layer = layers[index];
+        int64_t stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
+        multiply(layer.qkv, x, projected, in.tokens);
+        watch.mark(QKV);
+        bool rotates = layer.rope >= 0;
+        millrace_prepare_qkv(s.dtype, projected, rotates ? angles[layer.rope] : nullptr, layer.q_norm, layer.k_norm,
+                             in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads, s.head_dim,
+                             rotates ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
+        watch.mark(PREPARE);
+        millrace_attention(s.dtype, projected, stride, in.kv[index], heads, in.query_starts, in.seq_lens, in.tables,
+                           in.rows, in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size,
+                           layer.window, s.scale, s.softcap);
+        watch.mark(ATTENTION);
+    }
+
+    // --- a whole step ---
+
+    // What the layers need to know, gathered from the request table, and the tokens' ids; null when there is no memory.
+    const int64_t* gather(const WholeStep& w, Inputs& in) {
+        int64_t longest = 0;
+        in.tokens = 0;
+        for (int64_t i = 0; i < w.num_rows; i++) {
+            in.tokens += w.counts[i];
+            longest = std::max<int64_t>(longest, w.starts[i] + w.counts[i]);
+        }
+        in.rows = w.num_rows;
+        in.table_width = (longest + w.block_size - 1) / w.block_size;
+        int64_t small = 2 * w.num_rows + 1 + w.num_rows * in.table_width;
+        auto* large = static_cast<int64_t*>(inputs.of(3 * in.tokens * sizeof(int64_t) + small * sizeof(int32_t)));
+        if (!large) return nullptr;
+        int64_t *ids = large, *positions = ids + in.tokens, *slots = positions + in.tokens, token = 0;
+        auto* starts = reinterpret_cast<int32_t*>(slots + in.tokens);
+        int32_t *lens = starts + w.num_rows + 1, *tables = lens + w.num_rows;
+        for (int64_t i = 0; i < w.num_rows; i++) {
+            const int32_t* table = w.tables + w.rows[i] * w.table_stride;
+            starts[i] = token;
+            lens[i] = w.starts[i] + w.counts[i];
+            memcpy(tables + i * in.table_width, table, in.table_width * sizeof(int32_t));
+            for (int64_t position = w.starts[i]; position < lens[i]; position++, token++) {
+                int32_t given = w.tokens ? w.tokens[token] : -1;
+                ids[token] = given < 0 ? w.last_tokens[w.rows[i]] : given;
+                positions[token] = position;
+                slots[token] = table[position / w.block_size] * w.block_size + position % w.block_size;
+            }
+        }
+        starts[w.num_rows] = token;
+        in.slots = slots, in.positions = positions, in.query_starts = starts, in.seq_lens = lens, in.tables = tables;
+        in.angles = w.angles, in.kv = w.kv, in.nanoseconds = w.nanoseconds;
+        in.num_blocks = w.num_blocks, in.block_size = w.block_size;
+        in.residual = embedded.of(2 * in.tokens * s.hidden * item());
+        in.out = static_cast<char*>(in.residual) + in.tokens * s.hidden * item();
+        return in.residual ? ids : nullptr;
+    }
+
+    bool embed(const Inputs& in, const int64_t* ids) const {
+        if (take_rows(*s.head, in.residual, ids, in.tokens) >= 0) return false;
+        if (s.embedding_scale != 1.0f)
+            millrace_scale(s.dtype, in.residual, in.tokens * s.hidden, s.embedding_scale);
+        return true;
+    }
+
+    int draw_tokens(const WholeStep& w, const Inputs& in, Watch& watch) {
+        int64_t due = 0, size = s.hidden * item(), vocab = s.head->n;
+        auto* rows = static_cast<char*>(hidden.of(w.num_rows * size));
+        auto* columns = static_cast<double*>(places.of(w.num_rows * 6 * sizeof(double)));
+        if (!rows || !columns) return NO_MEMORY;
+        double* uniform = columns;
+        auto* top_k = reinterpret_cast<int64_t*>(uniform + w.num_rows);
+        auto *temperature = reinterpret_cast<float*>(top_k + w.num_rows), *top_p = temperature + w.num_rows,
+             *min_p = top_p + w.num_rows;
+        for (int64_t i = 0; i < w.num_rows; i++) {
+            if (!w.samples[i]) continue;
+            int64_t row = w.rows[i], last = in.query_starts[i + 1] - 1;
+            memcpy(rows + due * size, static_cast<const char*>(in.out) + last * size, size);
+            temperature[due] = w.temperature[row], top_p[due] = w.top_p[row], min_p[due] = w.min_p[row];
+            top_k[due] = w.top_k[row];
+            uniform[due++] = millrace_uniform(w.seeds[row], in.seq_lens[i]);
+        }
+        if (!due) return 0;
+        void* scores = logits.of(due * vocab * item());
+        if (!scores) return NO_MEMORY;
+        multiply(s.head, rows, scores, due);
+        watch.mark(HEAD);
+        millrace_draw(s.dtype, scores, due, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
+        for (int64_t i = 0, at = 0; i < w.num_rows; i++)
+            if (w.samples[i]) w.last_tokens[w.rows[i]] = w.drawn[at++];
+        watch.mark(DRAW);
+        return 0;
+    }
+
+    int step(const WholeStep& w) {
+        Watch watch(w.nanoseconds);
+        Inputs in{};
+        const int64_t* ids = gather(w, in);
+        if (!ids) return NO_MEMORY;
+        if (!embed(in, ids)) return BAD_TOKEN;
+        watch.mark(OTHER);
+        if (!run(in)) return NO_MEMORY;
+        watch.skip();
+        return draw_tokens(w, in, watch);
+    }
+
+    enum { NO_MEMORY = 1, BAD_TOKEN = 2 };
+};
+
+}  // namespace
+
+extern "C" {
+
+// A stack over weights that stay where they are for as long as it lives. Calls must not overlap.
+void* millrace_stack_new(const Shape* shape, const LayerAt* layers, const float* final_norm) {
+    auto* stack = new Stack{*shape, std::make_unique<LayerAt[]>(shape->layers), final_norm, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    memcpy(stack->layers.get(), layers, shape->layers * sizeof(LayerAt));
+    return stack;
+}
+
+void millrace_stack_free(void* stack) { delete static_cast<Stack*>(stack); }
+
+// 0, or 1 when there is no memory for its buffers.
+int millrace_stack_run(void* stack, const Inputs* inputs) { return static_cast<Stack*>(stack)->run(*inputs) ? 0 : 1; }
+
+// Ids to drawn tokens. 0; 1 as above; 2 when an id is outside the vocabulary.
+int millrace_stack_step(void* stack, const WholeStep* step) { return static_cast<Stack*>(stack)->step(*step); }
+}

@@ -1,0 +1,417 @@
+"""Peers side by side: how they are named, who takes part, in which order, what is judged, and what a dead one does."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_openai import FakeServer, running
+from helpers.served import wait_until
+
+from millrace.bench.figures import Figure
+from millrace.bench.local_server import ServerProcess, free_port
+from millrace.bench.peers.bars import BARS, Bar, Board, bars_for, wanted_workloads
+from millrace.bench.peers.contestant import Contestant
+from millrace.bench.peers.installed import PeerModels, find_installed, llama_launch, vllm_launch
+from millrace.bench.peers.line_up import LineUp, peers
+from millrace.bench.peers.report import median_lines, print_tables, verdict_cells, verdict_line
+from millrace.bench.peers.rounds import Comparison, Listener, RoundOptions, what_fits
+from millrace.bench.peers.spec import PeerSpec, kind_of, parse_peer, parse_peer_args
+from millrace.bench.target import BenchError
+from millrace.bench.workloads import Shape, Workload, mixed, shared_prefix, single
+from millrace.cli import main
+from millrace.errors import ConfigError
+
+TINY = Workload("tiny", "for tests", tuple(Shape("tiny", i, 0, 8, 3) for i in range(2)), 2)
+SMOL = BARS["smollm2-135m"]
+
+
+# ── naming ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_peers_are_named_by_address_and_process() -> None:
+    assert parse_peer("vllm=http://h:1/") == PeerSpec("vllm", "http://h:1")
+    assert parse_peer("a.b-c=https://h/v1,pid=42") == PeerSpec("a.b-c", "https://h/v1", 42)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "vllm", "=http://h", "a b=http://h", "v=h:1", "v=ftp://h", "v=http://h,pid=x", "v=http://h,port=1"]
+)
+def test_a_peer_that_cannot_be_understood_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=URL"):
+        parse_peer(text)
+
+
+def test_arguments_of_a_peer_are_split_like_a_shell_does() -> None:
+    assert parse_peer_args('llama.cpp=-fa on --name "a b"') == ("llama.cpp", ["-fa", "on", "--name", "a b"])
+    for wrong in ("nobody=-x", "vllm", 'vllm="'):
+        with pytest.raises(ConfigError, match="--peer-args"):
+            parse_peer_args(wrong)
+
+
+def test_kinds_follow_from_names() -> None:
+    names = ("vLLM-eager", "openvino_fp16", "llama.cpp", "millrace", "tgi")
+    assert [kind_of(name) for name in names] == ["vllm", "openvino", "llama.cpp", "millrace", ""]
+
+
+# ── who takes part ────────────────────────────────────────────────────────────────────────────────────────────────────
+def line_up(**changes: Any) -> LineUp:
+    return LineUp(**{"bars": SMOL, "workloads": (single(), shared_prefix(), mixed()), **changes})
+
+
+def test_each_peer_gets_the_workloads_that_a_bar_asks_of_it() -> None:
+    assert line_up().workloads_of("llama.cpp") == ("single",)
+    assert line_up().workloads_of("my-vllm") == ("single", "mixed", "shared-prefix")
+    assert line_up().workloads_of("tgi") == line_up().workloads_of("millrace") == ("single", "mixed", "shared-prefix")
+    assert line_up(everything=True).workloads_of("llama.cpp") == ("single", "shared-prefix", "mixed")
+    assert line_up().one_at_a_time("llama.cpp")
+    assert not line_up(everything=True).one_at_a_time("llama.cpp")
+    assert wanted_workloads(BARS["qwen2.5-coder-1.5b"], "vllm") == ()
+
+
+def test_only_wanted_and_not_yet_given_peers_are_looked_for() -> None:
+    assert [
+        k for k in ("llama.cpp", "vllm", "openvino") if line_up(given=[PeerSpec("vllm", "http://h")]).is_wanted(k)
+    ] == [
+        "llama.cpp",
+        "openvino",
+    ]
+    assert [k for k in ("llama.cpp", "vllm", "openvino") if line_up(bars=BARS["qwen2.5-coder-1.5b"]).is_wanted(k)] == [
+        "llama.cpp"
+    ]
+    assert not line_up(only=["vllm"]).is_wanted("openvino")
+    chosen = peers(line_up(given=[PeerSpec("a", "http://h"), PeerSpec("b", "http://h")], only=["b"]), print)
+    assert [peer.name for peer in chosen] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"only": ["sglang"]}, "--only has 'sglang'; there are: llama.cpp, vllm, openvino"),
+        ({"given": [PeerSpec("a", "http://h"), PeerSpec("a", "http://i")]}, "give each name once"),
+        ({"given": [PeerSpec("millrace", "http://h")]}, "Millrace itself by --url"),
+    ],
+)
+def test_a_line_up_that_makes_no_sense_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        peers(line_up(**changes), print)
+
+
+def fake_python(folder: Path, **answer: Any) -> str:
+    """An interpreter that says it has these."""
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(script)
+
+
+def test_installed_peers_are_found_and_missing_ones_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    python = fake_python(tmp_path, vllm=True, openvino_genai=True, llama_server="")
+    (tmp_path / "llama-server").write_text("#!/bin/sh\n")
+    (tmp_path / "llama-server").chmod(0o755)
+    found = find_installed(
+        [python], PeerModels(gguf="m.gguf", openvino="m.gguf"), threads=2, one_at_a_time=["llama.cpp"]
+    )
+    assert [launch.name for launch in found.launches] == ["llama.cpp", "openvino"]
+    llama = " ".join(found.launches[0].with_port(77))
+    assert llama.startswith(str(tmp_path / "llama-server"))
+    assert "-t 2 -c 2048 -np 1" in llama
+    assert "--port 77" in llama
+    assert found.launches[1].with_port(77)[0] == python
+    assert len(found.missing) == 1
+    assert found.missing[0].startswith("vllm is left out: give it the model with --bf16-model")
+    nothing = find_installed([], PeerModels("m.gguf", "dir", "m.gguf"))
+    assert [sentence.split(" ")[0] for sentence in nothing.missing] == ["llama.cpp", "vllm", "openvino"]
+
+
+def test_an_interpreter_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such interpreter"):
+        find_installed([str(tmp_path / "none")], PeerModels())
+
+
+def test_commands_carry_cores_and_room() -> None:
+    vllm = " ".join(vllm_launch("/x/python", "dir", 1, 16).with_port(5))
+    assert vllm.startswith("env VLLM_CPU_OMP_THREADS_BIND=")
+    assert "--max-num-seqs 16 " in vllm
+    assert "-np 16" in " ".join(llama_launch("llama-server", "m.gguf", 2, 16).command)
+
+
+# ── judging ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def board(**figures: dict[tuple[str, str], list[float]]) -> Board:
+    made = Board()
+    for engine, values in figures.items():
+        for key, several in values.items():
+            for value in several:
+                made.add(engine.replace("llama", "llama.cpp"), key, value, "tok/s")
+    return made
+
+
+def test_medians_are_held_to_the_better_of_the_peers_that_a_bar_names() -> None:
+    key = ("mixed", "output")
+    full = board(
+        millrace={key: [300, 500, 460]}, vllm={key: [250, 220, 230]}, openvino={key: [240]}, llama={key: [999]}
+    )
+    verdict = full.judge(Bar(*key, "tok/s", 1.8, 3.0, ("vllm", "openvino"), more_is_better=True))
+    assert (verdict.ours, verdict.theirs, verdict.against, verdict.absent) == (460, 240, "openvino", ())
+    assert verdict.ratio == pytest.approx(460 / 240)
+    assert (verdict.met, verdict.goal_met) == (True, False)
+    cells = verdict_cells(verdict)
+    assert cells[2:] == ["460.0 tok/s", "240.0 openvino", "1.92×", "≥ 1.8×", "≥ 3×", "✓", ""]
+
+
+def test_less_is_better_of_times_and_absolute_bars_need_no_peer() -> None:
+    key, start = ("single", "TTFT p50"), ("server", "start to first token")
+    small = board(millrace={key: [100.0], start: [5.0]}, vllm={key: [150.0]})
+    verdict = small.judge(Bar(*key, "ms", 0.6, 0.4, ("vllm", "openvino")))
+    assert (verdict.met, verdict.absent) == (False, ("openvino",))
+    assert verdict_cells(verdict)[-2:] == ["✗", "without openvino"]
+    late = small.judge(Bar(*start, "s", 4.0, 2.0))
+    assert (late.met, verdict_cells(late)[2], verdict_cells(late)[5]) == (False, "5 s", "≤ 4 s")
+    assert json.loads(verdict_line(late))["met"] is False
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    empty = board(millrace={("mixed", "output"): [float("nan")]})
+    for bar in SMOL:
+        assert empty.judge(bar).met is None
+        assert verdict_cells(empty.judge(bar))[7] == "?"
+
+
+def test_bars_follow_from_the_model() -> None:
+    assert bars_for("smollm2-135m-instruct") == "smollm2-135m"
+    assert bars_for("/models/qwen2.5-coder-1.5b.gguf") == "qwen2.5-coder-1.5b"
+    assert bars_for("llama-3.1-8b") == ""
+
+
+def test_tables_hold_every_engine_and_bar() -> None:
+    made = board(millrace={("single", "decode"): [100, 120]}, llama={("single", "decode"): [50]})
+    out = io.StringIO()
+    print_tables(made, [made.judge(bar) for bar in SMOL], ["a note with [brackets]"], out)
+    text = out.getvalue()
+    assert "110.0 (100.0–120.0)" in text
+    assert "2.20×" in text
+    assert "a note with [brackets]" in text
+    assert len(list(median_lines(made))) == 2
+
+
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Heard:
+    def __init__(self) -> None:
+        self.figures: list[tuple[str, int, Figure]] = []
+        self.problems: list[tuple[str, str]] = []
+
+    def listener(self) -> Listener:
+        return Listener(
+            figure=lambda *all: self.figures.append(all),
+            progress=lambda *_: None,
+            problem=lambda *all: self.problems.append(all),
+        )
+
+
+def options(rounds: int = 2, **changes: Any) -> RoundOptions:
+    values: dict[str, Any] = {"workloads": (TINY,), "seed": 1, "time_limit_s": 20.0, "budget_s": 60.0}
+    return RoundOptions(**{**values, "rounds": rounds, "perplexity": False, **changes})
+
+
+def test_engines_alternate_and_get_the_same_prompts() -> None:
+    heard = Heard()
+    with running(FakeServer()) as a, running(FakeServer()) as b, running(FakeServer()) as c:
+        three = [Contestant(name, url=server.url) for name, server in (("a", a), ("b", b), ("c", c))]
+        comparison = Comparison(three, options(), heard.listener())
+        asyncio.run(comparison.run())
+        sent = [sorted(x["prompt"] for x in server.requests if x["max_tokens"] == 3) for server in (a, b, c)]
+    assert comparison.order == [(1, "a"), (1, "b"), (1, "c"), (2, "a"), (2, "b"), (2, "c")]
+    assert sent[0] == sent[1] == sent[2]
+    assert len({tuple(prompt) for prompt in sent[0]}) == 4  # two requests a round, fresh ones in each
+    rounds = [(name, number) for name, number, figure in heard.figures if figure.metric == "output"]
+    assert rounds == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("c", 2)]
+    assert not heard.problems
+
+
+def test_a_peer_that_is_not_there_is_named_and_the_others_go_on() -> None:
+    heard = Heard()
+    with running(FakeServer()) as server:
+        two = [Contestant("gone", url=f"http://127.0.0.1:{free_port()}"), Contestant("here", url=server.url)]
+        comparison = Comparison(two, options(), heard.listener())
+        asyncio.run(comparison.run())
+    assert comparison.order == [(1, "here"), (2, "here")]
+    [(name, sentence)] = heard.problems
+    assert name == "gone"
+    assert "does not answer" in sentence
+    assert "left out from here on" in sentence
+
+
+def fake_process(port: int, *, answers: int = 1000) -> ServerProcess:
+    """A server in a process of its own, which ends in the middle of a request of 3 tokens after so many of them."""
+    code = f"""
+import os, sys
+from http.server import ThreadingHTTPServer
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from helpers import fake_openai
+class Handler(fake_openai._Handler):
+    fake = fake_openai.FakeServer()
+    def do_GET(self):
+        self._json(200, {{}}) if self.path == "/health" else super().do_GET()
+    def _stream(self, body, *, chat):
+        if sum(request["max_tokens"] == 3 for request in self.fake.requests) > {answers}:
+            print("worn out", flush=True)
+            os._exit(3)
+        super()._stream(body, chat=chat)
+ThreadingHTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+    return ServerProcess([sys.executable, "-c", code], port, ready_path="/health", start_timeout_s=30.0)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("between", ["pause", "keep", "stop"])
+def test_an_engine_started_here_is_out_of_the_way_between_its_turns(between: Any) -> None:
+    async def live() -> None:
+        contestant = Contestant("own", make=lambda: fake_process(free_port()), between=between)
+        figures = await contestant.open()
+        names = [figure.metric for figure in figures]
+        assert names == ["start to ready", "start to first token", "memory at rest", "CPU at idle"]
+        assert contestant.is_still == (between != "keep")
+        if between == "pause":
+            wait_until(lambda: state_of(contestant.pid) == "T", "stopped", 5.0)
+        await contestant.begin_turn()
+        pid = contestant.pid
+        async with contestant.target() as target:
+            await target.find_model()
+            assert not (await target.complete("Hello", 2)).error
+        await contestant.end_turn()
+        await contestant.close()
+        assert not Path(f"/proc/{pid}").exists()
+
+    asyncio.run(live())
+
+
+def test_a_process_that_ends_is_said_to_have_ended() -> None:
+    heard = Heard()
+    dying = Contestant("brief", make=lambda: fake_process(free_port(), answers=2), between="keep")
+    with running(FakeServer()) as server:
+        comparison = Comparison([dying, Contestant("here", url=server.url)], options(3), heard.listener())
+        asyncio.run(comparison.run())
+    assert comparison.order == [(1, "brief"), (1, "here"), (2, "brief"), (2, "here"), (3, "here")]
+    said = [sentence for name, sentence in heard.problems if name == "brief"]
+    assert any("brief has ended:\nworn out" in sentence for sentence in said)
+
+
+def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def live() -> None:
+        await Contestant("x", make=lambda: ServerProcess([str(tmp_path / "none")], 1)).open()
+
+    with pytest.raises(BenchError, match="none cannot be started: No such file"):
+        asyncio.run(live())
+
+
+def test_an_idle_engine_that_burns_is_named() -> None:
+    heard = Heard()
+    burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        with running(FakeServer(token_delay_s=0.1)) as a, running(FakeServer()) as b:
+            two = [Contestant("quiet", url=a.url), Contestant("busy", url=b.url, pid=burner.pid)]
+            asyncio.run(Comparison(two, options(1), heard.listener()).run())
+    finally:
+        burner.kill()
+        burner.wait()
+    assert any(name == "busy" and "of a core while quiet was measured" in said for name, said in heard.problems)
+
+
+def test_strangers_that_use_the_cores_are_pointed_out() -> None:
+    heard = Heard()
+    burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    quiet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with running(FakeServer(token_delay_s=0.1)) as server:
+            one = [Contestant("own", url=server.url, pid=quiet.pid)]
+            asyncio.run(Comparison(one, options(1), heard.listener()).run())
+    finally:
+        for process in (burner, quiet):
+            process.kill()
+            process.wait()
+    assert any("not to be trusted" in said for _, said in heard.problems)
+    assert [figure.value > 15 for _, _, figure in heard.figures if figure.workload == "machine"] == [True]
+
+
+def test_a_round_takes_what_fits_the_time_that_is_left() -> None:
+    works = (single(), shared_prefix(), mixed())
+    assert what_fits(works, {}, 0.0) == list(works)
+    costs = {"single": 10.0, "shared-prefix": 50.0, "mixed": 100.0}
+    assert [work.name for work in what_fits(works, costs, 160.0)] == ["single", "shared-prefix", "mixed"]
+    assert [work.name for work in what_fits(works, costs, 115.0)] == ["single", "shared-prefix"]
+    assert [work.name for work in what_fits(works, costs, 5.0)] == []
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_command_prints_lines_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer()) as own, running(FakeServer()) as other:
+        started = time.monotonic()
+        code = main(
+            [
+                *("bench", "peers", "--url", own.url, "--peer", f"vllm={other.url},pid={os.getpid()}"),
+                *("--only", "vllm", "--quick", "--workloads", "shared-prefix", "--json", "--bars", "smollm2-135m"),
+            ]
+        )
+    assert time.monotonic() - started < 60
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    verdicts = {(x["workload"], x["metric"]): x for x in lines if x["kind"] == "verdict"}
+    assert verdicts["shared-prefix", "output"]["met"] in (True, False)
+    assert "met" not in verdicts["mixed", "output"]
+    assert code == 1  # not every bar could be judged
+    assert {x["engine"] for x in lines if x["kind"] == "median"} == {"millrace", "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["peers", "--peer", "x"], "NAME=URL"),
+        (["peers", "--rounds", "101"], "--rounds is 101"),
+        (["peers", "--rounds", "0"], "--rounds is 0"),
+        (["peers", "--minutes", "0"], "--minutes is 0"),
+        (["plan", "--everything"], "write: millrace bench peers --everything"),
+        (["--rounds", "0"], "write: millrace bench peers --rounds"),
+        (["peers", "--between", "sleep"], "pause, keep or stop"),
+        (["peers", "--bars", "mine"], "There are no bars 'mine'"),
+        (["peers", "--workloads", "batch-1"], "no workload 'batch-1' here"),
+        (["peers", "--url", "http://h", "--bf16-model", "/nowhere"], "--bf16-model is /nowhere"),
+        (["peers", "--cases", "decode"], "--cases belongs to another benchmark"),
+        (["--peer", "v=http://h"], "write: millrace bench peers --peer"),
+        (["gpu", "--rounds", "3"], "write: millrace bench peers --rounds"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_asked_to_end_leaves_no_server_behind(tmp_path: Path) -> None:
+    """The peer here never becomes ready; it is ended together with the benchmark."""
+    (tmp_path / "llama-server").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
+    (tmp_path / "llama-server").chmod(0o755)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    with running(FakeServer()) as own:
+        command = [sys.executable, "-m", "millrace", "bench", "peers", "--url", own.url, "--only", "llama.cpp"]
+        bench = subprocess.Popen(
+            [*command, "--gguf", str(tmp_path / "m.gguf"), "--bars", "none"],
+            env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_until(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text() != "", "peer started")
+            bench.terminate()
+            assert bench.wait(30) == 143
+        finally:
+            bench.kill()
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()

@@ -1,0 +1,99 @@
+"""All layers in one native call against the walk over the same kernels: equal to the bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers.paged import PagedDriver, make_batch
+from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
+
+from millrace.config import DEFAULT_MODEL
+from millrace.models.batch import ForwardBatch
+from millrace.models.decoder import Decoder
+from millrace.models.families import spec_from_config
+from millrace.models.load import build_decoder, load_decoder
+from millrace.models.native_stack import KINDS
+from millrace.ops import native
+from millrace.sources.resolve import resolve_model
+
+CPU = torch.device("cpu")
+DENSE = [case for case in CASES if "moe" not in case and "mixtral" not in case]
+
+
+def load(case: str, dtype: torch.dtype) -> Decoder:
+    model = make_reference(case)
+    return build_decoder(spec_from_config(config_of(model)), StateDictSource.of(model), device=CPU, dtype=dtype)
+
+
+def mixed_batches(seed: str, vocab: int, block_size: int) -> list[ForwardBatch]:
+    """Steps of sequences that grow: long chunks, short ones and single tokens side by side."""
+    draw = random.Random(seed)
+    free = list(range(1, 256))
+    draw.shuffle(free)
+    computed, blocks, batches = [0] * 5, [[] for _ in range(5)], []
+    for _ in range(8):
+        rows = []
+        for index in draw.sample(range(5), draw.randint(1, 5)):
+            tokens = draw.choices(range(vocab), k=draw.choice((1, 1, 1, 3, 8, 17)))
+            while len(blocks[index]) * block_size < computed[index] + len(tokens):
+                blocks[index].append(free.pop())
+            rows.append((tokens, computed[index], list(blocks[index])))
+            computed[index] += len(tokens)
+        batches.append(make_batch(rows, block_size))
+    return batches
+
+
+def check_same(decoder: Decoder, batches: list[ForwardBatch], block_size: int) -> None:
+    native_kv, walked_kv = (PagedDriver(decoder, block_size).kv for _ in range(2))
+    for batch in batches:
+        ours, walked = decoder.forward(batch, native_kv), decoder.walk(batch, walked_kv)
+        assert ours.isfinite().all()
+        assert torch.equal(ours, walked)
+    for ours, walked in zip(native_kv, walked_kv, strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), walked.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", DENSE)
+def test_native_stack_equals_the_walk(case: str, dtype: torch.dtype) -> None:
+    if native.native_missing(CPU):
+        pytest.skip("there are no native kernels here")
+    decoder = load(case, dtype)
+    assert decoder.native_stack is not None
+    for block_size in (5, 16):
+        check_same(decoder, mixed_batches(case, VOCAB, block_size), block_size)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])
+def test_models_with_experts_are_walked(case: str) -> None:
+    assert load(case, torch.float32).native_stack is None
+
+
+def test_without_a_compiler_models_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_native_or_reason", lambda: "needs a C++ compiler")
+    assert load("llama", torch.float32).native_stack is None
+
+
+def test_time_is_given_by_kind_of_work() -> None:
+    if native.native_missing(CPU):
+        pytest.skip("there are no native kernels here")
+    decoder = load("gemma3", torch.bfloat16)
+    batch = mixed_batches("time", VOCAB, 16)[0]
+    spent = torch.zeros(len(KINDS), dtype=torch.int64)
+    decoder.forward(batch, PagedDriver(decoder, 16).kv, spent)
+    once = spent.clone()
+    layers = torch.tensor([kind not in ("head", "draw", "other") for kind in KINDS])
+    assert torch.equal(once > 0, layers)
+    decoder.forward(batch, PagedDriver(decoder, 16).kv, spent)
+    assert torch.equal(spent > once, layers)
+
+
+def test_the_default_model_is_computed_as_it_is_walked() -> None:
+    if native.native_missing(CPU):
+        pytest.skip("there are no native kernels here")
+    decoder = load_decoder(resolve_model(DEFAULT_MODEL), device=CPU, dtype=torch.bfloat16)
+    assert decoder.native_stack is not None
+    assert decoder.native_stack.takes_whole_steps
+    check_same(decoder, mixed_batches("default", decoder.spec.vocab_size, 16), 16)

@@ -1,0 +1,72 @@
+"""The native draw against the sampler's torch code, which defines its meaning."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.config import RunConfig
+from millrace.ops import native
+from millrace.ops.draw import NativeDraw
+from millrace.run.device import open_device
+from millrace.run.noise import uniforms
+from millrace.run.request_table import RequestTable
+from millrace.run.sampler import Sampler
+
+LIMITS = [
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (0.7, 0, 0.001, 0.0),
+    (1.5, 7, 1.0, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 900, 0.99, 0.0),
+    (1.3, 0, 1.0, 0.1),
+    (0.9, 40, 0.95, 0.02),
+    (2.0, 300, 0.5, 0.0),
+]
+
+pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
+
+
+def torch_sampler(rows: int, vocab: int) -> Sampler:
+    device = open_device(RunConfig(device="cpu", threads=1))
+    sampler = Sampler(device, RequestTable(device, max_rows=rows, max_blocks=1), max_rows=rows, vocab_size=vocab)
+    sampler._draw_native = None
+    return sampler
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (15, 1.0), (97, 3.0), (1500, 0.1), (1500, 5.0), (5003, 2.0)])
+def test_draws_what_the_torch_code_draws(dtype: torch.dtype, vocab: int, spread: float) -> None:
+    rows = len(LIMITS)
+    sampler = torch_sampler(rows, vocab)
+    sampler.temperature[:], sampler.top_k[:], sampler.top_p[:], sampler.min_p[:] = zip(*LIMITS, strict=True)
+    sampler.top_k[sampler.top_k >= vocab] = 0
+    sampler.seed[:] = np.arange(rows)
+    index, draw = np.arange(rows, dtype=np.int32), NativeDraw()
+    generator = torch.Generator().manual_seed(vocab)
+    for position in range(40):
+        logits = (torch.randn(rows, vocab, generator=generator) * spread).to(dtype)
+        positions = np.full(rows, position, np.int32)
+        expected = sampler.draw(logits.float(), index, positions).tokens
+        noise = uniforms(sampler.seed, positions.astype(np.uint64))
+        drawn = draw(logits, sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p, noise)
+        assert drawn.tolist() == expected.tolist()
+
+
+def test_the_first_of_equals_is_the_likeliest_and_nan_is_none() -> None:
+    draw, zero, one = NativeDraw(), np.zeros(1, np.float32), np.ones(1, np.float32)
+
+    def likeliest(logits: torch.Tensor) -> int:
+        return int(draw(logits[None], zero, np.zeros(1, np.int64), one, zero, np.zeros(1)))
+
+    for vocab in (3, 16, 70):
+        logits = torch.zeros(vocab)
+        assert likeliest(logits) == 0
+        logits[vocab - 2 :] = 2.0
+        assert likeliest(logits) == vocab - 2
+        logits[0] = float("nan")
+        assert likeliest(logits) == vocab - 2
+        assert likeliest(torch.full((vocab,), -torch.inf)) == 0

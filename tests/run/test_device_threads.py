@@ -1,0 +1,87 @@
+"""How many threads a CPU device takes: what is asked for, or what the process may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.config import RunConfig
+from millrace.run.device import open_device, usable_cores
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+
+
+def put(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, 16),
+        ({"sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
+        ({"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2),
+        ({"sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        ({"sys/fs/cgroup/cpu.max": "6400000 100000\n"}, 16),
+        ({"sys/fs/cgroup/cpu.max": "nonsense"}, 16),
+        (
+            {
+                "proc/self/cgroup": "0::/pods/one/box\n",
+                "sys/fs/cgroup/pods/one/box/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/pods/one/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/pods/cpu.max": "800000 100000\n",
+            },
+            3,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/docker/abc\n0::/\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/docker/abc\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "500000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            5,
+        ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 16),
+    ],
+)
+def test_the_quota_of_a_container_is_respected(
+    tmp_path: Path, many_cores: None, files: dict[str, str], cores: int
+) -> None:
+    assert usable_cores(put(tmp_path, files)) == cores
+
+
+def test_the_affinity_mask_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7, 11})
+    assert usable_cores(tmp_path) == 3
+    assert usable_cores(put(tmp_path, {"sys/fs/cgroup/cpu.max": "200000 100000"})) == 2
+
+
+def test_threads_that_are_asked_for_are_taken() -> None:
+    before = torch.get_num_threads()
+    try:
+        device = open_device(RunConfig(device="cpu", threads=3))
+        assert "3 threads" in device.name()
+        assert torch.get_num_threads() == 3
+        assert device.launch(torch.get_num_threads, lambda result: result).wait() == 3
+        device.close()
+    finally:
+        torch.set_num_threads(before)
