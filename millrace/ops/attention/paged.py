@@ -15,6 +15,7 @@ from torch import Tensor
 
 from millrace.ops.attention.long_rows import LongRow, attend_long_row
 from millrace.ops.attention.rows import Rows
+from millrace.ops.kv_cache import holds_fp8
 
 if TYPE_CHECKING:
     from millrace.ops.triton.attention import DecodeTuning, PagedRows, PrefillTuning, SharedPrefix, SplitWorkspace
@@ -23,8 +24,9 @@ SPLIT_CELLS = 2048
 """Splits of all rows and KV heads together that the workspace has room for."""
 PROGRAMS_WANTED = 320
 """Programs that a large GPU needs to be filled, where each has a few tiles of keys alone."""
-VERY_FEW, FEW, SOME, MANY, VERY_MANY = 32, 96, 160, 400, 512
-"""Numbers of (row, KV head) between which other sizes of tiles and splits were measured to be best."""
+VERY_FEW, FEW, SOME, SMS = 32, 96, 200, 132
+"""Numbers of (row, KV head) between which other sizes of tiles and splits were measured to be best; and the
+multiprocessors of the GPU that they were measured on."""
 SHARED_ROWS = 1024
 """Rows that the workspace of shared prefixes has room for from the start: it must not move under captured steps."""
 
@@ -104,12 +106,12 @@ class PagedAttention:
             tokens = slice(row.first_token, row.first_token + row.num_queries)
             out[tokens] = attend_long_row(queries, kv, prepared.rows, row, shape)
         if prepared.tiles is not None:
-            tuning = self._prefill_tuning(queries.dtype)
+            tuning = self._prefill_tuning(queries.dtype, holds_fp8(kv))
             kernels.prefill(queries, kv, out, prepared.tiles, prepared.rows, shape, tuning, prepared.window)
         if prepared.shared_len is not None:
             self._attend_shared(queries, kv, out, prepared, prepared.shared_len)
         elif prepared.has_singles:
-            decoding = self._decode_tuning(prepared.rows.seq_lens.shape[0], queries.dtype)
+            decoding = self._decode_tuning(prepared.rows.seq_lens.shape[0], queries.dtype, holds_fp8(kv))
             kernels.decode(
                 queries,
                 kv,
@@ -132,7 +134,7 @@ class PagedAttention:
             most = max(rows.seq_lens.shape[0], SHARED_ROWS)
             self._shared = kernels.SharedPrefix(most, shape, kv.device, length)
         kernels.shared_prefix(queries, kv, rows, shape, self._shared)
-        tuning = replace(self._decode_tuning(rows.seq_lens.shape[0], queries.dtype), splits=1)
+        tuning = replace(self._decode_tuning(rows.seq_lens.shape[0], queries.dtype, holds_fp8(kv)), splits=1)
         workspace = self._split_workspace(kv.device)
         kernels.decode(queries, kv, out, rows, shape, workspace, tuning, all_single=True, shared=self._shared)
 
@@ -143,22 +145,20 @@ class PagedAttention:
             self._workspace = SplitWorkspace(SPLIT_CELLS, self._shape, device)
         return self._workspace
 
-    def _decode_tuning(self, num_rows: int, dtype: torch.dtype) -> DecodeTuning:
+    def _decode_tuning(self, num_rows: int, dtype: torch.dtype, fp8: bool) -> DecodeTuning:
         from millrace.ops.triton.attention import DecodeTuning
 
         streams = num_rows * self._shape.num_kv_heads
-        splits, least_keys = _splits(streams)
+        splits, least_keys = _splits(streams, fp8)
         if self._shape.head_dim > 128 or dtype == torch.float32:
             tile, warps, stages = 32, 2, 2
-        elif streams <= VERY_FEW or FEW < streams <= SOME:
-            tile, warps, stages = 64, 2, 3
         else:
-            tile, warps, stages = 32, 1, 3 if streams <= FEW else 4
+            tile, warps, stages = _decode_tile(streams, fp8)
         if self._shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
             warps = 4 if self._shape.group <= 32 else 8
         return DecodeTuning(tile, splits, least_keys // tile, warps, stages)
 
-    def _prefill_tuning(self, dtype: torch.dtype) -> PrefillTuning:
+    def _prefill_tuning(self, dtype: torch.dtype, fp8: bool = False) -> PrefillTuning:
         """`block_m` is the same for every dtype: the host cuts rows into tiles without asking for it."""
         from millrace.ops.triton.attention import PrefillTuning
 
@@ -168,19 +168,35 @@ class PagedAttention:
             least *= 2
         if dtype == torch.float32:
             return PrefillTuning(block_m=least, tile=32, warps=8, stages=2)
+        if fp8 and not large:  # widening is the larger part of the work: fewer, larger pieces
+            return PrefillTuning(block_m=least, tile=128, warps=8, stages=2)
         return PrefillTuning(block_m=least, tile=64, warps=8, stages=2 if large else 3)
 
 
-def _splits(streams: int) -> tuple[int, int]:
+def _splits(streams: int, fp8: bool) -> tuple[int, int]:
     """(most splits of a row, keys below which none is made) where rows times KV heads make so many streams of keys.
 
     A join of splits costs as much as some hundred keys. Few streams are split so that the chip is filled at all, many
     only so that long rows do not keep it waiting at the end."""
+    if streams <= VERY_FEW:
+        return max(1, min(16, PROGRAMS_WANTED * 3 // 5 // max(streams, 1))), 64
     if streams <= FEW:
-        return max(1, min(16, PROGRAMS_WANTED // max(streams, 1))), 64 if streams <= VERY_FEW else 96
-    if streams <= MANY:
-        return 4, 640
-    return (2 if streams <= VERY_MANY else 1), 2048
+        return max(1, PROGRAMS_WANTED // streams), 96
+    if streams <= 3 * SMS:
+        return (4, 384) if fp8 else (2 if streams <= SOME else 4, 640)
+    return 2 if streams <= 4 * SMS else 1, 2048
+
+
+def _decode_tile(streams: int, fp8: bool) -> tuple[int, int, int]:
+    """(keys in a tile, warps, stages), as measured. Three programs with tiles of 64 fit a multiprocessor, and four with
+    tiles of 32: what fills it better is better."""
+    if fp8:
+        return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
+    if VERY_FEW < streams <= FEW:
+        return 32, 1, 3
+    if SOME < streams <= 2 * SMS or 3 * SMS < streams <= 4 * SMS:
+        return 32, 1, 4
+    return 64, 2, 3 if streams <= 3 * SMS else 2
 
 
 def tiles_of(query_starts: list[int], queries_per_tile: int, every_row: bool = False) -> list[tuple[int, int]]:
