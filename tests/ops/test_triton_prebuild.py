@@ -21,11 +21,11 @@ NORM = {
     "name": "millrace.ops.triton.norm._norm_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "total_ptr"), "*bf16"),
-        "weight_ptr": "*fp32", "scale_ptr": "constexpr", "dim": "i32", "x_stride": "i32", "eps": "fp32",
-        **dict.fromkeys(("BLOCK", "ADD", "QUANTISE", "EARLY"), "constexpr"),
+        "weight_ptr": "*fp32", "scale_ptr": "constexpr", "rows": "i32", "dim": "i32", "x_stride": "i32", "eps": "fp32",
+        **dict.fromkeys(("ROWS", "BLOCK", "ADD", "QUANTISE", "EARLY"), "constexpr"),
     },
-    "constant_keys": [[5], [9], [10], [11], [12]],
-    "constant_vals": [None, 1024, True, False, False],
+    "constant_keys": [[5], [10], [11], [12], [13], [14]],
+    "constant_vals": [None, 1, 1024, True, False, 0],
     "attrs_keys": [[0]],
     "attrs_vals": [[["tt.divisibility", 16]]],
     "options": {"num_warps": 4},
@@ -42,8 +42,8 @@ for text in json.loads(sys.argv[1]):
 
 
 def test_the_server_fills_the_cache(tmp_path: Path) -> None:
-    wide = json.dumps({**NORM, "constant_vals": [None, 2048, True, False, False]})
-    good, bad = json.dumps(NORM), json.dumps({**NORM, "constant_vals": [None, 1000, True, False, False]})
+    wide = json.dumps({**NORM, "constant_vals": [None, 1, 2048, True, False, 0]})
+    good, bad = json.dumps(NORM), json.dumps({**NORM, "constant_vals": [None, 1, 1000, True, False, 0]})
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
 

@@ -108,6 +108,7 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(
     spec = decoder.spec
     attention = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
     decoder._ops = dataclasses.replace(decoder._ops, attention=attention)
+    decoder.native_stack = None  # it has its own attention
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 3, "max_context": 32}
     runner = CudaRunner(decoder, device, token_budget=24, kv_dtype="fp8", **sizes)
