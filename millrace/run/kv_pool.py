@@ -32,8 +32,9 @@ def allocate_kv(
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros straight from the operating system: torch's own would write, and so occupy, every page. In large pages where
-    it has them: attention reads a few KiB here and there, and would wait for the address of each small one."""
+    """Zeros straight from the operating system: torch's own would write, and so occupy, every page.
+
+    In large pages where there are any: attention reads a few KiB here and there, and looks up an address for each."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
