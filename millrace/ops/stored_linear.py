@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from millrace.ops.linear import NativeLinear, NativeParts
+from millrace.ops.linear import NativeLinear, NativeParts, PlainLinear, TiledLinear
 from millrace.ops.native import DTYPES, native, native_missing
 from millrace.ops.version import Choice, Version
 
@@ -83,8 +83,8 @@ def keeps_stored(choice: Choice) -> bool:
     return choice.version.make is StoredLinear
 
 
-def _dequantised(weight: Tensor, bias: Tensor | None = None) -> Any:
-    raise TypeError("a dequantised weight is made into a layer by the op linear")
+def make_dequantised(weight: Tensor, bias: Tensor | None = None) -> TiledLinear:
+    return TiledLinear(PlainLinear(weight, bias))
 
 
 VERSIONS = (
@@ -101,8 +101,8 @@ VERSIONS = (
     Version(
         op="stored_linear",
         name="dequantised",
-        make=_dequantised,
-        when="defines the meaning: weights are dequantised when they are loaded, and the op linear takes them",
-        invariant_on=("cpu", "cuda"),
+        make=make_dequantised,
+        when="defines the meaning: weights are dequantised when a model is loaded, which then takes the op linear",
+        invariant_on=("cpu",),
     ),
 )
