@@ -20,7 +20,7 @@ from millrace.ops.linear import NativeLinear
 from millrace.ops.native import native
 from millrace.ops.stored_linear import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored, packed_bytes
 
-ROWS = (1, 2, 7, 16, 17, 32, 33, 100)
+ROWS = (1, 2, 7, 16, 17, 32, 33, 100, 150)
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -35,7 +35,7 @@ template <bool LOWER>
 void amx_block(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t row, int upper, int lower,
                int64_t panel, bool stream) {
     int64_t tiles = layer.padded_k / TILE_K;
-    const char* left = (const char*)layer.packed + panel * tiles * 1024;
+    const char* left = (const char*)layer.packed + (panel - layer.first_panel) * tiles * 1024;
     const char* right = left + tiles * 1024;
     const bf16* rows = x + row * stride;
     _tile_zero(0);
@@ -96,13 +96,14 @@ void amx_panels(const Layer& layer, const bf16* x, int64_t stride, bf16* out, in
     _tile_release();
 }
 
-// --- quantised weights ---
+// --- quantised weights, up to MOST_COLUMNS rows ---
 //
 // Here the weights are the left operand, so that the inputs of one output, which is what unpacking gives, are a row of
 // a tile, and the rows of x are columns. Each output's products and their order are the same. The first rows multiply
-// with a tile while the next one is unpacked; further ones find all of them unpacked.
+// with a tile while the next one is unpacked; further ones find all of them unpacked. With more rows, turning the
+// results costs more than turning the weights once, as the layout of plain ones asks for.
 
-constexpr int64_t BLOCK_ROWS = 32;
+constexpr int64_t BLOCK_ROWS = 32, MOST_COLUMNS = 128;
 
 // Tiles 0-3 hold sums, 4-5 sixteen rows of x each (or a single one), 6-7 weights.
 void configure_columns(bool single) {
@@ -268,7 +269,7 @@ void quantised_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* o
 }  // namespace
 
 void amx_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
-    if (layer.is_quantised()) return quantised_linear(layer, x, stride, out, rows);
+    if (layer.is_quantised() && rows <= MOST_COLUMNS) return quantised_linear(layer, x, stride, out, rows);
     std::vector<bf16> padded;
     if (layer.padded_k != layer.k) {  // whole tiles are read: give each row room for zeros
         padded.resize(rows * layer.padded_k);
@@ -278,7 +279,7 @@ void amx_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, in
         stride = layer.padded_k;
     }
     for_panels(layer, group_size<bf16>(layer), [&](int64_t first, int64_t last) {
-        amx_panels(layer, x, stride, out, rows, first, last);
+        amx_panels(plain<bf16>(layer, first, last), x, stride, out, rows, first, last);
     });
 }
 

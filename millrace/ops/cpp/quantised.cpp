@@ -123,6 +123,33 @@ inline void portable_tile(const char* tile, const Scales& scales, T* out) {
 // A product of integer and scale is exact in float32 in every format, so a fused multiply-add rounds as the two
 // operations do.
 
+#if defined(__AVX512F__)
+
+// What the integers from `first` to `first + 15` of a group mean.
+template <int F>
+inline __m512 meanings(const Scales& scales, int group, int r, int first = 0) {
+    constexpr Format f = format_of(F);
+    const __m512 count = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512 levels = _mm512_add_ps(count, _mm512_set1_ps(first - f.zero));
+    __m512 scale = _mm512_set1_ps(scales.scales[group][r]);
+    if (!f.offset) return _mm512_mul_ps(levels, scale);
+    return _mm512_fmadd_ps(levels, scale, _mm512_set1_ps(scales.offsets[group][r]));
+}
+
+// Four bits as float32: looked up in a table of what the sixteen integers mean.
+template <int F>
+inline void float_tile_4(const char* tile, const Scales& scales, float* out) {
+    for (int r = 0; r < ROWS; r++)
+        for (int half = 0; half < 2; half++) {
+            __m512 table = meanings<F>(scales, format_of(F).groups == 2 ? half : 0, r);
+            __m256i words = _mm256_loadu_si256((const __m256i*)(tile + r / 4 * 64 + half * 32));
+            __m512i indices = _mm512_srl_epi32(_mm512_cvtepu16_epi32(words), _mm_cvtsi32_si128(4 * (r % 4)));
+            _mm512_storeu_ps(out + r * TILE_K + half * 16, _mm512_permutexvar_ps(indices, table));
+        }
+}
+
+#endif
+
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define HAS_FAST_TILES 1
 
@@ -137,17 +164,6 @@ inline __m512i shift_words_right(__m512i words) {
 
 // mask ? a : b, bit by bit
 inline __m512i merge(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xe2); }
-
-// What the integers from `first` to `first + 15` of a group mean.
-template <int F>
-inline __m512 meanings(const Scales& scales, int group, int r, int first = 0) {
-    constexpr Format f = format_of(F);
-    const __m512 count = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512 levels = _mm512_add_ps(count, _mm512_set1_ps(first - f.zero));
-    __m512 scale = _mm512_set1_ps(scales.scales[group][r]);
-    if (!f.offset) return _mm512_mul_ps(levels, scale);
-    return _mm512_fmadd_ps(levels, scale, _mm512_set1_ps(scales.offsets[group][r]));
-}
 
 template <int R>
 inline __m512i four_bits(const char* tile) {
@@ -239,6 +255,9 @@ __attribute__((noinline)) void unpack_tile(const Panel& panel, int64_t tile, T* 
         for (int g = 0; g < 2; g++) store(scales.offsets[g], load(scales.scales[g]) * -(UNDER + format_of(F).zero));
     asm volatile("" : "+m"(scales));
     if constexpr (sizeof(T) == 2) return fast_tile<F>(integers, scales, out, std::make_integer_sequence<int, ROWS / 2>{});
+#endif
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4 && format_of(F).bits == 4) return float_tile_4<F>(integers, scales, out);
 #endif
     portable_tile<F>(integers, scales, out);
 }
