@@ -18,7 +18,7 @@ GIB = 1 << 30
 MIN_KV_TOKENS = 256
 GRAPHS_BYTES = 1 << 30
 """Room for the captured graphs' own memory on a GPU."""
-CPU_BUDGETS = (512, 192)
+CPU_BUDGETS = (512, 512)
 """Tokens in one step: when nothing decodes, and when something does."""
 CUDA_BUDGET = 8192
 SMOOTH_STEP_S = 0.045

@@ -116,17 +116,6 @@ void vector_linear(const Layer& layer, const T* x, int64_t stride, T* out, int64
     });
 }
 
-void linear(const Layer& layer, const float* x, int64_t stride, float* out, int64_t rows) {
-    vector_linear(layer, x, stride, out, rows);
-}
-
-void linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
-#if HAS_AMX
-    if (use_amx()) return amx_linear(layer, x, stride, out, rows);
-#endif
-    vector_linear(layer, x, stride, out, rows);
-}
-
 // --- packing, and reading single rows back for embeddings; in units of 32 bits: one float or a pair of bfloat16 ---
 
 void pack(const char* weight, uint32_t* packed, int64_t n, int64_t row_bytes, int64_t units) {
@@ -155,16 +144,23 @@ int64_t item_bytes(int dtype) { return dtype == F32 ? 4 : 2; }
 }  // namespace
 
 void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows) {
+    std::vector<Layer> parts;
     int64_t first = 0;
     for (int64_t i = 0; i < desc.num_parts; i++) {
         const LinearPart& part = desc.parts[i];
         const float* bias = desc.bias ? desc.bias + first : nullptr;
-        Layer layer{part.format, part.packed, bias, part.n, desc.k, padded_inputs(part.format, desc.k), desc.n};
-        if (desc.dtype == F32)
-            linear(layer, (const float*)x, stride, (float*)out + first, rows);
-        else
-            linear(layer, (const bf16*)x, stride, (bf16*)out + first, rows);
+        int64_t padded = padded_inputs(part.format, desc.k);
+        parts.push_back({part.format, part.packed, bias, part.n, desc.k, padded, desc.n, first});
         first += part.n;
+    }
+#if HAS_AMX
+    if (desc.dtype != F32 && use_amx()) return amx_linear(parts, (const bf16*)x, stride, (bf16*)out, rows);
+#endif
+    for (const Layer& part : parts) {
+        if (desc.dtype == F32)
+            vector_linear(part, (const float*)x, stride, (float*)out, rows);
+        else
+            vector_linear(part, (const bf16*)x, stride, (bf16*)out, rows);
     }
 }
 

@@ -242,44 +242,68 @@ void quantised_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int
     _tile_release();
 }
 
-// Panels per range: enough ranges that threads end together, few enough that claiming them costs little.
-int64_t range_size(const Layer& layer, int64_t rows) {
-    if (rows > BLOCK_ROWS) return group_size<bf16>(layer);
-    int64_t size = round_up(layer.panels() / (8 * pool::threads()), 2);
-    return std::max<int64_t>(2, std::min<int64_t>(size, 32));
+// Sixteen rows at a time, turned for `columns`; a single row is as it must be.
+const uint32_t* turn(const bf16* x, int64_t stride, int64_t rows, int64_t k) {
+    static thread_local std::vector<uint32_t> turned;
+    if (rows == 1) return (const uint32_t*)x;
+    int64_t blocks = (rows + 15) / 16, words = 16 * k / 2;
+    turned.resize(blocks * words);
+    uint32_t* target = turned.data();
+    pool::for_each(blocks, rows * k >= MIN_PARALLEL, [&](int64_t block) {
+        by_pairs(x, stride, block * 16, rows, k, target + block * words);
+    });
+    return target;
 }
 
-void quantised_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
-    static thread_local std::vector<uint32_t> turned;
-    const uint32_t* inputs = (const uint32_t*)x;
-    if (rows > 1) {
-        int64_t blocks = (rows + 15) / 16, words = 16 * layer.k / 2;
-        turned.resize(blocks * words);
-        uint32_t* target = turned.data();
-        pool::for_each(blocks, rows * layer.k >= MIN_PARALLEL, [&](int64_t block) {
-            by_pairs(x, stride, block * 16, rows, layer.k, target + block * words);
-        });
-        inputs = target;
+// Whole tiles are read: give each row room for zeros.
+std::vector<bf16> pad(const bf16* x, int64_t stride, int64_t rows, const Layer& layer) {
+    std::vector<bf16> padded(rows * layer.padded_k);
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(padded.data() + row * layer.padded_k, x + row * stride, layer.k * sizeof(bf16));
+    return padded;
+}
+
+// Panels of one part. The ranges of all parts are one list of work: one hand-over to the pool for the whole layer.
+struct Range {
+    const Layer* part;
+    int64_t first, last;
+};
+
+std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
+    int64_t all = 0;
+    for (const Layer& part : parts) all += part.panels();
+    std::vector<Range> ranges;
+    for (const Layer& part : parts) {
+        int64_t size = group_size<bf16>(part);
+        // Few rows: enough ranges that threads end together, few enough that claiming them costs little.
+        if (part.is_quantised() && rows <= BLOCK_ROWS)
+            size = std::clamp<int64_t>(round_up(all / (8 * pool::threads()), 2), 2, 32);
+        for (int64_t first = 0; first < part.panels(); first += size)
+            ranges.push_back({&part, first, std::min(first + size, part.panels())});
     }
-    for_panels(layer, range_size(layer, rows), [&](int64_t first, int64_t last) {
-        quantised_panels(layer, inputs, out, rows, first, last);
-    });
+    return ranges;
 }
 
 }  // namespace
 
-void amx_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
-    if (layer.is_quantised() && rows <= MOST_COLUMNS) return quantised_linear(layer, x, stride, out, rows);
+void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
+    const Layer& any = parts[0];
+    bool as_columns = rows <= MOST_COLUMNS, has_plain = !as_columns, has_quantised = false;
+    for (const Layer& part : parts) (part.is_quantised() ? has_quantised : has_plain) = true;
+    const uint32_t* turned = as_columns && has_quantised ? turn(x, stride, rows, any.k) : nullptr;
     std::vector<bf16> padded;
-    if (layer.padded_k != layer.k) {  // whole tiles are read: give each row room for zeros
-        padded.resize(rows * layer.padded_k);
-        for (int64_t row = 0; row < rows; row++)
-            memcpy(padded.data() + row * layer.padded_k, x + row * stride, layer.k * sizeof(bf16));
+    if (has_plain && any.padded_k != any.k) {
+        padded = pad(x, stride, rows, any);
         x = padded.data();
-        stride = layer.padded_k;
+        stride = any.padded_k;
     }
-    for_panels(layer, group_size<bf16>(layer), [&](int64_t first, int64_t last) {
-        amx_panels(plain<bf16>(layer, first, last), x, stride, out, rows, first, last);
+    std::vector<Range> ranges = ranges_of(parts, rows);
+    pool::for_each(ranges.size(), any.out_stride * any.padded_k >= MIN_PARALLEL, [&](int64_t i) {
+        const Range& r = ranges[i];
+        if (as_columns && r.part->is_quantised())
+            quantised_panels(*r.part, turned, out, rows, r.first, r.last);
+        else
+            amx_panels(plain<bf16>(*r.part, r.first, r.last), x, stride, out, rows, r.first, r.last);
     });
 }
 

@@ -19,12 +19,12 @@ constexpr int64_t GROUP_BYTES = 512 << 10;
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// One part of a layer: its own outputs lie side by side in rows of `out_stride` items.
+// One part of a layer: its own outputs lie side by side, from `first_column` on, in rows of `out_stride` items.
 struct Layer {
     int format;
     const void* packed;
     const float* bias;  // [N] or null
-    int64_t n, k, padded_k, out_stride;
+    int64_t n, k, padded_k, out_stride, first_column;
     int64_t first_panel = 0;  // the one at `packed`
 
     bool is_quantised() const { return format > FORMAT_BF16; }
@@ -41,7 +41,7 @@ inline void finish(const Layer& layer, T* out, int64_t row, int64_t panel, vf su
     int lanes = layer.n - column < PANEL ? layer.n - column : PANEL;
     if (lanes <= 0) return;
     if (layer.bias) sum += load_upto(layer.bias + column, lanes);
-    store_upto(out + row * layer.out_stride + column, sum, lanes);
+    store_upto(out + row * layer.out_stride + layer.first_column + column, sum, lanes);
 }
 
 // Call f(first, last) for ranges of `size` panels.
@@ -85,7 +85,7 @@ Layer plain(const Layer& layer, int64_t first, int64_t last) {
     return own;
 }
 
-// The same as the vector kernels, through the AMX matrix unit; only where use_amx() says so.
-void amx_linear(const Layer& layer, const bf16* x, int64_t stride, bf16* out, int64_t rows);
+// The same as the vector kernels, for all parts of a layer, through the AMX matrix unit; only where use_amx() says so.
+void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows);
 
 }  // namespace linear_layer
