@@ -46,6 +46,17 @@ def _prefetch(w_ptr, n_ids, K, k_begin, k_end, depth, ITEM: tl.constexpr):
 
 
 @triton.jit
+def _prefetch_lines(w_ptr, n_ids, K, DEPTH: tl.constexpr, LINE: tl.constexpr):
+    """The same for the first DEPTH inputs, a line of LINE inputs per thread. For tiles of few rows: all threads would
+    repeat the one order that fetches a row whole."""
+    k_ids = tl.minimum(tl.arange(0, DEPTH // LINE) * LINE, K - 1)
+    pointers = w_ptr + n_ids.to(tl.int64)[:, None] * K + k_ids[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _multiply(x, w, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     if SWAP:
         return tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
@@ -244,9 +255,10 @@ def gemv_kernel(
     n_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe_ids = tl.minimum(n_ids, N - 1)
     if EARLY:
-        _prefetch(w_ptr, safe_ids, K, 0, K, ahead, ITEM)
-        if GATED:
-            _prefetch(w_ptr, safe_ids + up_offset, K, 0, K, ahead, ITEM)
+        if ITEM == 1:
+            _prefetch(w_ptr, safe_ids, K, 0, K, ahead, ITEM)
+        else:
+            _prefetch_lines(w_ptr, safe_ids, K, BLOCK_K, 128 // ITEM)
     wait_for_last(EARLY)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up, acc_second, acc_second_up = acc, acc, acc
