@@ -302,7 +302,9 @@ def test_a_process_that_ends_is_said_to_have_ended() -> None:
     with running(FakeServer()) as server:
         comparison = Comparison([dying, Contestant("here", url=server.url)], options(3), heard.listener())
         asyncio.run(comparison.run())
-    assert comparison.order == [(1, "brief"), (1, "here"), (2, "brief"), (2, "here"), (3, "here")]
+    rounds = {name: [turn for turn, who in comparison.order if who == name] for name in ("brief", "here")}
+    assert rounds["here"] == [1, 2, 3]
+    assert rounds["brief"] in ([1, 2], [1, 2, 3])  # it may not have ended yet when its third turn begins
     said = [sentence for name, sentence in heard.problems if name == "brief"]
     assert any("brief has ended:\nworn out" in sentence for sentence in said)
 

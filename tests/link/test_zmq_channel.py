@@ -92,7 +92,11 @@ def test_many_messages_arrive_in_order(directory: str) -> None:
         while len(taken) < 500:
             taken += [message.ids[0] for message in engine.receive(2.0) if isinstance(message, Abort)]
         assert taken == list(range(500))
-        assert await received(front, 500) == list(range(500))
+        arriving = asyncio.ensure_future(received(front, 500))
+        while not arriving.done():  # an engine always comes back to receive, where it tries a late front again
+            engine.receive(0.01)
+            await asyncio.sleep(0.01)
+        assert await arriving == list(range(500))
 
     asyncio.run(work())
     engine.close()
