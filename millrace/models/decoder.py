@@ -21,7 +21,7 @@ from millrace.ops.embedding import Embedding
 from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
-from millrace.ops.linear import Linear
+from millrace.ops.linear import Head, Linear
 from millrace.ops.qkv import PrepareQkv
 from millrace.ops.rope import rope_rows
 from millrace.ops.softcap import softcap
@@ -106,7 +106,7 @@ class DecoderWeights:
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
-    head: Linear
+    head: Head
     frequencies: tuple[Tensor, ...]
     """Inverse frequencies of each of the spec's ropes, float32 on the device."""
     num_bytes: int
@@ -194,15 +194,14 @@ class Decoder:
         return layers[index + 1].input_norm, layers[index + 1].qkv.takes_fp8
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, *, widen: bool = True) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that.
 
-        Without `widen` logits that need no cap keep the model's dtype: what a sampling kernel reads."""
-        logits = self._weights.head(hidden)
+        They are not rounded to the model's dtype: in bfloat16 the likeliest tokens are often equal, and the first of
+        them would be drawn instead of the best. `out` may be written and returned."""
+        logits = self._weights.head.wide(hidden, out)
         cap = self.spec.logit_softcap
-        if cap is not None:
-            return softcap(logits.float(), cap)
-        return logits.float() if widen else logits
+        return logits if cap is None else softcap(logits, cap)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         rows = self._weights.embedding(token_ids)

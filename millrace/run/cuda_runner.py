@@ -113,6 +113,7 @@ class CudaRunner:
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.zeros_like(self._token_ids)
         self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
+        self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
         self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
         self._drawn_back = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
         self._turn = 0
@@ -217,7 +218,7 @@ class CudaRunner:
         layout = self._writer.layout(self._buckets.decode(1))
         rows = self._packet[layout.sample_rows.start :][:size]
         positions = self._packet[layout.sample_positions.start :][:size]
-        logits = self._decoder.logits(self._sampled[:size], widen=False)
+        logits = self._decoder.logits(self._sampled[:size], self._logits[:size])
         self._sampler.draw(logits, rows, positions, self._drawn[:size], variant)
         return logits
 
@@ -236,7 +237,7 @@ class CudaRunner:
             if len(wanted):
                 index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
                 chosen = self._drawn[: len(due)].long()[index]
-                logprobs = score(logits[index].float(), chosen, max(1, int(counts.max())))
+                logprobs = score(logits[index], chosen, max(1, int(counts.max())))
         return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.triton_mode import device, interpreted
@@ -169,6 +171,19 @@ def test_tuned_linear_follows_its_table() -> None:
     for rows in (1, 2, 3, 20, 40):
         check(layer(x[:rows]), expected(x[:rows], weight, bias), dtype)
     assert torch.equal(layer(x), F.linear(x, weight, bias)), "beyond the table it is the library"
+
+
+@pytest.mark.parametrize("make", [TunedLinear, InvariantLinear])
+@pytest.mark.parametrize("rows", [1, 2, 17, 300])
+def test_wide_sums_are_not_rounded(make: Any, rows: int) -> None:
+    dtype = DTYPES[-1]
+    x, weight = torch.randn(rows, 96, device=device).to(dtype), torch.randn(130, 96, device=device).to(dtype)
+    wanted = x.double() @ weight.double().T
+    head, out = make(weight), torch.full((rows, 130), float("nan"), device=device)
+    for wide in (head.wide(x), head.wide(x, out)):
+        assert wide.dtype == torch.float32
+        if device != "cpu" or make is InvariantLinear:
+            assert ((wide.double() - wanted).norm() / wanted.norm()).item() < 1e-5
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -266,11 +266,11 @@ struct Stack {
             uniform[due++] = millrace_uniform(w.seeds[row], in.seq_lens[i]);
         }
         if (!due) return 0;
-        void* scores = logits.of(due * vocab * item());
+        void* scores = logits.of(due * vocab * sizeof(float));
         if (!scores) return NO_MEMORY;
-        multiply(s.head, rows, scores, due);
+        linear(*s.head, rows, s.hidden, scores, due, true);
         watch.mark(HEAD);
-        millrace_draw(s.dtype, scores, due, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
+        millrace_draw(static_cast<float*>(scores), due, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
         for (int64_t i = 0, at = 0; i < w.num_rows; i++)
             if (w.samples[i]) w.last_tokens[w.rows[i]] = w.drawn[at++];
         watch.mark(DRAW);
