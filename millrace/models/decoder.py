@@ -151,7 +151,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
-        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm.
+        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm, or
+        [n, hidden] of the batch's `last` tokens.
 
         A native stack adds to `nanoseconds` what each of native_stack.KINDS took."""
         if self.native_stack is None:
@@ -162,7 +163,7 @@ class Decoder:
     def walk(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
         """The same, op by op: what a native stack is held to."""
         weights, ops, eps = self._weights, self._ops, self.spec.norm_eps
-        layers = weights.layers
+        layers, last = weights.layers, batch.last
         block_size = kv[0].shape[3]
         block_ids, offsets = cache_places(batch.slots, block_size)
         rows = self._rope_rows(batch.positions)
@@ -174,7 +175,13 @@ class Decoder:
             qkv = layer.qkv(hidden)
             angles = None if layer.rope is None else rows[layer.rope]
             queries = layer.prepare_qkv(qkv, angles, kv[index], block_ids, offsets)
-            hidden = layer.out(ops.attention(queries, kv[index], prepared[layer.window]))
+            attended = prepared[layer.window]
+            if last is not None and index + 1 == len(layers):
+                if not len(last.index):
+                    return residual[:0]
+                queries, residual = queries.index_select(0, last.index), residual.index_select(0, last.index)
+                attended = ops.attention.prepare(last, block_size, self.spec.windows[layer.window])
+            hidden = layer.out(ops.attention(queries, kv[index], attended))
             if layer.attention_out_norm is not None:
                 hidden = ops.rms_norm(hidden, layer.attention_out_norm, eps)
             hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps, quantise=layer.mlp.takes_fp8)
