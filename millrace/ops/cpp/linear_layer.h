@@ -30,6 +30,7 @@ struct Layer {
 
     bool is_quantised() const { return format > FORMAT_BF16; }
     int64_t panels() const { return round_up(n, 2 * PANEL) / PANEL; }
+    int64_t tiles() const { return padded_k / TILE_K; }
     template <typename T>
     int64_t units() const {
         return padded_k * sizeof(T) / 4;
