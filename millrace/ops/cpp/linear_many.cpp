@@ -238,7 +238,7 @@ class TurnedToRows {
 
   private:
     // Rounded to pairs of outputs first, so that both panels are turned as one.
-    void gather(int step, const float (*sums)[SUMS]) {
+    __attribute__((always_inline)) void gather(int step, const float (*sums)[SUMS]) {
         const float* panel = sums[step / 2] + step % 2 * 8 * 16;
         const float* biases = (step / 2 ? biases_.right : biases_.left) + step % 2 * 8;
         __m512i four[4];
@@ -250,7 +250,7 @@ class TurnedToRows {
         for (int j = 0; j < 4; j++) _mm512_store_si512(turning_[j][step], four[j]);
     }
 
-    void spread(int step, int64_t row) {
+    __attribute__((always_inline)) void spread(int step, int64_t row) {
         __m512i four[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) four[j] = _mm512_load_si512(turning_[step][j]);
@@ -347,7 +347,7 @@ class ToGatedTiles {
     }
 
   private:
-    vf gated(const float* gates, const float* ups, int i) const {
+    __attribute__((always_inline)) vf gated(const float* gates, const float* ups, int i) const {
         vf gate = load(gates + i * 16), up = load(ups + i * 16);
         if (biases_.any) {
             gate += TURNED ? splat(biases_.left[i]) : load(biases_.left);
