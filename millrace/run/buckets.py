@@ -24,6 +24,9 @@ class Buckets:
         self.mixed_tokens = _capped(MIXED_TOKENS, token_budget)
         # One row more than there can be, for the padding.
         self.mixed_rows = _capped(MIXED_ROWS, max_rows + 1)
+        self._mixed = {
+            (size, rows): self._mixed_bucket(size, rows) for rows in self.mixed_rows for size in self.mixed_tokens
+        }
 
     def decode(self, rows: int) -> Bucket:
         size = self.decode_sizes[bisect_left(self.decode_sizes, rows)]
@@ -31,15 +34,14 @@ class Buckets:
 
     def all_mixed(self) -> list[Bucket]:
         """Few rows first, each from the least to the most tokens."""
-        pairs = [(size, rows) for rows in self.mixed_rows for size in self.mixed_tokens]
-        return list(dict.fromkeys(self._mixed_bucket(size, rows) for size, rows in pairs))
+        return list(dict.fromkeys(self._mixed.values()))
 
     def mixed(self, tokens: int, rows: int, tiles: int) -> Bucket | None:
         """The least bucket that holds the step and a row of padding; None when no bucket does."""
         at, place = bisect_left(self.mixed_tokens, tokens), bisect_left(self.mixed_rows, rows + 1)
         if at == len(self.mixed_tokens) or place == len(self.mixed_rows):
             return None
-        bucket = self._mixed_bucket(self.mixed_tokens[at], self.mixed_rows[place])
+        bucket = self._mixed[self.mixed_tokens[at], self.mixed_rows[place]]
         padding = -(-(bucket.tokens - tokens) // self._queries_per_tile)
         return bucket if tiles + padding <= bucket.tiles else None
 

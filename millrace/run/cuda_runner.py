@@ -22,8 +22,9 @@ from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
 from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
+from millrace.ops.triton.sampling import ROW_WORDS
 from millrace.ops.triton.step_inputs import gather, update_tables
-from millrace.plan.step import StepPlan
+from millrace.plan.step import Int32s, StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
@@ -33,7 +34,7 @@ from millrace.run.logprobs import LogprobColumns, score
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
-from millrace.run.step_packet import Bucket, PacketWriter, Section
+from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class CudaRunner:
         self._max_rows = max_rows
         most_tokens = max(token_budget, max_rows)
         words = 4 * max_rows + 8 * (max_rows + 32) + 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
+        words += max_rows * ROW_WORDS
         self._packet = torch.zeros(words, dtype=torch.int32, device=place)
         self._packets_out = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
         self._packet_views = [buffer.numpy() for buffer in self._packets_out]
@@ -134,10 +136,10 @@ class CudaRunner:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.note(plan)
-        self._sampler.admit(plan)
+        records = self._sampler.records(plan)
         plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
-        self._send(plan, bucket)
+        self._send(plan, bucket, records)
         long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
         hidden = self._run(bucket, lambda: self._body(bucket, long_rows), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
@@ -145,25 +147,26 @@ class CudaRunner:
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
-        num_rows = len(plan.rows)
-        if plan.counts.max() == 1:
+        num_rows, longest = len(plan.rows), int(plan.counts.max())
+        if longest == 1:
             decode = self._buckets.decode(num_rows)
             return (replace(decode, shares=True) if self._shares(plan) else decode), False
-        if self._takes_long_rows and plan.counts.max() >= WORTH_IT:
+        num_tokens = plan.num_tokens
+        if self._takes_long_rows and longest >= WORTH_IT:
             tiles = self._writer.num_tiles(plan.counts, WORTH_IT)
-            return Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=WORTH_IT), True
+            return Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=WORTH_IT), True
         tiles = self._writer.num_tiles(plan.counts)
-        bucket = self._buckets.mixed(plan.num_tokens, num_rows, tiles)
-        if bucket is None or (self._table.num_prompt_logprobs[plan.rows] >= 0).any():
-            return Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), True
+        bucket = self._buckets.mixed(num_tokens, num_rows, tiles)
+        if bucket is None or self._table.scores_prompts(plan.rows):
+            return Bucket(num_tokens, num_rows, tiles, is_decode=False), True
         return bucket, False
 
     def _shares(self, plan: StepPlan) -> bool:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
 
-    def _send(self, plan: StepPlan | None, bucket: Bucket) -> None:
+    def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
         self._turn = (self._turn + 1) % RING
-        used = self._writer.write(plan, self._table, bucket, self._packet_views[self._turn])
+        used = self._writer.write(plan, self._table, bucket, self._packet_views[self._turn], records)
         self._packet[:used].copy_(self._packets_out[self._turn][:used], non_blocking=True)
 
     def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = ()) -> Tensor:
@@ -174,7 +177,14 @@ class CudaRunner:
             return packet[section.start : section.start + section.length]
 
         table, size = self._table, bucket.tokens
-        update_tables(packet[layout.updates_start :], part(layout.num_updates), table.block_tables)
+        update_tables(
+            packet[layout.updates_start :],
+            part(layout.num_updates),
+            table.block_tables,
+            part(layout.num_records),
+            self._sampler.columns,
+            align=ALIGN,
+        )
         token_ids, positions, slots = self._token_ids[:size], self._positions[:size], self._slots[:size]
         query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
         gather(
@@ -240,6 +250,8 @@ class CudaRunner:
         return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
+        if not self._table.scores_prompts(plan.rows):
+            return ()
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
         return score_prompts(plan, query_starts, self._table, self._decoder, hidden)
@@ -305,7 +317,6 @@ class CudaRunner:
         """Have the kernels compiled that these buckets launch and the cache does not hold."""
         try:
             with rehearsal() as noted:
-                self._sampler.rehearse()
                 for bucket in buckets:
                     self._body(bucket)
                     for variant in variants if bucket.is_decode else ():
