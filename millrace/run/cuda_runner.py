@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 RING = 4
 """Host buffers in turn: more than there are steps in flight, so none is written while a copy may read it."""
 UPDATES_IN_PACKET = 1 << 15
+SEND_UNIT = 1024
+"""Words of a packet are sent in multiples of this."""
 SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
 HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -110,6 +112,7 @@ class CudaRunner:
         words += max_rows * ROW_WORDS
         self._packet = torch.zeros(words, dtype=torch.int32, device=place)
         self._packets_out = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._packet_views = [buffer.numpy() for buffer in self._packets_out]
         self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=place)
         self._positions = torch.zeros_like(self._token_ids)
@@ -167,7 +170,17 @@ class CudaRunner:
     def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
         self._turn = (self._turn + 1) % RING
         used = self._writer.write(plan, self._table, bucket, self._packet_views[self._turn], records)
-        self._packet[:used].copy_(self._packets_out[self._turn][:used], non_blocking=True)
+        target, source = self._packet_parts(used)
+        target.copy_(source, non_blocking=True)
+
+    def _packet_parts(self, used: int) -> tuple[Tensor, Tensor]:
+        """The first words on the device and in this turn's buffer, some more than are used: to cut tensors anew for
+        every step would take longer than to copy a few words that nobody reads."""
+        words = min(-(-used // SEND_UNIT) * SEND_UNIT, len(self._packet))
+        parts = self._parts.get((self._turn, words))
+        if parts is None:
+            parts = self._parts[self._turn, words] = self._packet[:words], self._packets_out[self._turn][:words]
+        return parts
 
     def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = ()) -> Tensor:
         """From the packet to hidden states [T, hidden]; those that precede a draw are gathered for the head."""
