@@ -49,14 +49,18 @@ MOST_SENTENCES = 8
 """Preemptions of one request that are remembered in words."""
 
 
+_STOP: EndReason = "stop"
+_LENGTH: EndReason = "length"
+
+
 @dataclass(frozen=True, slots=True)
 class _Untidy:
     """What `confirm` leaves to `tidy`."""
 
     step_no: int
     computed_rows: Int32s
-    ended_rows: list[int]
-    reasons: list[ReleaseReason]
+    ended: list[tuple[int, EndReason]]
+    """Rows, and why."""
 
 
 class Scheduler:
@@ -492,18 +496,15 @@ class Scheduler:
         table_rows, drawn = plan.rows[samples][drew], tokens[drew]
         stopped = rows.append(table_rows, drawn)
         full = rows.known_host[table_rows] >= rows.limit[table_rows]
-        self._untidy = _Untidy(step_no, computed_rows, [], [])
+        ended: list[tuple[int, EndReason]] = []
         for index in (stopped | full).nonzero()[0].tolist():
-            self._note_end(int(table_rows[index]), int(drawn[index]) if stopped[index] else -1)
+            row, is_stop = int(table_rows[index]), bool(stopped[index])
+            request, reason = rows.request(row), _STOP if is_stop else _LENGTH
+            request.num_output = int(rows.known_host[row] - rows.num_prompt[row])
+            self._end(request, reason, stop_token_id=int(drawn[index]) if is_stop else -1)
+            ended.append((row, reason))
+        self._untidy = _Untidy(step_no, computed_rows, ended)
         return self._outcome(step_no, table_rows, drawn, drew, stopped)
-
-    def _note_end(self, row: int, stop_token_id: int) -> None:
-        request, reason = self.rows.request(row), "length" if stop_token_id < 0 else "stop"
-        request.num_output = int(self.rows.known_host[row] - self.rows.num_prompt[row])
-        self._end(request, reason, stop_token_id=stop_token_id)
-        if self._untidy is not None:
-            self._untidy.ended_rows.append(row)
-            self._untidy.reasons.append(reason)
 
     def tidy(self) -> None:
         """The rest of `apply`, if it is still to be done: blocks get their names, ended rows leave."""
@@ -513,7 +514,7 @@ class Scheduler:
         self.pool.complete(done.step_no)
         self.rows.complete(done.step_no)
         self._name_given_blocks(done.computed_rows)
-        for row, reason in zip(done.ended_rows, done.reasons, strict=True):
+        for row, reason in done.ended:
             request = self._leave(row, reason)
             self._lengths.observe(request.num_output)
             self.policy.learn(request)
@@ -534,9 +535,7 @@ class Scheduler:
         self.prefix.name_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
         self.rows.num_named[row] = num_full
 
-    def _outcome(
-        self, step_no: int, table_rows: Int32s, drawn: Int32s, drew: Int64s, stopped: Bools
-    ) -> StepOutcome:
+    def _outcome(self, step_no: int, table_rows: Int32s, drawn: Int32s, drew: Int64s, stopped: Bools) -> StepOutcome:
         rows = self.rows
         request_ids = rows.request_ids[table_rows]
         first_ids = request_ids[rows.known_host[table_rows] == rows.num_prompt[table_rows] + 1]
