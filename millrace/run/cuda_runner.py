@@ -109,7 +109,7 @@ class CudaRunner:
         self._max_rows = max_rows
         most_tokens = max(token_budget, max_rows)
         words = 4 * max_rows + 8 * (max_rows + 32) + 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
-        words += max_rows * ROW_WORDS
+        self._packet_words = words = words + max_rows * ROW_WORDS
         self._packet = torch.zeros(words, dtype=torch.int32, device=place)
         self._packets_out = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -176,7 +176,7 @@ class CudaRunner:
     def _packet_parts(self, used: int) -> tuple[Tensor, Tensor]:
         """The first words on the device and in this turn's buffer, some more than are used: to cut tensors anew for
         every step would take longer than to copy a few words that nobody reads."""
-        words = min(-(-used // SEND_UNIT) * SEND_UNIT, len(self._packet))
+        words = min(-(-used // SEND_UNIT) * SEND_UNIT, self._packet_words)
         parts = self._parts.get((self._turn, words))
         if parts is None:
             parts = self._parts[self._turn, words] = self._packet[:words], self._packets_out[self._turn][:words]

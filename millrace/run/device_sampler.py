@@ -19,7 +19,7 @@ from millrace.ops.triton.sampling import (
     IN_PROMPT,
     MAX_ENDS,
     RACE_START,
-    ROW_DTYPE,
+    ROW_STRUCT,
     ROW_WORDS,
     Cut,
     draw_full,
@@ -102,8 +102,8 @@ class DeviceSampler:
             self._release(release.row)
         if not plan.admitted:
             return _NO_RECORDS
-        packed = np.array([self._record(admission) for admission in plan.admitted], ROW_DTYPE)
-        return packed.view(np.int32).reshape(-1, ROW_WORDS)
+        packed = bytearray().join([ROW_STRUCT.pack(*self._record(admission)) for admission in plan.admitted])
+        return np.frombuffer(packed, np.int32).reshape(-1, ROW_WORDS)
 
     def admit(self, plan: StepPlan) -> None:
         """Bring the device's records up to date, before the step of the plan runs. One upload and one kernel; further
@@ -138,7 +138,7 @@ class DeviceSampler:
             lines.release(row)
 
     def _record(self, admission: Admission) -> tuple[float, ...]:
-        """The row's record, in the order of ROW_DTYPE; its lines and end tokens are filled on the way."""
+        """The row's record, in the order of ROW_STRUCT; its lines and end tokens are filled on the way."""
         spec, row = admission.payload, admission.row
         if not isinstance(spec, RowParams):
             raise TypeError(f"request {admission.request_id} carries no RowParams")

@@ -22,6 +22,7 @@ ON_DEVICE = -1
 KEPT_LAYOUTS = 1024
 FEW_ROWS = 8
 """Up to so many rows are cheaper to write one by one than as columns."""
+MOST_TOKENS = 1 << 31
 SHARED_UNIT = 128
 """Tokens of a shared prefix that attention reads at a time."""
 
@@ -113,6 +114,8 @@ class PacketWriter:
         return layout
 
     def num_tiles(self, counts: Int32s, long_from: int = 0) -> int:
+        if len(counts) <= FEW_ROWS:
+            return sum(len(firsts) for _, firsts in self._tiles_of(counts.tolist(), long_from))
         tiled = counts[self._is_tiled(counts, long_from)]
         return int((-(-tiled // self._queries_per_tile)).sum())
 
@@ -120,6 +123,15 @@ class PacketWriter:
         """Rows whose queries are cut into tiles."""
         tiled: Bools = counts > (0 if self._tile_singles else 1)
         return tiled & (counts < long_from) if long_from else tiled
+
+    def _tiles_of(self, lengths: list[int], long_from: int) -> list[tuple[int, range]]:
+        """The same for few rows: each with the first queries of its tiles."""
+        least, most = 1 if self._tile_singles else 2, long_from or MOST_TOKENS
+        return [
+            (row, range(0, length, self._queries_per_tile))
+            for row, length in enumerate(lengths)
+            if least <= length < most
+        ]
 
     def write(
         self, plan: StepPlan | None, table: RequestTable, bucket: Bucket, packet: Int32s, records: Int32s | None = None
@@ -173,23 +185,22 @@ class PacketWriter:
 
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
         """(row, first query) of each tile, the padding's row included; -1 beyond."""
-        per_tile = self._queries_per_tile
-        tiles = layout.tiles.of(packet).reshape(-1, 2)
-        tiles[:] = -1
-        lengths = np.append(counts, np.int32(padding))
-        wanted = np.flatnonzero(self._is_tiled(lengths, layout.bucket.long_from))
-        per_row = -(-lengths[wanted] // per_tile)
-        if len(wanted) <= FEW_ROWS:
-            at = 0
-            for row, count in zip(wanted.tolist(), per_row.tolist(), strict=True):
-                tiles[at : at + count, 0] = row
-                tiles[at : at + count, 1] = range(0, count * per_tile, per_tile)
-                at += count
+        tiles, long_from = layout.tiles.of(packet), layout.bucket.long_from
+        if len(counts) <= FEW_ROWS:
+            pairs: list[int] = []
+            for row, firsts in self._tiles_of([*counts.tolist(), padding], long_from):
+                for first in firsts:
+                    pairs += row, first
+            tiles[: len(pairs)], tiles[len(pairs) :] = pairs, -1
             return
+        lengths = np.append(counts, np.int32(padding))
+        wanted = np.flatnonzero(self._is_tiled(lengths, long_from))
+        per_row = -(-lengths[wanted] // self._queries_per_tile)
         total = int(per_row.sum())
-        tiles[:total, 0] = wanted.repeat(per_row)
+        tiles[0 : 2 * total : 2] = wanted.repeat(per_row)
         before = (per_row.cumsum() - per_row).repeat(per_row)
-        tiles[:total, 1] = (np.arange(total) - before) * per_tile
+        tiles[1 : 2 * total : 2] = (np.arange(total) - before) * self._queries_per_tile
+        tiles[2 * total :] = -1
 
 
 def _aligned(length: int) -> int:

@@ -17,6 +17,7 @@ is negative is padding: nothing is read or written for it.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,8 @@ ROW_DTYPE = np.dtype(
 )  # fmt: skip
 """What the kernels read of a table row. The last three are addresses of lines of one word per token, 0 for none."""
 ROW_WORDS = ROW_DTYPE.itemsize // 4
+ROW_STRUCT = struct.Struct("<fiffQiifffiqqq56x")
+"""The same for one record made of Python's own numbers."""
 ROW_WORD = 11
 """Which word of a record names its table row."""
 MAX_ENDS = 128
