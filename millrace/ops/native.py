@@ -71,7 +71,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "take_rows": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
     "quantised_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "quantised_pack": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64)),
-    "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int)),
     "norm": (None, (c_int, *[c_void_p] * 5, c_int64, c_int64, c_float)),
     "gated": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),
     "prepare_qkv": (None, (c_int, *[c_void_p] * 7, *[c_int64] * 7, c_float)),
@@ -79,7 +79,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
     ),
-    "draw": (None, (c_int, c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
+    "draw": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),
     "stack_run": (c_int, (c_void_p, c_void_p)),
@@ -218,3 +218,13 @@ def _check(code: int, errors: bytes, compiler: str) -> None:
     if code:
         first = next(iter(errors.decode(errors="replace").splitlines()), f"exit status {code}")
         raise NativeUnavailable(f"needs kernels that {compiler} could not compile: {first}")
+
+
+def main() -> None:
+    """Compile the kernels ahead of their first use."""
+    found = _native_or_reason()
+    print(f"   not there: {found}; torch's operations are used" if isinstance(found, str) else "   ready")
+
+
+if __name__ == "__main__":
+    main()

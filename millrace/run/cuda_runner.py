@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace.config import KvDtype
-from millrace.models.batch import ForwardBatch
+from millrace.models.batch import ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
@@ -31,6 +31,7 @@ from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
+from millrace.run.packet_ring import RING, PacketRing
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
@@ -38,11 +39,7 @@ from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section
 
 log = logging.getLogger(__name__)
 
-RING = 4
-"""Host buffers in turn: more than there are steps in flight, so none is written while a copy may read it."""
 UPDATES_IN_PACKET = 1 << 15
-SEND_UNIT = 1024
-"""Words of a packet are sent in multiples of this."""
 SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
 HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -109,18 +106,16 @@ class CudaRunner:
         self._max_rows = max_rows
         most_tokens = max(token_budget, max_rows)
         words = 4 * max_rows + 8 * (max_rows + 32) + 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
-        self._packet_words = words = words + max_rows * ROW_WORDS
-        self._packet = torch.zeros(words, dtype=torch.int32, device=place)
-        self._packets_out = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
-        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._packet_views = [buffer.numpy() for buffer in self._packets_out]
+        self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
+        self._packet = self._ring.on_device
         self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=place)
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.zeros_like(self._token_ids)
         self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
+        self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
         self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
         self._drawn_back = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
-        self._turn = 0
+        self._count = torch.arange(max_rows + 2, dtype=torch.int32, device=place)
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._met: set[object] = set()
@@ -154,36 +149,26 @@ class CudaRunner:
         if longest == 1:
             decode = self._buckets.decode(num_rows)
             return (replace(decode, shares=True) if self._shares(plan) else decode), False
-        num_tokens = plan.num_tokens
-        if self._takes_long_rows and longest >= WORTH_IT:
-            tiles = self._writer.num_tiles(plan.counts, WORTH_IT)
-            return Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=WORTH_IT), True
-        tiles = self._writer.num_tiles(plan.counts)
-        bucket = self._buckets.mixed(num_tokens, num_rows, tiles)
-        if bucket is None or self._table.scores_prompts(plan.rows):
-            return Bucket(num_tokens, num_rows, tiles, is_decode=False), True
-        return bucket, False
+        num_tokens, scores_prompts = plan.num_tokens, self._table.scores_prompts(plan.rows)
+        long_from = WORTH_IT if self._takes_long_rows and longest >= WORTH_IT else 0
+        tiles = self._writer.num_tiles(plan.counts, long_from)
+        if not long_from and not scores_prompts:
+            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=bool(plan.counts.min() == 1))
+            if bucket is not None:
+                return bucket, False
+        last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)
+        exact = Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
+        return exact, True
 
     def _shares(self, plan: StepPlan) -> bool:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
 
     def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
-        self._turn = (self._turn + 1) % RING
-        used = self._writer.write(plan, self._table, bucket, self._packet_views[self._turn], records)
-        target, source = self._packet_parts(used)
-        target.copy_(source, non_blocking=True)
-
-    def _packet_parts(self, used: int) -> tuple[Tensor, Tensor]:
-        """The first words on the device and in this turn's buffer, some more than are used: to cut tensors anew for
-        every step would take longer than to copy a few words that nobody reads."""
-        words = min(-(-used // SEND_UNIT) * SEND_UNIT, self._packet_words)
-        parts = self._parts.get((self._turn, words))
-        if parts is None:
-            parts = self._parts[self._turn, words] = self._packet[:words], self._packets_out[self._turn][:words]
-        return parts
+        self._ring.send(self._writer.write(plan, self._table, bucket, self._ring.next(), records))
 
     def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = ()) -> Tensor:
-        """From the packet to hidden states [T, hidden]; those that precede a draw are gathered for the head."""
+        """From the packet to hidden states of all tokens, or of each row's last; those that precede a draw are gathered
+        for the head."""
         layout, packet = self._writer.layout(bucket), self._packet
 
         def part(section: Section) -> Tensor:
@@ -226,28 +211,41 @@ class CudaRunner:
             seq_lens_host=[],
             table_rows=table_rows,
             tiles=part(layout.tiles).view(-1, 2) if bucket.tiles else None,
-            has_singles=not self._tile_singles,
+            has_singles=bucket.has_singles and not self._tile_singles,
             long_rows=long_rows,
             shared_len=part(layout.shared_len) if bucket.shares else None,
         )
+        if bucket.last_only:
+            batch.last = self._last_tokens(batch, part(layout.last_tokens))
         hidden = self._decoder.forward(batch, self._kv)
-        most = min(size, self._max_rows)
-        torch.index_select(hidden, 0, part(layout.sample_tokens)[:most], out=self._sampled[:most])
+        most = min(hidden.shape[0], self._max_rows)
+        torch.index_select(hidden, 0, part(layout.sample_states)[:most], out=self._sampled[:most])
         return hidden
+
+    def _last_tokens(self, batch: ForwardBatch, index: Tensor) -> LastTokens:
+        return LastTokens(
+            index=index,
+            query_starts=self._count[: len(index) + 1],
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables,
+            query_starts_host=[],
+            seq_lens_host=[],
+            table_rows=batch.table_rows,
+        )
 
     def _head(self, size: int, variant: Variant) -> Tensor:
         """Logits [size, vocab] of the gathered rows; what was drawn from them is in `_drawn`."""
         layout = self._writer.layout(self._buckets.decode(1))
         rows = self._packet[layout.sample_rows.start :][:size]
         positions = self._packet[layout.sample_positions.start :][:size]
-        logits = self._decoder.logits(self._sampled[:size], widen=False)
+        logits = self._decoder.logits(self._sampled[:size], self._logits[:size])
         self._sampler.draw(logits, rows, positions, self._drawn[:size], variant)
         return logits
 
     def _finish(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...]) -> StepResult:
         due = np.flatnonzero(plan.samples)
         rows = plan.rows[due]
-        back = self._drawn_back[self._turn][: len(due)]
+        back = self._drawn_back[self._ring.turn][: len(due)]
         logprobs: LogprobColumns | None = None
         wanted = np.flatnonzero(self._sampler.num_logprobs[rows] >= 0)
         counts = self._sampler.num_logprobs[rows[wanted]]
@@ -259,7 +257,7 @@ class CudaRunner:
             if len(wanted):
                 index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
                 chosen = self._drawn[: len(due)].long()[index]
-                logprobs = score(logits[index].float(), chosen, max(1, int(counts.max())))
+                logprobs = score(logits[index], chosen, max(1, int(counts.max())))
         return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
@@ -331,6 +329,7 @@ class CudaRunner:
         try:
             with rehearsal() as noted:
                 for bucket in buckets:
+                    self._send(None, bucket)  # the library's own kernels do run, and read what is there
                     self._body(bucket)
                     for variant in variants if bucket.is_decode else ():
                         self._head(bucket.rows, variant)

@@ -27,6 +27,9 @@ SHARED_UNIT = 128
 """Tokens of a shared prefix that attention reads at a time."""
 
 
+Integers = npt.NDArray[np.integer]
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The sizes a step is padded to. Decode: as many tokens as rows, no tiles unless every query is tiled."""
@@ -39,6 +42,10 @@ class Bucket:
     """Rows with at least this many tokens have no tiles: the library attends to them. 0 for none."""
     shares: bool = False
     """Decode: all rows begin with the same blocks, and their keys are read for many rows at once."""
+    has_singles: bool = True
+    """Whether rows with one query may be among others; if not, the padding's are tiled whatever their number."""
+    last_only: bool = False
+    """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +69,8 @@ class PacketLayout:
         self.num_updates = self._take(1)
         self.num_records = self._take(1)
         self.shared_len = self._take(1)
-        self.sample_tokens = self._take(max_rows)
-        """Which of the step's tokens precede a draw."""
+        self.sample_states = self._take(max_rows)
+        """Which of the step's hidden states, of tokens or, with `last_only`, of rows, precede a draw."""
         self.sample_rows = self._take(max_rows)
         self.sample_positions = self._take(max_rows)
         self.table_rows = self._take(bucket.rows)
@@ -73,6 +80,7 @@ class PacketLayout:
         self.tokens_in = self._take(bucket.tokens)
         self.token_rows = self._take(0 if bucket.is_decode else bucket.tokens)
         self.tiles = self._take(2 * bucket.tiles)
+        self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
         self.updates_start = self._end
         self.single_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
         """Decode: one for each row, from its first query on, where every query is tiled."""
@@ -89,9 +97,9 @@ class PacketLayout:
         blank = np.zeros(self.tokens_in.start, np.int32)
         self.sample_rows.of(blank)[:] = -1
         self.table_rows.of(blank)[:] = max_rows
+        self.seq_lens.of(blank)[:] = 1  # a row without queries may still be asked for its last token
         if self.bucket.is_decode:
             self.query_starts.of(blank)[:] = np.arange(self.bucket.rows + 1)
-            self.seq_lens.of(blank)[:] = 1
         else:
             self.query_starts.of(blank)[1:] = self.bucket.tokens
         return blank
@@ -124,9 +132,9 @@ class PacketWriter:
         tiled: Bools = counts > (0 if self._tile_singles else 1)
         return tiled & (counts < long_from) if long_from else tiled
 
-    def _tiles_of(self, lengths: list[int], long_from: int) -> list[tuple[int, range]]:
-        """The same for few rows: each with the first queries of its tiles."""
-        least, most = 1 if self._tile_singles else 2, long_from or MOST_TOKENS
+    def _tiles_of(self, lengths: list[int], long_from: int, *, singles: bool = False) -> list[tuple[int, range]]:
+        """The same for few rows: each with the first queries of its tiles. `singles`: those of one query, too."""
+        least, most = 1 if singles or self._tile_singles else 2, long_from or MOST_TOKENS
         return [
             (row, range(0, length, self._queries_per_tile))
             for row, length in enumerate(lengths)
@@ -156,10 +164,14 @@ class PacketWriter:
         first, last = layout.tokens_in.start, layout.tokens_in.start + bucket.tokens
         packet[first : first + total] = ON_DEVICE
         packet[first + total : last] = 0
+        query_starts = layout.query_starts.of(packet)
+        last_tokens = query_starts[1:] - 1
+        if bucket.last_only:
+            _put(packet, layout.last_tokens, last_tokens)
         if plan is not None:
-            query_starts = layout.query_starts.of(packet)
             _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
-            _write_samples(layout, packet, plan.samples, query_starts[1 : len(rows) + 1] - 1, rows, ends)
+            states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
+            _write_samples(layout, packet, plan.samples, states, rows, ends)
             packet[layout.shared_len.start] = self.shared_tokens(plan)
         return _write_records(layout, _write_updates(layout, plan, packet), packet, records)
 
@@ -185,16 +197,16 @@ class PacketWriter:
 
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
         """(row, first query) of each tile, the padding's row included; -1 beyond."""
-        tiles, long_from = layout.tiles.of(packet), layout.bucket.long_from
+        tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_singles
         if len(counts) <= FEW_ROWS:
             pairs: list[int] = []
-            for row, firsts in self._tiles_of([*counts.tolist(), padding], long_from):
+            for row, firsts in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all):
                 for first in firsts:
                     pairs += row, first
             tiles[: len(pairs)], tiles[len(pairs) :] = pairs, -1
             return
         lengths = np.append(counts, np.int32(padding))
-        wanted = np.flatnonzero(self._is_tiled(lengths, long_from))
+        wanted = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
         per_row = -(-lengths[wanted] // self._queries_per_tile)
         total = int(per_row.sum())
         tiles[0 : 2 * total : 2] = wanted.repeat(per_row)
@@ -207,16 +219,16 @@ def _aligned(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
 
 
-def _put(packet: Int32s, section: Section, values: Int32s) -> None:
+def _put(packet: Int32s, section: Section, values: Integers) -> None:
     packet[section.start : section.start + len(values)] = values
 
 
 def _write_samples(
-    layout: PacketLayout, packet: Int32s, samples: Bools, tokens: Int32s, rows: Int32s, positions: Int32s
+    layout: PacketLayout, packet: Int32s, samples: Bools, states: Integers, rows: Int32s, positions: Int32s
 ) -> None:
     if not samples.all():
-        tokens, rows, positions = tokens[samples], rows[samples], positions[samples]
-    _put(packet, layout.sample_tokens, tokens)
+        states, rows, positions = states[samples], rows[samples], positions[samples]
+    _put(packet, layout.sample_states, states)
     _put(packet, layout.sample_rows, rows)
     _put(packet, layout.sample_positions, positions)
 

@@ -19,7 +19,8 @@ NOTHING = np.zeros(0, np.int32)
 def a_plan(rng: np.random.Generator, num_rows: int, longest: int, table: RequestTable) -> StepPlan:
     """Rows of which some have their tokens from the host, some from the device, and one from both."""
     rows = rng.permutation(MAX_ROWS)[:num_rows].astype(np.int32)
-    counts = np.sort(rng.integers(1, longest + 1, num_rows)).astype(np.int32)
+    least = min(longest, 1 + num_rows % 2)
+    counts = np.sort(rng.integers(least, longest + 1, num_rows)).astype(np.int32)
     starts = rng.integers(0, 50, num_rows).astype(np.int32)
     admitted = []
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
@@ -51,7 +52,7 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
     assert layout.query_starts.of(packet).tolist() == [0, *np.cumsum(lengths).tolist()]
     assert layout.table_rows.of(packet).tolist() == plan.rows.tolist() + [MAX_ROWS] * (bucket.rows - num_rows)
     assert layout.starts.of(packet).tolist() == plan.starts.tolist() + [0] * (bucket.rows - num_rows)
-    assert layout.seq_lens.of(packet).tolist() == ends.tolist() + lengths[num_rows:]
+    assert layout.seq_lens.of(packet).tolist() == ends.tolist() + [length or 1 for length in lengths[num_rows:]]
     if not bucket.is_decode:
         assert layout.token_rows.of(packet).tolist() == np.repeat(np.arange(bucket.rows), lengths).tolist()
     tokens = []
@@ -62,14 +63,17 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
     tiles = [
         [row, first]
         for row, length in enumerate(lengths)
-        if length > (0 if tile_singles else 1) and (not bucket.long_from or length < bucket.long_from)
+        if length > (0 if tile_singles or not bucket.has_singles else 1)
+        and (not bucket.long_from or length < bucket.long_from)
         for first in range(0, length, PER_TILE)
     ]
     if bucket.tiles:
         assert layout.tiles.of(packet).reshape(-1, 2).tolist() == tiles + [[-1, -1]] * (bucket.tiles - len(tiles))
-    due, last = plan.samples, np.cumsum(plan.counts) - 1
+    due, last = plan.samples, np.arange(num_rows) if bucket.last_only else np.cumsum(plan.counts) - 1
+    if bucket.last_only:
+        assert layout.last_tokens.of(packet).tolist() == (np.cumsum(lengths) - 1).tolist()
     missing = MAX_ROWS - int(due.sum())
-    assert layout.sample_tokens.of(packet).tolist() == last[due].tolist() + [0] * missing
+    assert layout.sample_states.of(packet).tolist() == last[due].tolist() + [0] * missing
     assert layout.sample_rows.of(packet).tolist() == plan.rows[due].tolist() + [-1] * missing
     assert layout.sample_positions.of(packet).tolist() == ends[due].tolist() + [0] * missing
     assert layout.shared_len.of(packet)[0] == plan.shared_blocks * BLOCK // SHARED_UNIT * SHARED_UNIT
@@ -99,9 +103,10 @@ def test_a_packet_says_what_the_plan_says(longest: int, tile_singles: bool) -> N
         tiles = writer.num_tiles(plan.counts)
         check(writer, plan, table, Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), tile_singles)
         tiles = writer.num_tiles(plan.counts, 5)
-        exact = Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5)
+        exact = Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5, last_only=True)
         check(writer, plan, table, exact, tile_singles)
-        padded = buckets.mixed(plan.num_tokens, num_rows, writer.num_tiles(plan.counts))
+        has_singles = bool(plan.counts.min() == 1)
+        padded = buckets.mixed(plan.num_tokens, num_rows, writer.num_tiles(plan.counts), has_singles=has_singles)
         assert padded is not None
         check(writer, plan, table, padded, tile_singles)
 
@@ -113,7 +118,7 @@ def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
     layout = writer.layout(bucket := Bucket(16, 5, 9, is_decode=False))
     assert writer.write(None, table, bucket, packet) == layout.updates_start
     assert layout.query_starts.of(packet).tolist() == [0, 16, 16, 16, 16, 16]
-    assert layout.seq_lens.of(packet).tolist() == [16, 0, 0, 0, 0]
+    assert layout.seq_lens.of(packet).tolist() == [16, 1, 1, 1, 1]
     assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
     with pytest.raises(ValueError, match="records of rows do not fit"):
         writer.write(None, table, bucket, packet[: layout.updates_start + 8], np.zeros((1, 32), np.int32))
