@@ -79,6 +79,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
     ),
+    "tiles_spared": (c_int64, (*[c_void_p] * 3, *[c_int64] * 3)),
     "draw": (None, (c_int, c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),

@@ -10,7 +10,6 @@
 #include "attention.h"
 
 #include "amx.h"
-#include "pool.h"
 
 #if HAS_AMX
 
@@ -92,6 +91,7 @@ struct AmxAttention {
         load_queries(unit);
         int parts = unit.heads > 1 ? unit.heads : num_groups;
         for (int part = 0; part < parts; part++) memset(m.sums[part], 0, 2 * chunks * sizeof m.sums[part][0]);
+        if (unit.from) resume(unit);
         int64_t first_tile = lowest / KEYS * KEYS;
         find_all(unit, first_tile);
         for (int64_t tile = first_tile; tile < highest; tile += KEYS) {
@@ -102,29 +102,58 @@ struct AmxAttention {
             else
                 several_groups(unit, tile);
         }
-        finish(unit);
+        if (unit.members)
+            leave(unit);
+        else
+            finish(unit);
+    }
+
+    // --- sums that another unit goes on with: of each query its base, its total, and the vectors of its sums ---
+
+    int64_t state_size() const { return (1 + 2 * chunks) * LANES; }
+
+    // Where query i of a unit is among its sums.
+    static int64_t part_of(const Unit& unit, int64_t i) { return unit.heads > 1 ? i / unit.each : i / QUERIES; }
+    Group& group_of(const Unit& unit, int64_t i) { return groups[unit.heads > 1 ? 0 : i / QUERIES]; }
+
+    void resume(const Unit& unit) {
+        for (int64_t i = 0; i < unit.count(); i++) {
+            const float* state = state_of(s, unit, i, state_size());
+            Group& group = group_of(unit, i);
+            int64_t lane = i % QUERIES;
+            group.base = _mm512_mask_mov_ps(group.base, 1 << lane, _mm512_set1_ps(state[0]));
+            group.total = _mm512_mask_mov_ps(group.total, 1 << lane, _mm512_set1_ps(state[1]));
+            for (int64_t part = 0; part < 2 * chunks; part++)
+                store(m.sums[part_of(unit, i)][part][lane], load(state + (1 + part) * LANES));
+        }
+    }
+
+    void leave(const Unit& unit) {
+        for (int64_t i = 0; i < unit.count(); i++) {
+            float *state = state_of(s, unit, i, state_size()), base[LANES], total[LANES];
+            const Group& group = group_of(unit, i);
+            int64_t lane = i % QUERIES;
+            _mm512_storeu_ps(base, group.base);
+            _mm512_storeu_ps(total, group.total);
+            state[0] = base[lane];
+            state[1] = total[lane];
+            for (int64_t part = 0; part < 2 * chunks; part++)
+                store(state + (1 + part) * LANES, load(m.sums[part_of(unit, i)][part][lane]));
+        }
     }
 
     // --- which queries, and where their keys are ---
 
-    int64_t token_of(const Unit& unit, int64_t i) const {
-        return s.query_starts[unit.row] + (unit.first + i % unit.each) / s.group;
-    }
-    int64_t head_of(const Unit& unit, int64_t i) const {
-        return (unit.kv_head + i / unit.each) * s.group + (unit.first + i % unit.each) % s.group;
-    }
-
     void begin(const Unit& unit) {
-        int64_t start = s.query_starts[unit.row], tokens = s.query_starts[unit.row + 1] - start;
-        int64_t count = unit.each * unit.heads, before = s.seq_lens[unit.row] - tokens - start;
+        int64_t count = unit.count();
         num_groups = (count + QUERIES - 1) / QUERIES;
         for (int index = 0; index < num_groups; index++) {
             Group& group = groups[index];
             group.count = std::min<int64_t>(QUERIES, count - index * QUERIES);
             for (int i = 0; i < QUERIES; i++)
-                group.positions[i] = i < group.count ? before + token_of(unit, index * QUERIES + i) : -1;
-            group.highest = group.positions[group.count - 1] + 1;
-            group.lowest = s.window ? std::max<int64_t>(0, group.positions[0] - s.window + 1) : 0;
+                group.positions[i] = i < group.count ? unit.position_of(s, index * QUERIES + i) : -1;
+            group.highest = std::min<int64_t>(unit.to, group.positions[group.count - 1] + 1);
+            group.lowest = std::max(unit.from, s.window ? group.positions[0] - s.window + 1 : 0);
             group.base = _mm512_set1_ps(-INFINITY);
             group.total = _mm512_setzero_ps();
         }
@@ -178,7 +207,7 @@ struct AmxAttention {
                 vf rows[LANES] = {};
                 for (int64_t i = first; i < end; i++)
                     rows[lane + i - first] = (vf)load_chunk(
-                        queries + token_of(unit, i) * s.query_stride + head_of(unit, i) * s.head_dim, chunk);
+                        queries + unit.token_of(s, i) * s.query_stride + unit.head_of(s, i) * s.head_dim, chunk);
                 transpose(rows);
                 memcpy(m.queries[part][chunk], rows, sizeof rows);
             }
@@ -399,13 +428,11 @@ struct AmxAttention {
     }
 
     void finish(const Unit& unit) {
-        int64_t count = unit.each * unit.heads;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t part = unit.heads > 1 ? i / unit.each : i / QUERIES, lane = i % QUERIES;
+        for (int64_t i = 0; i < unit.count(); i++) {
             float totals[LANES];
-            _mm512_storeu_ps(totals, groups[unit.heads > 1 ? 0 : part].total);
-            bf16* target = out + (token_of(unit, i) * s.heads + head_of(unit, i)) * s.head_dim;
-            write(m.sums[part], lane, 1.0f / totals[lane], target);
+            _mm512_storeu_ps(totals, group_of(unit, i).total);
+            bf16* target = out + (unit.token_of(s, i) * s.heads + unit.head_of(s, i)) * s.head_dim;
+            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target);
         }
     }
 
@@ -445,12 +472,12 @@ std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
 
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
     if (!use_amx()) return false;
-    std::vector<Unit> units = amx_units(s, num_rows);
-    pool::for_each(units.size(), parallel, [&](int64_t i) {
+    int64_t state_size = (1 + 2 * ((s.head_dim + CHUNK - 1) / CHUNK)) * LANES;
+    run_units(s, num_rows, amx_units(s, num_rows), QUERIES, state_size, parallel, [&](const Unit& unit) {
         static thread_local Scratch scratch;
         const TileConfig config;
         _tile_loadconfig(&config);
-        AmxAttention(s, queries, kv, out, scratch).run(units[i]);
+        AmxAttention(s, queries, kv, out, scratch).run(unit);
         _tile_release();
     });
     return true;

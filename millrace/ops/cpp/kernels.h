@@ -1,6 +1,8 @@
 // The kernels that other files call: the same functions that Python calls, with the meaning that their files give them.
 #pragma once
 
+#include "attention_sharing.h"
+
 #include <cstdint>
 
 extern "C" {
@@ -28,3 +30,9 @@ void millrace_draw(int dtype, const void* logits, int64_t rows, int64_t vocab, c
 
 double millrace_uniform(uint64_t seed, uint64_t position);
 }
+
+// millrace_attention with what the step's rows share, which is the same for all of its layers.
+void attend_sharing(int dtype, const void* queries, int64_t query_stride, const void* kv, void* out,
+                    const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables, int64_t num_rows,
+                    int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
+                    int64_t block_size, int64_t window, float scale, float softcap, Sharing& sharing);

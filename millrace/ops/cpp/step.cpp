@@ -146,12 +146,15 @@ struct Stack {
             at[in.tokens + token] = in.slots[token] % in.block_size;
         }
         Watch watch(in.nanoseconds);
+        Sharing sharing =
+            find_sharing(in.query_starts, in.seq_lens, in.tables, in.rows, in.table_width, in.block_size);
+        watch.mark(ATTENTION);
         millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
         watch.mark(NORM);
         for (int64_t i = 0; i < s.layers; i++) {
             const LayerAt& layer = layers[i];
             bool last = i + 1 == s.layers;
-            attend(in, i, at, angles, x, projected, heads, watch);
+            attend(in, i, at, angles, x, projected, heads, sharing, watch);
             multiply(layer.out, heads, x, in.tokens);
             watch.mark(OUT);
             norm(x, layer.attention_out_norm, in.tokens);
@@ -186,7 +189,7 @@ struct Stack {
     }
 
     void attend(const Inputs& in, int64_t index, const int64_t* at, const float* const* angles, const void* x,
-                void* projected, void* heads, Watch& watch) const {
+                void* projected, void* heads, Sharing& sharing, Watch& watch) const {
         const LayerAt& layer = layers[index];
         int64_t stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
         multiply(layer.qkv, x, projected, in.tokens);
@@ -196,9 +199,9 @@ struct Stack {
                              in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads, s.head_dim,
                              rotates ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
         watch.mark(PREPARE);
-        millrace_attention(s.dtype, projected, stride, in.kv[index], heads, in.query_starts, in.seq_lens, in.tables,
-                           in.rows, in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size,
-                           layer.window, s.scale, s.softcap);
+        attend_sharing(s.dtype, projected, stride, in.kv[index], heads, in.query_starts, in.seq_lens, in.tables, in.rows,
+                       in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size, layer.window,
+                       s.scale, s.softcap, sharing);
         watch.mark(ATTENTION);
     }
 
