@@ -192,7 +192,7 @@ std::vector<Unit> units_of(const Step& s, int64_t num_rows) {
 
 template <typename T>
 void attend(const Step& s, const T* queries, const T* kv, T* out, int64_t num_rows, bool parallel) {
-    run_units(s, num_rows, units_of(s, num_rows), QUERIES, Attention<T>::STATE, parallel, [&](const Unit& unit) {
+    run_units(s, num_rows, units_of(s, num_rows), QUERIES, Attention<T>::STATE, parallel, [&](const Unit& unit, const Unit*) {
         static thread_local Scratch scratch;
         Attention<T>(s, queries, kv, out, scratch).run(unit);
     });

@@ -142,8 +142,16 @@ inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTil
     return units;
 }
 
-// Call run(unit) for the units of all levels of tiles that rows share, level after level, then for the rows' `own`.
-// `shared_size` is how many queries a unit of a level has at most, `state_size` how many floats a query's sums take.
+// Call run(unit, following) for the units of all levels of tiles that rows share, level after level, then for the rows' `own`.
+// `shared_size` is how many queries a unit of a level has at most, `state_size` how many floats a query's sums take;
+// `following`, or null, is the unit that a thread is likely to run next.
+template <typename F>
+void run_units(const std::vector<Unit>& units, bool parallel, F run) {
+    size_t step = parallel ? pool::threads() : 1;
+    pool::for_each(units.size(), parallel,
+                   [&](int64_t i) { run(units[i], i + step < units.size() ? &units[i + step] : nullptr); });
+}
+
 template <typename F>
 void run_units(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t shared_size, int64_t state_size,
                bool parallel, F run) {
@@ -151,11 +159,11 @@ void run_units(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t s
         s.sharing->state.resize(num_rows * s.heads * state_size);
         for (const auto& level : s.sharing->levels) {
             std::vector<Unit> units = shared_units(s, level, shared_size);
-            pool::for_each(units.size(), parallel, [&](int64_t i) { run(units[i]); });
+            run_units(units, parallel, run);
         }
         for (Unit& unit : own) unit.from = s.sharing->done[unit.row];
     }
-    pool::for_each(own.size(), parallel, [&](int64_t i) { run(own[i]); });
+    run_units(own, parallel, run);
 }
 
 // bfloat16 on the AMX unit; false where there is none.

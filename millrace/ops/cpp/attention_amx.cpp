@@ -75,6 +75,10 @@ struct AmxAttention {
     Run runs[2][UNIT_HEADS][RUNS];
     Run(*now)[RUNS] = runs[0];
     Run(*next)[RUNS] = runs[1];
+    // Runs of keys and values that come next, in the order in which they will be read, and how far they are fetched.
+    const bf16* coming[2 * UNIT_HEADS * RUNS];
+    int num_coming = 0, fetching = 0;
+    int64_t fetched = 0;
 
     AmxAttention(const Step& s, const bf16* queries, const bf16* kv, bf16* out, Scratch& scratch)
         : s(s),
@@ -86,7 +90,8 @@ struct AmxAttention {
           values_at(s.num_blocks * s.kv_heads * s.block_size * s.head_dim),
           in_place(s.block_size % RUN == 0 && s.head_dim % CHUNK == 0) {}
 
-    void run(const Unit& unit) {
+    // `following`, or null, is likely to be this thread's next unit.
+    void run(const Unit& unit, const Unit* following) {
         begin(unit);
         load_queries(unit);
         int parts = unit.heads > 1 ? unit.heads : num_groups;
@@ -97,6 +102,10 @@ struct AmxAttention {
         for (int64_t tile = first_tile; tile < highest; tile += KEYS) {
             std::swap(now, next);
             find_all(unit, tile + KEYS);
+            if (tile + KEYS < highest)
+                expect(unit, tile + KEYS, highest);
+            else
+                expect_unit(following);
             if (unit.heads > 1)
                 several_heads(unit, tile);
             else
@@ -186,17 +195,36 @@ struct AmxAttention {
         return _mm512_maskz_loadu_epi16(mask, row + chunk * CHUNK);
     }
 
-    // Bring part of the next tile closer. Spread over a tile's work, so that memory is never waited for.
-    void prefetch(const Unit& unit, int k) const {
-        for (int head = 0; head < unit.heads; head++) {
-            const Run& run = next[head][k / RUN];
-            if (!run.to || !run.keys) continue;
-            const bf16* key = run.keys + k % RUN * s.head_dim;
-            for (int64_t d = 0; d < s.head_dim; d += 32) {
-                __builtin_prefetch(key + d);
-                __builtin_prefetch(key + values_at + d);
-            }
-        }
+    // --- memory ahead of its use ---
+
+    // From now on `fetch` brings the keys and values of a tile closer, as far as positions below `end` go.
+    void expect(const Unit& unit, int64_t tile, int64_t end) {
+        num_coming = fetching = fetched = 0;
+        if (!in_place) return;
+        for (int64_t values = 0; values < 2; values++)
+            for (int head = 0; head < unit.heads; head++)
+                for (int64_t position = tile; position < std::min(tile + KEYS, end); position += RUN)
+                    coming[num_coming++] = place(unit, unit.kv_head + head, position) + values * values_at;
+    }
+
+    void expect_unit(const Unit* unit) {
+        num_coming = 0;
+        if (!unit) return;
+        int64_t first = unit->position_of(s, 0), last = unit->position_of(s, unit->count() - 1);
+        int64_t start = std::max(unit->from, s.window ? first - s.window + 1 : 0);
+        expect(*unit, start / KEYS * KEYS, std::min(unit->to, last + 1));
+    }
+
+    // A few lines, of which a run has a multiple. Called all through a tile's work: memory that is asked for in one go is
+    // waited for, and stands still during the rest of the work.
+    void fetch(int lines) {
+        if (fetching == num_coming) return;
+        const char* line = (const char*)coming[fetching] + fetched;
+        for (int i = 0; i < lines; i++) _mm_prefetch(line + i * 64, _MM_HINT_T1);  // a tile may be all of the first level
+        fetched += lines * 64;
+        if (fetched < RUN * s.head_dim * int64_t(sizeof(bf16))) return;
+        fetched = 0;
+        fetching++;
     }
 
     void load_queries(const Unit& unit) {
@@ -221,7 +249,6 @@ struct AmxAttention {
         for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
         pair_values(unit, tile, 0);  // keeps the vector units busy while the products are computed
         store_scores(0);
-        for (int k = 0; k < KEYS; k++) prefetch(unit, k);
         __m512 shrink = weigh(groups[0], tile, 0);
         for (int head = 0; head < unit.heads; head++)
             rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
@@ -235,7 +262,6 @@ struct AmxAttention {
     // the group before.
     void several_groups(const Unit& unit, int64_t tile) {
         pair_values(unit, tile, 0);
-        for (int k = 0; k < KEYS; k++) prefetch(unit, k);
         int seeing[MAX_GROUPS], count = 0;
         for (int index = 0; index < num_groups; index++)
             if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
@@ -258,7 +284,8 @@ struct AmxAttention {
     const bf16* keys_at(const Unit& unit, int64_t tile, int head, int run) {
         const Run& r = now[head][run];
         bf16(*copied)[MAX_HEAD] = m.keys + run * RUN;
-        if (in_place && r.to) return r.keys;
+        if (!r.to) return nullptr;
+        if (in_place) return r.keys;
         for (int k = 0; k < RUN; k++) {
             bool seen = k >= r.from && k < r.to;
             const bf16* row = seen ? place(unit, unit.kv_head + head, tile + run * RUN + k) : nullptr;
@@ -284,14 +311,26 @@ struct AmxAttention {
         }
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
             _tile_loadd(4, query[chunk], 64);
-            _tile_loadd(5, keys[0] + chunk * CHUNK, strides[0]);
-            _tile_dpbf16ps(0, 5, 4);
-            _tile_loadd(6, keys[1] + chunk * CHUNK, strides[1]);
-            _tile_dpbf16ps(1, 6, 4);
-            _tile_loadd(5, keys[2] + chunk * CHUNK, strides[2]);
-            _tile_dpbf16ps(2, 5, 4);
-            _tile_loadd(6, keys[3] + chunk * CHUNK, strides[3]);
-            _tile_dpbf16ps(3, 6, 4);
+            if (keys[0]) {
+                _tile_loadd(5, keys[0] + chunk * CHUNK, strides[0]);
+                _tile_dpbf16ps(0, 5, 4);
+            }
+            fetch(8);
+            if (keys[1]) {
+                _tile_loadd(6, keys[1] + chunk * CHUNK, strides[1]);
+                _tile_dpbf16ps(1, 6, 4);
+            }
+            fetch(8);
+            if (keys[2]) {
+                _tile_loadd(5, keys[2] + chunk * CHUNK, strides[2]);
+                _tile_dpbf16ps(2, 5, 4);
+            }
+            fetch(8);
+            if (keys[3]) {
+                _tile_loadd(6, keys[3] + chunk * CHUNK, strides[3]);
+                _tile_dpbf16ps(3, 6, 4);
+            }
+            fetch(8);
         }
     }
 
@@ -381,6 +420,7 @@ struct AmxAttention {
             bool whole = in_place && r.from == 0 && r.to == RUN;
             for (int pair = 0; pair < RUN / 2; pair++) {
                 bf16* target = m.values[head % 2] + (run * RUN / 2 + pair) * chunks * 2 * CHUNK;
+                fetch(2 * chunks);
                 if (whole)
                     pair_up(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
                 else
@@ -416,12 +456,16 @@ struct AmxAttention {
             _tile_loadd(1, sums[1], 64);
             _tile_loadd(6, values + at, stride);
             _tile_dpbf16ps(0, 4, 6);
+            fetch(8);
             _tile_loadd(7, values + at + CHUNK, stride);
             _tile_dpbf16ps(1, 4, 7);
+            fetch(8);
             _tile_loadd(6, later + at, stride);
             _tile_dpbf16ps(0, 5, 6);
+            fetch(8);
             _tile_loadd(7, later + at + CHUNK, stride);
             _tile_dpbf16ps(1, 5, 7);
+            fetch(8);
             _tile_stored(0, sums[0], 64);
             _tile_stored(1, sums[1], 64);
         }
@@ -473,11 +517,11 @@ std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
     if (!use_amx()) return false;
     int64_t state_size = (1 + 2 * ((s.head_dim + CHUNK - 1) / CHUNK)) * LANES;
-    run_units(s, num_rows, amx_units(s, num_rows), QUERIES, state_size, parallel, [&](const Unit& unit) {
+    run_units(s, num_rows, amx_units(s, num_rows), MAX_GROUPS * QUERIES, state_size, parallel, [&](const Unit& unit, const Unit* following) {
         static thread_local Scratch scratch;
         const TileConfig config;
         _tile_loadconfig(&config);
-        AmxAttention(s, queries, kv, out, scratch).run(unit);
+        AmxAttention(s, queries, kv, out, scratch).run(unit, following);
         _tile_release();
     });
     return true;
