@@ -10,6 +10,26 @@ from millrace.ops.attention.long_rows import LongRow
 
 
 @dataclass(slots=True)
+class LastTokens:
+    """The last token of some of a step's rows, where only their hidden states are wanted. In the last layer nothing but
+    keys and values is then computed for any other token. As rows of attention they have one query each."""
+
+    index: Tensor
+    """int [n]: which of the step's tokens, in rising order."""
+    query_starts: Tensor
+    """int32 [n + 1]: 0, 1, 2 ..."""
+    seq_lens: Tensor
+    block_tables: Tensor
+    query_starts_host: list[int]
+    seq_lens_host: list[int]
+    table_rows: Tensor | None = None
+    tiles: Tensor | None = None
+    has_singles: bool = True
+    long_rows: tuple[LongRow, ...] = ()
+    shared_len: Tensor | None = None
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T tokens in n ragged rows. The `_host` lists state the same facts as their tensors, so that no path ever has to
     read a device tensor on the host."""
@@ -40,3 +60,5 @@ class ForwardBatch:
     """With table_rows: rows without tiles that go through the library's attention."""
     shared_len: Tensor | None = None
     """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""
+    last: LastTokens | None = None
+    """The only tokens whose hidden states are wanted; None for all."""

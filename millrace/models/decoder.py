@@ -21,7 +21,7 @@ from millrace.ops.embedding import Embedding
 from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
-from millrace.ops.linear import Linear
+from millrace.ops.linear import Head, Linear
 from millrace.ops.qkv import PrepareQkv
 from millrace.ops.rope import rope_rows
 from millrace.ops.softcap import softcap
@@ -106,7 +106,7 @@ class DecoderWeights:
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
-    head: Linear
+    head: Head
     frequencies: tuple[Tensor, ...]
     """Inverse frequencies of each of the spec's ropes, float32 on the device."""
     num_bytes: int
@@ -151,7 +151,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
-        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm.
+        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm, or
+        [n, hidden] of the batch's `last` tokens.
 
         A native stack adds to `nanoseconds` what each of native_stack.KINDS took."""
         if self.native_stack is None:
@@ -162,7 +163,7 @@ class Decoder:
     def walk(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
         """The same, op by op: what a native stack is held to."""
         weights, ops, eps = self._weights, self._ops, self.spec.norm_eps
-        layers = weights.layers
+        layers, last = weights.layers, batch.last
         block_size = kv[0].shape[3]
         block_ids, offsets = cache_places(batch.slots, block_size)
         rows = self._rope_rows(batch.positions)
@@ -174,7 +175,13 @@ class Decoder:
             qkv = layer.qkv(hidden)
             angles = None if layer.rope is None else rows[layer.rope]
             queries = layer.prepare_qkv(qkv, angles, kv[index], block_ids, offsets)
-            hidden = layer.out(ops.attention(queries, kv[index], prepared[layer.window]))
+            attended = prepared[layer.window]
+            if last is not None and index + 1 == len(layers):
+                if not len(last.index):
+                    return residual[:0]
+                queries, residual = queries.index_select(0, last.index), residual.index_select(0, last.index)
+                attended = ops.attention.prepare(last, block_size, self.spec.windows[layer.window])
+            hidden = layer.out(ops.attention(queries, kv[index], attended))
             if layer.attention_out_norm is not None:
                 hidden = ops.rms_norm(hidden, layer.attention_out_norm, eps)
             hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps, quantise=layer.mlp.takes_fp8)
@@ -194,15 +201,14 @@ class Decoder:
         return layers[index + 1].input_norm, layers[index + 1].qkv.takes_fp8
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, *, widen: bool = True) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that.
 
-        Without `widen` logits that need no cap keep the model's dtype: what a sampling kernel reads."""
-        logits = self._weights.head(hidden)
+        They are not rounded to the model's dtype: in bfloat16 the likeliest tokens are often equal, and the first of
+        them would be drawn instead of the best. `out` may be written and returned."""
+        logits = self._weights.head.wide(hidden, out)
         cap = self.spec.logit_softcap
-        if cap is not None:
-            return softcap(logits.float(), cap)
-        return logits.float() if widen else logits
+        return logits if cap is None else softcap(logits, cap)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         rows = self._weights.embedding(token_ids)

@@ -43,7 +43,7 @@ from millrace.models.stored import QuantisedSource, StoredMatrices
 from millrace.ops.experts import ExpertWeights
 from millrace.ops.fp8_linear import fp8_missing
 from millrace.ops.gated_linear import GatedLinear
-from millrace.ops.linear import Linear
+from millrace.ops.linear import Head, Linear
 from millrace.ops.quantised import with_quantise
 from millrace.ops.registry import choose
 from millrace.ops.stored_linear import StoredLinear, StoredWeight, keeps_stored
@@ -287,13 +287,14 @@ class _Builder:
             ),
         )
 
-    def _embedding_and_head(self) -> tuple[Any, Linear]:
+    def _embedding_and_head(self) -> tuple[Any, Head]:
         part = self.layout.embedding
         rows, columns = part.shape
         shape: dict[str, Any] = {"in_features": columns, "out_features": rows, "stored": self._is_stored((part,))}
         if self.layout.head is not None:
             embedding = self._choose("embedding", **shape).make(self._weight((part,)))
-            return embedding, self._linear(self.layout.head, "head", "linear")
+            head: Any = self._linear(self.layout.head, "head", "linear")
+            return embedding, head
         tied = self._choose("tied_embedding", **shape).make(self._weight((part,)))
         return tied.rows, tied.head
 

@@ -71,6 +71,8 @@ class _Inputs(Structure):
         ("kv", POINTER(c_void_p)),
         *((name, c_void_p) for name in ("residual", "out", "nanoseconds")),
         *((name, c_int64) for name in ("tokens", "rows", "table_width", "num_blocks", "block_size")),
+        *((name, c_void_p) for name in ("last_tokens", "last_lens", "last_tables")),
+        ("lasts", c_int64),
     )
 
 
@@ -138,12 +140,14 @@ class NativeStack:
     def __call__(
         self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None
     ) -> Tensor:
-        """[T, hidden] after the final norm, of embedded tokens, which are overwritten. `nanoseconds`, int64 with one
-        place for each of KINDS, has the time spent added to it."""
+        """What Decoder.forward gives, of embedded tokens, which are overwritten. `nanoseconds`, int64 with one place
+        for each of KINDS, has the time spent added to it."""
         columns = (batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables, batch.positions)
         parts = [part.contiguous() for part in columns]
         residual = residual.contiguous()
-        out = torch.empty_like(residual)
+        last = batch.last
+        chosen = [] if last is None else [last.index.long(), last.seq_lens.contiguous(), last.block_tables.contiguous()]
+        out = torch.empty_like(residual if last is None else residual[: len(last.index)])
         inputs = _Inputs(
             *(part.data_ptr() for part in parts),
             self._angles_upto(batch.max_seq_len),
@@ -156,6 +160,9 @@ class NativeStack:
             parts[3].shape[1],
             kv[0].shape[1],
             kv[0].shape[3],
+            *(part.data_ptr() for part in chosen),
+            *(None for _ in range(3 - len(chosen))),
+            -1 if last is None else len(last.index),
         )
         self._check(self._run(self._stack, ctypes.byref(inputs)))
         return out

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.native import native, native_missing
 
 __all__ = ["NativeDraw", "native_missing"]
 
@@ -30,12 +30,12 @@ class NativeDraw:
         min_p: Floats,
         uniforms: npt.NDArray[np.float64],
     ) -> Tensor:
-        """int64 [n] of logits [n, vocab] in any native dtype. A temperature of 0 takes the likeliest, the first of
+        """int64 [n] of float32 logits [n, vocab]. A temperature of 0 takes the likeliest, the first of
         equals; a top_k of 0 keeps all; `uniforms` in [0, 1) say where in the cumulative distribution to draw."""
         logits = logits.contiguous()
         rows, vocab = logits.shape
         columns = [np.ascontiguousarray(part) for part in (temperature, top_k, top_p, min_p, uniforms)]
         tokens = torch.empty(rows, dtype=torch.int64)
         addresses = (part.ctypes.data for part in columns)
-        self._draw(DTYPES[logits.dtype], logits.data_ptr(), rows, vocab, *addresses, tokens.data_ptr())
+        self._draw(logits.data_ptr(), rows, vocab, *addresses, tokens.data_ptr())
         return tokens

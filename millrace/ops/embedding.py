@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.linear import InvariantLinear, Linear, PlainLinear, TiledLinear, TunedLinear
+from millrace.ops.linear import Head, InvariantLinear, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.native import DTYPES, native_missing
 from millrace.ops.stored_linear import StoredLinear, StoredWeight, native_linear
 from millrace.ops.triton import hopper_missing, triton_missing
@@ -25,7 +25,7 @@ Embedding = Callable[[Tensor], Tensor]
 
 
 class TiedEmbedding(Protocol):
-    head: Linear
+    head: Head
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]"""
@@ -47,7 +47,7 @@ class NativeTiedEmbedding:
 
 
 class PlainTiedEmbedding:
-    def __init__(self, weight: Tensor, head: Callable[[Tensor], Linear] = PlainLinear) -> None:
+    def __init__(self, weight: Tensor, head: Callable[[Tensor], Head] = PlainLinear) -> None:
         self.weight = weight
         self.head = head(weight)
 

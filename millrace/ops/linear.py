@@ -43,6 +43,15 @@ class Linear(Protocol):
         ...
 
 
+class Head(Linear, Protocol):
+    """A linear whose outputs are scores: two that differ must not become equal by being rounded."""
+
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As a call, in float32: the sums themselves, where the version can, not rounded to the model's dtype.
+        `out`, float32 [T, N], is written where the version can write it; what is returned counts."""
+        ...
+
+
 class PlainLinear:
     """The reference: the library's own linear over the plain weight."""
 
@@ -55,6 +64,19 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return multiply_wide(x, self.weight, self.bias, out)
+
+
+def multiply_wide(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """The library's product in float32. On a CPU it can only be rounded first, or else it takes ten times as long."""
+    if not x.is_cuda or x.dtype == torch.float32:
+        return F.linear(x, weight, bias).float()
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    return out if bias is None else out.add_(bias)
 
 
 class NativeParts:
@@ -93,8 +115,14 @@ class NativeParts:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=self.dtype)
-        self._linear(self._native_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows)
+        self._linear(self._native_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, 0)
         return out
+
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        x = x.contiguous()
+        sums = torch.empty((x.shape[0], self.out_features), dtype=torch.float32)
+        self._linear(self._native_at, x.data_ptr(), x.stride(0), sums.data_ptr(), x.shape[0], 1)
+        return sums
 
     def take_rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, by index."""
@@ -141,6 +169,9 @@ class PackedLinear:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return result
 
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self(x).float()
+
 
 class TiledLinear:
     """Another linear, always called with exactly `TILE_ROWS` rows, so that a row's sum never changes its order."""
@@ -156,6 +187,9 @@ class TiledLinear:
         padded = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
         tiles = [self.inner(tile) for tile in torch.split(padded, TILE_ROWS)]
         return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
+
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self(x).float()
 
 
 class TunedLinear:
@@ -179,6 +213,13 @@ class TunedLinear:
             return F.linear(x, self.weight, self.bias)
         return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
 
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        tiles = self._tiles.of(x.shape[0])
+        if tiles is None:
+            return multiply_wide(x, self.weight, self.bias, out)
+        wide = torch.float32
+        return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters, out_dtype=wide, out=out)
+
 
 class InvariantLinear:
     """A kernel whose sums are cut by the weight's size alone, so that a row's result does not depend on the others."""
@@ -197,6 +238,10 @@ class InvariantLinear:
     def __call__(self, x: Tensor) -> Tensor:
         tiles = self._choose(x.shape[0], self.weight)
         return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
+
+    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        tiles, wide = self._choose(x.shape[0], self.weight), torch.float32
+        return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters, out_dtype=wide, out=out)
 
 
 def make_packed_tiles(weight: Tensor, bias: Tensor | None = None) -> TiledLinear:

@@ -9,9 +9,13 @@ from millrace.run.step_packet import Bucket
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Then in steps of 32 up to 512 and of 64 beyond."""
 MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
+FEW_ROWS, FEW_ROWS_TOKENS = 4, 2048
+"""A few prompts with nothing beside them, up to so many tokens, have buckets without the kernel of single queries."""
 MIXED_ROWS = (32,)
 """Then the most rows there are. Rows that a step does not have cost next to nothing; a bucket that is met for the first
 time costs a capture."""
+PRUNED_SHARE = 2
+"""Tokens per row from which most of the last layer is computed for each row's last token alone."""
 SPARE_TILES = 256
 """Tiles beyond what full ones would need, for rows that end in the middle of one."""
 
@@ -31,21 +35,38 @@ class Buckets:
 
     def all_mixed(self) -> list[Bucket]:
         """Few rows first, each from the least to the most tokens."""
+        few = [self._few_bucket(size) for size in self.mixed_tokens if self._has_few(size)]
         pairs = [(size, rows) for rows in self.mixed_rows for size in self.mixed_tokens]
-        return list(dict.fromkeys(self._mixed_bucket(size, rows) for size, rows in pairs))
+        return list(dict.fromkeys([*few, *(self._mixed_bucket(size, rows) for size, rows in pairs)]))
 
-    def mixed(self, tokens: int, rows: int, tiles: int) -> Bucket | None:
+    def mixed(self, tokens: int, rows: int, tiles: int, *, has_singles: bool = True) -> Bucket | None:
         """The least bucket that holds the step and a row of padding; None when no bucket does."""
         at, place = bisect_left(self.mixed_tokens, tokens), bisect_left(self.mixed_rows, rows + 1)
         if at == len(self.mixed_tokens) or place == len(self.mixed_rows):
             return None
-        bucket = self._mixed_bucket(self.mixed_tokens[at], self.mixed_rows[place])
+        size = self.mixed_tokens[at]
+        few = not has_singles and rows < FEW_ROWS and self._has_few(size)
+        bucket = self._few_bucket(size) if few else self._mixed_bucket(size, self.mixed_rows[place])
         padding = -(-(bucket.tokens - tokens) // self._queries_per_tile)
         return bucket if tiles + padding <= bucket.tiles else None
 
+    def last_only(self, tokens: int, rows: int) -> bool:
+        """Whether most of the last layer is left out in a step of this size. Where nothing may depend on how a prompt
+        was cut into steps, never."""
+        return not self._tile_singles and tokens >= PRUNED_SHARE * rows
+
+    def _has_few(self, tokens: int) -> bool:
+        return not self._tile_singles and FEW_ROWS < tokens <= FEW_ROWS_TOKENS
+
+    def _few_bucket(self, tokens: int) -> Bucket:
+        tiles = self._most_tiles(tokens, FEW_ROWS)
+        last_only = self.last_only(tokens, FEW_ROWS)
+        return Bucket(tokens, FEW_ROWS, tiles, is_decode=False, has_singles=False, last_only=last_only)
+
     def _mixed_bucket(self, tokens: int, rows: int) -> Bucket:
         rows = min(rows, tokens + 1)
-        return Bucket(tokens, rows, self._most_tiles(tokens, rows), is_decode=False)
+        tiles = self._most_tiles(tokens, rows)
+        return Bucket(tokens, rows, tiles, is_decode=False, last_only=self.last_only(tokens, rows))
 
     def _most_tiles(self, tokens: int, rows: int) -> int:
         spare = min(rows, tokens) if self._tile_singles else min(rows, tokens, SPARE_TILES)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace.config import KvDtype
-from millrace.models.batch import ForwardBatch
+from millrace.models.batch import ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
@@ -113,8 +113,10 @@ class CudaRunner:
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.zeros_like(self._token_ids)
         self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
+        self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
         self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
         self._drawn_back = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._count = torch.arange(max_rows + 2, dtype=torch.int32, device=place)
         self._turn = 0
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -149,14 +151,16 @@ class CudaRunner:
         if plan.counts.max() == 1:
             decode = self._buckets.decode(num_rows)
             return (replace(decode, shares=True) if self._shares(plan) else decode), False
-        if self._takes_long_rows and plan.counts.max() >= WORTH_IT:
-            tiles = self._writer.num_tiles(plan.counts, WORTH_IT)
-            return Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=WORTH_IT), True
-        tiles = self._writer.num_tiles(plan.counts)
-        bucket = self._buckets.mixed(plan.num_tokens, num_rows, tiles)
-        if bucket is None or (self._table.num_prompt_logprobs[plan.rows] >= 0).any():
-            return Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), True
-        return bucket, False
+        scores_prompts = bool((self._table.num_prompt_logprobs[plan.rows] >= 0).any())
+        long_from = WORTH_IT if self._takes_long_rows and plan.counts.max() >= WORTH_IT else 0
+        tiles = self._writer.num_tiles(plan.counts, long_from)
+        if not long_from and not scores_prompts:
+            bucket = self._buckets.mixed(plan.num_tokens, num_rows, tiles, has_singles=bool(plan.counts.min() == 1))
+            if bucket is not None:
+                return bucket, False
+        last_only = not scores_prompts and self._buckets.last_only(plan.num_tokens, num_rows)
+        exact = Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
+        return exact, True
 
     def _shares(self, plan: StepPlan) -> bool:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
@@ -167,7 +171,8 @@ class CudaRunner:
         self._packet[:used].copy_(self._packets_out[self._turn][:used], non_blocking=True)
 
     def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = ()) -> Tensor:
-        """From the packet to hidden states [T, hidden]; those that precede a draw are gathered for the head."""
+        """From the packet to hidden states of all tokens, or of each row's last; those that precede a draw are gathered
+        for the head."""
         layout, packet = self._writer.layout(bucket), self._packet
 
         def part(section: Section) -> Tensor:
@@ -203,21 +208,34 @@ class CudaRunner:
             seq_lens_host=[],
             table_rows=table_rows,
             tiles=part(layout.tiles).view(-1, 2) if bucket.tiles else None,
-            has_singles=not self._tile_singles,
+            has_singles=bucket.has_singles and not self._tile_singles,
             long_rows=long_rows,
             shared_len=part(layout.shared_len) if bucket.shares else None,
         )
+        if bucket.last_only:
+            batch.last = self._last_tokens(batch, part(layout.last_tokens))
         hidden = self._decoder.forward(batch, self._kv)
-        most = min(size, self._max_rows)
-        torch.index_select(hidden, 0, part(layout.sample_tokens)[:most], out=self._sampled[:most])
+        most = min(hidden.shape[0], self._max_rows)
+        torch.index_select(hidden, 0, part(layout.sample_states)[:most], out=self._sampled[:most])
         return hidden
+
+    def _last_tokens(self, batch: ForwardBatch, index: Tensor) -> LastTokens:
+        return LastTokens(
+            index=index,
+            query_starts=self._count[: len(index) + 1],
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables,
+            query_starts_host=[],
+            seq_lens_host=[],
+            table_rows=batch.table_rows,
+        )
 
     def _head(self, size: int, variant: Variant) -> Tensor:
         """Logits [size, vocab] of the gathered rows; what was drawn from them is in `_drawn`."""
         layout = self._writer.layout(self._buckets.decode(1))
         rows = self._packet[layout.sample_rows.start :][:size]
         positions = self._packet[layout.sample_positions.start :][:size]
-        logits = self._decoder.logits(self._sampled[:size], widen=False)
+        logits = self._decoder.logits(self._sampled[:size], self._logits[:size])
         self._sampler.draw(logits, rows, positions, self._drawn[:size], variant)
         return logits
 
@@ -236,7 +254,7 @@ class CudaRunner:
             if len(wanted):
                 index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
                 chosen = self._drawn[: len(due)].long()[index]
-                logprobs = score(logits[index].float(), chosen, max(1, int(counts.max())))
+                logprobs = score(logits[index], chosen, max(1, int(counts.max())))
         return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
@@ -307,6 +325,7 @@ class CudaRunner:
             with rehearsal() as noted:
                 self._sampler.rehearse()
                 for bucket in buckets:
+                    self._send(None, bucket)  # the library's own kernels do run, and read what is there
                     self._body(bucket)
                     for variant in variants if bucket.is_decode else ():
                         self._head(bucket.rows, variant)

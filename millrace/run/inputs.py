@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.models.batch import ForwardBatch
-from millrace.plan.step import Int32s, StepPlan
+from millrace.models.batch import ForwardBatch, LastTokens
+from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device import Device
 from millrace.run.request_table import RequestTable
 
@@ -75,6 +75,20 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
         max_seq_len=max_seq_len,
         query_starts_host=query_starts.tolist(),
         seq_lens_host=seq_lens.tolist(),
+    )
+
+
+def last_tokens(batch: ForwardBatch, due: Int64s, device: Device) -> LastTokens:
+    """The last tokens of the rows `due`."""
+    index = np.asarray(batch.query_starts_host, np.int64)[due + 1] - 1
+    chosen, rows = device.upload(np.stack([index, due]).astype(np.int32)).long()
+    return LastTokens(
+        index=chosen,
+        query_starts=torch.arange(len(due) + 1, dtype=torch.int32, device=device.torch_device),
+        seq_lens=batch.seq_lens[rows],
+        block_tables=batch.block_tables[rows],
+        query_starts_host=list(range(len(due) + 1)),
+        seq_lens_host=[batch.seq_lens_host[row] for row in due.tolist()],
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.models.decoder import Decoder
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device import Device, Pending
-from millrace.run.inputs import gather_inputs
+from millrace.run.inputs import gather_inputs, last_tokens
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns
 from millrace.run.native_step import NativeStep
@@ -101,10 +101,12 @@ class Runner:
             tokens = self.native_step(plan)
             return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
         batch = gather_inputs(plan, self._table, self._device, self._block_size)
+        due = np.flatnonzero(plan.samples)
+        if len(due) < plan.num_tokens and not (self._table.num_prompt_logprobs[plan.rows] >= 0).any():
+            batch.last = last_tokens(batch, due, self._device)
         hidden = self._decoder.forward(batch, self._kv)
         query_starts = np.asarray(batch.query_starts_host, np.int32)
         prompt_logprobs = score_prompts(plan, query_starts, self._table, self._decoder, hidden)
-        due = np.flatnonzero(plan.samples)
         if len(due) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self._device.torch_device)
             return StepResult(plan.step_no, nothing, None, due, due.astype(np.int32), prompt_logprobs)
@@ -112,7 +114,7 @@ class Runner:
         columns = self._device.upload(np.stack([query_starts[due + 1] - 1, rows]))
         last_index, table_rows = columns.long()
         wanted = hidden if len(due) == len(hidden) else hidden[last_index]
-        logits = self._decoder.logits(wanted, widen=not self._sampler.takes_narrow(rows))
+        logits = self._decoder.logits(wanted)
         drawn = self._sampler.draw(logits, rows, positions)
         self._table.last_tokens[table_rows] = drawn.tokens
         return StepResult(

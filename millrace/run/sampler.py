@@ -80,13 +80,8 @@ class Sampler:
             else:
                 self._penalties.release(row)
 
-    def takes_narrow(self, rows: Int32s) -> bool:
-        """Whether these rows can be drawn from logits in the model's dtype, which nothing changes or reads besides."""
-        return self._draw_native is not None and not self.is_special[rows].any()
-
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Drawn:
-        """`logits` [n, vocab] float32 (or where takes_narrow, the model's dtype), free to change; `positions` are those
-        the new tokens will take."""
+        """`logits` [n, vocab] float32, free to change; `positions` are those the new tokens will take."""
         wanted = np.flatnonzero(self.num_logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(wanted).to(logits.device)] if len(wanted) else None
         self._constrain(logits, rows, positions)

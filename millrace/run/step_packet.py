@@ -36,6 +36,10 @@ class Bucket:
     """Rows with at least this many tokens have no tiles: the library attends to them. 0 for none."""
     shares: bool = False
     """Decode: all rows begin with the same blocks, and their keys are read for many rows at once."""
+    has_singles: bool = True
+    """Whether rows with one query may be among others; if not, the padding's are tiled whatever their number."""
+    last_only: bool = False
+    """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,8 @@ class PacketLayout:
         self._end = 0
         self.num_updates = self._take(1)
         self.shared_len = self._take(1)
-        self.sample_tokens = self._take(max_rows)
-        """Which of the step's tokens precede a draw."""
+        self.sample_states = self._take(max_rows)
+        """Which of the step's hidden states, of tokens or, with `last_only`, of rows, precede a draw."""
         self.sample_rows = self._take(max_rows)
         self.sample_positions = self._take(max_rows)
         self.table_rows = self._take(bucket.rows)
@@ -66,6 +70,7 @@ class PacketLayout:
         self.tokens_in = self._take(bucket.tokens)
         self.token_rows = self._take(0 if bucket.is_decode else bucket.tokens)
         self.tiles = self._take(2 * bucket.tiles)
+        self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
         self.updates_start = self._end
 
     def _take(self, length: int) -> Section:
@@ -113,7 +118,10 @@ class PacketWriter:
         _write_known_tokens(rows, starts, counts, table, query_starts, tokens_in)
         if bucket.tiles:
             self._write_tiles(layout, packet)
-        self._write_samples(layout, packet, query_starts[due + 1] - 1, rows[due], (starts + counts)[due])
+        if bucket.last_only:
+            layout.last_tokens.of(packet)[:] = query_starts[1:] - 1
+        states = due.astype(np.int32) if bucket.last_only else query_starts[due + 1] - 1
+        self._write_samples(layout, packet, states, rows[due], (starts + counts)[due])
         layout.shared_len.of(packet)[0] = 0 if plan is None else self.shared_tokens(plan)
         return self._write_updates(layout, plan, packet)
 
@@ -135,7 +143,7 @@ class PacketWriter:
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
         query_starts[num_rows + 1 :] = bucket.tokens
-        seq_lens[num_rows:] = 0
+        seq_lens[num_rows:] = 1  # a row without queries may still be asked for its last token
         padding = bucket.tokens - int(query_starts[num_rows])
         if padding:
             seq_lens[num_rows] = padding
@@ -145,7 +153,8 @@ class PacketWriter:
     def _write_tiles(self, layout: PacketLayout, packet: Int32s) -> None:
         """(row, first query) of each tile, the padding's row included; -1 beyond."""
         counts = np.diff(layout.query_starts.of(packet))
-        wanted = self._tiled(counts, layout.bucket.long_from)
+        bucket = layout.bucket
+        wanted = self._tiled(counts, bucket.long_from) if bucket.has_singles else np.flatnonzero(counts)
         per_row = -(-counts[wanted] // self._queries_per_tile)
         total = int(per_row.sum())
         tiles = layout.tiles.of(packet).reshape(-1, 2)
@@ -155,11 +164,11 @@ class PacketWriter:
         tiles[:total, 1] = (np.arange(total) - before) * self._queries_per_tile
 
     def _write_samples(
-        self, layout: PacketLayout, packet: Int32s, tokens: Int32s, rows: Int32s, positions: Int32s
+        self, layout: PacketLayout, packet: Int32s, states: Int32s, rows: Int32s, positions: Int32s
     ) -> None:
         count = len(rows)
         for section, values, filler in (
-            (layout.sample_tokens, tokens, 0),
+            (layout.sample_states, states, 0),
             (layout.sample_rows, rows, -1),
             (layout.sample_positions, positions, 0),
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from helpers.paged import PagedDriver, make_batch
@@ -16,6 +17,8 @@ from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder, load_decoder
 from millrace.models.native_stack import KINDS
 from millrace.ops import native
+from millrace.run.device import CpuDevice
+from millrace.run.inputs import last_tokens
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")
@@ -64,6 +67,24 @@ def test_native_stack_equals_the_walk(case: str, dtype: torch.dtype) -> None:
     assert decoder.native_stack is not None
     for block_size in (5, 16):
         check_same(decoder, mixed_batches(case, VOCAB, block_size), block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama_tied", "gemma3", "qwen3_moe"])
+def test_last_tokens_alone_are_what_they_are_among_all(case: str, dtype: torch.dtype) -> None:
+    decoder = load(case, dtype)
+    whole_kv, kept_kv, walked_kv = (PagedDriver(decoder, 16).kv for _ in range(3))
+    draw, device = random.Random(case), CpuDevice(1)
+    for batch in mixed_batches(case, VOCAB, 16):
+        whole = decoder.forward(batch, whole_kv)
+        num_rows = len(batch.seq_lens_host)
+        due = np.array(sorted(draw.sample(range(num_rows), draw.randint(0, num_rows))), np.int64)
+        batch.last = last_tokens(batch, due, device)
+        wanted = whole[[batch.query_starts_host[row + 1] - 1 for row in due.tolist()]]
+        assert torch.equal(decoder.walk(batch, walked_kv), wanted)
+        assert torch.equal(decoder.forward(batch, kept_kv), wanted)
+    for whole, kept in zip(whole_kv, kept_kv, strict=True):
+        assert torch.equal(whole.nan_to_num(7.0), kept.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])

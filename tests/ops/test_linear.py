@@ -104,3 +104,24 @@ def test_bytes_held_are_counted() -> None:
     weight, bias = torch.randn(64, 128), torch.randn(64)
     for version in runnable(linear.VERSIONS, torch.float32, 128, 64):
         assert version.make(weight, bias).num_bytes == weight.nbytes + bias.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 16, 40, 140])
+def test_wide_sums_are_what_a_call_rounds(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(rows, 576, 97, dtype)
+    native = NativeLinear(weight, bias)
+    wide = native.wide(x)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.to(dtype), native(x))
+    expected = x.double() @ weight.double().T + bias.double()
+    assert ((wide.double() - expected).norm() / expected.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_version_of_a_head_has_wide_sums(dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(3, 64, 128, dtype)
+    for version in runnable(linear.VERSIONS, dtype, 64, 128):
+        head = version.make(weight, bias)
+        assert head.wide(x).dtype == torch.float32
+        assert torch.equal(head.wide(x).to(dtype), head(x)), version.name

@@ -27,16 +27,12 @@ bool any(vi mask) {
 }
 
 // The first of the largest.
-template <typename T>
-int64_t likeliest(const T* logits, int64_t count) {
+int64_t likeliest(const float* logits, int64_t count) {
     vf top = splat(-INFINITY);
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) top = max(load(logits + i), top);  // a NaN is passed over
     float largest = max_lanes(top);
-    for (int64_t rest = i; rest < count; rest++) {
-        float x = load_some(logits + rest, 1)[0];
-        largest = x > largest ? x : largest;
-    }
+    for (int64_t rest = i; rest < count; rest++) largest = logits[rest] > largest ? logits[rest] : largest;
     for (i = 0; i + LANES <= count; i += LANES) {
         vi same = load(logits + i) == largest;
         if (!any(same)) continue;
@@ -44,7 +40,7 @@ int64_t likeliest(const T* logits, int64_t count) {
             if (same[lane]) return i + lane;
     }
     for (; i < count; i++)
-        if (load_some(logits + i, 1)[0] == largest) return i;
+        if (logits[i] == largest) return i;
     return 0;
 }
 
@@ -55,10 +51,9 @@ struct Bench {
     std::vector<int64_t> tokens;
 };
 
-template <typename T>
 class Draw {
   public:
-    Draw(Bench& bench, const T* logits, int64_t count, const Limits& limits)
+    Draw(Bench& bench, const float* logits, int64_t count, const Limits& limits)
         : b(bench), count(count), limits(limits), blocks((count + BLOCK - 1) / BLOCK) {
         b.scaled.resize(blocks * BLOCK);
         b.weights.resize(blocks * BLOCK);
@@ -93,9 +88,9 @@ class Draw {
     int64_t blocks;
     float largest;
 
-    static vf padded(const T* logits, int left) {
+    static vf padded(const float* logits, int left) {
         vf x = splat(-INFINITY);
-        for (int lane = 0; lane < left; lane++) x[lane] = load_some(logits + lane, 1)[0];
+        for (int lane = 0; lane < left; lane++) x[lane] = logits[lane];
         return x;
     }
 
@@ -242,11 +237,10 @@ class Draw {
     }
 };
 
-template <typename T>
-int64_t draw(const T* logits, int64_t count, const Limits& limits) {
+int64_t draw(const float* logits, int64_t count, const Limits& limits) {
     if (limits.temperature <= 0) return likeliest(logits, count);
     static thread_local Bench bench;
-    return Draw<T>(bench, logits, count, limits).token();
+    return Draw(bench, logits, count, limits).token();
 }
 
 }  // namespace
@@ -266,15 +260,11 @@ double millrace_uniform(uint64_t seed, uint64_t position) {
 }
 
 // tokens[i] for each row of logits [rows, vocab], whose rows follow each other.
-void millrace_draw(int dtype, const void* logits, int64_t rows, int64_t vocab, const float* temperature,
-                   const int64_t* top_k, const float* top_p, const float* min_p, const double* uniform,
-                   int64_t* tokens) {
+void millrace_draw(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k,
+                   const float* top_p, const float* min_p, const double* uniform, int64_t* tokens) {
     pool::for_each(rows, rows * vocab >= MIN_PARALLEL, [&](int64_t row) {
         Limits limits{temperature[row], top_k[row], top_p[row], min_p[row], uniform[row]};
-        if (dtype == F32)
-            tokens[row] = draw((const float*)logits + row * vocab, vocab, limits);
-        else
-            tokens[row] = draw((const bf16*)logits + row * vocab, vocab, limits);
+        tokens[row] = draw(logits + row * vocab, vocab, limits);
     });
 }
 }

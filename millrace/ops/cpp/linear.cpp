@@ -143,14 +143,14 @@ int64_t item_bytes(int dtype) { return dtype == F32 ? 4 : 2; }
 
 }  // namespace
 
-void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows) {
+void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide) {
     std::vector<Layer> parts;
     int64_t first = 0;
     for (int64_t i = 0; i < desc.num_parts; i++) {
         const LinearPart& part = desc.parts[i];
         const float* bias = desc.bias ? desc.bias + first : nullptr;
         int64_t padded = padded_inputs(part.format, desc.k);
-        parts.push_back({part.format, part.packed, bias, part.n, desc.k, padded, desc.n, first});
+        parts.push_back({part.format, part.packed, bias, part.n, desc.k, padded, desc.n, first, wide});
         first += part.n;
     }
 #if HAS_AMX
@@ -196,7 +196,7 @@ int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* id
     return take_rows(*layer, out, ids, count);
 }
 
-void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows) {
-    linear(*layer, x, stride, out, rows);
+void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide) {
+    linear(*layer, x, stride, out, rows, wide);
 }
 }

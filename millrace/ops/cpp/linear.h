@@ -40,8 +40,8 @@ struct LinearDesc {
 };
 
 // out [rows, n], contiguous, of x [rows, k], whose rows lie `stride` items apart. Each output is summed in one order
-// whatever `rows` is. Uses the pool, so it must not be called from a piece of the pool's work.
-void linear(const LinearDesc& layer, const void* x, int64_t stride, void* out, int64_t rows);
+// whatever `rows` is; `wide` ones are float32, not rounded to the layer's type. Uses the pool, so it must not be called from a piece of the pool's work.
+void linear(const LinearDesc& layer, const void* x, int64_t stride, void* out, int64_t rows, bool wide = false);
 
 // Rows of the weight by index: out [count, k]. The position of the first id that is no row, or -1.
 int64_t take_rows(const LinearDesc& layer, void* out, const int64_t* ids, int64_t count);

@@ -25,6 +25,7 @@ struct Layer {
     const void* packed;
     const float* bias;  // [N] or null
     int64_t n, k, padded_k, out_stride, first_column;
+    bool wide;                // outputs are float32 whatever the inputs are
     int64_t first_panel = 0;  // the one at `packed`
 
     bool is_quantised() const { return format > FORMAT_BF16; }
@@ -41,7 +42,11 @@ inline void finish(const Layer& layer, T* out, int64_t row, int64_t panel, vf su
     int lanes = layer.n - column < PANEL ? layer.n - column : PANEL;
     if (lanes <= 0) return;
     if (layer.bias) sum += load_upto(layer.bias + column, lanes);
-    store_upto(out + row * layer.out_stride + layer.first_column + column, sum, lanes);
+    int64_t at = row * layer.out_stride + layer.first_column + column;
+    if (layer.wide)
+        store_upto((float*)out + at, sum, lanes);
+    else
+        store_upto(out + at, sum, lanes);
 }
 
 // Call f(first, last) for ranges of `size` panels.

@@ -40,6 +40,11 @@ struct Inputs {
     void* out;                   // [tokens, hidden] after the final norm
     int64_t* nanoseconds;        // by kind of work, added to; or null
     int64_t tokens, rows, table_width, num_blocks, block_size;
+    // The only tokens whose output is wanted, in rising order, each the last of its row, and those rows' lengths and
+    // tables: `out` has `lasts` rows then. -1 of them: all tokens are wanted.
+    const int64_t* last_tokens;
+    const int32_t *last_lens, *last_tables;
+    int64_t lasts;
 };
 
 // A step as the runner knows it: rows of the request table and how their tokens are drawn.
@@ -131,7 +136,7 @@ struct Stack {
         millrace_norm(s.dtype, x, residual, weight, out, residual, rows, s.hidden, s.eps);
     }
 
-    bool run(const Inputs& in) {
+    bool run(Inputs in) {
         int64_t size = in.tokens * item();
         void* x = hidden.of(size * s.hidden);
         void* projected = qkv.of(size * (s.heads + 2 * s.kv_heads) * s.head_dim);
@@ -146,15 +151,21 @@ struct Stack {
             at[in.tokens + token] = in.slots[token] % in.block_size;
         }
         Watch watch(in.nanoseconds);
-        Sharing sharing =
-            find_sharing(in.query_starts, in.seq_lens, in.tables, in.rows, in.table_width, in.block_size);
+        Sharing sharing = shared_by(in);
         watch.mark(ATTENTION);
         millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
         watch.mark(NORM);
         for (int64_t i = 0; i < s.layers; i++) {
             const LayerAt& layer = layers[i];
             bool last = i + 1 == s.layers;
-            attend(in, i, at, angles, x, projected, heads, sharing, watch);
+            project(in, i, at, angles, x, projected, watch);
+            if (last && in.lasts >= 0) {
+                if (!in.lasts) return true;
+                if (!keep_last(in, projected)) return false;
+                sharing = shared_by(in);
+            }
+            attend(in, layer, in.kv[i], projected, heads, sharing);
+            watch.mark(ATTENTION);
             multiply(layer.out, heads, x, in.tokens);
             watch.mark(OUT);
             norm(x, layer.attention_out_norm, in.tokens);
@@ -188,10 +199,34 @@ struct Stack {
         return true;
     }
 
-    void attend(const Inputs& in, int64_t index, const int64_t* at, const float* const* angles, const void* x,
-                void* projected, void* heads, Sharing& sharing, Watch& watch) const {
+    static Sharing shared_by(const Inputs& in) {
+        return find_sharing(in.query_starts, in.seq_lens, in.tables, in.rows, in.table_width, in.block_size);
+    }
+
+    int64_t qkv_width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
+
+    // From here on the step has the last tokens alone, each a row of one query.
+    bool keep_last(Inputs& in, void* projected) {
+        auto* starts = static_cast<int32_t*>(places.of((in.lasts + 1) * sizeof(int32_t)));
+        if (!starts) return false;
+        for (int64_t i = 0; i <= in.lasts; i++) starts[i] = i;
+        for (int64_t i = 0; i < in.lasts; i++) {
+            copy_row(projected, i, in.last_tokens[i], qkv_width() * item());
+            copy_row(in.residual, i, in.last_tokens[i], s.hidden * item());
+        }
+        in.query_starts = starts, in.seq_lens = in.last_lens, in.tables = in.last_tables;
+        in.tokens = in.rows = in.lasts;
+        return true;
+    }
+
+    static void copy_row(void* rows, int64_t to, int64_t from, int64_t bytes) {
+        auto* start = static_cast<char*>(rows);
+        if (to != from) memcpy(start + to * bytes, start + from * bytes, bytes);
+    }
+
+    void project(const Inputs& in, int64_t index, const int64_t* at, const float* const* angles, const void* x,
+                 void* projected, Watch& watch) const {
         const LayerAt& layer = layers[index];
-        int64_t stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
         multiply(layer.qkv, x, projected, in.tokens);
         watch.mark(QKV);
         bool rotates = layer.rope >= 0;
@@ -199,10 +234,13 @@ struct Stack {
                              in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads, s.head_dim,
                              rotates ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
         watch.mark(PREPARE);
-        attend_sharing(s.dtype, projected, stride, in.kv[index], heads, in.query_starts, in.seq_lens, in.tables, in.rows,
+    }
+
+    void attend(const Inputs& in, const LayerAt& layer, const void* kv, const void* projected, void* heads,
+                Sharing& sharing) const {
+        attend_sharing(s.dtype, projected, qkv_width(), kv, heads, in.query_starts, in.seq_lens, in.tables, in.rows,
                        in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size, layer.window,
                        s.scale, s.softcap, sharing);
-        watch.mark(ATTENTION);
     }
 
     // --- a whole step ---
@@ -217,12 +255,15 @@ struct Stack {
         }
         in.rows = w.num_rows;
         in.table_width = (longest + w.block_size - 1) / w.block_size;
-        int64_t small = 2 * w.num_rows + 1 + w.num_rows * in.table_width;
-        auto* large = static_cast<int64_t*>(inputs.of(3 * in.tokens * sizeof(int64_t) + small * sizeof(int32_t)));
+        int64_t large_words = 3 * in.tokens + w.num_rows, small_words = 1 + w.num_rows * (3 + 2 * in.table_width);
+        auto* large = static_cast<int64_t*>(inputs.of(large_words * sizeof(int64_t) + small_words * sizeof(int32_t)));
         if (!large) return nullptr;
         int64_t *ids = large, *positions = ids + in.tokens, *slots = positions + in.tokens, token = 0;
-        auto* starts = reinterpret_cast<int32_t*>(slots + in.tokens);
-        int32_t *lens = starts + w.num_rows + 1, *tables = lens + w.num_rows;
+        int64_t* last_tokens = slots + in.tokens;
+        auto* starts = reinterpret_cast<int32_t*>(last_tokens + w.num_rows);
+        int32_t *lens = starts + w.num_rows + 1, *last_lens = lens + w.num_rows;
+        int32_t *tables = last_lens + w.num_rows, *last_tables = tables + w.num_rows * in.table_width;
+        in.lasts = 0;
         for (int64_t i = 0; i < w.num_rows; i++) {
             const int32_t* table = w.tables + w.rows[i] * w.table_stride;
             starts[i] = token;
@@ -234,8 +275,13 @@ struct Stack {
                 positions[token] = position;
                 slots[token] = table[position / w.block_size] * w.block_size + position % w.block_size;
             }
+            if (!w.samples[i]) continue;
+            last_tokens[in.lasts] = token - 1;
+            last_lens[in.lasts] = lens[i];
+            memcpy(last_tables + in.lasts++ * in.table_width, table, in.table_width * sizeof(int32_t));
         }
         starts[w.num_rows] = token;
+        in.last_tokens = last_tokens, in.last_lens = last_lens, in.last_tables = last_tables;
         in.slots = slots, in.positions = positions, in.query_starts = starts, in.seq_lens = lens, in.tables = tables;
         in.angles = w.angles, in.kv = w.kv, in.nanoseconds = w.nanoseconds;
         in.num_blocks = w.num_blocks, in.block_size = w.block_size;
@@ -252,28 +298,26 @@ struct Stack {
     }
 
     int draw_tokens(const WholeStep& w, const Inputs& in, Watch& watch) {
-        int64_t due = 0, size = s.hidden * item(), vocab = s.head->n;
-        auto* rows = static_cast<char*>(hidden.of(w.num_rows * size));
+        int64_t due = 0, vocab = s.head->n;
         auto* columns = static_cast<double*>(places.of(w.num_rows * 6 * sizeof(double)));
-        if (!rows || !columns) return NO_MEMORY;
+        if (!columns) return NO_MEMORY;
         double* uniform = columns;
         auto* top_k = reinterpret_cast<int64_t*>(uniform + w.num_rows);
         auto *temperature = reinterpret_cast<float*>(top_k + w.num_rows), *top_p = temperature + w.num_rows,
              *min_p = top_p + w.num_rows;
         for (int64_t i = 0; i < w.num_rows; i++) {
             if (!w.samples[i]) continue;
-            int64_t row = w.rows[i], last = in.query_starts[i + 1] - 1;
-            memcpy(rows + due * size, static_cast<const char*>(in.out) + last * size, size);
+            int64_t row = w.rows[i];
             temperature[due] = w.temperature[row], top_p[due] = w.top_p[row], min_p[due] = w.min_p[row];
             top_k[due] = w.top_k[row];
             uniform[due++] = millrace_uniform(w.seeds[row], in.seq_lens[i]);
         }
         if (!due) return 0;
-        void* scores = logits.of(due * vocab * item());
+        void* scores = logits.of(due * vocab * sizeof(float));
         if (!scores) return NO_MEMORY;
-        multiply(s.head, rows, scores, due);
+        linear(*s.head, in.out, s.hidden, scores, due, true);
         watch.mark(HEAD);
-        millrace_draw(s.dtype, scores, due, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
+        millrace_draw(static_cast<float*>(scores), due, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
         for (int64_t i = 0, at = 0; i < w.num_rows; i++)
             if (w.samples[i]) w.last_tokens[w.rows[i]] = w.drawn[at++];
         watch.mark(DRAW);

@@ -85,13 +85,15 @@ def multiply(
     activation: str = "",
     out_dtype: torch.dtype | None = None,
     counters: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[T, K] and [N, K] -> [T, N]. With an activation the weight's rows are gates, then ups: act(gate) * up [T, N / 2].
 
     `counters` is needed where the tiles are split and parallel: at least `tiles.count(T, outputs)` of them.
     """
     outputs = weight.shape[0] // (2 if activation else 1)
-    out = torch.empty((x.shape[0], outputs), dtype=out_dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((x.shape[0], outputs), dtype=out_dtype or x.dtype, device=x.device)
     _Launch(x, weight, tiles, bias, scales, activation, out, counters).run()
     return out
 
