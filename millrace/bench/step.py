@@ -95,6 +95,7 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
                 block_size=BLOCK_SIZE,
                 max_rows=case.num_rows,
                 max_context=blocks * BLOCK_SIZE,
+                kv_dtype=config.memory.kv_dtype,
             )
             assert runner.native_step is not None
             report(_measure(runner, runner.native_step, case, blocks, spec.vocab_size))

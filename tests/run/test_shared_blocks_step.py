@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
-from millrace.config import RunConfig
+from millrace.config import KvDtype, RunConfig
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
 from millrace.ops import native
@@ -22,7 +22,7 @@ BLOCK, SHARED, WIDTH, ROWS, STEPS = 16, 192, 15, 7, 6
 pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
 
-def make_runner(case: str, dtype: torch.dtype) -> Runner:
+def make_runner(case: str, dtype: torch.dtype, kv_dtype: KvDtype) -> Runner:
     model = make_reference(case)
     device = open_device(RunConfig(device="cpu", threads=2))
     spec = spec_from_config(config_of(model))
@@ -71,12 +71,15 @@ def drawn_together(runner: Runner, shares: bool) -> list[list[int]]:
     return drawn
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama_tied", "gemma3"])
-def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(case: str, dtype: torch.dtype) -> None:
-    whole, apart = make_runner(case, dtype), make_runner(case, dtype)
+def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(
+    case: str, dtype: torch.dtype, kv_dtype: KvDtype
+) -> None:
+    whole, apart = make_runner(case, dtype, kv_dtype), make_runner(case, dtype, kv_dtype)
     assert whole.native_step is not None
     apart.native_step = None
-    expected = drawn_together(make_runner(case, dtype), shares=False)
+    expected = drawn_together(make_runner(case, dtype, kv_dtype), shares=False)
     assert drawn_together(whole, shares=True) == expected
     assert drawn_together(apart, shares=True) == expected

@@ -46,18 +46,44 @@ struct Unit {
     }
 };
 
+// Where a cache of items C has the keys and values of a head. In eight bits the items of a head's part of a block are
+// followed by the float scales of its tokens.
+template <typename C>
+struct Cache {
+    const C* kv;
+    int64_t kv_heads, block_size, head_dim;
+    int64_t head_items;  // of a head's part of a block
+    int64_t values_at;   // how far behind its key a value is
+
+    Cache(const Step& s, const C* kv) : kv(kv), kv_heads(s.kv_heads), block_size(s.block_size), head_dim(s.head_dim) {
+        constexpr int64_t SCALE = sizeof(C) == 1 ? sizeof(float) : 0;
+        head_items = block_size * (head_dim + SCALE);
+        values_at = s.num_blocks * kv_heads * head_items;
+    }
+
+    const C* head(int64_t block, int64_t kv_head) const { return kv + (block * kv_heads + kv_head) * head_items; }
+    const C* key(int64_t block, int64_t kv_head, int64_t offset) const {
+        return head(block, kv_head) + offset * head_dim;
+    }
+    const float* key_scale(int64_t block, int64_t kv_head, int64_t offset) const {
+        return (const float*)(head(block, kv_head) + block_size * head_dim) + offset;
+    }
+    const float* value_scale(const float* key_scale) const { return key_scale + values_at / sizeof(float); }
+};
+
 // Where the keys and values of a tile lie, and which of its positions are seen at all: from <= k < to.
-template <typename T>
+template <typename C>
 struct TileRows {
-    const T *keys[KEYS], *values[KEYS];
+    const C *keys[KEYS], *values[KEYS];
+    float key_scales[KEYS], value_scales[KEYS];  // with eight bits
     int64_t from, to;
 };
 
-template <typename T>
+template <typename T, typename C>
 struct UnitRows {
     const Step& s;
     const T* queries;
-    const T* kv;
+    const Cache<C> cache;
     T* out;
     int32_t positions[QUERIES];
     int64_t lowest, highest;  // positions that some query of the unit sees: lowest <= k < highest
@@ -79,28 +105,35 @@ struct UnitRows {
 
     // Point at a tile's keys and values of a head. Places that no query of the unit sees are not read: they may hold
     // anything.
-    void find(const Unit& unit, int64_t kv_head, int64_t tile, TileRows<T>& rows) const {
-        static const T zeros[MAX_HEAD] = {};
+    void find(const Unit& unit, int64_t kv_head, int64_t tile, TileRows<C>& rows) const {
+        static const C zeros[MAX_HEAD] = {};
         const int32_t* table = s.tables + unit.row * s.table_width;
-        int64_t values_at = s.num_blocks * s.kv_heads * s.block_size * s.head_dim;
         rows.from = std::max(tile, lowest);
         rows.to = std::min(tile + KEYS, highest);
         if (rows.to - rows.from < KEYS)
-            for (int k = 0; k < KEYS; k++) rows.keys[k] = rows.values[k] = zeros;
+            for (int k = 0; k < KEYS; k++) {
+                rows.keys[k] = rows.values[k] = zeros;
+                rows.key_scales[k] = rows.value_scales[k] = 0;
+            }
         for (int64_t position = rows.from; position < rows.to;) {  // block by block
             int64_t block = position / s.block_size, end = std::min(rows.to, (block + 1) * s.block_size);
-            int64_t head = table[block] * s.kv_heads + kv_head;
-            const T* key = kv + (head * s.block_size + position - block * s.block_size) * s.head_dim;
-            for (; position < end; position++, key += s.head_dim) {
+            int64_t offset = position - block * s.block_size;
+            const C* key = cache.key(table[block], kv_head, offset);
+            const float* scale = cache.key_scale(table[block], kv_head, offset);
+            for (; position < end; position++, key += s.head_dim, scale++) {
                 rows.keys[position - tile] = key;
-                rows.values[position - tile] = key + values_at;
+                rows.values[position - tile] = key + cache.values_at;
+                if constexpr (sizeof(C) == 1) {
+                    rows.key_scales[position - tile] = *scale;
+                    rows.value_scales[position - tile] = *cache.value_scale(scale);
+                }
             }
         }
     }
 
     // Bring one key and value of the next tile closer. Spread over a tile's work, so that memory is never waited for.
-    void prefetch(const TileRows<T>& next, int k) const {
-        for (int64_t d = 0; d < s.head_dim; d += 64 / sizeof(T)) {
+    void prefetch(const TileRows<C>& next, int k) const {
+        for (int64_t d = 0; d < s.head_dim; d += 64 / sizeof(C)) {
             __builtin_prefetch(next.keys[k] + d);
             __builtin_prefetch(next.values[k] + d);
         }
@@ -166,5 +199,6 @@ void run_units(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t s
     run_units(own, parallel, run);
 }
 
-// bfloat16 on the AMX unit; false where there is none.
+// bfloat16 on the AMX unit, over a cache in bfloat16 or in eight bits; false where there is none.
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel);
+bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out, int64_t num_rows, bool parallel);
