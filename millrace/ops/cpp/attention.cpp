@@ -203,7 +203,7 @@ void attend(const Step& s, const T* queries, const C* kv, T* out, int64_t num_ro
         static thread_local Scratch scratch;
         Attention<T, C>(s, queries, kv, out, scratch).run(unit);
     };
-    run_units(s, num_rows, units_of(s, num_rows), QUERIES, Attention<T, C>::STATE, parallel, run);
+    run_levels(s, num_rows, units_of(s, num_rows), 1, Attention<T, C>::STATE, parallel, run);
 }
 
 template <typename C>

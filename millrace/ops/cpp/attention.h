@@ -162,8 +162,12 @@ inline float* state_of(const Step& s, const Unit& unit, int64_t i, int64_t size)
     return s.sharing->state.data() + (unit.row_of(s, i) * s.heads + unit.head_of(s, i)) * size;
 }
 
-// The units of tiles that rows share, with up to `size` queries each.
-inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTiles>& level, int64_t size) {
+// The units of tiles that rows share: of up to `max_groups` sixteens of queries, so long as each thread has one.
+inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTiles>& level, int64_t max_groups) {
+    int64_t groups = 0;
+    for (const SharedTiles& shared : level)
+        groups += (int64_t(shared.rows.size()) * s.group + QUERIES - 1) / QUERIES * s.kv_heads;
+    int64_t size = QUERIES * std::clamp<int64_t>(groups / pool::threads(), 1, max_groups);
     std::vector<Unit> units;
     for (const SharedTiles& shared : level) {
         int64_t vectors = shared.rows.size() * s.group;
@@ -175,9 +179,7 @@ inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTil
     return units;
 }
 
-// Call run(unit, following) for the units of all levels of tiles that rows share, level after level, then for the rows' `own`.
-// `shared_size` is how many queries a unit of a level has at most, `state_size` how many floats a query's sums take;
-// `following`, or null, is the unit that a thread is likely to run next.
+// Call run(unit, following) for each unit; `following`, or null, is the one that the same thread is likely to run next.
 template <typename F>
 void run_units(const std::vector<Unit>& units, bool parallel, F run) {
     size_t step = parallel ? pool::threads() : 1;
@@ -185,15 +187,15 @@ void run_units(const std::vector<Unit>& units, bool parallel, F run) {
                    [&](int64_t i) { run(units[i], i + step < units.size() ? &units[i + step] : nullptr); });
 }
 
+// The same for the units of all levels of tiles that rows share, level after level, then for the rows' `own`.
+// `max_groups` is how many sixteens of queries a unit of a level has at most, `state_size` how many floats a query's sums
+// take.
 template <typename F>
-void run_units(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t shared_size, int64_t state_size,
-               bool parallel, F run) {
+void run_levels(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t max_groups, int64_t state_size,
+                bool parallel, F run) {
     if (s.sharing) {
         s.sharing->state.resize(num_rows * s.heads * state_size);
-        for (const auto& level : s.sharing->levels) {
-            std::vector<Unit> units = shared_units(s, level, shared_size);
-            run_units(units, parallel, run);
-        }
+        for (const auto& level : s.sharing->levels) run_units(shared_units(s, level, max_groups), parallel, run);
         for (Unit& unit : own) unit.from = s.sharing->done[unit.row];
     }
     run_units(own, parallel, run);

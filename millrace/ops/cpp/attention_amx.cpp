@@ -320,13 +320,14 @@ struct AmxAttention : AmxUnit<bf16> {
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
     if (!use_amx()) return false;
     int64_t state_size = (1 + 2 * AmxAttention::chunks_of(s)) * LANES;
-    run_units(s, num_rows, amx_units(s, num_rows), MAX_GROUPS * QUERIES, state_size, parallel, [&](const Unit& unit, const Unit* following) {
+    auto run = [&](const Unit& unit, const Unit* following) {
         static thread_local Scratch scratch;
         const TileConfig config;
         _tile_loadconfig(&config);
         AmxAttention(s, queries, kv, out, scratch).run(unit, following);
         _tile_release();
-    });
+    };
+    run_levels(s, num_rows, amx_units(s, num_rows), MAX_GROUPS, state_size, parallel, run);
     return true;
 }
 

@@ -390,7 +390,7 @@ bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out,
         Int8Attention(s, queries, kv, out, scratch).run(unit, following);
         _tile_release();
     };
-    run_units(s, num_rows, amx_units(s, num_rows), MAX_GROUPS * QUERIES, state_size, parallel, run);
+    run_levels(s, num_rows, amx_units(s, num_rows), MAX_GROUPS, state_size, parallel, run);
     return true;
 }
 
