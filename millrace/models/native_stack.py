@@ -21,7 +21,7 @@ from millrace.models.spec import ModelSpec
 from millrace.ops.activation import NATIVE_NUMBERS
 from millrace.ops.gated_linear import ComposedGatedLinear
 from millrace.ops.linear import Linear, NativeParts
-from millrace.ops.native import DTYPES, native
+from millrace.ops.native import DTYPES, KV_DTYPES, native
 from millrace.ops.qkv import NativePrepareQkv
 from millrace.ops.rope import rope_rows
 from millrace.ops.version import Choice
@@ -70,7 +70,7 @@ class _Inputs(Structure):
         ("angles", POINTER(c_void_p)),
         ("kv", POINTER(c_void_p)),
         *((name, c_void_p) for name in ("residual", "out", "nanoseconds")),
-        *((name, c_int64) for name in ("tokens", "rows", "table_width", "num_blocks", "block_size")),
+        *((name, c_int64) for name in ("tokens", "rows", "table_width", "num_blocks", "block_size", "kv_dtype")),
         *((name, c_void_p) for name in ("last_tokens", "last_lens", "last_tables")),
         ("lasts", c_int64),
     )
@@ -85,7 +85,7 @@ class WholeStep(Structure):
         ("angles", POINTER(c_void_p)),
         ("kv", POINTER(c_void_p)),
         *((name, c_void_p) for name in ("drawn", "nanoseconds")),
-        *((name, c_int64) for name in ("num_rows", "table_stride", "num_blocks", "block_size")),
+        *((name, c_int64) for name in ("num_rows", "table_stride", "num_blocks", "block_size", "kv_dtype")),
     )
 
 
@@ -160,6 +160,7 @@ class NativeStack:
             parts[3].shape[1],
             kv[0].shape[1],
             kv[0].shape[3],
+            KV_DTYPES[kv[0].dtype],
             *(part.data_ptr() for part in chosen),
             *(None for _ in range(3 - len(chosen))),
             -1 if last is None else len(last.index),
@@ -171,6 +172,7 @@ class NativeStack:
         """Draw a token for each row that is due, as Decoder.forward, Decoder.logits and the sampler would."""
         step.angles, step.kv = self._angles_upto(max_seq_len), self._addresses(kv)
         step.num_blocks, step.block_size = kv[0].shape[1], kv[0].shape[3]
+        step.kv_dtype = KV_DTYPES[kv[0].dtype]
         self._check(self._step(self._stack, ctypes.byref(step)))
 
     def _check(self, code: int) -> None:
