@@ -25,6 +25,7 @@ from millrace.ops.linear import Head, Linear
 from millrace.ops.qkv import PrepareQkv
 from millrace.ops.rope import rope_rows
 from millrace.ops.softcap import softcap
+from millrace.ops.unsummed import Unsummed
 from millrace.ops.version import Choice
 
 
@@ -32,8 +33,9 @@ class Mlp(Protocol):
     @property
     def takes_fp8(self) -> bool: ...
 
-    def __call__(self, x: Any) -> Tensor:
-        """[T, hidden] -> [T, hidden]. The input is a Tensor or, only where it says so, `Quantised`."""
+    def __call__(self, x: Any) -> Tensor | Unsummed:
+        """[T, hidden] -> [T, hidden]. The input is a Tensor or, only where it says so, `Quantised`; the result goes to
+        a norm."""
         ...
 
 
@@ -74,12 +76,14 @@ class MoeMlp:
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     top_k: int
     renormalise: bool
+    norms_add: bool = False
+    """Whether the norms take `Unsummed`."""
     takes_fp8: bool = False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Unsummed:
         logits = self.router(x)
         if isinstance(self.experts, RoutingExperts):
-            return self.experts.routed(x, logits, self.top_k, self.renormalise)
+            return self.experts.routed(x, logits, self.top_k, self.renormalise, unsummed=self.norms_add)
         weights, expert_ids = self.route(logits, self.top_k, self.renormalise)
         return self.experts(x, weights, expert_ids)
 

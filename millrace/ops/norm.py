@@ -4,6 +4,7 @@ Weights are float32 and already hold a family's offset (Gemma's 1 + w), so there
 rms_norm:      make() -> function (x, weight, eps, quantise=False) -> normed, over the last dimension of x.
 add_rms_norm:  make() -> function (x, residual, weight, eps, quantise=False) -> (normed, x + residual).
 With `quantise`, which only the CUDA versions take, `normed` is a Quantised for a linear that takes FP8.
+The Triton versions take an `Unsummed` for x and add it up themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from millrace.ops.native import DTYPES, native, native_missing
 from millrace.ops.quantised import Quantised
 from millrace.ops.triton import triton_missing
+from millrace.ops.unsummed import Unsummed
 from millrace.ops.version import Version
 
 
@@ -82,7 +84,7 @@ class NativeAddRmsNorm:
 def make_triton_rms_norm() -> Callable[..., Tensor | Quantised]:
     from millrace.ops.triton.norm import rms_norm as launch
 
-    def normed(x: Tensor, weight: Tensor, eps: float, quantise: bool = False) -> Tensor | Quantised:
+    def normed(x: Tensor | Unsummed, weight: Tensor, eps: float, quantise: bool = False) -> Tensor | Quantised:
         values, scales = launch(x, weight, eps, quantise)
         return values if scales is None else Quantised(values, scales)
 
@@ -93,7 +95,7 @@ def make_triton_add_rms_norm() -> Callable[..., tuple[Tensor | Quantised, Tensor
     from millrace.ops.triton.norm import add_rms_norm as launch
 
     def normed(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantise: bool = False
+        x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float, quantise: bool = False
     ) -> tuple[Tensor | Quantised, Tensor]:
         values, scales, total = launch(x, residual, weight, eps, quantise)
         return (values if scales is None else Quantised(values, scales)), total

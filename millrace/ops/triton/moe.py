@@ -18,8 +18,10 @@ from torch import Tensor
 
 from millrace.ops.activation import Activation
 from millrace.ops.triton import early_start
+from millrace.ops.triton import moe_joint_kernels as joint_kernels
 from millrace.ops.triton import moe_kernels as kernels
 from millrace.ops.triton import moe_route_kernels as route_kernels
+from millrace.ops.unsummed import Unsummed
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 Way = Literal["vector", "table"]
@@ -78,6 +80,10 @@ class MoeConfig:
     down: Tile
     early: bool = False
     """Kernels start while the one before still runs."""
+    joint: bool = False
+    """Both products in one launch, where they have the same rows; they then share `gate_up`'s warps."""
+    ahead: int = 0
+    """Bytes of gate_up that are asked for while the router still runs, whoever may be chosen."""
 
 
 VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256, warps=8))
@@ -94,6 +100,11 @@ GROUPED: tuple[tuple[float, Tile, Tile], ...] = (
 )
 """(mean slots per expert up to which it holds, gate_up, down), measured on an H200 and 128 experts of 2048 × 768:
 first enough weights on their way to keep its memory busy, then tiles that fill its matrix units."""
+
+LOOKS = 1 << 17
+"""A program of the down product looks so often for the end of those it needs: about a tenth of a second."""
+SHARE_AHEAD = 1 << 18
+"""Bytes of weights that one program asks for while the router still runs."""
 
 EARLY_TOKENS = 512
 """Up to here kernels start early; with more they have nothing to gain."""
@@ -176,28 +187,40 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return weights, ids
 
 
-def route_and_group(logits: Tensor, top_k: int, renormalise: bool, counts: Tensor) -> tuple[Tensor, Groups]:
+def route_and_group(
+    logits: Tensor, top_k: int, renormalise: bool, counts: Tensor, gate_up: Tensor | None = None, ahead: int = 0
+) -> tuple[Tensor, Groups]:
     """The weights of all choices, and their slots by experts. `counts` [E] are zero, and whoever has no more use for
-    the groups sets them back to zero."""
-    weights, _, table = _route(logits, top_k, renormalise, counts)
+    the groups sets them back to zero. `ahead`: bytes of gate_up to ask for meanwhile."""
+    weights, _, table = _route(logits, top_k, renormalise, counts, gate_up, ahead)
     return weights, Groups(weights.numel(), top_k, counts, table)
 
 
-def _route(logits: Tensor, top_k: int, renormalise: bool, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _route(
+    logits: Tensor,
+    top_k: int,
+    renormalise: bool,
+    counts: Tensor | None,
+    gate_up: Tensor | None = None,
+    ahead: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, ids, table); without counts the table is not filled."""
+    shares = 0 if gate_up is None or not gate_up.is_cuda else min(ahead, gate_up.nbytes) // SHARE_AHEAD
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens, num_experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     table = ids if counts is None else torch.empty((num_experts, tokens), dtype=torch.int32, device=logits.device)
     if tokens:
-        route_kernels.route_kernel[(tokens,)](
+        route_kernels.route_kernel[(tokens + shares,)](
             logits,
             weights,
             ids,
             ids if counts is None else counts,
             table,
+            gate_up if shares else ids,
             logits.stride(0),
+            tokens,
             tokens,
             EXPERTS=num_experts,
             EXPERT_BLOCK=_power(num_experts),
@@ -205,6 +228,7 @@ def _route(logits: Tensor, top_k: int, renormalise: bool, counts: Tensor | None)
             CHOICES=_power(top_k),
             RENORMALISE=renormalise,
             GROUP=counts is not None,
+            AHEAD=SHARE_AHEAD if shares else 0,
             num_warps=1,
             **_early(logits.device),
         )
@@ -272,6 +296,49 @@ def grouped_product(
     return out
 
 
+def joint_products(
+    x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, finished: Tensor, kind: Activation, config: MoeConfig
+) -> Tensor:
+    """[slots, H] in the order of the slots; both products in one launch. `finished` [E] are zero, and whoever knows
+    that the launch has ended sets them back to zero."""
+    num_experts, hidden, inner = down.shape
+    up, low = config.gate_up, config.down
+    activated = torch.empty((groups.slots, inner), dtype=x.dtype, device=x.device)
+    out = torch.empty((groups.slots, hidden), dtype=x.dtype, device=x.device)
+    tiles = most_tiles(groups.slots, num_experts, up.rows)
+    joint_kernels.joint_kernel[(tiles * (triton.cdiv(inner, up.columns) + triton.cdiv(hidden, low.columns)),)](
+        x,
+        gate_up,
+        down,
+        activated,
+        out,
+        groups.counts,
+        finished,
+        groups.table,
+        groups.slots,
+        groups.table.shape[1],
+        EXPERTS=num_experts,
+        EXPERT_BLOCK=_power(num_experts),
+        TOP_K=groups.top_k,
+        INNER=inner,
+        HIDDEN=hidden,
+        KIND=KINDS[kind],
+        BLOCK_M=up.rows,
+        UP_N=up.columns,
+        UP_K=up.depth,
+        DOWN_N=low.columns,
+        DOWN_K=low.depth,
+        UP_SWAP=up.swap,
+        DOWN_SWAP=low.swap,
+        AHEAD=_bytes_ahead(low, inner, x),
+        TRIES=LOOKS,
+        num_warps=up.warps,
+        num_stages=min(up.stages, low.stages),
+        **_early(x.device, config.early),
+    )
+    return out
+
+
 def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:
     """Of each weight row; none where rows do not start at whole 16 bytes or there is no GPU to ask."""
     row = depth * x.element_size()
@@ -293,8 +360,8 @@ def combine(outputs: Tensor, weights: Tensor, early: bool = False, counts: Tenso
         H=hidden,
         TOP_K=top_k,
         BLOCK=block,
-        EXPERTS=0 if counts is None else counts.shape[0],
-        EXPERT_BLOCK=1 if counts is None else _power(counts.shape[0]),
+        EXPERTS=0 if counts is None else counts.numel(),
+        EXPERT_BLOCK=1 if counts is None else _power(counts.numel()),
         num_warps=4,
         **_early(out.device, early),
     )
@@ -385,12 +452,12 @@ def routed_experts(
     gate_up: Tensor,
     down: Tensor,
     kind: Activation,
-    counts: Tensor,
+    counters: Tensor,
     config: MoeConfig | None = None,
     gpu: Gpu | None = None,
-) -> Tensor:
-    """`experts` of what `route` chooses. `counts` [E] are zero between calls; calls that may run at once need their
-    own."""
+) -> Tensor | Unsummed:
+    """`experts` of what `route` chooses, where there are groups not yet summed. `counters` [2, E] are zero between
+    calls, whose results have been summed; calls that may run at once need their own."""
     tokens = logits.shape[0]
     if tokens == 0:
         return torch.empty_like(x)
@@ -398,6 +465,16 @@ def routed_experts(
     if config.way == "vector":
         weights, ids = route(logits, top_k, renormalise)
         return experts(x, weights, ids, gate_up, down, kind, config, gpu)
-    weights, groups = route_and_group(logits, top_k, renormalise, counts)
-    outputs = _grouped(x.contiguous(), groups, gate_up, down, kind, config)
-    return combine(outputs, weights, config.early, counts)
+    counts, finished = counters
+    weights, groups = route_and_group(logits, top_k, renormalise, counts, gate_up, config.ahead)
+    x = x.contiguous()
+    if config.joint and config.gate_up.rows == config.down.rows:
+        outputs = joint_products(x, gate_up, down, groups, finished, kind, config)
+    else:
+        outputs = _grouped(x, groups, gate_up, down, kind, config)
+    return Unsummed(outputs, weights, counters)
+
+
+def summed(parts: Tensor | Unsummed, early: bool = True) -> Tensor:
+    """[T, H], by a kernel of its own where a sum is left to do."""
+    return parts if isinstance(parts, Tensor) else combine(parts.outputs, parts.weights, early, parts.counters)
