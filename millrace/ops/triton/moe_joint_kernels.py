@@ -79,9 +79,9 @@ def joint_kernel(
     slots = tl.minimum(tl.maximum(slots, 0), num_slots - 1)
     if is_up:
         column = (place % UP_TILES) * UP_N
-        starts = weight_starts(up_weights, expert, column, INNER, HIDDEN, UP_N, 2)
+        up_starts = weight_starts(up_weights, expert, column, INNER, HIDDEN, UP_N, 2)
         tile_product(
-            x, starts, activated, slots, real, column, TOP_K, INNER, HIDDEN, 2, KIND,
+            x, up_starts, activated, slots, real, column, TOP_K, INNER, HIDDEN, 2, KIND,
             BLOCK_M, UP_N, UP_K, UP_SWAP, "",
         )  # fmt: skip
         # All warps have stored before one of them counts this program; the counter carries their stores along.
@@ -89,12 +89,12 @@ def joint_kernel(
         tl.atomic_add(finished + expert, 1, sem="release")
     else:
         column = (place % DOWN_TILES) * DOWN_N
-        starts = weight_starts(down_weights, expert, column, HIDDEN, INNER, DOWN_N, 1)
+        down_starts = weight_starts(down_weights, expert, column, HIDDEN, INNER, DOWN_N, 1)
         if AHEAD > 0:
-            prefetch(starts, AHEAD)
+            prefetch(down_starts, AHEAD)
         _wait_until(finished + expert, (count + BLOCK_M - 1) // BLOCK_M * UP_TILES, TRIES)
         tl.debug_barrier()
         tile_product(
-            activated, starts, out, slots, real, column, 1, HIDDEN, INNER, 1, KIND,
+            activated, down_starts, out, slots, real, column, 1, HIDDEN, INNER, 1, KIND,
             BLOCK_M, DOWN_N, DOWN_K, DOWN_SWAP, "",
         )  # fmt: skip
