@@ -76,26 +76,31 @@ clean: ## Remove .venv and everything built (fetched models stay in the user's c
 	@echo "Clean. Next: make serve"
 
 # ── set-up ────────────────────────────────────────────────────────────────────────────────────────────────────────
-setup: $(VENV)/.millrace
-setup-dev: $(VENV)/.millrace $(VENV)/.requirements-dev
+setup: $(VENV)/.kernels
+setup-dev: $(VENV)/.kernels $(VENV)/.requirements-dev
 
 $(VENV)/.python:
 	@python=$$($(CURDIR)/tools/find_python) || exit 1; \
-	 echo "── set-up 1/4: $(VENV) with $$($$python --version)"; \
+	 echo "── set-up 1/5: $(VENV) with $$($$python --version)"; \
 	 $$python -m venv $(VENV) && touch $@
 
 # torch comes first and alone, so that the wheel for this machine (CPU or CUDA) is never replaced by another's wish.
 $(VENV)/.torch: $(VENV)/.python
-	@echo "── set-up 2/4: $(TORCH) (the largest download)"
+	@echo "── set-up 2/5: $(TORCH) (the largest download)"
 	@$(PIP) $(TORCH) && touch $@
 
 $(VENV)/.requirements: $(VENV)/.torch requirements.txt
-	@echo "── set-up 3/4: the pinned requirements"
+	@echo "── set-up 3/5: the pinned requirements"
 	@$(PIP) -r requirements.txt && touch $@
 
 $(VENV)/.millrace: $(VENV)/.requirements pyproject.toml
-	@echo "── set-up 4/4: millrace itself"
+	@echo "── set-up 4/5: millrace itself"
 	@$(PIP) --quiet --no-deps --no-build-isolation -e . && touch $@
+
+# Without a compiler this prints that torch's own operations are used, and is done.
+$(VENV)/.kernels: $(VENV)/.millrace $(wildcard millrace/ops/cpp/*.cpp millrace/ops/cpp/*.h)
+	@echo "── set-up 5/5: the kernels for this processor, compiled once"
+	@$(BIN)/python -m millrace.ops.native && touch $@
 
 $(VENV)/.requirements-dev: $(VENV)/.requirements requirements-dev.txt
 	@echo "── set-up: the pinned requirements of the checks"

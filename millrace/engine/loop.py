@@ -120,7 +120,10 @@ class Engine:
             self._host_seconds += self._clock() - began - self._waited
 
     def _take_messages(self) -> None:
-        for message in self._channel.receive(self._patience()):
+        was_idle = self._idle_since is not None
+        patience_s = self._patience()
+        just_idle = self._idle_since is not None and not was_idle
+        for message in self._channel.receive(patience_s, self._device.watch_s if just_idle else 0.0):
             self._idle_since = None
             self._handle(message)
 
@@ -146,13 +149,16 @@ class Engine:
         self._applied_at = now
         self._step_seconds += now - launched_at
         self._step_no = plan.step_no
-        outcome = self._scheduler.apply(plan.step_no, result.drawn())
+        outcome = self._scheduler.confirm(plan.step_no, result.drawn())
+        confirmed = self._clock()
         for ended in outcome.ended:
             entry = self._ledger.entry(ended.request_id)
             if entry is not None and entry.admitted is not None:
                 self._pace.on_ended(now - entry.admitted)
-        self._plan_seconds += self._clock() - now
         self._outbox.send_step(outcome, result, now, self._stats_if_due(now))
+        sent = self._clock()
+        self._scheduler.tidy()
+        self._plan_seconds += confirmed - now + self._clock() - sent
         if plan.step_no % CHECK_POOL_EVERY == 0:
             self._scheduler.pool.check_sums()
 
@@ -217,10 +223,10 @@ class Engine:
         )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
+        self._launched.append((plan, self._runner.launch(plan), now))
         for admission in plan.admitted:
             self._ledger.on_admitted(admission.request_id, now)
         self._pace.on_seated(len(plan.admitted))
-        self._launched.append((plan, self._runner.launch(plan), now))
 
     # -- when a step fails -----------------------------------------------------------------------------------------
 
@@ -282,6 +288,7 @@ class Engine:
         if now - self._stats_at < STATS_EVERY_S:
             return None
         self._stats_at = now
+        self._scheduler.tidy()  # what has just ended is not counted as running
         return self._stats()
 
     def _report_idle(self) -> None:

@@ -218,3 +218,13 @@ def _check(code: int, errors: bytes, compiler: str) -> None:
     if code:
         first = next(iter(errors.decode(errors="replace").splitlines()), f"exit status {code}")
         raise NativeUnavailable(f"needs kernels that {compiler} could not compile: {first}")
+
+
+def main() -> None:
+    """Compile the kernels ahead of their first use."""
+    found = _native_or_reason()
+    print(f"   not there: {found}; torch's operations are used" if isinstance(found, str) else "   ready")
+
+
+if __name__ == "__main__":
+    main()

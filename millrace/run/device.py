@@ -7,7 +7,7 @@ thread plays the part of the stream. Either way launches run in order, and the h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -20,9 +20,12 @@ from torch import Tensor
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
 from millrace.ops.triton.prebuild import hash_ahead
+from millrace.run.cores import memory_nodes, usable_cores
 
 CORES_TO_WATCH = 4
 """From this many cores on, a thread may spend one on watching the GPU while a step runs."""
+WATCH_S = 0.002
+"""How long such a thread goes on watching, for messages, when its work is done."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -37,6 +40,9 @@ class Pending(Protocol[T_co]):
 class Device(Protocol):
     kind: str
     torch_device: torch.device
+    watch_s: float
+    """Whoever answers first is asked again at once: for so long after its last work the host had better stay awake,
+    because to be woken takes time."""
 
     def name(self) -> str: ...
 
@@ -57,14 +63,20 @@ class Device(Protocol):
 
 class CpuDevice:
     kind = "cpu"
+    watch_s = 0.0
 
     def __init__(self, threads: int) -> None:
         self.torch_device = torch.device("cpu")
-        self.threads = threads or usable_cores()
+        home = memory_nodes()[0]
+        self.threads = threads or min(usable_cores(), len(home))
+        self._cores = home if self.threads <= len(home) else None
+        """Where its threads stay: beside one memory node, unless it has more of them than that has cores."""
         torch.set_num_threads(self.threads)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=self._enter_worker)
 
     def _enter_worker(self) -> None:
+        if self._cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self._cores)  # of this thread and those that it starts
         torch.set_num_threads(self.threads)
 
     def name(self) -> str:
@@ -105,6 +117,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # To be woken takes time that every token would wait; with a core to spare the host watches for the end instead.
         self._sleeps = usable_cores() < CORES_TO_WATCH
+        self.watch_s = 0.0 if self._sleeps else WATCH_S
         hash_ahead()
 
     def name(self) -> str:
@@ -155,49 +168,6 @@ def fast_dtype(device: Device) -> torch.dtype:
     if device.kind == "cuda":
         return torch.bfloat16
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-
-
-def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: its affinity mask, and the CPU quotas of the control groups it is in, where there
-    are any. A quota of part of a core is rounded down: a thread more would spend its time being held back.
-
-    `root` is where /proc and /sys are looked for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(root))]))
-
-
-def _cpu_quotas(root: Path) -> Iterator[float]:
-    """In cores, of every group from this process's own up to the root, in both versions of control groups."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    paths = {"": "/", "cpu": "/"}  # a container may see its own group as the root, whatever the list says
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        paths["cpu" if "cpu" in controllers.split(",") else controllers] = path
-    top = root / "sys/fs/cgroup"
-    for folder in _upwards(top, paths[""]):
-        yield from _quota(folder / "cpu.max")
-    for mount in ("cpu", "cpu,cpuacct"):
-        for folder in _upwards(top / mount, paths["cpu"]):
-            yield from _quota(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
-
-
-def _upwards(top: Path, path: str) -> Iterator[Path]:
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        yield top.joinpath(*parts[:depth])
-
-
-def _quota(*files: Path) -> Iterator[float]:
-    """Microseconds per period over its length; nothing where there is no limit."""
-    try:
-        quota, period = " ".join(file.read_text() for file in files).split()
-    except (OSError, ValueError):
-        return
-    if quota not in ("max", "-1"):
-        yield int(quota) / int(period)
 
 
 def available_memory() -> int:

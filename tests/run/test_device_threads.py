@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from millrace.config import RunConfig
-from millrace.run.device import open_device, usable_cores
+from millrace.run.cores import memory_nodes, usable_cores
+from millrace.run.device import CpuDevice, open_device
 
 
 @pytest.fixture
@@ -85,3 +86,38 @@ def test_threads_that_are_asked_for_are_taken() -> None:
         device.close()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("lists", "nodes"),
+    [
+        ({}, [set(range(16))]),
+        ({"node0": "0-15\n"}, [set(range(16))]),
+        ({"node0": "0-3,16-19\n", "node1": "4-15\n"}, [set(range(4, 16)), set(range(4))]),
+        ({"node0": "0-1,4\n", "node1": "\n"}, [set(range(16)) - {0, 1, 4}, {0, 1, 4}]),
+        ({"node0": "nonsense"}, [set(range(16))]),
+    ],
+)
+def test_cores_are_told_apart_by_memory_node(
+    lists: dict[str, str], nodes: list[set[int]], many_cores: None, tmp_path: Path
+) -> None:
+    files = {f"sys/devices/system/node/{name}/cpulist": text for name, text in lists.items()}
+    assert memory_nodes(put(tmp_path, files)) == nodes
+
+
+@pytest.mark.parametrize(("asked", "threads", "stays"), [(0, 1, True), (1, 1, True), (2, 2, False)])
+def test_threads_stay_by_one_memory_node(
+    asked: int, threads: int, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = os.sched_getaffinity(0)
+    home = {min(mine)}
+    monkeypatch.setattr("millrace.run.device.memory_nodes", lambda: [home, mine - home])
+    device = CpuDevice(asked)
+    try:
+        assert device.threads == threads
+        seen = device.launch(lambda: os.sched_getaffinity(0), lambda cores: cores).wait()
+        assert seen == (home if stays else mine)
+        assert os.sched_getaffinity(0) == mine
+    finally:
+        device.close()
+        torch.set_num_threads(1)

@@ -17,6 +17,7 @@ is negative is padding: nothing is read or written for it.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,10 @@ ROW_DTYPE = np.dtype(
 )  # fmt: skip
 """What the kernels read of a table row. The last three are addresses of lines of one word per token, 0 for none."""
 ROW_WORDS = ROW_DTYPE.itemsize // 4
+ROW_STRUCT = struct.Struct("<fiffQiifffiqqq56x")
+"""The same for one record made of Python's own numbers."""
+ROW_WORD = 11
+"""Which word of a record names its table row."""
 MAX_ENDS = 128
 """End tokens one row can have."""
 IN_PROMPT = 1 << 30
@@ -59,7 +64,7 @@ _NUM_ENDS = tl.constexpr(7)
 _REPETITION = tl.constexpr(8)
 _PRESENCE = tl.constexpr(9)
 _FREQUENCY = tl.constexpr(10)
-_ROW = tl.constexpr(11)
+_ROW = tl.constexpr(ROW_WORD)
 # In words of eight bytes.
 _SEED = tl.constexpr(2)
 _ADJUSTED = tl.constexpr(6)

@@ -1,4 +1,4 @@
-"""A step's inputs made on the device: block tables brought up to date, then token ids, positions and places gathered.
+"""A step's inputs made on the device: tables brought up to date, then token ids, positions and places gathered.
 
 The host sends one packed array of int32 per step. These two kernels turn it into what the model reads.
 """
@@ -9,13 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.triton.sampling import ROW_WORD
+
 UPDATE_PROGRAMS = 32
 BLOCK = 256
 
 
 @triton.jit
-def _update_kernel(updates, num_updates_ptr, tables, table_stride, BLOCK: tl.constexpr):
-    """`updates` are (row, column, block id), one after the other."""
+def _update_kernel(
+    updates, num_updates_ptr, tables, table_stride, num_records_ptr, columns,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr, ROW_WORD: tl.constexpr,
+):  # fmt: skip
+    """`updates` are (row, column, block id), one after the other; behind them, aligned, the records of new rows."""
     count = tl.load(num_updates_ptr)
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -24,6 +29,12 @@ def _update_kernel(updates, num_updates_ptr, tables, table_stride, BLOCK: tl.con
         column = tl.load(updates + at * 3 + 1, mask=inside, other=0)
         block = tl.load(updates + at * 3 + 2, mask=inside, other=0)
         tl.store(tables + row * table_stride + column, block, mask=inside)
+    records = updates + (count * 3 + ALIGN - 1) // ALIGN * ALIGN
+    word = tl.arange(0, WORDS)
+    for index in range(tl.program_id(0), tl.load(num_records_ptr), tl.num_programs(0)):
+        record = records + index * WORDS
+        table_row = tl.load(record + ROW_WORD).to(tl.int64)
+        tl.store(columns + table_row * WORDS + word, tl.load(record + word))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -50,9 +61,15 @@ def _gather_kernel(
     tl.store(slots + at, block.to(tl.int64) * BS + position % BS, mask=inside)
 
 
-def update_tables(updates: Tensor, num_updates: Tensor, tables: Tensor) -> None:
-    """tables[row, column] = block id for the first `num_updates` triples; the count is read on the device."""
-    _update_kernel[(UPDATE_PROGRAMS,)](updates, num_updates, tables, tables.stride(0), BLOCK=BLOCK, num_warps=4)
+def update_tables(
+    updates: Tensor, num_updates: Tensor, tables: Tensor, num_records: Tensor, columns: Tensor, *, align: int
+) -> None:
+    """tables[row, column] = block id for the first `num_updates` triples, and columns[row] = record for the
+    `num_records` records that follow them at a multiple of `align` words. The counts are read on the device."""
+    _update_kernel[(UPDATE_PROGRAMS,)](
+        updates, num_updates, tables, tables.stride(0), num_records, columns,
+        BLOCK=BLOCK, ALIGN=align, WORDS=columns.shape[1], ROW_WORD=ROW_WORD, num_warps=4,
+    )  # fmt: skip
 
 
 def gather(
