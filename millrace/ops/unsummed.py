@@ -1,4 +1,4 @@
-"""The results of a mixture's experts before they are weighted and added: a norm that follows can do that as it reads."""
+"""The results of a mixture's experts before they are weighted and added: a norm after them does that as it reads."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_a_step_that_was_broken_off_harms_only_the_next() -> None:
     pairs = random_pairs(shape, HALF)
     experts = TritonExperts(ExpertWeights(8, iter(pairs)), "silu", PlainLinear)
     x, logits = torch.randn(9, 72).to(device, HALF), torch.randn(9, 8, device=device)
-    moe.route_and_group(logits, 2, True, experts._counts)
+    moe.route_and_group(logits, 2, True, experts._counters[0])
     experts.routed(x, logits, 2, True)
     weights, ids = route_reference(logits, 2, True)
     check(experts.routed(x, logits, 2, True), plain(x, weights, ids, pairs))

@@ -33,8 +33,8 @@ def route_kernel(
 
     GROUP: its slots are also counted for their experts, and put into those experts' rows of the table [E, capacity], in
     whatever order tokens come; nobody's result depends on it. `counts` are zero before.
-    AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other, while
-    the router still runs: with many tokens nearly every expert is chosen, and memory would have nothing to do.
+    AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other,
+    while the router still runs: with many tokens nearly every expert is chosen, and memory would have nothing to do.
     """
     if AHEAD > 0:
         share = tl.program_id(0) - tokens
