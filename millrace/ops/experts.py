@@ -147,11 +147,11 @@ class TritonExperts(StackedExperts):
     """Products that gather each expert's tokens, in tiles that suit the number of tokens."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
-        from millrace.ops.triton import moe
+        from millrace.ops.triton import moe, moe_config
 
         super().__init__(weights, activation, linear)
         self._experts, self._routed, self._summed = moe.experts, moe.routed_experts, moe.summed
-        self._gpu = moe.gpu_of(self.gate_up.device)
+        self._gpu = moe_config.gpu_of(self.gate_up.device)
         self._counters = torch.zeros((2, weights.count), dtype=torch.int32, device=self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -171,11 +171,11 @@ class FixedTritonExperts(StackedExperts):
     step."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
-        from millrace.ops.triton import moe
+        from millrace.ops.triton import moe, moe_config
 
         super().__init__(weights, activation, linear)
-        self._experts, self._config = moe.experts, moe.FIXED
-        self._gpu = moe.gpu_of(self.gate_up.device)
+        self._experts, self._config = moe.experts, moe_config.FIXED
+        self._gpu = moe_config.gpu_of(self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, self._config, self._gpu)

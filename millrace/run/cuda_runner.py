@@ -23,7 +23,7 @@ from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
 from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
 from millrace.ops.triton.sampling import ROW_WORDS
-from millrace.ops.triton.step_inputs import TokenTables, Updates, gather
+from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
@@ -36,14 +36,13 @@ from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
 from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section
+from millrace.run.token_tables import token_tables
 
 log = logging.getLogger(__name__)
 
 UPDATES_IN_PACKET = 1 << 15
 SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
-ANGLE_BYTES = 1 << 28
-"""The most memory that tables of cosines and sines may take."""
 HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Decode sizes captured first; others follow when the engine is idle or when they are met."""
 FIRST_TOKENS = 128
@@ -399,18 +398,6 @@ class CudaRunner:
     def _warm_head(self, size: int, variant: Variant) -> None:
         for _ in range(2):
             self._run((size, variant), lambda: self._head(size, variant), False)
-
-
-def token_tables(decoder: Decoder, num_positions: int) -> TokenTables:
-    """What steps look tokens up in. There are no angles where ropes differ in width, or where a table of all positions
-    would be too large: then each step computes its own."""
-    ropes = decoder.spec.ropes
-    width = {rope.rotary_dim for rope in ropes}
-    angles = None
-    if len(width) == 1 and 4 * len(ropes) * num_positions * max(width) <= ANGLE_BYTES:
-        tables = decoder.angles.upto(num_positions)
-        angles = tables[0][None] if len(tables) == 1 else torch.stack(tables)
-    return TokenTables(decoder.embedding_matrix, decoder.embedding_scale, angles)
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:

@@ -114,7 +114,7 @@ def _launch(
     scales = torch.empty(rows, dtype=torch.float32, device=values.device) if quantise else None
     num_counters = 0 if counters is None else counters.numel()
     block = triton.next_power_of_2(dim)
-    shape = shape or shape_for(block, rows)
+    shape = shape or shape_for(block, 1 if choices else rows)
     _norm_kernel[(triton.cdiv(rows, shape.rows),)](
         values, residual, weight, out, total, scales, shares, counters, index,
         rows, dim, values.stride(-2) if values.dim() > 1 else dim, eps,
