@@ -26,6 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.triton import early_start
+from millrace.ops.triton.early import wait_for_last
+
 ROW_DTYPE = np.dtype(
     {
         "names": [
@@ -191,11 +194,14 @@ def scatter_rows(packed: Tensor, columns: Tensor) -> None:
 
 
 @triton.jit
-def _greedy_kernel(logits, stride, rows, out, last_tokens, races, arrivals, vocab, part, TILE: tl.constexpr):
+def _greedy_kernel(
+    logits, stride, rows, out, last_tokens, races, arrivals, vocab, part, TILE: tl.constexpr, EARLY: tl.constexpr
+):
     at = tl.program_id(1)
     row = tl.load(rows + at)
     if row < 0:
         return
+    wait_for_last(EARLY)
     line = logits + at.to(tl.int64) * stride
     lane = tl.arange(0, TILE)
     first = tl.program_id(0) * part
@@ -229,8 +235,9 @@ def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, 
     parts = triton.cdiv(tiles, triton.cdiv(count * tiles, programs))
     part = tile * triton.cdiv(tiles, parts)
     _greedy_kernel[(triton.cdiv(vocab, part), count)](
-        logits, logits.stride(0), rows, out, last_tokens, races, arrivals, vocab, part, TILE=tile, num_warps=warps
-    )
+        logits, logits.stride(0), rows, out, last_tokens, races, arrivals, vocab, part,
+        TILE=tile, num_warps=warps, **early_start(logits.device),
+    )  # fmt: skip
 
 
 # ── the first kernel: constrain and measure ───────────────────────────────────────────────────────────────────────────
