@@ -70,7 +70,9 @@ def _route(
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, ids, table); without counts the table is not filled."""
-    shares = 0 if gate_up is None or not gate_up.is_cuda else min(ahead, gate_up.nbytes) // SHARE_AHEAD
+    # What asks for weights came with the same GPUs as early starts.
+    asks = gate_up is not None and _early(logits.device)["EARLY"]
+    shares = min(ahead, gate_up.nbytes) // SHARE_AHEAD if gate_up is not None and asks else 0
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens, num_experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)

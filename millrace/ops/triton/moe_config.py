@@ -75,15 +75,19 @@ VECTOR_ELEMENTS = 4096
 """Weights that a program of the vector way asks for at a time in the down product, over all its token's experts."""
 
 GROUPED: tuple[tuple[float, Tile, Tile], ...] = (
-    (0.6, Tile(16, 32, 256), Tile(16, 128, 128)),
-    (5.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)),
-    (10.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 64, swap=True)),
+    (10.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)),
     (20.0, Tile(32, 128, 128, warps=8, swap=True), Tile(32, 128, 64, swap=True)),
     (64.0, Tile(64, 64, 64), Tile(64, 128, 64, stages=4)),
     (float("inf"), Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4)),
 )
 """(mean slots per expert up to which it holds, gate_up, down), measured on an H200 and 128 experts of 2048 × 768:
 first enough weights on their way to keep its memory busy, then tiles that fill its matrix units."""
+
+JOINT_SLOTS = 10.0
+"""Mean slots per expert up to which both products are one launch: 4 of 250 us a layer at 8 to 128 tokens, none at
+256."""
+AHEAD_BYTES = 8 << 20
+"""Of gate_up, asked for while the router runs: a third of a microsecond a layer, and twice as many gain nothing."""
 
 EARLY_TOKENS = 512
 """Up to here kernels start early; with more they have nothing to gain."""
@@ -95,13 +99,15 @@ FIXED = MoeConfig("table", Tile(64, 64, 64, stages=4), Tile(64, 128, 64, stages=
 def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
     """The fastest known configuration for a step of this many tokens."""
     slots = tokens * shape.top_k
-    if tokens == 1 or slots * 2 <= shape.num_experts:
+    if tokens == 1 or slots * 2 < shape.num_experts:
         gate_up, down = VECTOR
         depth = VECTOR_ELEMENTS // (down.columns * power_of_two(shape.top_k))
         return fit(MoeConfig("vector", gate_up, replace(down, depth=depth)), shape)
     mean = slots / shape.num_experts
     gate_up, down = next((up, down) for limit, up, down in GROUPED if mean <= limit)
-    return fit(MoeConfig("table", gate_up, down, early=tokens <= EARLY_TOKENS), shape)
+    joint = mean <= JOINT_SLOTS
+    ahead = AHEAD_BYTES if joint else 0
+    return fit(MoeConfig("table", gate_up, down, early=tokens <= EARLY_TOKENS, joint=joint, ahead=ahead), shape)
 
 
 def fit(config: MoeConfig, shape: MoeShape) -> MoeConfig:
