@@ -10,6 +10,7 @@ and programs without work return at once. Two ways, by the number of slots (toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -173,10 +174,10 @@ def joint_products(
     activated = torch.empty((groups.slots, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((groups.slots, hidden), dtype=x.dtype, device=x.device)
     tiles = most_tiles(groups.slots, num_experts, up.rows)
+    described = (_described(gate_up, up), _described(down, low)) if config.tma else (gate_up, down)
     joint_kernels.joint_kernel[(tiles * (triton.cdiv(inner, up.columns) + triton.cdiv(hidden, low.columns)),)](
         x,
-        gate_up,
-        down,
+        *described,
         activated,
         out,
         groups.counts,
@@ -197,13 +198,22 @@ def joint_products(
         DOWN_K=low.depth,
         UP_SWAP=up.swap,
         DOWN_SWAP=low.swap,
-        AHEAD=_bytes_ahead(low, inner, x),
+        AHEAD=0 if config.tma else _bytes_ahead(low, inner, x),
         TRIES=LOOKS,
+        TMA=config.tma,
         num_warps=up.warps,
         num_stages=min(up.stages, low.stages),
         **_early(x.device, config.early),
     )
     return out
+
+
+def _described(w: Tensor, tile: Tile) -> Any:
+    """All experts' rows, one below the other, in boxes of a tile's."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    experts, rows, depth = w.shape
+    return TensorDescriptor(w, [experts * rows, depth], [depth, 1], [tile.columns, tile.depth])
 
 
 def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:

@@ -66,6 +66,8 @@ class MoeConfig:
     """Kernels start while the one before still runs."""
     joint: bool = False
     """Both products in one launch, where they have the same rows; they then share `gate_up`'s warps."""
+    tma: bool = False
+    """With `joint`: weights come through the copy engine of Hopper and later."""
     ahead: int = 0
     """Bytes of gate_up that are asked for while the router still runs, whoever may be chosen."""
 

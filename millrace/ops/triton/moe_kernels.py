@@ -13,7 +13,7 @@ from millrace.ops.triton.early import wait_for_last
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     """KIND: 0 silu, 1 gelu by tanh, 2 gelu."""
     if KIND == 0:
         y = x * tl.sigmoid(x)
@@ -137,7 +137,7 @@ def tile_product(
     acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, HALVES * BLOCK_N, BLOCK_K, SWAP, EVICT)
     if HALVES == 2:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        result = _activate(gate, KIND) * up
+        result = activate(gate, KIND) * up
     else:
         result = acc
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -258,7 +258,7 @@ def vector_gate_up_kernel(
             up_part = tl.load(gate_rows + N * K + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             gate += gate_part.to(tl.float32) * values
             up += up_part.to(tl.float32) * values
-    result = _activate(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
+    result = activate(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
     tl.store(out + slot.to(tl.int64) * N + columns, result.to(out.dtype.element_ty), mask=columns < N)
 
 
