@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.triton import early_start
+from millrace.ops.triton.early import wait_for_last
 from millrace.ops.triton.sampling import ROW_WORD
 
 UPDATE_PROGRAMS = 32
@@ -98,9 +100,11 @@ def _gather_kernel(
     token_ids, positions, slots, block_ids, offsets, embedded, angles,
     BS: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr,
     ROW_WORD: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    ROPES: tl.constexpr, ROTARY: tl.constexpr, ROTARY_BLOCK: tl.constexpr,
+    ROPES: tl.constexpr, ROTARY: tl.constexpr, ROTARY_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token. With SINGLE every row has one, token i is that of row i, and the updates are done on the way."""
+    wait_for_last(EARLY)
+    count = tl.load(num_updates_ptr)
     at = tl.program_id(0)
     row = at
     offset = 0
@@ -125,7 +129,6 @@ def _gather_kernel(
         place = (rope * num_tokens + at).to(tl.int64) * ROTARY + turn
         tl.store(angles + place, angle, mask=turn < ROTARY)
     if SINGLE:
-        count = tl.load(num_updates_ptr)
         block = _updated(updates, count, table_row, position // BS, block, BLOCK)
         _update(updates, count, tables, table_stride, num_records_ptr, columns, BLOCK, ALIGN, WORDS, ROW_WORD)
     tl.store(token_ids + at, token)
@@ -177,6 +180,6 @@ def gather(
         BS=block_size, SINGLE=single, **sizes,
         HIDDEN=hidden, HIDDEN_BLOCK=triton.next_power_of_2(max(1, hidden)), SCALED=looked_up.embedding_scale != 1.0,
         ROPES=0 if turns is None else turns.shape[0], ROTARY=rotary, ROTARY_BLOCK=triton.next_power_of_2(rotary),
-        num_warps=4,
+        num_warps=4, **early_start(tables.device),
     )  # fmt: skip
     return embedded, angles
