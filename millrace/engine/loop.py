@@ -76,6 +76,9 @@ class Engine:
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
+        self._told_idle = False
+        self._watch_s = 0.0
+        """How much of the next wait for messages is spent awake."""
         self._step_no = 0
         self._step_seconds = 0.0
         self._plan_seconds = 0.0
@@ -120,11 +123,11 @@ class Engine:
             self._host_seconds += self._clock() - began - self._waited
 
     def _take_messages(self) -> None:
-        was_idle = self._idle_since is not None
         patience_s = self._patience()
-        just_idle = self._idle_since is not None and not was_idle
-        for message in self._channel.receive(patience_s, self._device.watch_s if just_idle else 0.0):
+        watch_s, self._watch_s = self._watch_s, 0.0
+        for message in self._channel.receive(patience_s, watch_s):
             self._idle_since = None
+            self._told_idle = False
             self._handle(message)
 
     def _launch_next(self) -> bool:
@@ -174,9 +177,14 @@ class Engine:
         return self._idle()
 
     def _idle(self) -> float | None:
-        """Nothing to do: say so, wait a while, give memory back, and then wait for ever."""
+        """Nothing to do: stay awake for a moment, say so, wait a while, give memory back, and then wait for ever."""
         if self._idle_since is None:
             self._idle_since = self._clock()
+            self._watch_s = self._device.watch_s
+            if self._watch_s > 0:
+                return self._watch_s
+        if not self._told_idle:
+            self._told_idle = True
             self._report_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
             return idle_memory.IDLE_S
