@@ -28,7 +28,7 @@ KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 LOOKS = 1 << 17
 """A program of the down product looks so often for the end of those it needs: about a tenth of a second."""
 SHARE_AHEAD = 1 << 18
-"""Bytes of weights that one program asks for while the router still runs."""
+"""Bytes of weights that one program asks for while tokens are routed."""
 
 
 def _early(device: torch.device, early: bool = True) -> dict[str, bool]:

@@ -69,7 +69,7 @@ class MoeConfig:
     tma: bool = False
     """With `joint`: weights come through the copy engine of Hopper and later."""
     ahead: int = 0
-    """Bytes of gate_up that are asked for while the router still runs, whoever may be chosen."""
+    """Bytes of gate_up that are asked for while tokens are routed, whoever may be chosen."""
 
 
 VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256, warps=8))
@@ -89,7 +89,7 @@ JOINT_SLOTS = 10.0
 """Mean slots per expert up to which both products are one launch: 4 of 250 us a layer at 8 to 128 tokens, none at
 256."""
 AHEAD_BYTES = 8 << 20
-"""Of gate_up, asked for while the router runs: a third of a microsecond a layer, and twice as many gain nothing."""
+"""Of gate_up, asked for while tokens are routed: a third of a microsecond a layer, and twice as many gain nothing."""
 
 EARLY_TOKENS = 512
 """Up to here kernels start early; with more they have nothing to gain."""

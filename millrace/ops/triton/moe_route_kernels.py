@@ -33,9 +33,11 @@ def route_kernel(
 
     GROUP: its slots are also counted for their experts, and put into those experts' rows of the table [E, capacity], in
     whatever order tokens come; nobody's result depends on it. `counts` are zero before.
-    AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other,
-    while the router still runs: with many tokens nearly every expert is chosen, and memory would have nothing to do.
+    AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other: with
+    many tokens nearly every expert is chosen, and while tokens are routed memory would have nothing to do. Not before
+    the router has ended: its own weights would have to queue behind them.
     """
+    wait_for_last(EARLY)
     if AHEAD > 0:
         share = tl.program_id(0) - tokens
         if share >= 0:
@@ -43,7 +45,6 @@ def route_kernel(
             pieces = gate_up.to(tl.pointer_type(tl.int8)) + share.to(tl.int64) * AHEAD + tl.arange(0, 64) * PIECE
             prefetch(pieces, PIECE)
             return
-    wait_for_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERT_BLOCK)
     choices = tl.arange(0, CHOICES)
