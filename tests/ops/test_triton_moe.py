@@ -182,6 +182,7 @@ def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: in
         (1, (4, 2, 32, 16), (16, 16), (32, 16)),
         (19, (5, 2, 48, 33), (16, 32), (16, 16)),
         (40, (3, 1, 17, 9), (32, 16), (16, 32)),  # more rows of an expert than a tile has
+        (21, (4, 2, 40, 24), (16, 16), (64, 16)),  # tiles that reach into the next expert
     ],
 )
 @pytest.mark.parametrize("swap", [False, True])
@@ -197,11 +198,12 @@ def test_one_launch_is_two(
     counters = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
     two = MoeConfig("table", Tile(16, *up, stages=2, swap=swap), Tile(16, *down, stages=2, swap=swap))
     one = replace(two, joint=True, early=True, ahead=1 << 20, down=replace(two.down, ahead=1))
-    found, expected = (
+    found, expected, described = (
         moe.summed(moe.routed_experts(x, logits, top_k, True, gate_up, low, "silu", counters, config))
-        for config in (one, two)
+        for config in (one, two, replace(one, tma=True))
     )
     assert torch.equal(found, expected)
+    check(described, found.double())
     check(found, plain(x, *route_reference(logits, top_k, True), pairs))
     assert not bool(counters.any())
 

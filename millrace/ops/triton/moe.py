@@ -174,7 +174,9 @@ def joint_products(
     activated = torch.empty((groups.slots, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((groups.slots, hidden), dtype=x.dtype, device=x.device)
     tiles = most_tiles(groups.slots, num_experts, up.rows)
-    described = (_described(gate_up, up), _described(down, low)) if config.tma else (gate_up, down)
+    # The copy engine takes rows of whole 16 bytes.
+    tma = config.tma and all(size * x.element_size() % 16 == 0 for size in (hidden, inner))
+    described = (_described(gate_up, up), _described(down, low)) if tma else (gate_up, down)
     joint_kernels.joint_kernel[(tiles * (triton.cdiv(inner, up.columns) + triton.cdiv(hidden, low.columns)),)](
         x,
         *described,
@@ -198,9 +200,9 @@ def joint_products(
         DOWN_K=low.depth,
         UP_SWAP=up.swap,
         DOWN_SWAP=low.swap,
-        AHEAD=0 if config.tma else _bytes_ahead(low, inner, x),
+        AHEAD=0 if tma else _bytes_ahead(low, inner, x),
         TRIES=LOOKS,
-        TMA=config.tma,
+        TMA=tma,
         num_warps=up.warps,
         num_stages=min(up.stages, low.stages),
         **_early(x.device, config.early),
