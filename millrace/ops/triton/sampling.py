@@ -207,12 +207,18 @@ def _greedy_kernel(
     first = tl.program_id(0) * part
     best = tl.full([TILE], float("-inf"), tl.float32)
     token = first + lane
-    for start in range(0, part, TILE):
-        offsets = first + start + lane
-        value = tl.load(line + offsets, mask=offsets < vocab, other=float("-inf")).to(tl.float32)
-        better = value > best
-        best = tl.where(better, value, best)
+    offsets = first + lane
+    value = tl.load(line + offsets, mask=offsets < vocab, other=float("-inf"))
+    for start in range(TILE, part + TILE, TILE):
+        # The next tile is on its way while this one is looked at; past the part nothing is asked for.
+        ahead = first + start + lane
+        following = tl.load(line + ahead, mask=ahead < tl.minimum(first + part, vocab), other=float("-inf"))
+        wide = value.to(tl.float32)
+        better = wide > best
+        best = tl.where(better, wide, best)
         token = tl.where(better, offsets, token)
+        offsets = ahead
+        value = following
     # Acquire and release: whoever sees the last arrival sees every bid.
     tl.atomic_max(races + at, _greatest(best, token))
     if tl.atomic_add(arrivals + at, 1) == tl.num_programs(0) - 1:
