@@ -229,7 +229,7 @@ def _greedy_kernel(
 
 
 def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, races: Tensor, arrivals: Tensor,
-                *, tile: int = 2048, warps: int = 4, programs: int = 132 * 6) -> None:  # fmt: skip
+                *, tile: int = 1024, warps: int = 4, programs: int = 132 * 6) -> None:  # fmt: skip
     """The greatest logit of each row, the lowest token among equals; `out` [n] and `last_tokens[rows]`.
 
     `races` int64 and `arrivals` int32, each of n or more, hold RACE_START and 0 before and after.
