@@ -50,6 +50,15 @@ class SamplingParams:
         self._check_lengths()
         self._check_numbers()
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with this seed, which is from 0 to 2**63 - 1. What was checked is not checked again: this is done
+        for most requests."""
+        made = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "seed", seed)
+        return made
+
     def _check_lengths(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)

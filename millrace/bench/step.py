@@ -40,12 +40,15 @@ class StepCase:
     count: int
     """Tokens of each row in the step."""
     repetitions: int
+    shared: int = 0
+    """Tokens at the beginning that all rows have in the same blocks; a multiple of the block size."""
 
 
 CASES = (
     StepCase("1 row at 512 tokens", 1, 512, 1, 100),
     StepCase("16 rows at 300 tokens", 16, 300, 1, 40),
     StepCase("8 rows at 1,056 tokens", 8, 1056, 1, 30),
+    StepCase("8 rows, 1,024 of 1,056 tokens shared", 8, 1056, 1, 30, shared=1024),
     StepCase("prompt of 512 tokens", 1, 0, 512, 10),
 )
 
@@ -92,6 +95,7 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
                 block_size=BLOCK_SIZE,
                 max_rows=case.num_rows,
                 max_context=blocks * BLOCK_SIZE,
+                kv_dtype=config.memory.kv_dtype,
             )
             assert runner.native_step is not None
             report(_measure(runner, runner.native_step, case, blocks, spec.vocab_size))
@@ -103,7 +107,7 @@ def _measure(runner: Runner, native_step: NativeStep, case: StepCase, blocks: in
     tokens = np.random.default_rng(0).integers(0, vocab_size, max(1, case.context + case.count)).astype(np.int32)
     params = RowParams(SamplingParams(temperature=0.0))
     admitted = tuple(Admission(row, row, tokens, len(tokens), params) for row in range(case.num_rows))
-    first = _plan(case.num_rows, 0, max(1, case.context), admitted, blocks)
+    first = _plan(case.num_rows, 0, max(1, case.context), admitted, blocks, case.shared // BLOCK_SIZE)
     runner.launch(first).wait()
     spent, best = native_step.measure(), (float("inf"), [0] * len(KINDS))
     for repetition in range(case.repetitions):
@@ -116,9 +120,14 @@ def _measure(runner: Runner, native_step: NativeStep, case: StepCase, blocks: in
     return StepCost(case, best[0] * 1e3, {kind: ns / 1e6 for kind, ns in zip(KINDS, best[1], strict=True)})
 
 
-def _plan(num_rows: int, start: int, count: int, admitted: tuple[Admission, ...] = (), blocks: int = 0) -> StepPlan:
-    """`count` tokens of every row. With admissions, all of the rows' blocks are handed out as well."""
+def _plan(
+    num_rows: int, start: int, count: int, admitted: tuple[Admission, ...] = (), blocks: int = 0, num_shared: int = 0
+) -> StepPlan:
+    """`count` tokens of every row. With admissions, all of the rows' blocks are handed out as well, the first
+    `num_shared` of them the same to all: what the rows write there is the same, since their tokens are."""
     rows = np.arange(num_rows, dtype=np.int32)
+    block_ids = 1 + np.arange(num_rows * blocks, dtype=np.int32).reshape(num_rows, blocks)
+    block_ids[:, :num_shared] = block_ids[:1, :num_shared]
     return StepPlan(
         step_no=0,
         rows=rows,
@@ -129,6 +138,6 @@ def _plan(num_rows: int, start: int, count: int, admitted: tuple[Admission, ...]
         adapter_slots=np.zeros(num_rows, np.int32),
         block_rows=np.repeat(rows, blocks),
         block_cols=np.tile(np.arange(blocks, dtype=np.int32), num_rows),
-        block_ids=1 + np.arange(num_rows * blocks, dtype=np.int32),
+        block_ids=block_ids.reshape(-1),
         admitted=admitted,
     )

@@ -76,6 +76,9 @@ class Engine:
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
+        self._told_idle = False
+        self._watch_s = 0.0
+        """How much of the next wait for messages is spent awake."""
         self._step_no = 0
         self._step_seconds = 0.0
         self._plan_seconds = 0.0
@@ -120,8 +123,11 @@ class Engine:
             self._host_seconds += self._clock() - began - self._waited
 
     def _take_messages(self) -> None:
-        for message in self._channel.receive(self._patience()):
+        patience_s = self._patience()
+        watch_s, self._watch_s = self._watch_s, 0.0
+        for message in self._channel.receive(patience_s, watch_s):
             self._idle_since = None
+            self._told_idle = False
             self._handle(message)
 
     def _launch_next(self) -> bool:
@@ -146,13 +152,16 @@ class Engine:
         self._applied_at = now
         self._step_seconds += now - launched_at
         self._step_no = plan.step_no
-        outcome = self._scheduler.apply(plan.step_no, result.drawn())
+        outcome = self._scheduler.confirm(plan.step_no, result.drawn())
+        confirmed = self._clock()
         for ended in outcome.ended:
             entry = self._ledger.entry(ended.request_id)
             if entry is not None and entry.admitted is not None:
                 self._pace.on_ended(now - entry.admitted)
-        self._plan_seconds += self._clock() - now
         self._outbox.send_step(outcome, result, now, self._stats_if_due(now))
+        sent = self._clock()
+        self._scheduler.tidy()
+        self._plan_seconds += confirmed - now + self._clock() - sent
         if plan.step_no % CHECK_POOL_EVERY == 0:
             self._scheduler.pool.check_sums()
 
@@ -168,9 +177,14 @@ class Engine:
         return self._idle()
 
     def _idle(self) -> float | None:
-        """Nothing to do: say so, wait a while, give memory back, and then wait for ever."""
+        """Nothing to do: stay awake for a moment, say so, wait a while, give memory back, and then wait for ever."""
         if self._idle_since is None:
             self._idle_since = self._clock()
+            self._watch_s = self._device.watch_s
+            if self._watch_s > 0:
+                return self._watch_s
+        if not self._told_idle:
+            self._told_idle = True
             self._report_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
             return idle_memory.IDLE_S
@@ -217,10 +231,10 @@ class Engine:
         )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
+        self._launched.append((plan, self._runner.launch(plan), now))
         for admission in plan.admitted:
             self._ledger.on_admitted(admission.request_id, now)
         self._pace.on_seated(len(plan.admitted))
-        self._launched.append((plan, self._runner.launch(plan), now))
 
     # -- when a step fails -----------------------------------------------------------------------------------------
 
@@ -282,6 +296,7 @@ class Engine:
         if now - self._stats_at < STATS_EVERY_S:
             return None
         self._stats_at = now
+        self._scheduler.tidy()  # what has just ended is not counted as running
         return self._stats()
 
     def _report_idle(self) -> None:

@@ -45,8 +45,9 @@ class EngineChannel(Protocol):
 
     num_fronts: int
 
-    def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        """Everything that has arrived; waits up to `timeout_s` (None: for ever, 0: not at all) for the first."""
+    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
+        """Everything that has arrived; waits up to `timeout_s` (None: for ever, 0: not at all) for the first. The
+        first `watch_s` of that are spent awake, where that takes nothing from those who send."""
 
     def send(self, front_index: int, message: ToFront) -> None: ...
 
@@ -100,7 +101,7 @@ class InProcessLink:
     def front(self) -> InProcessFront:
         return self._front
 
-    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
         return self._inbox.drain(timeout_s)
 
     def send(self, front_index: int, message: ToFront) -> None:
@@ -176,11 +177,15 @@ class ZmqEngineChannel:
             push.bind(front_address(directory, index))
             self._pushes.append(push)
 
-    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
         messages = self._take()
         if messages or (timeout_s is not None and timeout_s <= 0):
             return messages
-        end = time.monotonic() + timeout_s if timeout_s is not None else math.inf
+        start = time.monotonic()
+        end = start + timeout_s if timeout_s is not None else math.inf
+        awake_until = min(start + watch_s, end)
+        while not messages and time.monotonic() < awake_until:
+            messages = self._take()
         while not messages and (left_s := end - time.monotonic()) > 0:
             # While something waits for a front that is not there, it is tried again and again.
             patience_s = min(left_s, ABSENT_RETRY_S) if any(self._absent) else left_s

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from millrace.errors import BadRequest, ContextOverflow, EngineUnavailable, Overloaded
 from millrace.link.channel import FrontChannel
 from millrace.link.messages import (
@@ -168,7 +171,8 @@ class EngineClient:
         ready = self._ready_or_raise()
         if len(self._sinks) >= self._max_open:
             raise self._overloaded()
-        params = self._complete(prompt, params, ready)
+        token_ids = _checked_ids(prompt, ready.vocab_size)
+        params = self._complete(len(token_ids), params, ready)
         if params.ignore_eos:
             end_token_ids = ()
         request_id = self._next_id
@@ -179,7 +183,7 @@ class EngineClient:
         self._channel.send(
             NewRequest(
                 id=request_id,
-                prompt=pack_tokens(list(prompt)),
+                prompt=pack_tokens(token_ids),
                 params=params,
                 end_token_ids=tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids))),
                 priority=priority,
@@ -240,15 +244,16 @@ class EngineClient:
             raise EngineUnavailable("The engine is still loading the model; try again in a few seconds.")
         return self.ready
 
-    def _complete(self, prompt: Sequence[int], params: SamplingParams, ready: EngineReady) -> SamplingParams:
-        """Check the prompt against the engine's limits; fill in `max_tokens` and the seed."""
-        _check_token_ids(prompt, params, ready.vocab_size)
+    def _complete(self, num_prompt: int, params: SamplingParams, ready: EngineReady) -> SamplingParams:
+        """Check the request against the engine's limits; fill in `max_tokens` and the seed."""
+        _check_named_ids(params, ready.vocab_size)
         room = min(ready.max_context, ready.kv_tokens)
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(room - len(prompt), 1)
-        if len(prompt) + max_tokens > room:
-            raise _overflow(len(prompt), max_tokens, params.max_tokens is not None, ready)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        return dataclasses.replace(params, max_tokens=max_tokens, seed=seed)
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(room - num_prompt, 1)
+        if num_prompt + max_tokens > room:
+            raise _overflow(num_prompt, max_tokens, params.max_tokens is not None, ready)
+        if params.max_tokens is None:
+            params = dataclasses.replace(params, max_tokens=max_tokens)
+        return params if params.seed is not None else params.with_seed(secrets.randbits(63))
 
     def _overloaded(self) -> Overloaded:
         """Retry-After from the drain rate: how long until the requests ahead of a new one have ended."""
@@ -351,14 +356,27 @@ def _finish(sink: RequestSink, finish: Finish) -> None:
         log.exception("the receiver of request %d failed at its end", finish.id)
 
 
-def _check_token_ids(prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
-    if not prompt:
+def _checked_ids(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """The prompt as an array; refused if it is empty or holds what is no token of the vocabulary."""
+    try:
+        token_ids = np.asarray(prompt, np.int64)
+    except OverflowError:
+        raise _no_token(max(prompt, key=abs), vocab_size) from None
+    if not len(token_ids):
         raise BadRequest("The prompt has no tokens; send at least one.", param="prompt")
-    for token_id in (min(prompt), max(prompt)):
+    for token_id in (int(token_ids.min()), int(token_ids.max())):
         if not 0 <= token_id < vocab_size:
-            raise BadRequest(
-                f"The prompt holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
-            )
+            raise _no_token(token_id, vocab_size)
+    return token_ids
+
+
+def _no_token(token_id: int, vocab_size: int) -> BadRequest:
+    return BadRequest(
+        f"The prompt holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
+    )
+
+
+def _check_named_ids(params: SamplingParams, vocab_size: int) -> None:
     for name, token_ids in (
         ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
         ("stop_token_ids", params.stop_token_ids),

@@ -217,8 +217,8 @@ def decode_to_front(data: bytes) -> ToFront:
     return _to_front.decode(data)
 
 
-def pack_tokens(token_ids: list[int]) -> bytes:
-    return np.asarray(token_ids, dtype="<i4").tobytes()
+def pack_tokens(token_ids: npt.ArrayLike) -> bytes:
+    return np.asarray(token_ids).astype("<i4").tobytes()
 
 
 def unpack_tokens(data: bytes) -> npt.NDArray[np.int32]:

@@ -1,9 +1,10 @@
 """Writing to and reading from the paged cache, whose layers are [2, blocks, kv_heads, block_size, head_dim].
 
-A cache in eight bits is a tensor of bytes [2, blocks, kv_heads, block_size, head_dim + SCALE_BYTES]. Each head's part
-of a block begins with the float8 numbers of all its tokens, one token after the other; their float32 scales follow.
-Every key and every value has a scale of its own: its largest item takes the largest number there is, so that no outlier
-of another token or head costs it range, and nothing has to be measured beforehand.
+A cache in eight bits has layers [2, blocks, kv_heads, block_size, head_dim + SCALE_BYTES] of bytes: uint8 with float8
+numbers (on a GPU), int8 with whole numbers (on a CPU). Each head's part of a block begins with the numbers of all its
+tokens, one token after the other; their float32 scales follow. Every key and every value has a scale of its own: its
+largest item takes the largest number there is, so that no outlier of another token or head costs it range, and nothing
+has to be measured beforehand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from millrace.ops.quantised import FP8, FP8_MAX
 
 SCALE_BYTES = 4
 """What a key or a value in eight bits takes beside its items."""
+INT8_MAX = 127
 
 
 def cache_places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -25,24 +27,34 @@ def cache_places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """Put keys_values [T, 2, kv_heads, head_dim] at each token's place. Places of one step are distinct,
     except in the scratch block 0, whose content is never read."""
-    if not holds_fp8(kv):
+    if not has_eight_bits(kv):
         kv[:, block_ids, :, offsets] = keys_values
         return
+    most = FP8_MAX if holds_fp8(kv) else INT8_MAX
     wide = keys_values.float()
     largest = wide.abs().amax(dim=-1)
-    scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
-    items, scales = fp8_parts(kv)
-    numbers = (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    items.view(torch.uint8)[:, block_ids, :, offsets] = numbers.view(torch.uint8)
+    scale = torch.where(largest > 0, largest / most, torch.ones_like(largest))
+    numbers = wide / scale[..., None]
+    if holds_fp8(kv):
+        items, scales = fp8_parts(kv)
+        items, numbers = items.view(torch.uint8), numbers.clamp(-most, most).to(FP8).view(torch.uint8)
+    else:
+        items, scales = int8_parts(kv)
+        numbers = numbers.round().clamp(-most, most).to(torch.int8)
+    items[:, block_ids, :, offsets] = numbers
     scales[:, block_ids, :, offsets] = scale
 
 
 def read_kv(kv: Tensor, block_ids: Tensor) -> Tensor:
     """Whole blocks [2, n, kv_heads, block_size, head_dim] in float32."""
-    if not holds_fp8(kv):
+    if not has_eight_bits(kv):
         return kv[:, block_ids].float()
-    items, scales = fp8_parts(kv)
-    numbers = items.view(torch.uint8)[:, block_ids].view(FP8)
+    if holds_fp8(kv):
+        items, scales = fp8_parts(kv)
+        numbers = items.view(torch.uint8)[:, block_ids].view(FP8)
+    else:
+        items, scales = int8_parts(kv)
+        numbers = items[:, block_ids]
     return numbers.float() * scales[:, block_ids][..., None]
 
 
@@ -50,14 +62,27 @@ def holds_fp8(kv: Tensor) -> bool:
     return kv.dtype == torch.uint8
 
 
+def has_eight_bits(kv: Tensor) -> bool:
+    return kv.dtype in (torch.uint8, torch.int8)
+
+
 def head_dim_of(kv: Tensor) -> int:
-    return kv.shape[4] - SCALE_BYTES if holds_fp8(kv) else kv.shape[4]
+    return kv.shape[4] - SCALE_BYTES if has_eight_bits(kv) else kv.shape[4]
 
 
 def fp8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a cache in eight bits: items float8 [2, blocks, kv_heads, block_size, head_dim], and scales float32
     without the last dimension."""
+    return _parts(kv, FP8)
+
+
+def int8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with items int8."""
+    return _parts(kv, torch.int8)
+
+
+def _parts(kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     block_size, head_dim = kv.shape[3], head_dim_of(kv)
     flat = kv.flatten(3)
-    items = flat[..., : block_size * head_dim].view(FP8).view(*kv.shape[:4], head_dim)
+    items = flat[..., : block_size * head_dim].view(dtype).view(*kv.shape[:4], head_dim)
     return items, flat[..., block_size * head_dim :].view(torch.float32)

@@ -39,6 +39,8 @@ KEPT_OBJECTS: Final = 8
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the dtypes in the kernels; the same as in cpp/vec.h."""
+KV_DTYPES: Final = {**DTYPES, torch.int8: 2}
+"""The same for the items of a cache."""
 QUICK_ROWS: Final = 64
 """Up to so many rows an elementwise call is so short that letting the interpreter lock go costs more than it gives."""
 
@@ -74,11 +76,12 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int)),
     "norm": (None, (c_int, *[c_void_p] * 5, c_int64, c_int64, c_float)),
     "gated": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),
-    "prepare_qkv": (None, (c_int, *[c_void_p] * 7, *[c_int64] * 7, c_float)),
+    "prepare_qkv": (None, (c_int, c_int, *[c_void_p] * 7, *[c_int64] * 7, c_float)),
     "attention": (
         None,
-        (c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
+        (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
     ),
+    "tiles_spared": (c_int64, (*[c_void_p] * 3, *[c_int64] * 3)),
     "draw": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),

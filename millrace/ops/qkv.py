@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.kv_cache import write_kv
-from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.native import DTYPES, KV_DTYPES, native, native_missing
 from millrace.ops.norm import rms_norm
 from millrace.ops.rope import rope
 from millrace.ops.triton import triton_missing
@@ -86,6 +86,7 @@ class NativePrepareQkv:
         tokens = qkv.shape[0]
         self._native.for_rows(tokens).prepare_qkv(
             DTYPES[qkv.dtype],
+            KV_DTYPES[kv.dtype],
             qkv.data_ptr(),
             None if rows is None else rows.data_ptr(),
             *self.norms_at,

@@ -66,11 +66,13 @@ class BlockPool:
         block = self._by_hash.get(name)
         return block if block is not None and self._tokens_of[block] == tokens else None
 
-    def share(self, block: int) -> None:
-        """One more owner for a block that `find` returned."""
-        if self._refs[block] == 0 and self._fence_of.pop(block, None) is None:
-            del self._cached[block]
-        self._refs[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for each of these, which `find` returned."""
+        refs, fence_of, cached = self._refs, self._fence_of, self._cached
+        for block in blocks:
+            if refs[block] == 0 and fence_of.pop(block, None) is None:
+                del cached[block]
+            refs[block] += 1
 
     def name(self, block: int, name: bytes, tokens: bytes, parent: bytes = b"") -> None:
         """A full block's content is computed: let it be found. The first block with a content keeps the name."""
@@ -81,6 +83,20 @@ class BlockPool:
             self._parent_of[block] = parent
             self._follower_of[parent] = block
 
+    def after(self, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
+        """The block last named after the one with this hash, and its own hash, if these are its tokens: parent and
+        tokens decide the hash, so that it need not be computed."""
+        block = self._follower_of.get(parent)
+        if block is None or self._tokens_of[block] != tokens:
+            return None
+        name = self._hash_of[block]
+        return (block, name) if name is not None else None
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of them no row holds."""
+        refs = self._refs
+        return sum(refs[block] == 0 for block in blocks)
+
     def follower(self, parent: bytes) -> bytes | None:
         """The tokens of the block last named after the one with this hash, if it is still here."""
         block = self._follower_of.get(parent)
@@ -89,9 +105,6 @@ class BlockPool:
     def num_holders(self, block: int) -> int:
         """Rows that hold the block."""
         return self._refs[block]
-
-    def in_use(self, block: int) -> bool:
-        return self._refs[block] > 0
 
     def give_back(self, blocks: Iterable[int], fence: int | None) -> None:
         """Drop one owner of each. Blocks with none left wait for step `fence` (None: no step is in flight).

@@ -8,6 +8,7 @@ from millrace.plan.block_pool import BlockPool
 from millrace.plan.forecast import Floats, OutputLengths, kv_peak
 from millrace.plan.request import Request
 from millrace.plan.rows import Rows
+from millrace.plan.step import Int64s
 
 
 class Crowd:
@@ -16,22 +17,31 @@ class Crowd:
     def __init__(self, rows: Rows, pool: BlockPool, lengths: OutputLengths) -> None:
         self._pool, self._lengths, self._block_size = pool, lengths, rows.block_size
         order, size = rows.order, rows.block_size
+        self._is_empty = len(order) == 0
+        self._own: list[Floats] = []
+        self._remaining: list[Floats] = []
+        self._bound = 0.0
+        """What they would hold if none ended before the last: never below the peak, and cheap to keep."""
+        self._room = pool.total * size
+        if not self._is_empty:
+            self._count_in(rows, order)
+
+    def _count_in(self, rows: Rows, order: Int64s) -> None:
+        pool, size = self._pool, self._block_size
         known = rows.known[order].astype(np.float64)
         own: Floats = np.ceil(known / size) * size - rows.num_shared[order].astype(np.float64) * size
-        remaining = lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
+        remaining = self._lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
         own_blocks = int((rows.num_blocks[order] - rows.num_shared[order]).sum())
         self._room = (pool.total - max(pool.num_in_use - own_blocks, 0)) * size
         self._own, self._remaining = [own], [remaining]
         self._bound = float(own.sum() + remaining.sum())
-        """What they would hold if none ended before the last: never below the peak, and cheap to keep."""
-        self._is_empty = len(order) == 0
 
     def join(self, request: Request, blocks: list[int]) -> bool:
         """Count the request in, with these blocks found in the cache, if it fits. Somebody may always run."""
         size, num_known = self._block_size, len(request.history) // 4
         own = -(-num_known // size) * size - len(blocks) * size
         remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
-        newly_shared = sum(not self._pool.in_use(block) for block in blocks)
+        newly_shared = self._pool.num_unheld(blocks)
         if not self._is_empty:
             has_block_left = self._pool.num_available > len(blocks)
             if not has_block_left or not self._fits(own, remaining, self._room - newly_shared * size):

@@ -30,11 +30,21 @@ class PrefixIndex:
         if not (self._enabled and request.read_cache):
             return blocks
         usable = (len(request.history) // 4 - 1) // self._block_size
-        find, history, width = self._pool.find, bytes(request.history), 4 * self._block_size
+        pool, history, width = self._pool, bytes(request.history), 4 * self._block_size
+        hashes, parent = request.hashes, self._root(request.salt)
         for index in range(usable):
-            block = find(self.hash_of(request, index), history[index * width : (index + 1) * width])
-            if block is None:
-                break
+            tokens = history[index * width : (index + 1) * width]
+            # What was computed last after the same beginning is most often what is sought, and its hash is known.
+            follower = pool.after(parent, tokens) if index == len(hashes) else None
+            if follower is not None:
+                block, parent = follower
+                hashes.append(parent)
+            else:
+                parent = self.hash_of(request, index)
+                found = pool.find(parent, tokens)
+                if found is None:
+                    break
+                block = found
             blocks.append(block)
         return blocks
 

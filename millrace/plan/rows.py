@@ -6,6 +6,7 @@ one (`known_host`, `confirmed`) counts what completed steps have done. They diff
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -50,6 +51,8 @@ class Rows:
         """Confirmed tokens of the row's last, unfilled block."""
         self.requests: list[Request | None] = [None] * capacity
         self.blocks: list[list[int]] = [[] for _ in range(capacity)]
+        self.num_timed = 0
+        """Active rows with a deadline."""
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
         self._order: Int64s | None = None
@@ -89,6 +92,7 @@ class Rows:
         self.num_prompt[row] = request.num_prompt
         self.ends_from[row] = request.num_prompt + request.min_tokens
         self.deadline[row] = request.deadline
+        self.num_timed += request.deadline < math.inf
         self.num_blocks[row] = self.num_shared[row] = self.num_named[row] = len(blocks)
         self.num_given[row] = num_known // self.block_size
         self.adapter_slot[row] = request.adapter_slot
@@ -115,6 +119,7 @@ class Rows:
         request = self.request(row)
         request.history = bytearray(self.tokens(row).tobytes())
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
+        self.num_timed -= request.deadline < math.inf
         self.active[row] = False
         self.requests[row] = None
         blocks, self.blocks[row] = self.blocks[row], []

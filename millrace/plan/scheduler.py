@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,6 +47,20 @@ HELD_SCAN = 256
 """Waiting requests looked at in one step when those ahead wait for another's prefix."""
 MOST_SENTENCES = 8
 """Preemptions of one request that are remembered in words."""
+
+
+_STOP: EndReason = "stop"
+_LENGTH: EndReason = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class _Untidy:
+    """What `confirm` leaves to `tidy`."""
+
+    step_no: int
+    computed_rows: Int32s
+    ended: list[tuple[int, EndReason]]
+    """Rows, and why."""
 
 
 class Scheduler:
@@ -86,6 +101,7 @@ class Scheduler:
         """The running request that is to give way, and why."""
         self._releases: list[Release] = []
         self._new_blocks: list[tuple[int, int, int]] = []
+        self._untidy: _Untidy | None = None
 
     # -- what callers ask ------------------------------------------------------------------------------------------
 
@@ -125,6 +141,7 @@ class Scheduler:
 
     def abort(self, request_id: int, reason: EndReason = "abort", message: str = "") -> bool:
         """End a request at any moment. False if it is not here (any more)."""
+        self.tidy()
         row = self._row_of.get(request_id)
         if row is not None:
             request = self._leave(row, reason)
@@ -148,6 +165,7 @@ class Scheduler:
 
         `only` limits the step to these rows and seats nobody: how a failed step is taken apart.
         """
+        self.tidy()
         self._expire(now)
         if only is None:
             self._give_way()
@@ -165,9 +183,11 @@ class Scheduler:
         return self._compose(singles, chunks)
 
     def _expire(self, now: float) -> None:
-        order = self.rows.order
-        late = order[self.rows.deadline[order] < now]
-        for request_id in [*self.rows.request_ids[late].tolist(), *self.waiting.expired(now)]:
+        late: list[int] = []
+        if self.rows.num_timed:
+            order = self.rows.order
+            late = self.rows.request_ids[order[self.rows.deadline[order] < now]].tolist()
+        for request_id in [*late, *self.waiting.expired(now)]:
             self.abort(request_id, "deadline", "The request's deadline passed before it was finished.")
 
     def _catch_up(self, only: Collection[int] | None) -> tuple[Int64s, dict[int, int]]:
@@ -182,7 +202,8 @@ class Scheduler:
             stalled = crossing[self.pool.num_available :]
             crossing = crossing[: self.pool.num_available]
             singles = singles[~np.isin(singles, stalled)]
-        self._grow_by_one(crossing)
+        if len(crossing):
+            self._grow_by_one(crossing)
         budget = self._budget_for_chunks(len(singles))
         chunks: dict[int, int] = {}
         for row in behind.tolist():
@@ -195,6 +216,8 @@ class Scheduler:
     def _runnable(self, only: Collection[int] | None) -> tuple[Int64s, Int64s]:
         """Active rows that are one token behind, and those further behind; both first in the queue first."""
         rows, order = self.rows, self.rows.order
+        if len(order) == 0:
+            return order, order
         if only is not None:
             order = order[np.isin(order, np.fromiter(only, np.int64, len(only)))]
         known = rows.known[order]
@@ -205,6 +228,8 @@ class Scheduler:
 
     def _crossing(self, singles: Int64s) -> Int64s:
         """Those of the rows whose next token needs a block that they do not hold."""
+        if len(singles) == 0:
+            return singles
         return singles[self.rows.computed[singles] >= self.rows.num_blocks[singles] * self.block_size]
 
     def _budget_for_chunks(self, num_singles: int) -> int:
@@ -304,8 +329,7 @@ class Scheduler:
             self._preempt(row, why)
 
     def _admit(self, request: Request, blocks: list[int], now: float) -> int:
-        for block in blocks:
-            self.pool.share(block)
+        self.pool.share(blocks)
         if request.preemptions == 0:
             request.cached_tokens = len(blocks) * self.block_size
             self.delays.note("none", now)
@@ -385,18 +409,20 @@ class Scheduler:
 
     def _compose(self, singles: Int64s, chunks: dict[int, int]) -> StepPlan:
         rows = self.rows
-        table_rows = np.concatenate([singles, np.fromiter(chunks, np.int64, len(chunks))]) if chunks else singles
-        counts = np.ones(len(table_rows), np.int32)
+        table_rows, counts = singles, np.ones(len(singles), np.int32)
         if chunks:
-            counts[len(singles) :] = list(chunks.values())
+            table_rows = np.concatenate([singles, np.fromiter(chunks, np.int64, len(chunks))])
+            counts = np.concatenate([counts, np.fromiter(chunks.values(), np.int32, len(chunks))])
         starts = rows.computed[table_rows]
         ends = starts + counts
         samples = ends == rows.known[table_rows]
         rows.computed[table_rows] = ends
         # The token about to be drawn is known from here on, although only the device will have it.
         rows.known[table_rows] += samples
-        admitted = self._admissions(chunks, singles)
-        blocks = np.asarray(self._new_blocks, np.int32).reshape(-1, 3)
+        admitted, given = self._admissions(chunks, singles)
+        if self._new_blocks or not given:
+            given.append(np.asarray(self._new_blocks, np.int32).reshape(-1, 3))
+        blocks = given[0] if len(given) == 1 else np.concatenate(given)
         plan = StepPlan(
             step_no=self._next_step,
             rows=table_rows.astype(np.int32),
@@ -426,40 +452,73 @@ class Scheduler:
             return 0
         return bisect_left(blocks, True, key=lambda block: self.pool.num_holders(block) < everyone)
 
-    def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
-        """Records for rows of this step that the runner does not know, with every block they hold."""
+    def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[tuple[Admission, ...], list[Int32s]]:
+        """Records for rows of this step that the runner does not know, and (row, column, block) of every block they
+        hold, an array for each."""
         if not self._unsent:
-            return ()
+            return (), []
         sent = self._unsent & chunks.keys()
         if len(sent) < len(self._unsent):
             sent |= self._unsent.intersection(singles.tolist())
         self._unsent -= sent
         self._new_blocks = [entry for entry in self._new_blocks if entry[0] not in sent]
-        admissions = []
+        admissions, given = [], []
         for row in sorted(sent):
-            request = self.rows.request(row)
-            self._new_blocks.extend((row, col, block) for col, block in enumerate(self.rows.blocks[row]))
+            request, blocks = self.rows.request(row), self.rows.blocks[row]
+            held = np.empty((len(blocks), 3), np.int32)
+            held[:, 0], held[:, 1], held[:, 2] = row, np.arange(len(blocks)), blocks
+            given.append(held)
             admissions.append(Admission(row, request.id, self.rows.tokens(row), request.num_prompt, request.payload))
-        return tuple(admissions)
+        return tuple(admissions), given
 
     # -- apply -----------------------------------------------------------------------------------------------------
 
     def apply(self, step_no: int, tokens: Int32s) -> StepOutcome:
         """Confirm the oldest launched step. `tokens` are what its sampling rows drew, in plan order."""
+        outcome = self.confirm(step_no, tokens)
+        self.tidy()
+        return outcome
+
+    def confirm(self, step_no: int, tokens: Int32s) -> StepOutcome:
+        """The part of `apply` that somebody waits for: which tokens go to whom, and who has ended."""
+        self.tidy()
         plan = self._in_flight.popleft()
         if plan.step_no != step_no:
             raise AssertionError(f"step {step_no} completed, but {plan.step_no} is the oldest in flight")
-        self.pool.complete(step_no)
-        self.rows.complete(step_no)
-        rows = self.rows
+        rows, samples = self.rows, plan.samples
         here = rows.active[plan.rows]
-        computed_rows = plan.rows[here]
-        rows.confirmed[computed_rows] = (plan.starts + plan.counts)[here]
-        drew = np.flatnonzero(here[plan.samples])
-        table_rows, drawn = plan.rows[plan.samples][drew], tokens[drew]
+        computed_rows = plan.rows
+        ends = plan.starts + plan.counts
+        if not here.all():
+            computed_rows, ends = computed_rows[here], ends[here]
+        rows.confirmed[computed_rows] = ends
+        drew = here[samples].nonzero()[0]
+        table_rows, drawn = plan.rows[samples][drew], tokens[drew]
         stopped = rows.append(table_rows, drawn)
-        self._name_given_blocks(computed_rows)
-        return self._finish(step_no, table_rows, drawn, drew, stopped)
+        full = rows.known_host[table_rows] >= rows.limit[table_rows]
+        ended: list[tuple[int, EndReason]] = []
+        for index in (stopped | full).nonzero()[0].tolist():
+            row, is_stop = int(table_rows[index]), bool(stopped[index])
+            request, reason = rows.request(row), _STOP if is_stop else _LENGTH
+            request.num_output = int(rows.known_host[row] - rows.num_prompt[row])
+            self._end(request, reason, stop_token_id=int(drawn[index]) if is_stop else -1)
+            ended.append((row, reason))
+        self._untidy = _Untidy(step_no, computed_rows, ended)
+        return self._outcome(step_no, table_rows, drawn, drew, stopped)
+
+    def tidy(self) -> None:
+        """The rest of `apply`, if it is still to be done: blocks get their names, ended rows leave."""
+        if self._untidy is None:
+            return
+        done, self._untidy = self._untidy, None
+        self.pool.complete(done.step_no)
+        self.rows.complete(done.step_no)
+        self._name_given_blocks(done.computed_rows)
+        for row, reason in done.ended:
+            request = self._leave(row, reason)
+            self._lengths.observe(request.num_output)
+            self.policy.learn(request)
+            self._settle(request)
 
     def _name_given_blocks(self, computed_rows: Int32s) -> None:
         """Let blocks of given tokens that this step filled be found at once: others may be waiting for them.
@@ -476,31 +535,18 @@ class Scheduler:
         self.prefix.name_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
         self.rows.num_named[row] = num_full
 
-    def _finish(
-        self,
-        step_no: int,
-        table_rows: Int32s,
-        drawn: Int32s,
-        drew: Int64s,
-        stopped: Bools,
-    ) -> StepOutcome:
+    def _outcome(self, step_no: int, table_rows: Int32s, drawn: Int32s, drew: Int64s, stopped: Bools) -> StepOutcome:
         rows = self.rows
         request_ids = rows.request_ids[table_rows]
         first_ids = request_ids[rows.known_host[table_rows] == rows.num_prompt[table_rows] + 1]
-        full = rows.known_host[table_rows] >= rows.limit[table_rows]
-        for index in np.flatnonzero(stopped | full).tolist():
-            is_stop = bool(stopped[index])
-            request = self._leave(int(table_rows[index]), "stop" if is_stop else "length")
-            self._lengths.observe(request.num_output)
-            self.policy.learn(request)
-            self._settle(request)
-            self._end(request, "stop" if is_stop else "length", stop_token_id=int(drawn[index]) if is_stop else -1)
-        delivered = ~stopped
+        if stopped.any():  # the token that stops a request is not part of its answer
+            delivered = ~stopped
+            request_ids, drawn, drew = request_ids[delivered], drawn[delivered], drew[delivered]
         return StepOutcome(
             step_no=step_no,
-            request_ids=request_ids[delivered],
-            tokens=drawn[delivered],
-            sample_index=drew[delivered],
+            request_ids=request_ids,
+            tokens=drawn,
+            sample_index=drew,
             first_ids=first_ids,
             ended=self.take_ended(),
         )
@@ -510,6 +556,7 @@ class Scheduler:
 
         Returns the rows of the oldest one that are still active: the culprit is among them.
         """
+        self.tidy()
         suspects = tuple(row for row in self._in_flight[0].rows.tolist() if self.rows.active[row])
         self._in_flight.clear()
         self.pool.complete(self._next_step)

@@ -28,6 +28,10 @@ class Buckets:
         self.mixed_tokens = _capped(MIXED_TOKENS, token_budget)
         # One row more than there can be, for the padding.
         self.mixed_rows = _capped(MIXED_ROWS, max_rows + 1)
+        self._few = {size: self._few_bucket(size) for size in self.mixed_tokens if self._has_few(size)}
+        self._mixed = {
+            (size, rows): self._mixed_bucket(size, rows) for rows in self.mixed_rows for size in self.mixed_tokens
+        }
 
     def decode(self, rows: int) -> Bucket:
         size = self.decode_sizes[bisect_left(self.decode_sizes, rows)]
@@ -35,9 +39,7 @@ class Buckets:
 
     def all_mixed(self) -> list[Bucket]:
         """Few rows first, each from the least to the most tokens."""
-        few = [self._few_bucket(size) for size in self.mixed_tokens if self._has_few(size)]
-        pairs = [(size, rows) for rows in self.mixed_rows for size in self.mixed_tokens]
-        return list(dict.fromkeys([*few, *(self._mixed_bucket(size, rows) for size, rows in pairs)]))
+        return list(dict.fromkeys([*self._few.values(), *self._mixed.values()]))
 
     def mixed(self, tokens: int, rows: int, tiles: int, *, has_singles: bool = True) -> Bucket | None:
         """The least bucket that holds the step and a row of padding; None when no bucket does."""
@@ -45,8 +47,8 @@ class Buckets:
         if at == len(self.mixed_tokens) or place == len(self.mixed_rows):
             return None
         size = self.mixed_tokens[at]
-        few = not has_singles and rows < FEW_ROWS and self._has_few(size)
-        bucket = self._few_bucket(size) if few else self._mixed_bucket(size, self.mixed_rows[place])
+        few = self._few.get(size) if not has_singles and rows < FEW_ROWS else None
+        bucket = few or self._mixed[size, self.mixed_rows[place]]
         padding = -(-(bucket.tokens - tokens) // self._queries_per_tile)
         return bucket if tiles + padding <= bucket.tiles else None
 

@@ -17,28 +17,29 @@ import torch
 from torch import Tensor
 
 from millrace.config import KvDtype
-from millrace.models.batch import ForwardBatch, LastTokens
+from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
 from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
-from millrace.ops.triton.step_inputs import gather, update_tables
-from millrace.plan.step import StepPlan
+from millrace.ops.triton.sampling import ROW_WORDS
+from millrace.ops.triton.step_inputs import Updates, gather
+from millrace.plan.step import Int32s, StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
+from millrace.run.packet_ring import RING, PacketRing
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
-from millrace.run.step_packet import Bucket, PacketWriter, Section
+from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section
+from millrace.run.token_tables import token_tables
 
 log = logging.getLogger(__name__)
 
-RING = 4
-"""Host buffers in turn: more than there are steps in flight, so none is written while a copy may read it."""
 UPDATES_IN_PACKET = 1 << 15
 SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""
@@ -106,18 +107,19 @@ class CudaRunner:
         self._max_rows = max_rows
         most_tokens = max(token_budget, max_rows)
         words = 4 * max_rows + 8 * (max_rows + 32) + 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
-        self._packet = torch.zeros(words, dtype=torch.int32, device=place)
-        self._packets_out = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
-        self._packet_views = [buffer.numpy() for buffer in self._packets_out]
+        self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
+        self._packet = self._ring.on_device
         self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=place)
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.zeros_like(self._token_ids)
+        self._block_ids, self._offsets = torch.zeros_like(self._token_ids), torch.zeros_like(self._token_ids)
+        # Padding takes as many positions as it has tokens.
+        self._looked_up = token_tables(decoder, max(max_context, most_tokens))
         self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
         self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
         self._drawn_back = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
         self._count = torch.arange(max_rows + 2, dtype=torch.int32, device=place)
-        self._turn = 0
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._met: set[object] = set()
@@ -136,53 +138,77 @@ class CudaRunner:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.note(plan)
-        self._sampler.admit(plan)
+        records = self._sampler.records(plan)
         plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
-        self._send(plan, bucket)
+        self._send(plan, bucket, records)
         long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
-        hidden = self._run(bucket, lambda: self._body(bucket, long_rows), exact)
+        hidden = self._run(bucket, lambda: self._body(bucket, long_rows, drawn_only=not exact), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
         return self._finish(plan, prompt_logprobs)
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
-        num_rows = len(plan.rows)
-        if plan.counts.max() == 1:
+        num_rows, longest = len(plan.rows), int(plan.counts.max())
+        scores_prompts = self._table.scores_prompts(plan.rows)
+        if longest == 1 and not scores_prompts:
             decode = self._buckets.decode(num_rows)
             return (replace(decode, shares=True) if self._shares(plan) else decode), False
-        scores_prompts = bool((self._table.num_prompt_logprobs[plan.rows] >= 0).any())
-        long_from = WORTH_IT if self._takes_long_rows and plan.counts.max() >= WORTH_IT else 0
+        num_tokens = plan.num_tokens
+        long_from = WORTH_IT if self._takes_long_rows and longest >= WORTH_IT else 0
         tiles = self._writer.num_tiles(plan.counts, long_from)
         if not long_from and not scores_prompts:
-            bucket = self._buckets.mixed(plan.num_tokens, num_rows, tiles, has_singles=bool(plan.counts.min() == 1))
+            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=bool(plan.counts.min() == 1))
             if bucket is not None:
                 return bucket, False
-        last_only = not scores_prompts and self._buckets.last_only(plan.num_tokens, num_rows)
-        exact = Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
+        last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)
+        exact = Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
         return exact, True
 
     def _shares(self, plan: StepPlan) -> bool:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
 
-    def _send(self, plan: StepPlan | None, bucket: Bucket) -> None:
-        self._turn = (self._turn + 1) % RING
-        used = self._writer.write(plan, self._table, bucket, self._packet_views[self._turn])
-        self._packet[:used].copy_(self._packets_out[self._turn][:used], non_blocking=True)
+    def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
+        self._ring.send(self._writer.write(plan, self._table, bucket, self._ring.next(), records))
 
-    def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = ()) -> Tensor:
-        """From the packet to hidden states of all tokens, or of each row's last; those that precede a draw are gathered
-        for the head."""
+    def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = (), *, drawn_only: bool = True) -> Tensor:
+        """From the packet to hidden states: those that precede a draw, gathered for the head. Unless these are all that
+        is wanted, those of all tokens, or of each row's last, are returned."""
         layout, packet = self._writer.layout(bucket), self._packet
 
         def part(section: Section) -> Tensor:
             return packet[section.start : section.start + section.length]
 
-        table, size = self._table, bucket.tokens
-        update_tables(packet[layout.updates_start :], part(layout.num_updates), table.block_tables)
-        token_ids, positions, slots = self._token_ids[:size], self._positions[:size], self._slots[:size]
+        batch = self._gathered(bucket, part)
+        batch.tiles = part(layout.tiles).view(-1, 2) if bucket.tiles else None
+        batch.has_singles = bucket.has_singles and not self._tile_singles
+        batch.long_rows = long_rows
+        batch.shared_len = part(layout.shared_len) if bucket.shares else None
+        if bucket.last_only:
+            batch.last = self._last_tokens(batch, part(layout.last_tokens))
+        most = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)
+        index, out = part(layout.sample_states)[:most], self._sampled[:most]
+        if drawn_only:
+            batch.drawn = DrawnStates(index, out)
+            return self._decoder.forward(batch, self._kv)
+        hidden = self._decoder.forward(batch, self._kv)
+        torch.index_select(hidden, 0, index, out=out)
+        return hidden
+
+    def _gathered(self, bucket: Bucket, part: Callable[[Section], Tensor]) -> ForwardBatch:
+        """The step's inputs, made by the packet's first kernels."""
+        layout, table, size = self._writer.layout(bucket), self._table, bucket.tokens
         query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
-        gather(
+        columns = (self._token_ids, self._positions, self._slots, self._block_ids, self._offsets)
+        token_ids, positions, slots, block_ids, offsets = (column[:size] for column in columns)
+        updates = Updates(
+            triples=self._packet[layout.updates_start :],
+            num_triples=part(layout.num_updates),
+            num_records=part(layout.num_records),
+            columns=self._sampler.columns,
+            align=ALIGN,
+        )
+        embedded, angles = gather(
             tokens_in=part(layout.tokens_in),
             token_rows=None if bucket.is_decode else part(layout.token_rows),
             table_rows=table_rows,
@@ -190,12 +216,16 @@ class CudaRunner:
             query_starts=query_starts,
             last_tokens=table.last_tokens,
             tables=table.block_tables,
+            updates=updates,
             block_size=self._block_size,
+            looked_up=self._looked_up,
             token_ids=token_ids,
             positions=positions,
             slots=slots,
+            block_ids=block_ids,
+            offsets=offsets,
         )
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
             slots=slots,
@@ -207,17 +237,10 @@ class CudaRunner:
             query_starts_host=[],
             seq_lens_host=[],
             table_rows=table_rows,
-            tiles=part(layout.tiles).view(-1, 2) if bucket.tiles else None,
-            has_singles=bucket.has_singles and not self._tile_singles,
-            long_rows=long_rows,
-            shared_len=part(layout.shared_len) if bucket.shares else None,
+            places=(block_ids, offsets),
+            embedded=embedded,
+            angles=None if angles is None else angles.unbind(0),
         )
-        if bucket.last_only:
-            batch.last = self._last_tokens(batch, part(layout.last_tokens))
-        hidden = self._decoder.forward(batch, self._kv)
-        most = min(hidden.shape[0], self._max_rows)
-        torch.index_select(hidden, 0, part(layout.sample_states)[:most], out=self._sampled[:most])
-        return hidden
 
     def _last_tokens(self, batch: ForwardBatch, index: Tensor) -> LastTokens:
         return LastTokens(
@@ -242,7 +265,7 @@ class CudaRunner:
     def _finish(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...]) -> StepResult:
         due = np.flatnonzero(plan.samples)
         rows = plan.rows[due]
-        back = self._drawn_back[self._turn][: len(due)]
+        back = self._drawn_back[self._ring.turn][: len(due)]
         logprobs: LogprobColumns | None = None
         wanted = np.flatnonzero(self._sampler.num_logprobs[rows] >= 0)
         counts = self._sampler.num_logprobs[rows[wanted]]
@@ -258,6 +281,8 @@ class CudaRunner:
         return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
+        if not self._table.scores_prompts(plan.rows):
+            return ()
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
         return score_prompts(plan, query_starts, self._table, self._decoder, hidden)
@@ -323,7 +348,6 @@ class CudaRunner:
         """Have the kernels compiled that these buckets launch and the cache does not hold."""
         try:
             with rehearsal() as noted:
-                self._sampler.rehearse()
                 for bucket in buckets:
                     self._send(None, bucket)  # the library's own kernels do run, and read what is there
                     self._body(bucket)

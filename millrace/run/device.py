@@ -24,6 +24,8 @@ from millrace.run.cores import memory_nodes, usable_cores
 
 CORES_TO_WATCH = 4
 """From this many cores on, a thread may spend one on watching the GPU while a step runs."""
+WATCH_S = 0.002
+"""How long such a thread goes on watching, for messages, when its work is done."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -38,6 +40,9 @@ class Pending(Protocol[T_co]):
 class Device(Protocol):
     kind: str
     torch_device: torch.device
+    watch_s: float
+    """Whoever answers first is asked again at once: for so long after its last work the host had better stay awake,
+    because to be woken takes time."""
 
     def name(self) -> str: ...
 
@@ -58,6 +63,7 @@ class Device(Protocol):
 
 class CpuDevice:
     kind = "cpu"
+    watch_s = 0.0
 
     def __init__(self, threads: int) -> None:
         self.torch_device = torch.device("cpu")
@@ -111,6 +117,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # To be woken takes time that every token would wait; with a core to spare the host watches for the end instead.
         self._sleeps = usable_cores() < CORES_TO_WATCH
+        self.watch_s = 0.0 if self._sleeps else WATCH_S
         hash_ahead()
 
     def name(self) -> str:

@@ -19,7 +19,7 @@ from millrace.ops.triton.sampling import (
     IN_PROMPT,
     MAX_ENDS,
     RACE_START,
-    ROW_DTYPE,
+    ROW_STRUCT,
     ROW_WORDS,
     Cut,
     draw_full,
@@ -37,6 +37,7 @@ Variant = Literal["greedy", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "full")
 LINES_AT_ONCE = 8
 """Lines allocated together: one is 4 bytes per token of the vocabulary, about 0.6 MB for 151,936."""
+_NO_RECORDS = np.zeros((0, ROW_WORDS), np.int32)
 
 
 class Lines:
@@ -89,21 +90,27 @@ class DeviceSampler:
         self._ends_from = np.zeros(max_rows, np.int32)
         """Position from which end tokens may be drawn; 0 for rows that have none to hide."""
 
-    def admit(self, plan: StepPlan) -> None:
-        """Bring the device's records up to date, before the step of the plan runs. One upload and one kernel; further
-        ones only for rows with lines or a minimum length."""
+    @property
+    def columns(self) -> Tensor:
+        """The records of all table rows, [rows, ROW_WORDS] int32. It never moves."""
+        return self._columns
+
+    def records(self, plan: StepPlan) -> Int32s:
+        """Records [n, ROW_WORDS] of the rows that the plan admits, for whoever brings them to `columns` before the
+        step draws. What else the device holds of these rows is up to date when this returns."""
         for release in plan.released:
             self._release(release.row)
         if not plan.admitted:
-            return
-        records = [self._record(admission) for admission in plan.admitted]
-        packed = np.array(records, ROW_DTYPE)
-        scatter_rows(self._device.upload(packed.view(np.int32).reshape(-1, ROW_WORDS)), self._columns)
+            return _NO_RECORDS
+        packed = bytearray().join([ROW_STRUCT.pack(*self._record(admission)) for admission in plan.admitted])
+        return np.frombuffer(packed, np.int32).reshape(-1, ROW_WORDS)
 
-    def rehearse(self) -> None:
-        """The launches of an admission, for no row: only to be noted, never to be done."""
-        nobody = torch.zeros((1, ROW_WORDS), dtype=torch.int32, device=self._columns.device)
-        scatter_rows(nobody, self._columns)
+    def admit(self, plan: StepPlan) -> None:
+        """Bring the device's records up to date, before the step of the plan runs. One upload and one kernel; further
+        ones only for rows with lines or a minimum length."""
+        records = self.records(plan)
+        if len(records):
+            scatter_rows(self._device.upload(records), self._columns)
 
     def variant_for(self, rows: Int32s, positions: Int32s | None = None) -> Variant:
         """The least that draws these rows. With the positions that new tokens will take, rows past their minimum
@@ -131,7 +138,7 @@ class DeviceSampler:
             lines.release(row)
 
     def _record(self, admission: Admission) -> tuple[float, ...]:
-        """The row's record, in the order of ROW_DTYPE; its lines and end tokens are filled on the way."""
+        """The row's record, in the order of ROW_STRUCT; its lines and end tokens are filled on the way."""
         spec, row = admission.payload, admission.row
         if not isinstance(spec, RowParams):
             raise TypeError(f"request {admission.request_id} carries no RowParams")

@@ -22,33 +22,47 @@ from millrace.ops.fp8_linear import FP8_CAPABILITY, fp8_missing
 from millrace.ops.kv_cache import SCALE_BYTES
 from millrace.ops.triton import triton_missing
 
-FP8_HEAD_UNIT = 16
+HEAD_UNIT = 16
 """Heads in eight bits are multiples of this many items, so that they are read in whole words."""
+
+
+NARROW = {"fp8": torch.uint8, "int8": torch.int8}
+"""What the bytes of a cache in eight bits are."""
 
 
 def check_kv_dtype(kv_dtype: KvDtype, device: torch.device, head_dim: int) -> None:
     """Refuse what this device or model cannot do."""
     if kv_dtype == "auto":
         return
+    objection = _fp8_objection(device) if kv_dtype == "fp8" else _int8_objection(device)
+    if not objection and head_dim % HEAD_UNIT:
+        objection = (
+            f"needs heads in multiples of {HEAD_UNIT} items, but the model's have {head_dim}. Set --kv-dtype auto."
+        )
+    if objection:
+        raise ConfigError(f"memory.kv_dtype is {kv_dtype}, which {objection}", param="memory.kv_dtype")
+
+
+def _fp8_objection(device: torch.device) -> str:
     if fp8_missing(device):
         where = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
         needed = ".".join(map(str, FP8_CAPABILITY))
-        raise ConfigError(
-            f"memory.kv_dtype is {kv_dtype}, which needs a GPU of compute capability {needed} or later, but the model"
-            f" would run on {where}. Set --kv-dtype auto, or run on such a GPU.",
-            param="memory.kv_dtype",
+        instead = "int8, which takes as little there, or auto" if device.type == "cpu" else "auto"
+        return (
+            f"needs a GPU of compute capability {needed} or later, but the model would run on {where}. Set --kv-dtype"
+            f" {instead}, or run on such a GPU."
         )
-    if triton_missing(device):
-        raise ConfigError(
-            f"memory.kv_dtype is {kv_dtype}, which {triton_missing(device)}. Install it, or set --kv-dtype auto.",
-            param="memory.kv_dtype",
-        )
-    if head_dim % FP8_HEAD_UNIT:
-        raise ConfigError(
-            f"memory.kv_dtype is {kv_dtype}, which needs heads in multiples of {FP8_HEAD_UNIT} items, but the model's"
-            f" have {head_dim}. Set --kv-dtype auto.",
-            param="memory.kv_dtype",
-        )
+    missing = triton_missing(device)
+    return f"{missing}. Install it, or set --kv-dtype auto." if missing else ""
+
+
+def _int8_objection(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    return (
+        f"is for a CPU, but the model would run on {torch.cuda.get_device_name(device)}. Set --kv-dtype fp8, which"
+        " takes as little there, or auto."
+    )
 
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> int:
@@ -67,8 +81,8 @@ def allocate_kv(
 ) -> list[Tensor]:
     """Room for `num_blocks` blocks and the scratch block. On a CPU pages become resident only when written."""
     shape = spec.kv_shape(num_blocks + 1, block_size)
-    if kv_dtype == "fp8":
-        shape, dtype = (*shape[:4], shape[4] + SCALE_BYTES), torch.uint8
+    if kv_dtype != "auto":
+        shape, dtype = (*shape[:4], shape[4] + SCALE_BYTES), NARROW[kv_dtype]
     if device.type == "cpu":
         return [_untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
     return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]

@@ -25,7 +25,13 @@ def make_runner(
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
-            decoder, device, num_blocks=num_blocks, block_size=block_size, max_rows=max_rows, max_context=max_context
+            decoder,
+            device,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_context=max_context,
+            kv_dtype=kv_dtype,
         )
     from millrace.run.cuda_runner import CudaRunner  # needs Triton
 

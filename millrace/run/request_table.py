@@ -37,6 +37,8 @@ class RequestTable:
         self.request_ids = np.zeros(max_rows, np.int64)
         self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
         """Likeliest tokens wanted at each prompt position; -1 for none at all."""
+        self._scored: set[int] = set()
+        """Rows that want any: most of the time there are none, and nothing has to be looked up."""
         self.params: list[RowParams] = [RowParams(SamplingParams())] * max_rows
 
     def update(self, plan: StepPlan) -> None:
@@ -73,3 +75,8 @@ class RequestTable:
         self.params[row] = admission.payload
         wanted = admission.payload.params.prompt_logprobs
         self.num_prompt_logprobs[row] = -1 if wanted is None else wanted
+        (self._scored.discard if wanted is None else self._scored.add)(row)
+
+    def scores_prompts(self, rows: Int32s) -> bool:
+        """Whether any of these rows wants its prompt scored."""
+        return bool(self._scored) and not self._scored.isdisjoint(rows.tolist())

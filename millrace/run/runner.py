@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.config import KvDtype
 from millrace.models.decoder import Decoder
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device import Device, Pending
@@ -67,7 +68,15 @@ class Runner:
     num_cold = 0
 
     def __init__(
-        self, decoder: Decoder, device: Device, *, num_blocks: int, block_size: int, max_rows: int, max_context: int
+        self,
+        decoder: Decoder,
+        device: Device,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_context: int,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         self._decoder = decoder
         self._device = device
@@ -78,6 +87,7 @@ class Runner:
             block_size=block_size,
             dtype=decoder.dtype,
             device=device.torch_device,
+            kv_dtype=kv_dtype,
         )
         max_blocks = min(num_blocks, -(-max_context // block_size))
         self._table = RequestTable(device, max_rows=max_rows, max_blocks=max_blocks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import Bools, Int32s, StepPlan
 from millrace.run.request_table import RequestTable
 
 ALIGN = 16
@@ -20,8 +20,14 @@ ALIGN = 16
 ON_DEVICE = -1
 """Stands in the host's token column where the token was drawn on the device."""
 KEPT_LAYOUTS = 1024
+FEW_ROWS = 8
+"""Up to so many rows are cheaper to write one by one than as columns."""
+MOST_TOKENS = 1 << 31
 SHARED_UNIT = 128
 """Tokens of a shared prefix that attention reads at a time."""
+
+
+Integers = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +58,16 @@ class Section:
 
 
 class PacketLayout:
-    """Where things are in the packet of one bucket. What is sampled has the same place in all buckets."""
+    """Where things are in the packet of one bucket. What is sampled has the same place in all buckets.
+
+    Behind the fixed part come the block updates, three words each, and behind these, aligned, the records of new rows.
+    """
 
     def __init__(self, bucket: Bucket, max_rows: int) -> None:
         self.bucket = bucket
         self._end = 0
         self.num_updates = self._take(1)
+        self.num_records = self._take(1)
         self.shared_len = self._take(1)
         self.sample_states = self._take(max_rows)
         """Which of the step's hidden states, of tokens or, with `last_only`, of rows, precede a draw."""
@@ -72,11 +82,27 @@ class PacketLayout:
         self.tiles = self._take(2 * bucket.tiles)
         self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
         self.updates_start = self._end
+        self.single_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
+        """Decode: one for each row, from its first query on, where every query is tiled."""
+        self.single_tiles[1::2] = 0
+        self.blank = self._blank(max_rows)
+        """What stands before `tokens_in` where there is no row: writing it first leaves only real rows to fill in."""
 
     def _take(self, length: int) -> Section:
         section = Section(self._end, length)
-        self._end += -(-length // ALIGN) * ALIGN
+        self._end += _aligned(length)
         return section
+
+    def _blank(self, max_rows: int) -> Int32s:
+        blank = np.zeros(self.tokens_in.start, np.int32)
+        self.sample_rows.of(blank)[:] = -1
+        self.table_rows.of(blank)[:] = max_rows
+        self.seq_lens.of(blank)[:] = 1  # a row without queries may still be asked for its last token
+        if self.bucket.is_decode:
+            self.query_starts.of(blank)[:] = np.arange(self.bucket.rows + 1)
+        else:
+            self.query_starts.of(blank)[1:] = self.bucket.tokens
+        return blank
 
 
 class PacketWriter:
@@ -88,104 +114,149 @@ class PacketWriter:
         self._layouts: dict[Bucket, PacketLayout] = {}
 
     def layout(self, bucket: Bucket) -> PacketLayout:
-        if bucket not in self._layouts:
+        layout = self._layouts.get(bucket)
+        if layout is None:
             if len(self._layouts) >= KEPT_LAYOUTS:  # uncaptured steps have layouts of their own, any number of them
                 self._layouts.clear()
-            self._layouts[bucket] = PacketLayout(bucket, self._max_rows)
-        return self._layouts[bucket]
+            layout = self._layouts[bucket] = PacketLayout(bucket, self._max_rows)
+        return layout
 
     def num_tiles(self, counts: Int32s, long_from: int = 0) -> int:
-        return int((-(-counts[self._tiled(counts, long_from)] // self._queries_per_tile)).sum())
+        if len(counts) <= FEW_ROWS:
+            return sum(len(firsts) for _, firsts in self._tiles_of(counts.tolist(), long_from))
+        tiled = counts[self._is_tiled(counts, long_from)]
+        return int((-(-tiled // self._queries_per_tile)).sum())
 
-    def _tiled(self, counts: Int32s, long_from: int) -> Int64s:
+    def _is_tiled(self, counts: Int32s, long_from: int) -> Bools:
         """Rows whose queries are cut into tiles."""
-        tiled = counts > (0 if self._tile_singles else 1)
-        return np.flatnonzero(tiled & (counts < long_from) if long_from else tiled)
+        tiled: Bools = counts > (0 if self._tile_singles else 1)
+        return tiled & (counts < long_from) if long_from else tiled
 
-    def write(self, plan: StepPlan | None, table: RequestTable, bucket: Bucket, packet: Int32s) -> int:
-        """Fill the packet and return the words used. No plan is a step of padding alone."""
+    def _tiles_of(self, lengths: list[int], long_from: int, *, singles: bool = False) -> list[tuple[int, range]]:
+        """The same for few rows: each with the first queries of its tiles. `singles`: those of one query, too."""
+        least, most = 1 if singles or self._tile_singles else 2, long_from or MOST_TOKENS
+        return [
+            (row, range(0, length, self._queries_per_tile))
+            for row, length in enumerate(lengths)
+            if least <= length < most
+        ]
+
+    def write(
+        self, plan: StepPlan | None, table: RequestTable, bucket: Bucket, packet: Int32s, records: Int32s | None = None
+    ) -> int:
+        """Fill the packet and return the words used. No plan is a step of padding alone. `records` [n, words] are of
+        rows that the step admits."""
         layout = self.layout(bucket)
+        packet[: len(layout.blank)] = layout.blank
         if plan is None:
             rows = starts = counts = np.zeros(0, np.int32)
-            due: Int64s = np.zeros(0, np.int64)
         else:
             rows, starts, counts = plan.rows, plan.starts, plan.counts
-            due = np.flatnonzero(plan.samples)
-        query_starts = self._write_rows(layout, rows, starts, counts, packet)
-        tokens_in = layout.tokens_in.of(packet)
-        tokens_in[:] = ON_DEVICE
-        tokens_in[int(query_starts[len(rows)]) :] = 0
-        _write_known_tokens(rows, starts, counts, table, query_starts, tokens_in)
-        if bucket.tiles:
-            self._write_tiles(layout, packet)
+        ends = starts + counts
+        _put(packet, layout.table_rows, rows)
+        _put(packet, layout.starts, starts)
+        _put(packet, layout.seq_lens, ends)
+        if bucket.is_decode:
+            total = len(rows)
+            layout.tiles.of(packet)[:] = layout.single_tiles
+        else:
+            total = self._write_queries(layout, counts, packet)
+        first, last = layout.tokens_in.start, layout.tokens_in.start + bucket.tokens
+        packet[first : first + total] = ON_DEVICE
+        packet[first + total : last] = 0
+        query_starts = layout.query_starts.of(packet)
+        last_tokens = query_starts[1:] - 1
         if bucket.last_only:
-            layout.last_tokens.of(packet)[:] = query_starts[1:] - 1
-        states = due.astype(np.int32) if bucket.last_only else query_starts[due + 1] - 1
-        self._write_samples(layout, packet, states, rows[due], (starts + counts)[due])
-        layout.shared_len.of(packet)[0] = 0 if plan is None else self.shared_tokens(plan)
-        return self._write_updates(layout, plan, packet)
+            _put(packet, layout.last_tokens, last_tokens)
+        if plan is not None:
+            _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
+            states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
+            _write_samples(layout, packet, plan.samples, states, rows, ends)
+            packet[layout.shared_len.start] = self.shared_tokens(plan)
+        return _write_records(layout, _write_updates(layout, plan, packet), packet, records)
 
     def shared_tokens(self, plan: StepPlan) -> int:
         """Tokens that all rows share, in the units that attention takes."""
         return plan.shared_blocks * self._block_size // SHARED_UNIT * SHARED_UNIT
 
-    def _write_rows(self, layout: PacketLayout, rows: Int32s, starts: Int32s, counts: Int32s, packet: Int32s) -> Int32s:
-        bucket, num_rows = layout.bucket, len(rows)
-        table_rows, row_starts = layout.table_rows.of(packet), layout.starts.of(packet)
-        query_starts, seq_lens = layout.query_starts.of(packet), layout.seq_lens.of(packet)
-        table_rows[:num_rows], table_rows[num_rows:] = rows, self._max_rows
-        row_starts[:num_rows], row_starts[num_rows:] = starts, 0
-        np.add(starts, counts, out=seq_lens[:num_rows])
-        if bucket.is_decode:
-            query_starts[:] = np.arange(bucket.rows + 1, dtype=np.int32)
-            seq_lens[num_rows:] = 1
-            return query_starts
-        query_starts[0] = 0
-        np.cumsum(counts, out=query_starts[1 : num_rows + 1])
-        query_starts[num_rows + 1 :] = bucket.tokens
-        seq_lens[num_rows:] = 1  # a row without queries may still be asked for its last token
-        padding = bucket.tokens - int(query_starts[num_rows])
+    def _write_queries(self, layout: PacketLayout, counts: Int32s, packet: Int32s) -> int:
+        """Which token is whose, in a step of chunks; the tokens that are no padding."""
+        bucket, num_rows = layout.bucket, len(counts)
+        query_starts = layout.query_starts.of(packet)
+        counts.cumsum(out=query_starts[1 : num_rows + 1])
+        total = int(query_starts[num_rows])
+        padding = bucket.tokens - total
         if padding:
-            seq_lens[num_rows] = padding
-        layout.token_rows.of(packet)[:] = np.repeat(np.arange(bucket.rows, dtype=np.int32), np.diff(query_starts))
-        return query_starts
+            packet[layout.seq_lens.start + num_rows] = padding
+        at = layout.token_rows.start
+        packet[at : at + total] = 0 if num_rows == 1 else np.arange(num_rows, dtype=np.int32).repeat(counts)
+        packet[at + total : at + bucket.tokens] = num_rows
+        if bucket.tiles:
+            self._write_tiles(layout, counts, padding, packet)
+        return total
 
-    def _write_tiles(self, layout: PacketLayout, packet: Int32s) -> None:
+    def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
         """(row, first query) of each tile, the padding's row included; -1 beyond."""
-        counts = np.diff(layout.query_starts.of(packet))
-        bucket = layout.bucket
-        wanted = self._tiled(counts, bucket.long_from) if bucket.has_singles else np.flatnonzero(counts)
-        per_row = -(-counts[wanted] // self._queries_per_tile)
+        tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_singles
+        if len(counts) <= FEW_ROWS:
+            pairs: list[int] = []
+            for row, firsts in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all):
+                for first in firsts:
+                    pairs += row, first
+            tiles[: len(pairs)], tiles[len(pairs) :] = pairs, -1
+            return
+        lengths = np.append(counts, np.int32(padding))
+        wanted = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
+        per_row = -(-lengths[wanted] // self._queries_per_tile)
         total = int(per_row.sum())
-        tiles = layout.tiles.of(packet).reshape(-1, 2)
-        tiles[total:] = -1
-        tiles[:total, 0] = np.repeat(wanted, per_row)
-        before = np.repeat(np.cumsum(per_row) - per_row, per_row)
-        tiles[:total, 1] = (np.arange(total) - before) * self._queries_per_tile
+        tiles[0 : 2 * total : 2] = wanted.repeat(per_row)
+        before = (per_row.cumsum() - per_row).repeat(per_row)
+        tiles[1 : 2 * total : 2] = (np.arange(total) - before) * self._queries_per_tile
+        tiles[2 * total :] = -1
 
-    def _write_samples(
-        self, layout: PacketLayout, packet: Int32s, states: Int32s, rows: Int32s, positions: Int32s
-    ) -> None:
-        count = len(rows)
-        for section, values, filler in (
-            (layout.sample_states, states, 0),
-            (layout.sample_rows, rows, -1),
-            (layout.sample_positions, positions, 0),
-        ):
-            column = section.of(packet)
-            column[:count] = values
-            column[count:] = filler
 
-    def _write_updates(self, layout: PacketLayout, plan: StepPlan | None, packet: Int32s) -> int:
-        count = 0 if plan is None else len(plan.block_ids)
-        end = layout.updates_start + 3 * count
-        if end > len(packet):
-            raise ValueError(f"{count} block updates do not fit the packet")
-        layout.num_updates.of(packet)[0] = count
-        if plan is not None and count:
-            updates = packet[layout.updates_start : end].reshape(count, 3)
-            updates[:, 0], updates[:, 1], updates[:, 2] = plan.block_rows, plan.block_cols, plan.block_ids
+def _aligned(length: int) -> int:
+    return -(-length // ALIGN) * ALIGN
+
+
+def _put(packet: Int32s, section: Section, values: Integers) -> None:
+    packet[section.start : section.start + len(values)] = values
+
+
+def _write_samples(
+    layout: PacketLayout, packet: Int32s, samples: Bools, states: Integers, rows: Int32s, positions: Int32s
+) -> None:
+    if not samples.all():
+        states, rows, positions = states[samples], rows[samples], positions[samples]
+    _put(packet, layout.sample_states, states)
+    _put(packet, layout.sample_rows, rows)
+    _put(packet, layout.sample_positions, positions)
+
+
+def _write_updates(layout: PacketLayout, plan: StepPlan | None, packet: Int32s) -> int:
+    """Returns where they end."""
+    count = 0 if plan is None else len(plan.block_ids)
+    end = layout.updates_start + 3 * count
+    if end > len(packet):
+        raise ValueError(f"{count} block updates do not fit the packet")
+    packet[layout.num_updates.start] = count
+    if plan is not None and count:
+        updates = packet[layout.updates_start : end].reshape(count, 3)
+        updates[:, 0], updates[:, 1], updates[:, 2] = plan.block_rows, plan.block_cols, plan.block_ids
+    return end
+
+
+def _write_records(layout: PacketLayout, end: int, packet: Int32s, records: Int32s | None) -> int:
+    count = 0 if records is None else len(records)
+    packet[layout.num_records.start] = count
+    if records is None or not count:
         return end
+    start = layout.updates_start + _aligned(end - layout.updates_start)
+    end = start + records.size
+    if end > len(packet):
+        raise ValueError(f"{count} records of rows do not fit the packet")
+    packet[start:end] = records.reshape(-1)
+    return end
 
 
 def _write_known_tokens(

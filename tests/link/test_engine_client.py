@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+import pytest
+
+from millrace.errors import BadRequest
 from millrace.link.channel import InProcessLink
-from millrace.link.client import EngineClient
-from millrace.link.messages import EngineReady, Finish, Hello, NewRequest, StepTokens, TokenLogprobs, pack_tokens
+from millrace.link.client import EngineClient, _checked_ids
+from millrace.link.messages import (
+    EngineReady,
+    Finish,
+    Hello,
+    NewRequest,
+    StepTokens,
+    TokenLogprobs,
+    pack_tokens,
+    unpack_tokens,
+)
 from millrace.params import SamplingParams
 
 READY = EngineReady(
@@ -88,3 +102,22 @@ def test_nothing_reaches_a_front_that_has_closed() -> None:
         assert client.stats is None
 
     with_client(work)
+
+
+def test_a_seed_is_filled_in_and_nothing_else_changes() -> None:
+    asked = SamplingParams(max_tokens=5, temperature=0.5, stop=("x",), logit_bias=((3, 1.5),), logprobs=2)
+    assert asked.with_seed(77) == dataclasses.replace(asked, seed=77)
+
+
+@pytest.mark.parametrize("prompt", [[1, 50], [-1, 3], [2**40], [3, -(2**70)], [2**64]])
+def test_what_is_no_token_is_refused_by_its_number(prompt: list[int]) -> None:
+    bad = next(token_id for token_id in prompt if not 0 <= token_id < 50)
+    with pytest.raises(BadRequest, match=f"token id {bad}; the vocabulary has ids 0 to 49"):
+        _checked_ids(prompt, 50)
+
+
+def test_a_prompt_may_be_any_sequence_of_ids() -> None:
+    for prompt in ([0, 49, 7], (0, 49, 7), np.array([0, 49, 7], np.int32)):
+        assert unpack_tokens(pack_tokens(_checked_ids(prompt, 50))).tolist() == [0, 49, 7]
+    with pytest.raises(BadRequest, match="no tokens"):
+        _checked_ids([], 50)

@@ -190,3 +190,40 @@ def test_many_end_tokens_are_all_honoured() -> None:
     assert outcome.ended[0].reason == "stop"
     assert len(outcome.tokens) == 0
     assert outcome.ended[0].num_output == 1
+
+
+def test_what_a_step_gave_is_told_before_its_rows_are_tidied() -> None:
+    scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+    scheduler.submit(request(0, list(range(9)), max_tokens=1))
+    scheduler.submit(request(1, list(range(50, 59)), max_tokens=5))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    outcome = scheduler.confirm(plan.step_no, device.run(plan))
+    assert outcome.request_ids.tolist() == outcome.first_ids.tolist() == [0, 1]
+    assert [(ended.request_id, ended.reason, ended.num_output) for ended in outcome.ended] == [(0, "length", 1)]
+    assert scheduler.num_running == 2, "nothing has left its row yet"
+    # Whatever is asked next finds everything in order: here an end to the one that has ended.
+    assert not scheduler.abort(0)
+    assert scheduler.num_running == 1
+    assert scheduler.pool.num_cached == 2
+    scheduler.pool.check()
+    assert len(run_to_end(scheduler, device)[1]) == 4
+    assert scheduler.take_ended() == ()
+
+
+def test_hashes_that_were_found_are_those_that_would_have_been_computed() -> None:
+    """A known beginning is walked from block to block; where prompts part, and part again, names stay the same."""
+    long = list(range(40))
+    second, third = [*long[:16], *range(100, 120)], [*long[:20], *range(200, 216)]
+    for other, num_cached in ((long, 36), (second, 32), (third, 20)):
+        scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+        for index, prompt in enumerate((long, second, other)):
+            asked = request(index, prompt, max_tokens=1)
+            scheduler.submit(asked)
+            run_to_end(scheduler, device)
+        fresh, alone = request(0, other, max_tokens=1), make()
+        alone.submit(fresh)
+        run_to_end(alone, ToyDevice(64, 4, 8, 7))
+        assert asked.hashes == fresh.hashes
+        assert asked.cached_tokens == num_cached
+        scheduler.pool.check()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.attention.rows import Rows
+from millrace.ops.kv_cache import has_eight_bits, read_kv
 from millrace.ops.softcap import softcap as apply_softcap
 
 MAX_SCORES = 1 << 26
@@ -123,7 +124,7 @@ class BatchedAttention:
     def _attend(self, queries: Tensor, kv: Tensor, group: Group) -> Tensor:
         if not group.num_queries:
             return queries
-        keys, values = self._gather(kv[0], group), self._gather(kv[1], group)
+        keys, values = (self._lay_out(blocks, group) for blocks in self._gather(kv, group, queries.dtype))
         if group.hidden is None:
             by_head = queries.transpose(0, 1)[None]
             heads = F.scaled_dot_product_attention(
@@ -137,11 +138,18 @@ class BatchedAttention:
             attended = self._capped(packed, keys, values, group.hidden, self.softcap)
         return self._unpack(attended, group)
 
-    def _gather(self, cache: Tensor, group: Group) -> Tensor:
-        """[rows, kv_heads, keys, head_dim], zero where the place is stale: a masked NaN would still spread."""
+    def _gather(self, kv: Tensor, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Blocks of keys and of values, [n, kv_heads, block_size, head_dim] each."""
+        if has_eight_bits(kv):
+            keys, values = read_kv(kv, group.block_ids).to(dtype)
+            return keys, values
         # Selecting from a transposed view of the cache would make torch copy the whole cache first.
-        blocks = cache.index_select(0, group.block_ids).view(group.num_rows, -1, *cache.shape[1:])
-        found = blocks.transpose(1, 2).flatten(2, 3)[:, :, : group.num_keys]
+        return kv[0].index_select(0, group.block_ids), kv[1].index_select(0, group.block_ids)
+
+    def _lay_out(self, blocks: Tensor, group: Group) -> Tensor:
+        """[rows, kv_heads, keys, head_dim], zero where the place is stale: a masked NaN would still spread."""
+        rows = blocks.view(group.num_rows, -1, *blocks.shape[1:])
+        found = rows.transpose(1, 2).flatten(2, 3)[:, :, : group.num_keys]
         return found if group.stale is None else found.masked_fill(group.stale, 0)
 
     def _pack(self, queries: Tensor, group: Group) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.attention.rows import Rows
-from millrace.ops.native import DTYPES, native
+from millrace.ops.native import DTYPES, KV_DTYPES, native
 
 MAX_HEAD_DIM = 256
 
@@ -45,6 +45,7 @@ class NativeAttention:
         out = torch.empty((tokens, heads * head_dim), dtype=queries.dtype)
         self._attention(
             DTYPES[queries.dtype],
+            KV_DTYPES[kv.dtype],
             queries.data_ptr(),
             queries.stride(0),
             kv.data_ptr(),

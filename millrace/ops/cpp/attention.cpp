@@ -4,8 +4,7 @@
 // A query's sums run over the same tiles, in the same order, whatever block size, chunk or batch it comes in. This file
 // holds the version in plain vectors, with one KV head per unit; attention_amx.cpp that on the matrix unit.
 #include "attention.h"
-
-#include "pool.h"
+#include "kernels.h"
 
 namespace {
 
@@ -23,15 +22,17 @@ struct Scratch {
     float largest[QUERIES];
 };
 
-template <typename T>
-struct Attention : UnitRows<T> {
+template <typename T, typename C>
+struct Attention : UnitRows<T, C> {
+    using Rows = UnitRows<T, C>;
+    static constexpr bool SCALED = sizeof(C) == 1;
     Scratch& m;
-    TileRows<T> tiles[2];
-    TileRows<T>*now = tiles, *next = tiles + 1;
-    using UnitRows<T>::s, UnitRows<T>::positions, UnitRows<T>::count;
+    TileRows<C> tiles[2];
+    TileRows<C>*now = tiles, *next = tiles + 1;
+    using Rows::s, Rows::positions, Rows::count;
 
-    Attention(const Step& s, const T* queries, const T* kv, T* out, Scratch& scratch)
-        : UnitRows<T>{s, queries, kv, out, {}, 0, 0, 0}, m(scratch) {}
+    Attention(const Step& s, const T* queries, const C* kv, T* out, Scratch& scratch)
+        : Rows{s, queries, {s, kv}, out, {}, 0, 0, 0}, m(scratch) {}
 
     void run(const Unit& unit) {
         this->begin(unit);
@@ -50,6 +51,8 @@ struct Attention : UnitRows<T> {
         finish(unit);
     }
 
+    static constexpr int64_t STATE = MAX_HEAD + 2 * LANES;  // floats of a query: sums, parts of its weight, its largest
+
     void clear(const Unit& unit) {
         memset(m.queries, 0, sizeof m.queries);
         memset(m.sums, 0, sizeof m.sums);
@@ -59,14 +62,30 @@ struct Attention : UnitRows<T> {
             m.weights[i] = vf{};
             for (int64_t d = 0; d < s.head_dim; d += LANES)
                 store(&m.queries[i][d], load_upto(this->query(unit, i) + d, s.head_dim - d) * s.scale);
+            if (unit.from) resume(i, state_of(s, unit, i, STATE));
         }
+    }
+
+    void resume(int i, const float* state) {
+        memcpy(m.sums[i], state, sizeof m.sums[i]);
+        m.weights[i] = load(state + MAX_HEAD);
+        m.largest[i] = state[MAX_HEAD + LANES];
+    }
+
+    void leave(int i, float* state) const {
+        memcpy(state, m.sums[i], sizeof m.sums[i]);
+        store(state + MAX_HEAD, m.weights[i]);
+        state[MAX_HEAD + LANES] = m.largest[i];
     }
 
     void transpose_keys() {
         vf rows[LANES];
         for (int64_t d = 0; d < s.head_dim; d += LANES)
             for (int first = 0; first < KEYS; first += LANES) {
-                for (int k = 0; k < LANES; k++) rows[k] = load_upto(now->keys[first + k] + d, s.head_dim - d);
+                for (int k = 0; k < LANES; k++) {
+                    rows[k] = load_upto(now->keys[first + k] + d, s.head_dim - d);
+                    if (SCALED) rows[k] *= now->key_scales[first + k];
+                }
                 transpose(rows);
                 for (int k = 0; k < LANES; k++) store(&m.keys[d + k][first], rows[k]);
             }
@@ -117,8 +136,10 @@ struct Attention : UnitRows<T> {
     void convert_values() {
         for (int k = 0; k < KEYS; k++) {
             this->prefetch(*next, k);
-            for (int64_t d = 0; d < s.head_dim; d += LANES)
-                store(&m.values[k][d], load_upto(now->values[k] + d, s.head_dim - d));
+            for (int64_t d = 0; d < s.head_dim; d += LANES) {
+                vf value = load_upto(now->values[k] + d, s.head_dim - d);
+                store(&m.values[k][d], SCALED ? value * now->value_scales[k] : value);
+            }
         }
     }
 
@@ -146,6 +167,10 @@ struct Attention : UnitRows<T> {
 
     void finish(const Unit& unit) {
         for (int i = 0; i < count; i++) {
+            if (unit.members) {
+                leave(i, state_of(s, unit, i, STATE));
+                continue;
+            }
             float scale = 1.0f / sum_lanes(m.weights[i]);
             for (int64_t d = 0; d < s.head_dim; d += LANES)
                 store_upto(this->target(unit, i) + d, load(&m.sums[i][d]) * scale, s.head_dim - d);
@@ -160,29 +185,62 @@ bool is_worth_sharing(const Step& s, int64_t num_rows) {
     return work >= MIN_PARALLEL;
 }
 
-template <typename T>
-void attend(const Step& s, const T* queries, const T* kv, T* out, int64_t num_rows, bool parallel) {
-    std::vector<Unit> units = units_of(s, num_rows, s.kv_heads * num_rows);  // one head each
-    pool::for_each(units.size(), parallel, [&](int64_t i) {
+// The units of a step, of one KV head each.
+std::vector<Unit> units_of(const Step& s, int64_t num_rows) {
+    std::vector<Unit> units;
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t vectors = int64_t(s.query_starts[row + 1] - s.query_starts[row]) * s.group;
+        for (int64_t first = 0; first < vectors; first += QUERIES)
+            for (int64_t head = 0; head < s.kv_heads; head++)
+                units.push_back({row, head, 1, first, std::min<int64_t>(QUERIES, vectors - first)});
+    }
+    return units;
+}
+
+template <typename T, typename C>
+void attend(const Step& s, const T* queries, const C* kv, T* out, int64_t num_rows, bool parallel) {
+    auto run = [&](const Unit& unit, const Unit*) {
         static thread_local Scratch scratch;
-        Attention<T>(s, queries, kv, out, scratch).run(units[i]);
-    });
+        Attention<T, C>(s, queries, kv, out, scratch).run(unit);
+    };
+    run_levels(s, num_rows, units_of(s, num_rows), 1, Attention<T, C>::STATE, parallel, run);
+}
+
+template <typename C>
+void attend_bf16(const Step& s, const bf16* queries, const C* kv, bf16* out, int64_t num_rows, bool parallel) {
+    if (!attend_amx(s, queries, kv, out, num_rows, parallel)) attend(s, queries, kv, out, num_rows, parallel);
 }
 
 }  // namespace
 
+void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
+                    void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                    int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                    int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
+                    Sharing& sharing) {
+    // A row that a window keeps from its first keys begins at a tile of its own.
+    bool shares = !sharing.levels.empty() && (!window || sharing.longest <= window);
+    Step s{heads,        kv_heads, head_dim, heads / kv_heads, query_stride, num_blocks, block_size, table_width,
+           query_starts, seq_lens, tables,   window,           scale,        softcap,    shares ? &sharing : nullptr};
+    bool parallel = is_worth_sharing(s, num_rows);
+    if (dtype == F32 && kv_dtype == INT8)
+        attend(s, (const float*)queries, (const int8_t*)kv, (float*)out, num_rows, parallel);
+    else if (dtype == F32)
+        attend(s, (const float*)queries, (const float*)kv, (float*)out, num_rows, parallel);
+    else if (kv_dtype == INT8)
+        attend_bf16(s, (const bf16*)queries, (const int8_t*)kv, (bf16*)out, num_rows, parallel);
+    else
+        attend_bf16(s, (const bf16*)queries, (const bf16*)kv, (bf16*)out, num_rows, parallel);
+}
+
 extern "C" {
 
-void millrace_attention(int dtype, const void* queries, int64_t query_stride, const void* kv, void* out,
-                        const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables, int64_t num_rows,
-                        int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
-                        int64_t block_size, int64_t window, float scale, float softcap) {
-    Step s{heads,        kv_heads, head_dim, heads / kv_heads, query_stride, num_blocks, block_size, table_width,
-           query_starts, seq_lens, tables,   window,           scale,        softcap};
-    bool parallel = is_worth_sharing(s, num_rows);
-    if (dtype == F32)
-        attend(s, (const float*)queries, (const float*)kv, (float*)out, num_rows, parallel);
-    else if (!attend_amx(s, (const bf16*)queries, (const bf16*)kv, (bf16*)out, num_rows, parallel))
-        attend(s, (const bf16*)queries, (const bf16*)kv, (bf16*)out, num_rows, parallel);
+void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
+                        void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                        int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                        int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap) {
+    Sharing sharing = find_sharing(query_starts, seq_lens, tables, num_rows, table_width, block_size);
+    attend_sharing(dtype, kv_dtype, queries, query_stride, kv, out, query_starts, seq_lens, tables, num_rows, table_width, heads,
+                   kv_heads, head_dim, num_blocks, block_size, window, scale, softcap, sharing);
 }
 }

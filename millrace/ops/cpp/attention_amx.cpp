@@ -7,10 +7,7 @@
 // values while it is in the first-level cache; or few queries of each of several KV heads, which share the lanes of one
 // group: each head's products are added to the scores with zeros for the queries of the others, and of each head's sums
 // only the rows of its own queries are used.
-#include "attention.h"
-
-#include "amx.h"
-#include "pool.h"
+#include "attention_amx.h"
 
 #if HAS_AMX
 
@@ -18,11 +15,6 @@ namespace {
 
 constexpr int CHUNK = 32;  // inner items of one tile product
 constexpr int MAX_CHUNKS = MAX_HEAD / CHUNK;
-constexpr int RUN = 16;  // keys of one tile row block: they lie in one block of the cache, or are copied together
-constexpr int RUNS = KEYS / RUN;
-constexpr int MAX_GROUPS = 4;  // of 16 queries in a unit
-constexpr int PARTS = MAX_GROUPS > UNIT_HEADS ? MAX_GROUPS : UNIT_HEADS;
-constexpr float LOG2E = 1.44269504f;
 
 struct Scratch {
     alignas(64) bf16 queries[PARTS][MAX_CHUNKS][16][CHUNK];  // [group or head][chunk][pair of dimensions][query][2]
@@ -31,28 +23,7 @@ struct Scratch {
     alignas(64) bf16 weights[2][KEYS / CHUNK][QUERIES][CHUNK];
     // [turn][pair of keys][chunk][half][dimension][2], without gaps between the pairs however many chunks there are
     alignas(64) bf16 values[2][KEYS / 2 * MAX_CHUNKS * 2 * CHUNK];
-    alignas(64) float sums[PARTS][2 * MAX_CHUNKS][QUERIES][LANES];  // [group or head][chunk and half][query][dimension]
-};
-
-// 2^x, and exactly 0 where that would be denormal.
-inline __m512 exp2(__m512 x) {
-    __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
-    __m512 r = _mm512_reduce_ps(x, 0);  // x less the nearest whole number
-    __m512 y = _mm512_set1_ps(1.3333558e-3f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.6181291e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.5504109e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.4022651e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.9314718e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(normal, y, _mm512_sub_ps(x, r));
-}
-
-// Sixteen lanes of queries and what they have summed so far.
-struct Group {
-    alignas(64) int32_t positions[QUERIES];  // -1 for lanes without a query
-    int count;
-    int64_t lowest, highest;  // positions that some of its queries see: lowest <= k < highest
-    __m512 base, total;       // per query: what its weights are relative to, in units of log2; and their sum
+    alignas(64) Sums sums[PARTS];  // the vectors are halves of chunks
 };
 
 // Sixteen consecutive positions of one head. Of them from <= k < to are seen by some query; all others may hold
@@ -62,84 +33,43 @@ struct Run {
     int from, to;
 };
 
-struct AmxAttention {
-    const Step& s;
-    const bf16* queries;
-    const bf16* kv;
-    bf16* out;
+struct AmxAttention : AmxUnit<bf16> {
     Scratch& m;
-    int64_t chunks, values_at;
-    bool in_place;  // runs of keys can be multiplied where they lie
-    Group groups[MAX_GROUPS];
-    int num_groups;
-    int64_t lowest, highest;
-    Run runs[2][UNIT_HEADS][RUNS];
-    Run(*now)[RUNS] = runs[0];
-    Run(*next)[RUNS] = runs[1];
+    int64_t chunks;
+    Run now[UNIT_HEADS][RUNS];  // those of the tile at hand, by head
+
+    static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
 
     AmxAttention(const Step& s, const bf16* queries, const bf16* kv, bf16* out, Scratch& scratch)
-        : s(s),
-          queries(queries),
-          kv(kv),
-          out(out),
+        : AmxUnit(s, queries, kv, out, scratch.sums, 2 * chunks_of(s),
+                  s.block_size % RUN == 0 && s.head_dim % CHUNK == 0),
           m(scratch),
-          chunks((s.head_dim + CHUNK - 1) / CHUNK),
-          values_at(s.num_blocks * s.kv_heads * s.block_size * s.head_dim),
-          in_place(s.block_size % RUN == 0 && s.head_dim % CHUNK == 0) {}
+          chunks(chunks_of(s)) {}
 
-    void run(const Unit& unit) {
+    // `following`, or null, is likely to be this thread's next unit.
+    void run(const Unit& unit, const Unit* following) {
         begin(unit);
         load_queries(unit);
-        int parts = unit.heads > 1 ? unit.heads : num_groups;
-        for (int part = 0; part < parts; part++) memset(m.sums[part], 0, 2 * chunks * sizeof m.sums[part][0]);
-        int64_t first_tile = lowest / KEYS * KEYS;
-        find_all(unit, first_tile);
-        for (int64_t tile = first_tile; tile < highest; tile += KEYS) {
-            std::swap(now, next);
-            find_all(unit, tile + KEYS);
+        clear(unit);
+        for (int64_t tile = lowest / KEYS * KEYS; tile < highest; tile += KEYS) {
+            find_all(unit, tile);
+            expect_after(unit, tile, following);
             if (unit.heads > 1)
                 several_heads(unit, tile);
             else
                 several_groups(unit, tile);
         }
-        finish(unit);
+        if (unit.members)
+            leave(unit);
+        else
+            finish(unit);
     }
 
     // --- which queries, and where their keys are ---
 
-    int64_t token_of(const Unit& unit, int64_t i) const {
-        return s.query_starts[unit.row] + (unit.first + i % unit.each) / s.group;
-    }
-    int64_t head_of(const Unit& unit, int64_t i) const {
-        return (unit.kv_head + i / unit.each) * s.group + (unit.first + i % unit.each) % s.group;
-    }
-
-    void begin(const Unit& unit) {
-        int64_t start = s.query_starts[unit.row], tokens = s.query_starts[unit.row + 1] - start;
-        int64_t count = unit.each * unit.heads, before = s.seq_lens[unit.row] - tokens - start;
-        num_groups = (count + QUERIES - 1) / QUERIES;
-        for (int index = 0; index < num_groups; index++) {
-            Group& group = groups[index];
-            group.count = std::min<int64_t>(QUERIES, count - index * QUERIES);
-            for (int i = 0; i < QUERIES; i++)
-                group.positions[i] = i < group.count ? before + token_of(unit, index * QUERIES + i) : -1;
-            group.highest = group.positions[group.count - 1] + 1;
-            group.lowest = s.window ? std::max<int64_t>(0, group.positions[0] - s.window + 1) : 0;
-            group.base = _mm512_set1_ps(-INFINITY);
-            group.total = _mm512_setzero_ps();
-        }
-        lowest = groups[0].lowest;
-        highest = groups[num_groups - 1].highest;
-    }
-
     void find_all(const Unit& unit, int64_t tile) {
         for (int head = 0; head < unit.heads; head++)
-            for (int run = 0; run < RUNS; run++) next[head][run] = find(unit, unit.kv_head + head, tile + run * RUN);
-    }
-
-    const bf16* place(const Unit& unit, int64_t kv_head, int64_t position) const {
-        int64_t block = s.tables[unit.row * s.table_width + position / s.block_size];
-        return kv + ((block * s.kv_heads + kv_head) * s.block_size + position % s.block_size) * s.head_dim;
+            for (int run = 0; run < RUNS; run++) now[head][run] = find(unit, unit.kv_head + head, tile + run * RUN);
     }
 
     Run find(const Unit& unit, int64_t kv_head, int64_t position) const {
@@ -147,7 +77,7 @@ struct AmxAttention {
         if (from >= to) return {nullptr, nullptr, 0, 0};
         // Where runs are read in place, the address of the run; else that of the first key, to be looked up one by one.
         const bf16* keys = in_place ? place(unit, kv_head, position) : nullptr;
-        return {keys, keys + values_at, int(from - position), int(to - position)};
+        return {keys, keys + cache.values_at, int(from - position), int(to - position)};
     }
 
     __m512i load_chunk(const bf16* row, int64_t chunk) const {
@@ -157,19 +87,6 @@ struct AmxAttention {
         return _mm512_maskz_loadu_epi16(mask, row + chunk * CHUNK);
     }
 
-    // Bring part of the next tile closer. Spread over a tile's work, so that memory is never waited for.
-    void prefetch(const Unit& unit, int k) const {
-        for (int head = 0; head < unit.heads; head++) {
-            const Run& run = next[head][k / RUN];
-            if (!run.to || !run.keys) continue;
-            const bf16* key = run.keys + k % RUN * s.head_dim;
-            for (int64_t d = 0; d < s.head_dim; d += 32) {
-                __builtin_prefetch(key + d);
-                __builtin_prefetch(key + values_at + d);
-            }
-        }
-    }
-
     void load_queries(const Unit& unit) {
         int64_t count = unit.each * unit.heads, each = unit.heads > 1 ? unit.each : QUERIES;
         for (int64_t first = 0, part = 0; first < count; first += each, part++) {
@@ -177,8 +94,7 @@ struct AmxAttention {
             for (int64_t chunk = 0; chunk < chunks; chunk++) {
                 vf rows[LANES] = {};
                 for (int64_t i = first; i < end; i++)
-                    rows[lane + i - first] = (vf)load_chunk(
-                        queries + token_of(unit, i) * s.query_stride + head_of(unit, i) * s.head_dim, chunk);
+                    rows[lane + i - first] = (vf)load_chunk(query(unit, i), chunk);
                 transpose(rows);
                 memcpy(m.queries[part][chunk], rows, sizeof rows);
             }
@@ -192,7 +108,6 @@ struct AmxAttention {
         for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
         pair_values(unit, tile, 0);  // keeps the vector units busy while the products are computed
         store_scores(0);
-        for (int k = 0; k < KEYS; k++) prefetch(unit, k);
         __m512 shrink = weigh(groups[0], tile, 0);
         for (int head = 0; head < unit.heads; head++)
             rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
@@ -206,7 +121,6 @@ struct AmxAttention {
     // the group before.
     void several_groups(const Unit& unit, int64_t tile) {
         pair_values(unit, tile, 0);
-        for (int k = 0; k < KEYS; k++) prefetch(unit, k);
         int seeing[MAX_GROUPS], count = 0;
         for (int index = 0; index < num_groups; index++)
             if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
@@ -229,7 +143,8 @@ struct AmxAttention {
     const bf16* keys_at(const Unit& unit, int64_t tile, int head, int run) {
         const Run& r = now[head][run];
         bf16(*copied)[MAX_HEAD] = m.keys + run * RUN;
-        if (in_place && r.to) return r.keys;
+        if (!r.to) return nullptr;
+        if (in_place) return r.keys;
         for (int k = 0; k < RUN; k++) {
             bool seen = k >= r.from && k < r.to;
             const bf16* row = seen ? place(unit, unit.kv_head + head, tile + run * RUN + k) : nullptr;
@@ -255,14 +170,26 @@ struct AmxAttention {
         }
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
             _tile_loadd(4, query[chunk], 64);
-            _tile_loadd(5, keys[0] + chunk * CHUNK, strides[0]);
-            _tile_dpbf16ps(0, 5, 4);
-            _tile_loadd(6, keys[1] + chunk * CHUNK, strides[1]);
-            _tile_dpbf16ps(1, 6, 4);
-            _tile_loadd(5, keys[2] + chunk * CHUNK, strides[2]);
-            _tile_dpbf16ps(2, 5, 4);
-            _tile_loadd(6, keys[3] + chunk * CHUNK, strides[3]);
-            _tile_dpbf16ps(3, 6, 4);
+            if (keys[0]) {
+                _tile_loadd(5, keys[0] + chunk * CHUNK, strides[0]);
+                _tile_dpbf16ps(0, 5, 4);
+            }
+            fetch(8);
+            if (keys[1]) {
+                _tile_loadd(6, keys[1] + chunk * CHUNK, strides[1]);
+                _tile_dpbf16ps(1, 6, 4);
+            }
+            fetch(8);
+            if (keys[2]) {
+                _tile_loadd(5, keys[2] + chunk * CHUNK, strides[2]);
+                _tile_dpbf16ps(2, 5, 4);
+            }
+            fetch(8);
+            if (keys[3]) {
+                _tile_loadd(6, keys[3] + chunk * CHUNK, strides[3]);
+                _tile_dpbf16ps(3, 6, 4);
+            }
+            fetch(8);
         }
     }
 
@@ -272,35 +199,6 @@ struct AmxAttention {
         _tile_stored(2, m.scores[turn][32], 64);
         _tile_stored(3, m.scores[turn][48], 64);
     }
-
-    // Cap and mask the scores where they need it, and find each query's largest. What is left to multiply them with,
-    // to have them in units of log2, is returned by `scale_of`.
-    __m512 shape_scores(const Group& group, int64_t tile, float (*scores)[QUERIES]) {
-        int32_t first = group.positions[0], last = group.positions[group.count - 1];
-        bool all_seen = tile + KEYS - 1 <= first && (!s.window || last - tile < s.window);
-        __m512 top[4];
-        for (__m512& part : top) part = _mm512_set1_ps(-INFINITY);
-        if (all_seen && s.softcap <= 0) {
-            for (int k = 0; k < KEYS; k += 4)
-                for (int i = 0; i < 4; i++) top[i] = _mm512_max_ps(top[i], _mm512_load_ps(scores[k + i]));
-        } else {
-            __m512i position = _mm512_load_si512(group.positions);
-            __m512i before = s.window ? _mm512_sub_epi32(position, _mm512_set1_epi32(s.window)) : _mm512_set1_epi32(-1);
-            __m512 shrunk = _mm512_set1_ps(s.scale / s.softcap), cap = _mm512_set1_ps(s.softcap * LOG2E);
-            for (int k = 0; k < KEYS; k++) {
-                __m512 x = _mm512_load_ps(scores[k]);
-                if (s.softcap > 0) x = _mm512_mul_ps((__m512)tanh((vf)_mm512_mul_ps(x, shrunk)), cap);
-                __m512i key = _mm512_set1_epi32(tile + k);
-                __mmask16 seen = _mm512_cmple_epi32_mask(key, position) & _mm512_cmpgt_epi32_mask(key, before);
-                x = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), x);
-                _mm512_store_ps(scores[k], x);
-                top[0] = _mm512_max_ps(top[0], x);
-            }
-        }
-        return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
-    }
-
-    __m512 scale_of() const { return _mm512_set1_ps(s.softcap > 0 ? 1.0f : s.scale * LOG2E); }
 
     // Turn the scores into weights relative to each query's base, which is a score that it has seen and follows its
     // largest once that is far above; what earlier sums shrink by is returned.
@@ -319,29 +217,32 @@ struct AmxAttention {
         const vu index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const __m512i interleave = (__m512i)(index | (index + 16) << 16);
         for (int half = 0; half < KEYS / CHUNK; half++) {
-            vf rows[LANES];
-            for (int pair = 0; pair < LANES; pair++) {
-                const float* scores = m.scores[turn][half * CHUNK + 2 * pair];
-                __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, base));
-                __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + QUERIES), scale, base));
-                sum[2 * (pair % 2)] = _mm512_add_ps(sum[2 * (pair % 2)], even);
-                sum[2 * (pair % 2) + 1] = _mm512_add_ps(sum[2 * (pair % 2) + 1], odd);
-                rows[pair] = (vf)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+            __m512i turning[4][4];  // as transpose.h says
+#pragma GCC unroll 4
+            for (int step = 0; step < 4; step++) {
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    const float* scores = m.scores[turn][half * CHUNK + 8 * step + 2 * i];
+                    __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, base));
+                    __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + QUERIES), scale, base));
+                    sum[2 * (i % 2)] = _mm512_add_ps(sum[2 * (i % 2)], even);
+                    sum[2 * (i % 2) + 1] = _mm512_add_ps(sum[2 * (i % 2) + 1], odd);
+                    turning[step][i] =
+                        _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+                }
+                gather_four(turning[step]);
             }
-            transpose(rows);
-            memcpy(m.weights[turn][half], rows, sizeof rows);
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) {
+                __m512i rows[4] = {turning[0][c], turning[1][c], turning[2][c], turning[3][c]};
+                spread_four(rows);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) _mm512_store_si512(m.weights[turn][half][c + 4 * i], rows[i]);
+            }
         }
         group.total = _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]));
         group.base = next;
         return shrink;
-    }
-
-    void rescale(__m512 shrink, float (*sums)[QUERIES][LANES], int first, int last) {
-        if (_mm512_cmp_ps_mask(shrink, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) return;
-        float by[LANES];
-        _mm512_storeu_ps(by, shrink);
-        for (int64_t part = 0; part < 2 * chunks; part++)
-            for (int i = first; i < last; i++) store(sums[part][i], load(sums[part][i]) * by[i]);
     }
 
     // Values of two keys interleaved, as the unit wants them. The halves of a chunk hold every other four dimensions.
@@ -352,6 +253,7 @@ struct AmxAttention {
             bool whole = in_place && r.from == 0 && r.to == RUN;
             for (int pair = 0; pair < RUN / 2; pair++) {
                 bf16* target = m.values[head % 2] + (run * RUN / 2 + pair) * chunks * 2 * CHUNK;
+                fetch(2 * chunks);
                 if (whole)
                     pair_up(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
                 else
@@ -365,7 +267,7 @@ struct AmxAttention {
         static const bf16 zeros[MAX_HEAD] = {};
         const Run& r = now[head][run];
         if (k < r.from || k >= r.to) return zeros;
-        return place(unit, unit.kv_head + head, tile + run * RUN + k) + values_at;
+        return place(unit, unit.kv_head + head, tile + run * RUN + k) + cache.values_at;
     }
 
     void pair_up(const bf16* first, const bf16* second, bf16* target) const {
@@ -387,25 +289,26 @@ struct AmxAttention {
             _tile_loadd(1, sums[1], 64);
             _tile_loadd(6, values + at, stride);
             _tile_dpbf16ps(0, 4, 6);
+            fetch(8);
             _tile_loadd(7, values + at + CHUNK, stride);
             _tile_dpbf16ps(1, 4, 7);
+            fetch(8);
             _tile_loadd(6, later + at, stride);
             _tile_dpbf16ps(0, 5, 6);
+            fetch(8);
             _tile_loadd(7, later + at + CHUNK, stride);
             _tile_dpbf16ps(1, 5, 7);
+            fetch(8);
             _tile_stored(0, sums[0], 64);
             _tile_stored(1, sums[1], 64);
         }
     }
 
     void finish(const Unit& unit) {
-        int64_t count = unit.each * unit.heads;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t part = unit.heads > 1 ? i / unit.each : i / QUERIES, lane = i % QUERIES;
+        for (int64_t i = 0; i < unit.count(); i++) {
             float totals[LANES];
-            _mm512_storeu_ps(totals, groups[unit.heads > 1 ? 0 : part].total);
-            bf16* target = out + (token_of(unit, i) * s.heads + head_of(unit, i)) * s.head_dim;
-            write(m.sums[part], lane, 1.0f / totals[lane], target);
+            _mm512_storeu_ps(totals, group_of(unit, i).total);
+            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target(unit, i));
         }
     }
 
@@ -423,36 +326,19 @@ struct AmxAttention {
     }
 };
 
-// Rows with few queries put several KV heads into one unit; those with many, up to four groups of 16 of one head. There
-// are several units per thread where there is work for that, and those with most keys come first.
-std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
-    int64_t enough = pool::threads(), tokens = s.query_starts[num_rows];
-    int64_t most = std::clamp<int64_t>((s.kv_heads * num_rows + enough - 1) / enough, 1, UNIT_HEADS);
-    int64_t groups = std::clamp<int64_t>(tokens * s.heads / (QUERIES * 4 * enough), 1, MAX_GROUPS);
-    std::vector<Unit> units;
-    for (int64_t row = 0; row < num_rows; row++) {
-        int64_t vectors = int64_t(s.query_starts[row + 1] - s.query_starts[row]) * s.group;
-        if (!vectors) continue;
-        int64_t heads = std::clamp<int64_t>(QUERIES / vectors, 1, most), size = groups * QUERIES;
-        for (int64_t first = (vectors - 1) / size * size; first >= 0; first -= size)
-            for (int64_t head = 0; head < s.kv_heads; head += heads)
-                units.push_back({row, head, std::min(heads, s.kv_heads - head), first, std::min(size, vectors - first)});
-    }
-    return units;
-}
-
 }  // namespace
 
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
     if (!use_amx()) return false;
-    std::vector<Unit> units = amx_units(s, num_rows);
-    pool::for_each(units.size(), parallel, [&](int64_t i) {
+    int64_t state_size = (1 + 2 * AmxAttention::chunks_of(s)) * LANES;
+    auto run = [&](const Unit& unit, const Unit* following) {
         static thread_local Scratch scratch;
         const TileConfig config;
-        _tile_loadconfig(&config);
-        AmxAttention(s, queries, kv, out, scratch).run(units[i]);
+        configure_tiles(config);
+        AmxAttention(s, queries, kv, out, scratch).run(unit, following);
         _tile_release();
-    });
+    };
+    run_levels(s, num_rows, amx_units(s, num_rows), MAX_GROUPS, state_size, parallel, run);
     return true;
 }
 

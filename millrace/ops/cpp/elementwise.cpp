@@ -153,21 +153,81 @@ void prepare_head(const T* x, T* out, const float* weight, const float* angles, 
     for (int64_t i = 0; i < s.head_dim; i += LANES) store_upto(out + i, load(head + i), s.head_dim - i);
 }
 
+// A head in eight bits: its largest item takes 127, and what it has to be multiplied with is its scale.
 template <typename T>
-void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_norm, T* kv, const int64_t* block_ids,
-                 const int64_t* offsets, int64_t tokens, const QkvShape& s) {
+void quantise_head(const T* x, int8_t* out, float* scale, int64_t dim) {
+    vf largest = {};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vf v = load_upto(x + i, dim - i);
+        largest = max(largest, max(v, -v));
+    }
+    float top = max_lanes(largest);
+    *scale = top > 0 ? top / 127 : 1;
+    constexpr float NEAREST = 12582912.0f;  // 1.5 x 2^23: what is added to it is rounded to a whole number, ties to even
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vf number = (load_upto(x + i, dim - i) / *scale + NEAREST) - NEAREST;
+        vb items = __builtin_convertvector(min(max(number, splat(-127.0f)), splat(127.0f)), vb);
+        memcpy(out + i, &items, dim - i < LANES ? dim - i : LANES);
+    }
+}
+
+// Puts keys and values at their places in a cache of the model's own items.
+template <typename T>
+struct WideCache {
+    T* kv;
+    const QkvShape& s;
+
+    void put(int64_t block, int64_t head, int64_t offset, const T* key, const T* value, const float* norm,
+             const float* angles) const {
+        int64_t values_at = s.num_blocks * s.kv_heads * s.block_size * s.head_dim;
+        T* place = kv + ((block * s.kv_heads + head) * s.block_size + offset) * s.head_dim;
+        prepare_head(key, place, norm, angles, s);
+        memcpy(place + values_at, value, s.head_dim * sizeof(T));
+    }
+};
+
+// The same in eight bits. A key is rounded to the model's items first: what is kept is what would be in the wide cache.
+template <typename T>
+struct NarrowCache {
+    int8_t* kv;
+    const QkvShape& s;
+
+    void put(int64_t block, int64_t head, int64_t offset, const T* key, const T* value, const float* norm,
+             const float* angles) const {
+        constexpr int MAX_HEAD = 512;
+        T prepared[MAX_HEAD];
+        prepare_head(key, prepared, norm, angles, s);
+        int64_t head_items = s.block_size * (s.head_dim + int64_t(sizeof(float)));
+        int8_t* start = kv + (block * s.kv_heads + head) * head_items;
+        const T* both[] = {prepared, value};
+        for (const T* x : both) {
+            auto* scales = (float*)(start + s.block_size * s.head_dim);
+            quantise_head(x, start + offset * s.head_dim, scales + offset, s.head_dim);
+            start += s.num_blocks * s.kv_heads * head_items;
+        }
+    }
+};
+
+template <typename T, typename C>
+void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_norm, const C& cache,
+                 const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
-    int64_t values_at = s.num_blocks * s.kv_heads * s.block_size * s.head_dim;
     for_rows(tokens, width, MIN_PARALLEL_SLOW, [&](int64_t token) {
         T* head = qkv + token * width;
         const float* angles = rows ? rows + token * s.rotary_dim : nullptr;
         for (int64_t h = 0; h < s.heads; h++, head += s.head_dim) prepare_head(head, head, q_norm, angles, s);
-        for (int64_t h = 0; h < s.kv_heads; h++, head += s.head_dim) {
-            int64_t place = ((block_ids[token] * s.kv_heads + h) * s.block_size + offsets[token]) * s.head_dim;
-            prepare_head(head, kv + place, k_norm, angles, s);
-            memcpy(kv + values_at + place, head + s.kv_heads * s.head_dim, s.head_dim * sizeof(T));
-        }
+        for (int64_t h = 0; h < s.kv_heads; h++, head += s.head_dim)
+            cache.put(block_ids[token], h, offsets[token], head, head + s.kv_heads * s.head_dim, k_norm, angles);
     });
+}
+
+template <typename T>
+void prepare_qkv(int kv_dtype, T* qkv, const float* rows, const float* q_norm, const float* k_norm, void* kv,
+                 const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
+    if (kv_dtype == INT8)
+        prepare_qkv(qkv, rows, q_norm, k_norm, NarrowCache<T>{(int8_t*)kv, s}, block_ids, offsets, tokens, s);
+    else
+        prepare_qkv(qkv, rows, q_norm, k_norm, WideCache<T>{(T*)kv, s}, block_ids, offsets, tokens, s);
 }
 
 }  // namespace
@@ -200,14 +260,14 @@ void millrace_gated(int dtype, int kind, const void* gate_up, void* out, int64_t
         gated((const bf16*)gate_up, (bf16*)out, rows, inner, kind);
 }
 
-void millrace_prepare_qkv(int dtype, void* qkv, const float* rows, const float* q_norm, const float* k_norm, void* kv,
-                          const int64_t* block_ids, const int64_t* offsets, int64_t tokens, int64_t heads,
-                          int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, int64_t num_blocks,
-                          int64_t block_size, float eps) {
+void millrace_prepare_qkv(int dtype, int kv_dtype, void* qkv, const float* rows, const float* q_norm,
+                          const float* k_norm, void* kv, const int64_t* block_ids, const int64_t* offsets,
+                          int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
+                          int64_t num_blocks, int64_t block_size, float eps) {
     QkvShape s{heads, kv_heads, head_dim, rotary_dim, num_blocks, block_size, eps};
     if (dtype == F32)
-        prepare_qkv((float*)qkv, rows, q_norm, k_norm, (float*)kv, block_ids, offsets, tokens, s);
+        prepare_qkv(kv_dtype, (float*)qkv, rows, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
     else
-        prepare_qkv((bf16*)qkv, rows, q_norm, k_norm, (bf16*)kv, block_ids, offsets, tokens, s);
+        prepare_qkv(kv_dtype, (bf16*)qkv, rows, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
 }
 }

@@ -1,6 +1,8 @@
 // The kernels that other files call: the same functions that Python calls, with the meaning that their files give them.
 #pragma once
 
+#include "attention_sharing.h"
+
 #include <cstdint>
 
 extern "C" {
@@ -10,15 +12,15 @@ void millrace_norm(int dtype, const void* x, const void* residual, const float* 
 
 void millrace_gated(int dtype, int kind, const void* gate_up, void* out, int64_t rows, int64_t inner);
 
-void millrace_prepare_qkv(int dtype, void* qkv, const float* rows, const float* q_norm, const float* k_norm, void* kv,
-                          const int64_t* block_ids, const int64_t* offsets, int64_t tokens, int64_t heads,
-                          int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, int64_t num_blocks,
-                          int64_t block_size, float eps);
+void millrace_prepare_qkv(int dtype, int kv_dtype, void* qkv, const float* rows, const float* q_norm,
+                          const float* k_norm, void* kv, const int64_t* block_ids, const int64_t* offsets,
+                          int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
+                          int64_t num_blocks, int64_t block_size, float eps);
 
-void millrace_attention(int dtype, const void* queries, int64_t query_stride, const void* kv, void* out,
-                        const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables, int64_t num_rows,
-                        int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
-                        int64_t block_size, int64_t window, float scale, float softcap);
+void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
+                        void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                        int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                        int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap);
 
 void millrace_scale(int dtype, void* x, int64_t count, float by);
 
@@ -27,3 +29,10 @@ void millrace_draw(const float* logits, int64_t rows, int64_t vocab, const float
 
 double millrace_uniform(uint64_t seed, uint64_t position);
 }
+
+// millrace_attention with what the step's rows share, which is the same for all of its layers.
+void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
+                    void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                    int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                    int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
+                    Sharing& sharing);

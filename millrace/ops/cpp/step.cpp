@@ -39,7 +39,7 @@ struct Inputs {
     void* residual;              // [tokens, hidden]: the embedded tokens; overwritten
     void* out;                   // [tokens, hidden] after the final norm
     int64_t* nanoseconds;        // by kind of work, added to; or null
-    int64_t tokens, rows, table_width, num_blocks, block_size;
+    int64_t tokens, rows, table_width, num_blocks, block_size, kv_dtype;
     // The only tokens whose output is wanted, in rising order, each the last of its row, and those rows' lengths and
     // tables: `out` has `lasts` rows then. -1 of them: all tokens are wanted.
     const int64_t* last_tokens;
@@ -61,7 +61,7 @@ struct WholeStep {
     void* const* kv;
     int64_t* drawn;        // [rows that are sampled]
     int64_t* nanoseconds;  // or null
-    int64_t num_rows, table_stride, num_blocks, block_size;
+    int64_t num_rows, table_stride, num_blocks, block_size, kv_dtype;
 };
 
 enum Kind { QKV, PREPARE, ATTENTION, OUT, GATE_UP, GATED, DOWN, NORM, HEAD, DRAW, OTHER, KINDS };
@@ -149,6 +149,8 @@ struct Stack {
             at[in.tokens + token] = in.slots[token] % in.block_size;
         }
         Watch watch(in.nanoseconds);
+        Sharing sharing = shared_by(in);
+        watch.mark(ATTENTION);
         millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
         watch.mark(NORM);
         for (int64_t i = 0; i < s.layers; i++) {
@@ -158,8 +160,9 @@ struct Stack {
             if (last && in.lasts >= 0) {
                 if (!in.lasts) return true;
                 if (!keep_last(in, projected)) return false;
+                sharing = shared_by(in);
             }
-            attend(in, layer, in.kv[i], projected, heads);
+            attend(in, layer, in.kv[i], projected, heads, sharing);
             watch.mark(ATTENTION);
             multiply(layer.out, heads, x, in.tokens);
             watch.mark(OUT);
@@ -209,6 +212,10 @@ struct Stack {
         return true;
     }
 
+    static Sharing shared_by(const Inputs& in) {
+        return find_sharing(in.query_starts, in.seq_lens, in.tables, in.rows, in.table_width, in.block_size);
+    }
+
     int64_t qkv_width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
 
     // From here on the step has the last tokens alone, each a row of one query.
@@ -236,16 +243,17 @@ struct Stack {
         multiply(layer.qkv, x, projected, in.tokens);
         watch.mark(QKV);
         bool rotates = layer.rope >= 0;
-        millrace_prepare_qkv(s.dtype, projected, rotates ? angles[layer.rope] : nullptr, layer.q_norm, layer.k_norm,
+        millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, rotates ? angles[layer.rope] : nullptr, layer.q_norm, layer.k_norm,
                              in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads, s.head_dim,
                              rotates ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
         watch.mark(PREPARE);
     }
 
-    void attend(const Inputs& in, const LayerAt& layer, const void* kv, const void* projected, void* heads) const {
-        millrace_attention(s.dtype, projected, qkv_width(), kv, heads, in.query_starts, in.seq_lens, in.tables, in.rows,
-                           in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size, layer.window,
-                           s.scale, s.softcap);
+    void attend(const Inputs& in, const LayerAt& layer, const void* kv, const void* projected, void* heads,
+                Sharing& sharing) const {
+        attend_sharing(s.dtype, in.kv_dtype, projected, qkv_width(), kv, heads, in.query_starts, in.seq_lens, in.tables, in.rows,
+                       in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size, layer.window,
+                       s.scale, s.softcap, sharing);
     }
 
     // --- a whole step ---
@@ -289,7 +297,7 @@ struct Stack {
         in.last_tokens = last_tokens, in.last_lens = last_lens, in.last_tables = last_tables;
         in.slots = slots, in.positions = positions, in.query_starts = starts, in.seq_lens = lens, in.tables = tables;
         in.angles = w.angles, in.kv = w.kv, in.nanoseconds = w.nanoseconds;
-        in.num_blocks = w.num_blocks, in.block_size = w.block_size;
+        in.num_blocks = w.num_blocks, in.block_size = w.block_size, in.kv_dtype = w.kv_dtype;
         in.residual = embedded.of(2 * in.tokens * s.hidden * item());
         in.out = static_cast<char*>(in.residual) + in.tokens * s.hidden * item();
         return in.residual ? ids : nullptr;

@@ -22,13 +22,14 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
+typedef int8_t vb __attribute__((vector_size(16)));
 
 struct bf16 {
     uint16_t bits;
 };
 
-// Values of the `dtype` arguments; the same numbers as in ops/native.py.
-enum { F32 = 0, BF16 = 1 };
+// Values of the `dtype` and `kv_dtype` arguments; the same numbers as in ops/native.py. Only a cache has the last one.
+enum { F32 = 0, BF16 = 1, INT8 = 2 };
 
 inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
@@ -78,6 +79,12 @@ inline vf load(const bf16* p) {
     vh v;
     memcpy(&v, p, sizeof v);
     return widen(v);
+}
+
+inline vf load(const int8_t* p) {
+    vb v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vf);
 }
 
 inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }

@@ -1,0 +1,60 @@
+"""An engine without work: awake for a moment where its device asks for that; then it says so; then it sleeps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from millrace.engine import idle_memory
+from millrace.engine.loop import Engine
+from millrace.link.messages import AbortFront, StepTokens, ToEngine, ToFront
+from millrace.plan.scheduler import Scheduler
+
+
+class Channel:
+    """Notes how the engine waits and what it says."""
+
+    num_fronts = 1
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[float | None, float]] = []
+        self.sent: list[ToFront] = []
+        self.next: list[ToEngine] = []
+
+    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
+        self.waits.append((timeout_s, watch_s))
+        messages, self.next = self.next, []
+        return messages
+
+    def send(self, front_index: int, message: ToFront) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("watch_s", [0.0, 0.002])
+def test_first_awake_then_told_then_asleep(watch_s: float) -> None:
+    channel = Channel()
+    scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=8)
+    runner: Any = SimpleNamespace(is_warm=True, num_cold=0)
+    device: Any = SimpleNamespace(watch_s=watch_s)
+    now = 100.0
+    engine = Engine(scheduler, runner, device, channel, clock=lambda: now)
+    for _ in range(2):
+        channel.waits.clear()
+        channel.sent.clear()
+        engine._take_messages()
+        if watch_s:
+            assert channel.waits == [(watch_s, watch_s)]
+            assert not channel.sent, "whoever is about to be asked again does not talk"
+            engine._take_messages()
+        assert channel.waits[-1] == (idle_memory.IDLE_S, 0.0)
+        assert [cast(StepTokens, message).stats is not None for message in channel.sent] == [True]
+        now += idle_memory.IDLE_S + 1
+        engine._take_messages()
+        assert channel.waits[-1] == (None, 0.0)
+        assert len(channel.sent) == 1
+        channel.next = [AbortFront(0)]
+        engine._take_messages()

@@ -1,0 +1,167 @@
+"""The cache in whole numbers of eight bits: what it keeps, and that every kernel writes and reads it as defined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged import make_attention_case, make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from millrace.ops import native
+from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceAttention
+from millrace.ops.kv_cache import SCALE_BYTES, int8_parts, read_kv, write_kv
+from millrace.ops.qkv import NativePrepareQkv, TorchPrepareQkv
+from millrace.ops.rope import rope_rows
+
+needs_native = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def empty(shape: tuple[int, ...]) -> Tensor:
+    """Every byte is 255: -1 as an item, NaN as a scale."""
+    return torch.full((*shape[:4], shape[4] + SCALE_BYTES), -1, dtype=torch.int8)
+
+
+def narrowed(kv: Tensor) -> Tensor:
+    """A wide cache, whose unwritten places are NaN, in eight bits."""
+    narrow = empty(tuple(kv.shape))
+    block_ids, offsets = (~kv[0, :, 0, :, 0].isnan()).nonzero(as_tuple=True)
+    write_kv(kv[:, block_ids, :, offsets], narrow, block_ids, offsets)
+    return narrow
+
+
+def test_an_item_is_off_by_at_most_half_a_step() -> None:
+    torch.manual_seed(0)
+    kv = empty((2, 4, 3, 8, 32))
+    keys_values = torch.randn(20, 2, 3, 32) * torch.rand(20, 2, 3, 1).mul(8).exp()
+    places = torch.randperm(3 * 8)[:20] + 8
+    write_kv(keys_values, kv, places // 8, places % 8)
+    found = read_kv(kv, torch.arange(4))[:, places // 8, :, places % 8]
+    step = keys_values.abs().amax(-1, keepdim=True) / 127
+    assert ((found - keys_values).abs() <= step * 0.501).all()
+    assert torch.equal(found.abs().amax(-1) > 0, torch.ones(20, 2, 3, dtype=torch.bool))
+
+
+def test_zeros_stay_zeros_and_the_layout_is_as_described() -> None:
+    kv = empty((2, 3, 2, 4, 16))
+    write_kv(torch.zeros(1, 2, 2, 16), kv, torch.tensor([1]), torch.tensor([2]))
+    items, scales = int8_parts(kv)
+    assert not items[:, 1, :, 2].any()
+    assert (scales[:, 1, :, 2] == 1).all()
+    assert torch.equal(kv[1, 1, 0].flatten()[32:48], items[1, 1, 0, 2])
+    assert torch.equal(kv[1, 1, 0].flatten()[64 + 8 : 64 + 12].view(torch.float32)[0], scales[1, 1, 0, 2])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32), (128, 0)])
+@pytest.mark.parametrize("norms", [False, True])
+def test_the_native_write_is_the_reference(dtype: torch.dtype, head_dim: int, rotary: int, norms: bool) -> None:
+    torch.manual_seed(1)
+    weights = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if norms else (None, None)
+    qkv = torch.randn(37, (6 + 4) * head_dim).to(dtype)
+    angles = rope_rows(torch.arange(37), 1.0 / 10000 ** torch.linspace(0, 1, rotary // 2), 1.0) if rotary else None
+    places = torch.randperm(5 * 16)[:37] + 16
+    caches = [empty((2, 7, 2, 16, head_dim)) for _ in range(2)]
+    for version, kv in zip((TorchPrepareQkv, NativePrepareQkv), caches, strict=True):
+        version(6, 2, head_dim, 1e-6, *weights)(qkv.clone(), angles, kv, places // 16, places % 16)
+    blocks, offsets = places // 16, places % 16
+    (items, scales), (expected_items, expected_scales) = (int8_parts(kv) for kv in reversed(caches))
+    difference = (items[:, blocks, :, offsets].int() - expected_items[:, blocks, :, offsets].int()).abs()
+    assert int(difference.max()) <= 1
+    assert float((difference > 0).float().mean()) < 0.01  # where a key's last bit differs it may be rounded elsewhere
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(scales, expected_scales, rtol=tolerance, atol=0, equal_nan=True)
+    values = qkv.view(37, 10, head_dim)[:, 8:].float()
+    assert torch.equal(scales[1][blocks, :, offsets], values.abs().amax(-1) / 127)
+
+
+@needs_native
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=6),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 3, 5, 8, 17]),
+    head_dim=st.sampled_from([16, 48, 64, 80, 128, 256]),
+    block_size=st.sampled_from([1, 3, 16, 32, 100]),
+    window=st.sampled_from([None, 1, 7, 64, 65]),
+    softcap=st.sampled_from([None, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_attention_reads_it_as_defined(
+    rows: list[tuple[int, int]],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    sizes: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": head_dim}
+    lengths = [(queries, queries + before) for queries, before in rows]
+    queries, kv, batch = make_attention_case(lengths, block_size=block_size, dtype=dtype, seed=seed, **sizes)
+    arguments = (kv_heads * group, kv_heads, head_dim, head_dim**-0.5, softcap)
+    narrow = narrowed(kv)
+
+    def attend(version: Any) -> Tensor:
+        result: Tensor = version(queries, narrow, version.prepare(batch, block_size, window))
+        return result.float()
+
+    expected, tolerance = attend(ReferenceAttention(*arguments)), TOLERANCE[dtype]
+    for version in (NativeAttention, BatchedAttention):
+        torch.testing.assert_close(attend(version(*arguments)), expected, atol=tolerance, rtol=tolerance)
+
+
+@needs_native
+@pytest.mark.parametrize("scale", [0.01, 0.2, 40.0])
+def test_the_kernel_is_nearer_than_its_dtype(scale: float) -> None:
+    """Queries and weights are not rounded to eight bits with the keys and values."""
+    queries, kv, batch = make_attention_case(
+        [(1, 900), (30, 300)], heads=9, kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16
+    )
+    kv *= torch.rand(kv.shape[:4]).mul(6).exp()[..., None].to(kv.dtype)
+    narrow = narrowed(kv)
+    found, expected = (
+        version(queries, narrow, version.prepare(batch, 16, None)).float()
+        for version in (NativeAttention(9, 3, 64, scale), ReferenceAttention(9, 3, 64, scale))
+    )
+    error = (found - expected).norm() / expected.norm()
+    assert float(error) < 4e-3
+
+
+@needs_native
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_depends_on_nothing_but_the_query(
+    dtype: torch.dtype, softcap: float | None, window: int | None
+) -> None:
+    """Bit for bit the same in one piece, token by token, in company, and under another block size."""
+    attention, length = NativeAttention(6, 2, 48, 0.2, softcap), 150
+    queries, kv, batch = make_attention_case(
+        [(length, length)], heads=6, kv_heads=2, head_dim=48, block_size=16, dtype=dtype
+    )
+    narrow = narrowed(kv)
+    whole = attention(queries, narrow, attention.prepare(batch, 16, window))
+    table = batch.block_tables[0].tolist()
+    for first, count in ((0, 1), (63, 2), (64, 1), (100, 37), (149, 1), (5, 145)):
+        rows = make_batch([([0] * count, first, table)], 16)
+        found = attention(queries[first : first + count], narrow, attention.prepare(rows, 16, window))
+        assert torch.equal(found, whole[first : first + count])
+    company = make_batch([([0] * 9, 20, table), *[([0], 149, table)] * 7, ([0] * 30, 60, table)], 16)
+    together = torch.cat((queries[20:29], *[queries[149:]] * 7, queries[60:90]))
+    expected = torch.cat((whole[20:29], *[whole[149:]] * 7, whole[60:90]))
+    assert torch.equal(attention(together, narrow, attention.prepare(company, 16, window)), expected)
+    flat = kv[:, table].transpose(2, 3).flatten(1, 2)[:, :length]
+    other = torch.full((2, 60, 2, 3, 48), float("nan"), dtype=dtype)
+    other[:, 1:51] = flat.view(2, 50, 3, 2, 48).transpose(2, 3)
+    rows = make_batch([([0] * length, 0, list(range(1, 51)))], 3)
+    assert torch.equal(attention(queries, narrowed(other), attention.prepare(rows, 3, window)), whole)

@@ -1,0 +1,105 @@
+"""Whole models on a CPU over a KV cache in whole numbers of eight bits: how near they stay, that steps do not matter,
+what is refused, and what it saves. Small random models."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers.paged import PagedDriver
+from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
+
+from millrace.config import load_config
+from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
+from millrace.errors import ConfigError
+from millrace.models import load
+from millrace.models.decoder import Decoder
+from millrace.models.families import spec_from_config
+from millrace.ops.kv_cache import SCALE_BYTES
+from millrace.run import kv_pool
+from millrace.run.kv_pool import allocate_kv, bytes_per_token, check_kv_dtype
+
+CPU = torch.device("cpu")
+TOKENS = 80
+MEAN_ERROR, WORST_ERROR = 0.02, 0.3
+"""Of a token's logits, relative. An item in eight bits is off by 1/508 of its head's largest on average; where two
+experts are about as good another one may be taken."""
+
+
+class Int8Driver(PagedDriver):
+    """Every byte that was not written is 255: -1 as an item, NaN as a scale."""
+
+    def __init__(self, decoder: Decoder, block_size: int = 4) -> None:
+        super().__init__(decoder, block_size)
+        self.kv = [torch.full((*kv.shape[:4], kv.shape[4] + SCALE_BYTES), -1, dtype=torch.int8) for kv in self.kv]
+
+
+def decoder_of(case: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = make_reference(case)
+    return load.build_decoder(spec_from_config(config_of(model)), StateDictSource.of(model), device=CPU, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "qwen3_moe"])
+def test_logits_stay_near_those_of_the_wide_cache(case: str) -> None:
+    decoder = decoder_of(case)
+    tokens = np.random.default_rng(4).integers(0, VOCAB, TOKENS).tolist()
+    wide = PagedDriver(decoder).run(0, tokens, TOKENS)
+    narrow = Int8Driver(decoder).run(0, tokens, TOKENS)
+    error = (narrow - wide).norm(dim=1) / wide.norm(dim=1)
+    assert 0 < float(error.mean()) < MEAN_ERROR
+    assert float(error.max()) < WORST_ERROR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama", "gemma2"])
+def test_it_does_not_matter_how_a_sequence_is_cut_into_steps(case: str, dtype: torch.dtype) -> None:
+    decoder = decoder_of(case, dtype)
+    tokens = np.random.default_rng(5).integers(0, VOCAB, TOKENS).tolist()
+    whole = Int8Driver(decoder).run(0, tokens, TOKENS)
+    for block_size, chunk in ((16, 1), (4, 7), (3, 33)):
+        assert torch.equal(Int8Driver(decoder, block_size).run(0, tokens, chunk), whole)
+
+
+def test_the_walk_and_the_native_stack_agree() -> None:
+    decoder = decoder_of("llama", torch.bfloat16)
+    if decoder.native_stack is None:
+        pytest.skip("no native kernels here")
+    tokens = np.random.default_rng(6).integers(0, VOCAB, TOKENS).tolist()
+    native = Int8Driver(decoder).run(0, tokens, 7)
+    decoder.native_stack = None
+    assert torch.equal(Int8Driver(decoder).run(0, tokens, 7), native)
+
+
+def test_the_pool_takes_a_byte_an_item_and_a_scale_for_each_head() -> None:
+    spec = spec_from_config(config_of(make_reference("llama")))
+    heads = 2 * spec.num_layers * spec.num_kv_heads
+    assert bytes_per_token(spec, torch.bfloat16, "int8") == heads * (spec.head_dim + SCALE_BYTES)
+    kv = allocate_kv(spec, num_blocks=3, block_size=8, dtype=torch.bfloat16, device=CPU, kv_dtype="int8")
+    assert sum(layer.nbytes for layer in kv) == 4 * 8 * bytes_per_token(spec, torch.bfloat16, "int8")
+    assert {layer.dtype for layer in kv} == {torch.int8}
+
+
+def test_the_memory_plan_has_room_for_nearly_twice_the_tokens() -> None:
+    spec = spec_from_config(config_of(make_reference("llama")))
+    spec = dataclasses.replace(spec, head_dim=64, max_context=1 << 20)
+
+    def plan(kv_dtype: str) -> MemoryPlan:
+        config = load_config(None, {"memory.kv_gib": 1.0, "memory.kv_dtype": kv_dtype}).config
+        return make_memory_plan(
+            config, spec, dtype=torch.bfloat16, weights_bytes=GIB, device_kind="cpu", free_bytes=20 * GIB
+        )
+
+    assert plan("int8").kv_tokens / plan("auto").kv_tokens == pytest.approx(128 / 68, rel=1e-3)
+
+
+def test_what_cannot_be_done_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kv_dtype("int8", CPU, 64)
+    with pytest.raises(ConfigError, match=r"int8, which needs heads in multiples of 16 items, .* have 72\. Set"):
+        check_kv_dtype("int8", CPU, 72)
+    with pytest.raises(ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which takes as little"):
+        check_kv_dtype("fp8", CPU, 64)
+    monkeypatch.setattr(kv_pool.torch.cuda, "get_device_name", lambda device: "a GPU of ours")
+    with pytest.raises(ConfigError, match=r"int8, which is for a CPU, .* run on a GPU of ours\. Set --kv-dtype fp8"):
+        check_kv_dtype("int8", torch.device("cuda"), 64)

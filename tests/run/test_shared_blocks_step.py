@@ -1,0 +1,85 @@
+"""Requests that begin alike decode over the same blocks, and draw what each draws alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
+
+from millrace.config import KvDtype, RunConfig
+from millrace.models.families import spec_from_config
+from millrace.models.load import build_decoder
+from millrace.ops import native
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission, StepPlan
+from millrace.run.device import open_device
+from millrace.run.request_table import RowParams
+from millrace.run.runner import Runner
+
+BLOCK, SHARED, WIDTH, ROWS, STEPS = 16, 192, 15, 7, 6
+
+pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
+
+
+def make_runner(case: str, dtype: torch.dtype, kv_dtype: KvDtype) -> Runner:
+    model = make_reference(case)
+    device = open_device(RunConfig(device="cpu", threads=2))
+    spec = spec_from_config(config_of(model))
+    decoder = build_decoder(spec, StateDictSource.of(model), device=device.torch_device, dtype=dtype)
+    return Runner(decoder, device, num_blocks=ROWS * WIDTH, block_size=BLOCK, max_rows=ROWS, max_context=WIDTH * BLOCK)
+
+
+def prompts() -> list[np.ndarray]:
+    draw = np.random.default_rng(5)
+    beginning = draw.integers(0, VOCAB, SHARED)
+    return [np.concatenate((beginning, draw.integers(0, VOCAB, 3 + 5 * row))).astype(np.int32) for row in range(ROWS)]
+
+
+def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: bool, shares: bool) -> StepPlan:
+    """With `admitted` the rows come in with all their blocks; where they share, the first are those of row 0."""
+    columns = [(row, column) for row in rows for column in range(WIDTH)] if admitted else []
+    ids = [1 + column + (0 if shares and column < SHARED // BLOCK else row * WIDTH) for row, column in columns]
+    params = RowParams(SamplingParams(temperature=0.8, seed=1))
+    texts = prompts()
+    return StepPlan(
+        step_no=0,
+        rows=np.asarray(rows, np.int32),
+        starts=np.asarray(starts, np.int32),
+        counts=np.asarray(counts, np.int32),
+        draft_counts=np.zeros(len(rows), np.int32),
+        samples=np.ones(len(rows), np.bool_),
+        adapter_slots=np.zeros(len(rows), np.int32),
+        block_rows=np.asarray([row for row, _ in columns], np.int32),
+        block_cols=np.asarray([column for _, column in columns], np.int32),
+        block_ids=np.asarray(ids, np.int32),
+        admitted=tuple(Admission(row, row, texts[row], len(texts[row]), params) for row in rows) if admitted else (),
+    )
+
+
+def drawn_together(runner: Runner, shares: bool) -> list[list[int]]:
+    """Row 0 computes the beginning, the others come in behind it; all then decode side by side."""
+    lengths = [len(text) for text in prompts()]
+    first = runner.launch(plan_of([0], [0], [lengths[0]], True, shares)).wait().tokens.tolist()
+    others = list(range(1, ROWS))
+    starts = [SHARED if shares else 0] * len(others)
+    counts = [lengths[row] - start for row, start in zip(others, starts, strict=True)]
+    drawn = [first + runner.launch(plan_of(others, starts, counts, True, shares)).wait().tokens.tolist()]
+    for step in range(STEPS):
+        plan = plan_of(list(range(ROWS)), [length + step for length in lengths], [1] * ROWS, False, shares)
+        drawn.append(runner.launch(plan).wait().tokens.tolist())
+    return drawn
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama_tied", "gemma3"])
+def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(
+    case: str, dtype: torch.dtype, kv_dtype: KvDtype
+) -> None:
+    whole, apart = make_runner(case, dtype, kv_dtype), make_runner(case, dtype, kv_dtype)
+    assert whole.native_step is not None
+    apart.native_step = None
+    expected = drawn_together(make_runner(case, dtype, kv_dtype), shares=False)
+    assert drawn_together(whole, shares=True) == expected
+    assert drawn_together(apart, shares=True) == expected

@@ -1,0 +1,124 @@
+"""What a step's packet says, against the plan it was written from, padded and not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission, StepPlan
+from millrace.run.buckets import Buckets
+from millrace.run.device import CpuDevice
+from millrace.run.request_table import RequestTable, RowParams
+from millrace.run.step_packet import ALIGN, ON_DEVICE, SHARED_UNIT, Bucket, PacketWriter
+
+MAX_ROWS, BLOCK, PER_TILE, VOCAB = 24, 16, 8, 1000
+NOTHING = np.zeros(0, np.int32)
+
+
+def a_plan(rng: np.random.Generator, num_rows: int, longest: int, table: RequestTable) -> StepPlan:
+    """Rows of which some have their tokens from the host, some from the device, and one from both."""
+    rows = rng.permutation(MAX_ROWS)[:num_rows].astype(np.int32)
+    least = min(longest, 1 + num_rows % 2)
+    counts = np.sort(rng.integers(least, longest + 1, num_rows)).astype(np.int32)
+    starts = rng.integers(0, 50, num_rows).astype(np.int32)
+    admitted = []
+    for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        known = int(rng.choice([0, start, start + count - 1, start + count, start + count + 9]))
+        tokens = rng.integers(0, VOCAB, known).astype(np.int32)
+        admitted.append(Admission(row, row, tokens, known, RowParams(SamplingParams())))
+    blocks = int(rng.integers(0, 9))
+    plan = StepPlan(
+        step_no=0, rows=rows, starts=starts, counts=counts, draft_counts=np.zeros_like(counts),
+        samples=rng.random(num_rows) < 0.7, adapter_slots=np.zeros_like(counts),
+        block_rows=rng.integers(0, MAX_ROWS, blocks).astype(np.int32),
+        block_cols=rng.integers(0, 4, blocks).astype(np.int32),
+        block_ids=rng.integers(1, 99, blocks).astype(np.int32),
+        admitted=tuple(admitted), shared_blocks=int(rng.integers(0, 40)),
+    )  # fmt: skip
+    table.note(plan)
+    return plan
+
+
+def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Bucket, tile_singles: bool) -> None:
+    layout, packet = writer.layout(bucket), np.full(20_000, 777, np.int32)
+    records = np.arange(3 * 32, dtype=np.int32).reshape(3, 32)
+    used = writer.write(plan, table, bucket, packet, records)
+    num_rows, ends, total = len(plan.rows), plan.starts + plan.counts, plan.num_tokens
+    padding = bucket.tokens - total
+    lengths = [*plan.counts.tolist(), *([1] * padding if bucket.is_decode else [padding])]
+    lengths += [0] * (bucket.rows - len(lengths))
+    lengths = lengths[: bucket.rows]
+    assert layout.query_starts.of(packet).tolist() == [0, *np.cumsum(lengths).tolist()]
+    assert layout.table_rows.of(packet).tolist() == plan.rows.tolist() + [MAX_ROWS] * (bucket.rows - num_rows)
+    assert layout.starts.of(packet).tolist() == plan.starts.tolist() + [0] * (bucket.rows - num_rows)
+    assert layout.seq_lens.of(packet).tolist() == ends.tolist() + [length or 1 for length in lengths[num_rows:]]
+    if not bucket.is_decode:
+        assert layout.token_rows.of(packet).tolist() == np.repeat(np.arange(bucket.rows), lengths).tolist()
+    tokens = []
+    for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        given = table.tokens[row][start : start + count].tolist()
+        tokens += given + [ON_DEVICE] * (count - len(given))
+    assert layout.tokens_in.of(packet).tolist() == tokens + [0] * padding
+    tiles = [
+        [row, first]
+        for row, length in enumerate(lengths)
+        if length > (0 if tile_singles or not bucket.has_singles else 1)
+        and (not bucket.long_from or length < bucket.long_from)
+        for first in range(0, length, PER_TILE)
+    ]
+    if bucket.tiles:
+        assert layout.tiles.of(packet).reshape(-1, 2).tolist() == tiles + [[-1, -1]] * (bucket.tiles - len(tiles))
+    due, last = plan.samples, np.arange(num_rows) if bucket.last_only else np.cumsum(plan.counts) - 1
+    if bucket.last_only:
+        assert layout.last_tokens.of(packet).tolist() == (np.cumsum(lengths) - 1).tolist()
+    missing = MAX_ROWS - int(due.sum())
+    assert layout.sample_states.of(packet).tolist() == last[due].tolist() + [0] * missing
+    assert layout.sample_rows.of(packet).tolist() == plan.rows[due].tolist() + [-1] * missing
+    assert layout.sample_positions.of(packet).tolist() == ends[due].tolist() + [0] * missing
+    assert layout.shared_len.of(packet)[0] == plan.shared_blocks * BLOCK // SHARED_UNIT * SHARED_UNIT
+    count = len(plan.block_ids)
+    assert layout.num_updates.of(packet)[0] == count
+    updates = packet[layout.updates_start :][: 3 * count].reshape(-1, 3)
+    assert updates.tolist() == np.stack([plan.block_rows, plan.block_cols, plan.block_ids], 1).tolist()
+    at = layout.updates_start + -(-3 * count // ALIGN) * ALIGN
+    assert layout.num_records.of(packet)[0] == 3
+    assert packet[at : at + records.size].tolist() == records.flatten().tolist()
+    assert used == at + records.size
+    assert (packet[used:] == 777).all()
+
+
+@pytest.mark.parametrize("tile_singles", [False, True])
+@pytest.mark.parametrize("longest", [1, 3, 40])
+def test_a_packet_says_what_the_plan_says(longest: int, tile_singles: bool) -> None:
+    rng = np.random.default_rng(longest + tile_singles)
+    sizes = {"max_rows": MAX_ROWS, "queries_per_tile": PER_TILE, "tile_singles": tile_singles}
+    writer, buckets = PacketWriter(block_size=BLOCK, **sizes), Buckets(token_budget=1024, **sizes)
+    for num_rows in (1, 2, 7, 8, 9, 20, 24):
+        table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
+        plan = a_plan(rng, num_rows, longest, table)
+        if longest == 1:
+            check(writer, plan, table, buckets.decode(num_rows), tile_singles)
+            continue
+        tiles = writer.num_tiles(plan.counts)
+        check(writer, plan, table, Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), tile_singles)
+        tiles = writer.num_tiles(plan.counts, 5)
+        exact = Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5, last_only=True)
+        check(writer, plan, table, exact, tile_singles)
+        has_singles = bool(plan.counts.min() == 1)
+        padded = buckets.mixed(plan.num_tokens, num_rows, writer.num_tiles(plan.counts), has_singles=has_singles)
+        assert padded is not None
+        check(writer, plan, table, padded, tile_singles)
+
+
+def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
+    writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_singles=False)
+    table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
+    packet = np.full(4096, 777, np.int32)
+    layout = writer.layout(bucket := Bucket(16, 5, 9, is_decode=False))
+    assert writer.write(None, table, bucket, packet) == layout.updates_start
+    assert layout.query_starts.of(packet).tolist() == [0, 16, 16, 16, 16, 16]
+    assert layout.seq_lens.of(packet).tolist() == [16, 1, 1, 1, 1]
+    assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
+    with pytest.raises(ValueError, match="records of rows do not fit"):
+        writer.write(None, table, bucket, packet[: layout.updates_start + 8], np.zeros((1, 32), np.int32))
