@@ -16,7 +16,7 @@ from millrace.ops.stored_linear import StoredLinear, StoredPart, StoredWeight, p
 
 pytestmark = pytest.mark.skipif(bool(native_missing(torch.device("cpu"))), reason="no native kernels here")
 
-MANY = 129
+MANY = 65
 """As few rows as take the kernels made for many."""
 
 
@@ -36,7 +36,7 @@ def stored(kinds: list[str], sizes: list[int], inputs: int, with_bias: bool = Fa
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("rows", [MANY, 160, 161, 700])
+@pytest.mark.parametrize("rows", [MANY, 160, 161, 1100])
 def test_many_rows_are_what_they_are_one_by_one(rows: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
