@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -13,6 +14,7 @@ namespace {
 // How long a helper stays awake for the next job before it sleeps: the gap between two calls of one step is shorter.
 constexpr auto AWAKE = std::chrono::microseconds(100);
 constexpr int SPINS_PER_LOOK = 64;
+constexpr int64_t MOST_SHARES = 64;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -28,7 +30,13 @@ struct Team {
     void* context = nullptr;
     Piece piece = nullptr;
 
-    alignas(64) std::atomic<int64_t> next{0};
+    // Each participant's own pieces, one after the other; all have as many, but for the rounding.
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+    Share shares[MOST_SHARES];
+    int64_t num_shares = 1;
     // Number of the job << 17 | open << 16 | helpers inside. A helper enters only an open job; the caller closes it
     // before it waits for those inside.
     alignas(64) std::atomic<uint64_t> state{0};
@@ -39,8 +47,23 @@ struct Team {
 
     static constexpr uint64_t OPEN = 1 << 16, INSIDE = OPEN - 1, NUMBER = ~((OPEN << 1) - 1);
 
-    void work() {
-        for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) piece(context, i);
+    // One's own pieces first, which are the same part of the whole in one job and the next, then those of others.
+    void work(int64_t participant) {
+        for (int64_t turn = 0; turn < num_shares; turn++) {
+            Share& share = shares[(participant + turn) % num_shares];
+            while (share.next.load(std::memory_order_relaxed) < share.end) {
+                int64_t i = share.next.fetch_add(1);
+                if (i < share.end) piece(context, i);
+            }
+        }
+    }
+
+    void share_out() {
+        num_shares = std::min<int64_t>(wanted.load() + 1, MOST_SHARES);
+        for (int64_t i = 0; i < num_shares; i++) {
+            shares[i].end = count * (i + 1) / num_shares;
+            shares[i].next.store(count * i / num_shares);
+        }
     }
 
     bool enter(uint64_t& last) {
@@ -73,7 +96,7 @@ struct Team {
         uint64_t last = 0;
         while (true) {
             await(last);
-            if (index < wanted.load()) work();
+            if (index < wanted.load()) work(index + 1);
             state.fetch_sub(1, std::memory_order_acq_rel);
         }
     }
@@ -90,12 +113,12 @@ struct Team {
         count = new_count;
         context = new_context;
         piece = new_piece;
-        next.store(0);
+        share_out();
         uint64_t number = (state.load() & NUMBER) + (OPEN << 1);
         state.store(number | OPEN, std::memory_order_release);
         bell.fetch_add(1);
         bell.notify_all();
-        work();
+        work(0);
         state.fetch_and(~OPEN, std::memory_order_acq_rel);
         for (int spin = 0; state.load(std::memory_order_acquire) & INSIDE; spin++)
             spin < 4096 ? pause() : std::this_thread::yield();

@@ -1,5 +1,6 @@
 // A small pool of helper threads. The caller works too, and never waits for a helper that has not begun: pieces of work
-// are claimed one by one, so a helper that wakes late, or that a busy machine keeps away, costs nothing.
+// are claimed one by one, so a helper that wakes late, or that a busy machine keeps away, costs nothing. A thread begins with
+// its own share of the pieces, so that jobs over the same rows find them in the same thread's cache.
 #pragma once
 
 #include <cstdint>
