@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +28,16 @@ class LastTokens:
     has_singles: bool = True
     long_rows: tuple[LongRow, ...] = ()
     shared_len: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStates:
+    """The hidden states that are wanted in the end."""
+
+    index: Tensor
+    """int [n]: which of the step's tokens or, with `last`, of those."""
+    out: Tensor
+    """[n, hidden]: where they go."""
 
 
 @dataclass(slots=True)
@@ -62,3 +73,11 @@ class ForwardBatch:
     """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""
     last: LastTokens | None = None
     """The only tokens whose hidden states are wanted; None for all."""
+    places: tuple[Tensor, Tensor] | None = None
+    """int64 [T] each: block ids and offsets of `slots`, where these are known already."""
+    embedded: Tensor | None = None
+    """[T, hidden]: the tokens' embeddings, where they were looked up with the other inputs."""
+    angles: Sequence[Tensor] | None = None
+    """float32 [T, rotary_dim] of each rope: the positions' angles, likewise."""
+    drawn: DrawnStates | None = None
+    """What of the hidden states is wanted; None for all."""

@@ -13,18 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.native_stack import NativeStack, uncovered
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
-from millrace.ops.embedding import Embedding
+from millrace.ops.embedding import Embedding, PlainEmbedding
 from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
 from millrace.ops.linear import Head, Linear
+from millrace.ops.norm import add_rms_norm_of
 from millrace.ops.qkv import PrepareQkv
-from millrace.ops.rope import rope_rows
 from millrace.ops.softcap import softcap
+from millrace.ops.unsummed import Unsummed
 from millrace.ops.version import Choice
 
 
@@ -32,8 +34,9 @@ class Mlp(Protocol):
     @property
     def takes_fp8(self) -> bool: ...
 
-    def __call__(self, x: Any) -> Tensor:
-        """[T, hidden] -> [T, hidden]. The input is a Tensor or, only where it says so, `Quantised`."""
+    def __call__(self, x: Any) -> Tensor | Unsummed:
+        """[T, hidden] -> [T, hidden]. The input is a Tensor or, only where it says so, `Quantised`; the result goes to
+        a norm."""
         ...
 
 
@@ -74,12 +77,14 @@ class MoeMlp:
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     top_k: int
     renormalise: bool
+    norms_add: bool = False
+    """Whether the norms take `Unsummed`."""
     takes_fp8: bool = False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Unsummed:
         logits = self.router(x)
         if isinstance(self.experts, RoutingExperts):
-            return self.experts.routed(x, logits, self.top_k, self.renormalise)
+            return self.experts.routed(x, logits, self.top_k, self.renormalise, unsummed=self.norms_add)
         weights, expert_ids = self.route(logits, self.top_k, self.renormalise)
         return self.experts(x, weights, expert_ids)
 
@@ -134,7 +139,8 @@ class Decoder:
         self._weights = weights
         self._ops = ops
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
-        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self.angles = Angles(spec.ropes, weights.frequencies)
         self.native_stack = self._make_stack()
         """The layers as one call of the C++ kernels, where they have all that the model needs."""
 
@@ -142,22 +148,30 @@ class Decoder:
     def attention(self) -> Attention:
         return self._ops.attention
 
+    @property
+    def embedding_matrix(self) -> Tensor | None:
+        """[vocab, hidden], where tokens are rows of a plain matrix."""
+        embedding = self._weights.embedding
+        return embedding.weight if isinstance(embedding, PlainEmbedding) else None
+
     def _make_stack(self) -> NativeStack | None:
         if uncovered(self.spec, self.choices):
             return None
         tied = self.choices.get("tied_embedding")
         has_head = tied is not None and tied.version.name == "native"
-        return NativeStack(self.spec, self._weights, self.dtype, self._embedding_scale, has_head)
+        return NativeStack(self.spec, self._weights, self.angles, self.dtype, self.embedding_scale, has_head)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
         """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm, or
-        [n, hidden] of the batch's `last` tokens.
+        [n, hidden] of the batch's `last` tokens, or what the batch says is `drawn`.
 
         A native stack adds to `nanoseconds` what each of native_stack.KINDS took."""
         if self.native_stack is None:
             return self.walk(batch, kv)
-        return self.native_stack(self._embed(batch.token_ids), batch, kv, nanoseconds)
+        hidden = self.native_stack(self._embed(batch), batch, kv, nanoseconds)
+        drawn = batch.drawn
+        return hidden if drawn is None else drawn.out.copy_(hidden.index_select(0, drawn.index))
 
     @torch.inference_mode()
     def walk(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
@@ -165,11 +179,11 @@ class Decoder:
         weights, ops, eps = self._weights, self._ops, self.spec.norm_eps
         layers, last = weights.layers, batch.last
         block_size = kv[0].shape[3]
-        block_ids, offsets = cache_places(batch.slots, block_size)
-        rows = self._rope_rows(batch.positions)
+        block_ids, offsets = batch.places or cache_places(batch.slots, block_size)
+        rows = self.angles.of(batch.positions) if batch.angles is None else batch.angles
         prepared = [ops.attention.prepare(batch, block_size, window) for window in self.spec.windows]
 
-        residual = self._embed(batch.token_ids)
+        residual = self._embed(batch)
         hidden = ops.rms_norm(residual, layers[0].input_norm, eps, quantise=layers[0].qkv.takes_fp8)
         for index, layer in enumerate(layers):
             qkv = layer.qkv(hidden)
@@ -188,17 +202,19 @@ class Decoder:
             hidden = layer.mlp(hidden)
             if layer.mlp_out_norm is not None:
                 hidden = ops.rms_norm(hidden, layer.mlp_out_norm, eps)
-            next_norm, quantise = self._norm_after(index)
-            hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps, quantise=quantise)
-        final: Tensor = hidden
-        return final
+            if index + 1 < len(layers):
+                following = layers[index + 1]
+                hidden, residual = ops.add_rms_norm(
+                    hidden, residual, following.input_norm, eps, quantise=following.qkv.takes_fp8
+                )
+        return self._final(hidden, residual, batch)
 
-    def _norm_after(self, index: int) -> tuple[Tensor, bool]:
-        """The norm that follows layer `index`, and whether what comes after it takes eight bits."""
-        layers = self._weights.layers
-        if index + 1 == len(layers):
-            return self._weights.final_norm, False
-        return layers[index + 1].input_norm, layers[index + 1].qkv.takes_fp8
+    def _final(self, hidden: Tensor | Unsummed, residual: Tensor, batch: ForwardBatch) -> Tensor:
+        norm, eps, drawn = self._weights.final_norm, self.spec.norm_eps, batch.drawn
+        if drawn is not None:
+            return add_rms_norm_of(self._ops.add_rms_norm, hidden, residual, norm, eps, drawn.index, drawn.out)
+        final: Tensor = self._ops.add_rms_norm(hidden, residual, norm, eps)[0]
+        return final
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -210,10 +226,8 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits if cap is None else softcap(logits, cap)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        rows = self._weights.embedding(token_ids)
-        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
-
-    def _rope_rows(self, positions: Tensor) -> list[Tensor]:
-        ropes = zip(self.spec.ropes, self._weights.frequencies, strict=True)
-        return [rope_rows(positions, frequencies, rope.attention_factor) for rope, frequencies in ropes]
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        if batch.embedded is not None:
+            return batch.embedded
+        rows = self._weights.embedding(batch.token_ids)
+        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale

@@ -340,7 +340,8 @@ class _Builder:
         choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
         experts = choice.make(weights, self.spec.activation, linear)
         router = self._linear(layout.router, "router_linear", "linear")
-        return MoeMlp(router, experts, ops.route, moe.top_k, moe.renormalise)
+        norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
+        return MoeMlp(router, experts, ops.route, moe.top_k, moe.renormalise, norms_add)
 
     def _experts(self, layout: MoeLayout) -> Iterator[tuple[Any, Any]]:
         for gate_up, down in layout.experts:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.spec import ModelSpec
 from millrace.ops.activation import NATIVE_NUMBERS
@@ -23,7 +24,6 @@ from millrace.ops.gated_linear import ComposedGatedLinear
 from millrace.ops.linear import Linear, NativeParts
 from millrace.ops.native import DTYPES, KV_DTYPES, native
 from millrace.ops.qkv import NativePrepareQkv
-from millrace.ops.rope import rope_rows
 from millrace.ops.version import Choice
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ KINDS = (
 )
 """Kinds of work that are timed apart; the order of `Kind` in step.cpp. The last three are of whole steps."""
 MAX_ROPES = 8
-FIRST_ANGLES = 1024
-"""Positions whose angles are computed at first; twice as many whenever a longer context comes."""
 
 
 class _Layer(Structure):
@@ -103,7 +101,13 @@ class NativeStack:
     """The layers and the final norm of a decoder. One step at a time."""
 
     def __init__(
-        self, spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype, embedding_scale: float, has_head: bool
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        angles: Angles,
+        dtype: torch.dtype,
+        embedding_scale: float,
+        has_head: bool,
     ) -> None:
         """With `has_head` the head is a native linear over the matrix of embeddings."""
         self._spec, self._weights = spec, weights  # their addresses are used for as long as this lives
@@ -130,8 +134,8 @@ class NativeStack:
         layers = (_Layer * spec.num_layers)(*(_layer(spec, layer) for layer in weights.layers))
         self._stack = library.quick.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
         self._run, self._step = library.slow.stack_run, library.slow.stack_step
-        self._num_angles = 0
-        self._angles: list[Tensor] = []
+        self._angles = angles
+        self._angle_tables: list[Tensor] = []
         self._angles_at: Any = None
         self._kv: Sequence[Tensor] = ()
         self._kv_at: Any = None
@@ -182,16 +186,10 @@ class NativeStack:
             raise IndexError(f"a token id is outside the vocabulary of {self._spec.vocab_size}")
 
     def _angles_upto(self, num_positions: int) -> Any:
-        """Addresses of the tables of cosines and sines, one per rope, made longer where a context has outgrown them."""
-        if num_positions > self._num_angles:
-            while num_positions > self._num_angles:
-                self._num_angles = max(FIRST_ANGLES, 2 * self._num_angles)
-            positions = torch.arange(self._num_angles)
-            ropes = zip(self._spec.ropes, self._weights.frequencies, strict=True)
-            self._angles = [
-                rope_rows(positions, frequencies, rope.attention_factor).contiguous() for rope, frequencies in ropes
-            ]
-            self._angles_at = (c_void_p * len(self._angles))(*(table.data_ptr() for table in self._angles))
+        """Addresses of the tables of cosines and sines, one per rope; looked up again only when they have grown."""
+        tables = self._angles.upto(num_positions)
+        if self._angle_tables is not tables:
+            self._angle_tables, self._angles_at = tables, (c_void_p * len(tables))(*(one.data_ptr() for one in tables))
         return self._angles_at
 
     def _addresses(self, kv: Sequence[Tensor]) -> Any:

@@ -32,8 +32,14 @@ class TiedEmbedding(Protocol):
         ...
 
 
-def make_embedding(weight: Tensor) -> Embedding:
-    return lambda token_ids: F.embedding(token_ids, weight)
+class PlainEmbedding:
+    """Rows of a plain matrix, which may also be read by others."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
 
 
 class NativeTiedEmbedding:
@@ -48,11 +54,8 @@ class NativeTiedEmbedding:
 
 class PlainTiedEmbedding:
     def __init__(self, weight: Tensor, head: Callable[[Tensor], Head] = PlainLinear) -> None:
-        self.weight = weight
+        self.rows = PlainEmbedding(weight)
         self.head = head(weight)
-
-    def rows(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
 
 
 VERSIONS = (
@@ -70,7 +73,7 @@ VERSIONS = (
     Version(
         op="embedding",
         name="torch",
-        make=make_embedding,
+        make=PlainEmbedding,
         when="for a plain matrix: a copy of the tokens' rows",
         invariant_on=("cpu", "cuda"),
     ),

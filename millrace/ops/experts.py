@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from millrace.ops.activation import Activation, activate
 from millrace.ops.linear import Linear
 from millrace.ops.triton import triton_missing
+from millrace.ops.unsummed import Unsummed
 from millrace.ops.version import Version
 
 
@@ -42,8 +43,10 @@ class Experts(Protocol):
 class RoutingExperts(Protocol):
     """Experts that also route, in fewer kernels than a router before them."""
 
-    def routed(self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool) -> Tensor:
-        """x [T, H], the router's logits [T, E] -> [T, H]"""
+    def routed(
+        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, unsummed: bool = False
+    ) -> Tensor | Unsummed:
+        """x [T, H], the router's logits [T, E] -> [T, H]. With `unsummed` the sums may be left to a norm after it."""
         ...
 
 
@@ -144,20 +147,23 @@ class TritonExperts(StackedExperts):
     """Products that gather each expert's tokens, in tiles that suit the number of tokens."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
-        from millrace.ops.triton import moe
+        from millrace.ops.triton import moe, moe_config
 
         super().__init__(weights, activation, linear)
-        self._experts, self._routed = moe.experts, moe.routed_experts
-        self._gpu = moe.gpu_of(self.gate_up.device)
-        self._counts = torch.zeros(weights.count, dtype=torch.int32, device=self.gate_up.device)
+        self._experts, self._routed, self._summed = moe.experts, moe.routed_experts, moe.summed
+        self._gpu = moe_config.gpu_of(self.gate_up.device)
+        self._counters = torch.zeros((2, weights.count), dtype=torch.int32, device=self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, None, self._gpu)
 
-    def routed(self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool) -> Tensor:
-        return self._routed(
-            x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._counts, gpu=self._gpu
+    def routed(
+        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, unsummed: bool = False
+    ) -> Tensor | Unsummed:
+        parts = self._routed(
+            x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._counters, gpu=self._gpu
         )
+        return parts if unsummed else self._summed(parts)
 
 
 class FixedTritonExperts(StackedExperts):
@@ -165,11 +171,11 @@ class FixedTritonExperts(StackedExperts):
     step."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
-        from millrace.ops.triton import moe
+        from millrace.ops.triton import moe, moe_config
 
         super().__init__(weights, activation, linear)
-        self._experts, self._config = moe.experts, moe.FIXED
-        self._gpu = moe.gpu_of(self.gate_up.device)
+        self._experts, self._config = moe.experts, moe_config.FIXED
+        self._gpu = moe_config.gpu_of(self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, self._config, self._gpu)

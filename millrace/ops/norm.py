@@ -4,11 +4,13 @@ Weights are float32 and already hold a family's offset (Gemma's 1 + w), so there
 rms_norm:      make() -> function (x, weight, eps, quantise=False) -> normed, over the last dimension of x.
 add_rms_norm:  make() -> function (x, residual, weight, eps, quantise=False) -> (normed, x + residual).
 With `quantise`, which only the CUDA versions take, `normed` is a Quantised for a linear that takes FP8.
+The Triton versions take an `Unsummed` for x and add it up themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 from millrace.ops.native import DTYPES, native, native_missing
 from millrace.ops.quantised import Quantised
 from millrace.ops.triton import triton_missing
+from millrace.ops.unsummed import Unsummed
 from millrace.ops.version import Version
 
 
@@ -82,23 +85,42 @@ class NativeAddRmsNorm:
 def make_triton_rms_norm() -> Callable[..., Tensor | Quantised]:
     from millrace.ops.triton.norm import rms_norm as launch
 
-    def normed(x: Tensor, weight: Tensor, eps: float, quantise: bool = False) -> Tensor | Quantised:
+    def normed(x: Tensor | Unsummed, weight: Tensor, eps: float, quantise: bool = False) -> Tensor | Quantised:
         values, scales = launch(x, weight, eps, quantise)
         return values if scales is None else Quantised(values, scales)
 
     return normed
 
 
-def make_triton_add_rms_norm() -> Callable[..., tuple[Tensor | Quantised, Tensor]]:
-    from millrace.ops.triton.norm import add_rms_norm as launch
+class TritonAddRmsNorm:
+    """One kernel, also where only some rows are wanted."""
 
-    def normed(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantise: bool = False
+    def __init__(self) -> None:
+        from millrace.ops.triton.norm import add_rms_norm, add_rms_norm_of
+
+        self._launch, self.of = add_rms_norm, add_rms_norm_of
+
+    def __call__(
+        self, x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float, quantise: bool = False
     ) -> tuple[Tensor | Quantised, Tensor]:
-        values, scales, total = launch(x, residual, weight, eps, quantise)
+        values, scales, total = self._launch(x, residual, weight, eps, quantise)
         return (values if scales is None else Quantised(values, scales)), total
 
-    return normed
+
+def add_rms_norm_of(
+    add_rms_norm: Callable[..., tuple[Any, Tensor]],
+    x: Any,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    index: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """The normed rows `index` of x + residual in `out`, by a version of add_rms_norm."""
+    if isinstance(add_rms_norm, TritonAddRmsNorm):
+        return add_rms_norm.of(x, residual, weight, eps, index, out)
+    normed, _ = add_rms_norm(x.index_select(0, index), residual.index_select(0, index), weight, eps)
+    return out.copy_(normed)
 
 
 RMS_NORM_VERSIONS = (
@@ -151,7 +173,7 @@ ADD_RMS_NORM_VERSIONS = (
     Version(
         op="add_rms_norm",
         name="triton",
-        make=make_triton_add_rms_norm,
+        make=TritonAddRmsNorm,
         when="one kernel, a row in the registers of one program",
         devices=("cuda",),
         invariant_on=("cuda",),

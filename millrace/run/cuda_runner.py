@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from millrace.config import KvDtype
-from millrace.models.batch import ForwardBatch, LastTokens
+from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
 from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
 from millrace.ops.triton.sampling import ROW_WORDS
-from millrace.ops.triton.step_inputs import gather, update_tables
+from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
@@ -36,6 +36,7 @@ from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
 from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section
+from millrace.run.token_tables import token_tables
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class CudaRunner:
         self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=place)
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.zeros_like(self._token_ids)
+        self._block_ids, self._offsets = torch.zeros_like(self._token_ids), torch.zeros_like(self._token_ids)
+        # Padding takes as many positions as it has tokens.
+        self._looked_up = token_tables(decoder, max(max_context, most_tokens))
         self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
         self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
@@ -139,17 +143,18 @@ class CudaRunner:
         bucket, exact = self._bucket_for(plan)
         self._send(plan, bucket, records)
         long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
-        hidden = self._run(bucket, lambda: self._body(bucket, long_rows), exact)
+        hidden = self._run(bucket, lambda: self._body(bucket, long_rows, drawn_only=not exact), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
         return self._finish(plan, prompt_logprobs)
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
         num_rows, longest = len(plan.rows), int(plan.counts.max())
-        if longest == 1:
+        scores_prompts = self._table.scores_prompts(plan.rows)
+        if longest == 1 and not scores_prompts:
             decode = self._buckets.decode(num_rows)
             return (replace(decode, shares=True) if self._shares(plan) else decode), False
-        num_tokens, scores_prompts = plan.num_tokens, self._table.scores_prompts(plan.rows)
+        num_tokens = plan.num_tokens
         long_from = WORTH_IT if self._takes_long_rows and longest >= WORTH_IT else 0
         tiles = self._writer.num_tiles(plan.counts, long_from)
         if not long_from and not scores_prompts:
@@ -166,26 +171,44 @@ class CudaRunner:
     def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
         self._ring.send(self._writer.write(plan, self._table, bucket, self._ring.next(), records))
 
-    def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = ()) -> Tensor:
-        """From the packet to hidden states of all tokens, or of each row's last; those that precede a draw are gathered
-        for the head."""
+    def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = (), *, drawn_only: bool = True) -> Tensor:
+        """From the packet to hidden states: those that precede a draw, gathered for the head. Unless these are all that
+        is wanted, those of all tokens, or of each row's last, are returned."""
         layout, packet = self._writer.layout(bucket), self._packet
 
         def part(section: Section) -> Tensor:
             return packet[section.start : section.start + section.length]
 
-        table, size = self._table, bucket.tokens
-        update_tables(
-            packet[layout.updates_start :],
-            part(layout.num_updates),
-            table.block_tables,
-            part(layout.num_records),
-            self._sampler.columns,
+        batch = self._gathered(bucket, part)
+        batch.tiles = part(layout.tiles).view(-1, 2) if bucket.tiles else None
+        batch.has_singles = bucket.has_singles and not self._tile_singles
+        batch.long_rows = long_rows
+        batch.shared_len = part(layout.shared_len) if bucket.shares else None
+        if bucket.last_only:
+            batch.last = self._last_tokens(batch, part(layout.last_tokens))
+        most = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)
+        index, out = part(layout.sample_states)[:most], self._sampled[:most]
+        if drawn_only:
+            batch.drawn = DrawnStates(index, out)
+            return self._decoder.forward(batch, self._kv)
+        hidden = self._decoder.forward(batch, self._kv)
+        torch.index_select(hidden, 0, index, out=out)
+        return hidden
+
+    def _gathered(self, bucket: Bucket, part: Callable[[Section], Tensor]) -> ForwardBatch:
+        """The step's inputs, made by the packet's first kernels."""
+        layout, table, size = self._writer.layout(bucket), self._table, bucket.tokens
+        query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
+        columns = (self._token_ids, self._positions, self._slots, self._block_ids, self._offsets)
+        token_ids, positions, slots, block_ids, offsets = (column[:size] for column in columns)
+        updates = Updates(
+            triples=self._packet[layout.updates_start :],
+            num_triples=part(layout.num_updates),
+            num_records=part(layout.num_records),
+            columns=self._sampler.columns,
             align=ALIGN,
         )
-        token_ids, positions, slots = self._token_ids[:size], self._positions[:size], self._slots[:size]
-        query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
-        gather(
+        embedded, angles = gather(
             tokens_in=part(layout.tokens_in),
             token_rows=None if bucket.is_decode else part(layout.token_rows),
             table_rows=table_rows,
@@ -193,12 +216,16 @@ class CudaRunner:
             query_starts=query_starts,
             last_tokens=table.last_tokens,
             tables=table.block_tables,
+            updates=updates,
             block_size=self._block_size,
+            looked_up=self._looked_up,
             token_ids=token_ids,
             positions=positions,
             slots=slots,
+            block_ids=block_ids,
+            offsets=offsets,
         )
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
             slots=slots,
@@ -210,17 +237,10 @@ class CudaRunner:
             query_starts_host=[],
             seq_lens_host=[],
             table_rows=table_rows,
-            tiles=part(layout.tiles).view(-1, 2) if bucket.tiles else None,
-            has_singles=bucket.has_singles and not self._tile_singles,
-            long_rows=long_rows,
-            shared_len=part(layout.shared_len) if bucket.shares else None,
+            places=(block_ids, offsets),
+            embedded=embedded,
+            angles=None if angles is None else angles.unbind(0),
         )
-        if bucket.last_only:
-            batch.last = self._last_tokens(batch, part(layout.last_tokens))
-        hidden = self._decoder.forward(batch, self._kv)
-        most = min(hidden.shape[0], self._max_rows)
-        torch.index_select(hidden, 0, part(layout.sample_states)[:most], out=self._sampled[:most])
-        return hidden
 
     def _last_tokens(self, batch: ForwardBatch, index: Tensor) -> LastTokens:
         return LastTokens(

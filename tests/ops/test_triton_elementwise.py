@@ -13,11 +13,12 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.ops.activation import gated_reference
 from millrace.ops.activation import make_triton as make_gated
-from millrace.ops.norm import add_rms_norm, make_triton_add_rms_norm, make_triton_rms_norm, rms_norm
+from millrace.ops.norm import TritonAddRmsNorm, add_rms_norm, add_rms_norm_of, make_triton_rms_norm, rms_norm
 from millrace.ops.qkv import TorchPrepareQkv, make_triton
 from millrace.ops.quantised import Quantised
 from millrace.ops.triton import norm
 from millrace.ops.triton.qkv import PrepareQkvKernel, Shape, shape_for
+from millrace.ops.unsummed import Unsummed
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -47,7 +48,7 @@ def back(quantised: Quantised) -> torch.Tensor:
 def test_norms(dim: int, dtype: torch.dtype) -> None:
     x, residual, weight = random(3, dim, dtype=dtype), random(3, dim, dtype=dtype), random(dim)
     close(make_triton_rms_norm()(x, weight, 1e-5), rms_norm(x, weight, 1e-5))
-    normed, total = make_triton_add_rms_norm()(x, residual, weight, 1e-5)
+    normed, total = TritonAddRmsNorm()(x, residual, weight, 1e-5)
     expected, sums = add_rms_norm(x, residual, weight, 1e-5)
     close(normed, expected)
     assert torch.equal(total, sums)
@@ -61,6 +62,42 @@ def test_several_rows_of_a_program_are_normed_as_one_is() -> None:
     assert torch.equal(alone[2], together[2])
     few, many = norm.shape_for(4096, 1), norm.shape_for(4096, 8192)
     assert few.warps == many.warps, "a row's sum does not depend on how many rows there are"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_norms_of_some_rows(dtype: torch.dtype) -> None:
+    x, residual, weight = random(9, 72, dtype=dtype), random(9, 72, dtype=dtype), random(72)
+    index = torch.tensor([8, 0, 3, 3], dtype=torch.int32, device=device)
+    for version in (TritonAddRmsNorm(), add_rms_norm):
+        out = torch.full((4, 72), float("nan"), dtype=dtype, device=device)
+        assert add_rms_norm_of(version, x, residual, weight, 1e-5, index, out) is out
+        assert torch.equal(out, version(x, residual, weight, 1e-5)[0][index.long()])
+
+
+def unsummed(tokens: int, choices: int, dim: int, dtype: torch.dtype) -> tuple[Unsummed, torch.Tensor]:
+    """Parts, and their sum."""
+    outputs, weights = random(tokens * choices, dim, dtype=dtype), torch.rand(tokens, choices, device=device)
+    counters = torch.full((2, 5), 7, dtype=torch.int32, device=device)
+    total = (outputs.view(tokens, choices, dim).float() * weights[..., None]).sum(dim=1).to(dtype)
+    return Unsummed(outputs, weights, counters), total
+
+
+@pytest.mark.parametrize(("tokens", "choices", "dim"), [(1, 1, 8), (5, 3, 72), (3, 8, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_norms_add_what_experts_left_unsummed(tokens: int, choices: int, dim: int, dtype: torch.dtype) -> None:
+    residual, weight = random(tokens, dim, dtype=dtype), random(dim)
+    parts, total = unsummed(tokens, choices, dim, dtype)
+    assert tuple(parts.shape) == tuple(total.shape)
+    normed, sums = TritonAddRmsNorm()(parts, residual, weight, 1e-5)
+    assert not bool(parts.counters.any())
+    close(normed, add_rms_norm(total, residual, weight, 1e-5)[0])
+    close(sums, total + residual)
+    parts.counters.fill_(1)
+    close(make_triton_rms_norm()(parts, weight, 1e-5), rms_norm(total, weight, 1e-5))
+    assert not bool(parts.counters.any())
+    out = torch.full((2, dim), float("nan"), dtype=dtype, device=device)
+    index = torch.tensor([tokens - 1, 0], dtype=torch.int32, device=device)
+    assert torch.equal(TritonAddRmsNorm().of(parts, residual, weight, 1e-5, index, out), normed[index.long()])
 
 
 def test_norm_of_a_view_with_gaps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from millrace.ops.experts import ExpertWeights, FixedTritonExperts, RoutingExper
 from millrace.ops.linear import PlainLinear
 from millrace.ops.registry import choose
 from millrace.ops.router import route as route_reference
-from millrace.ops.triton import moe
-from millrace.ops.triton.moe import Gpu, MoeConfig, MoeShape, Tile
+from millrace.ops.triton import moe, moe_config
+from millrace.ops.triton.moe_config import Gpu, MoeConfig, MoeShape, Tile, Way
 
 # The interpreter multiplies the bits of bfloat16 matrices instead of their values.
 HALF = torch.float16 if interpreted else torch.bfloat16
@@ -112,7 +113,7 @@ def test_route_prefers_the_lower_expert_and_stays_in_range_when_logits_are_not_n
         (18, (1, 1, 17, 9)),
     ],
 )
-def test_every_way(tokens: int, shape: tuple[int, int, int, int], way: moe.Way, dtype: torch.dtype) -> None:
+def test_every_way(tokens: int, shape: tuple[int, int, int, int], way: Way, dtype: torch.dtype) -> None:
     if way == "vector" and interpreted:
         tokens = min(tokens, 4)  # a program per token and few columns: slow to interpret
     torch.manual_seed(tokens)
@@ -126,7 +127,7 @@ def test_every_way(tokens: int, shape: tuple[int, int, int, int], way: moe.Way, 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
 @pytest.mark.parametrize("way", ["vector", "table"])
-def test_activations(kind: Activation, way: moe.Way) -> None:
+def test_activations(kind: Activation, way: Way) -> None:
     shape = MoeShape(3, 2, 32, 16, itemsize=4)
     pairs = [(up * 4, down) for up, down in random_pairs(shape, torch.float32)]
     x, weights, ids = inputs(4, shape, torch.float32)
@@ -175,6 +176,38 @@ def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: in
         assert sorted(groups.table[expert, :count].tolist()) == alone.table[expert, :count].tolist()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "shape", "up", "down"),
+    [
+        (1, (4, 2, 32, 16), (16, 16), (32, 16)),
+        (19, (5, 2, 48, 33), (16, 32), (16, 16)),
+        (40, (3, 1, 17, 9), (32, 16), (16, 32)),  # more rows of an expert than a tile has
+        (21, (4, 2, 40, 24), (16, 16), (64, 16)),  # tiles that reach into the next expert
+    ],
+)
+@pytest.mark.parametrize("swap", [False, True])
+def test_one_launch_is_two(
+    tokens: int, shape: tuple[int, int, int, int], up: tuple[int, int], down: tuple[int, int], swap: bool
+) -> None:
+    torch.manual_seed(tokens)
+    num_experts, top_k, hidden, _ = shape
+    pairs = random_pairs(MoeShape(*shape, itemsize=2), HALF)
+    gate_up, low = stacks(pairs)
+    x, logits = torch.randn(tokens, hidden).to(device, HALF), torch.randn(tokens, num_experts, device=device)
+    logits[:, 0] += 1
+    counters = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
+    two = MoeConfig("table", Tile(16, *up, stages=2, swap=swap), Tile(16, *down, stages=2, swap=swap))
+    one = replace(two, joint=True, early=True, ahead=1 << 20, down=replace(two.down, ahead=1))
+    found, expected, described = (
+        moe.summed(moe.routed_experts(x, logits, top_k, True, gate_up, low, "silu", counters, config))
+        for config in (one, two, replace(one, tma=True))
+    )
+    assert torch.equal(found, expected)
+    check(described, found.double())
+    check(found, plain(x, *route_reference(logits, top_k, True), pairs))
+    assert not bool(counters.any())
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 21])
 def test_experts_that_route(tokens: int) -> None:
     torch.manual_seed(tokens)
@@ -194,7 +227,7 @@ def test_a_step_that_was_broken_off_harms_only_the_next() -> None:
     pairs = random_pairs(shape, HALF)
     experts = TritonExperts(ExpertWeights(8, iter(pairs)), "silu", PlainLinear)
     x, logits = torch.randn(9, 72).to(device, HALF), torch.randn(9, 8, device=device)
-    moe.route_and_group(logits, 2, True, experts._counts)
+    moe.route_and_group(logits, 2, True, experts._counters[0])
     experts.routed(x, logits, 2, True)
     weights, ids = route_reference(logits, 2, True)
     check(experts.routed(x, logits, 2, True), plain(x, weights, ids, pairs))
@@ -237,7 +270,7 @@ def test_configurations_fit_their_matrices_and_the_gpu() -> None:
         MoeShape(4, 2, 24, 10, 4),
     ):
         for tokens in (1, 2, 4, 8, 33, 256, 512, 2048, 8192):
-            config = moe.config_for(tokens, shape)
+            config = moe_config.config_for(tokens, shape)
             for tile, columns, depth, halves in (
                 (config.gate_up, shape.inner, shape.hidden, 2),
                 (config.down, shape.hidden, shape.inner, 1),
@@ -272,3 +305,33 @@ def test_a_captured_graph_follows_new_choices() -> None:
             static.copy_(fresh)
         graph.replay()
         check(found, plain(x, weights, ids, pairs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 32, 128])
+def test_one_launch_waits_for_what_it_needs(tokens: int) -> None:
+    """Many programs at once, many times over: a down product that did not wait would now and then be wrong."""
+    torch.manual_seed(tokens)
+    num_experts, top_k, hidden, inner = 128, 8, 2048, 768
+    gate_up = torch.randn((num_experts, 2 * inner, hidden), dtype=HALF, device=device) * hidden**-0.5
+    down = torch.randn((num_experts, hidden, inner), dtype=HALF, device=device) * inner**-0.5
+    counters = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
+    tiles = Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)
+    one = MoeConfig("table", *tiles, early=True, joint=True, ahead=1 << 24)
+    two = MoeConfig("table", *tiles)
+    x, logits = torch.randn(tokens, hidden).to(device, HALF), torch.randn(tokens, num_experts, device=device)
+
+    def run(config: MoeConfig) -> torch.Tensor:
+        parts = moe.routed_experts(x, logits, top_k, True, gate_up, down, "silu", counters, config)
+        return moe.summed(parts, config.early)
+
+    run(one)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(one)
+    for _ in range(50):
+        x.normal_()
+        logits.normal_()
+        graph.replay()
+        assert torch.equal(found, run(two))
+    assert not bool(counters.any())

@@ -21,16 +21,23 @@ NORM = {
     "name": "millrace.ops.triton.norm._norm_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "total_ptr"), "*bf16"),
-        "weight_ptr": "*fp32", "scale_ptr": "constexpr", "rows": "i32", "dim": "i32", "x_stride": "i32", "eps": "fp32",
-        **dict.fromkeys(("ROWS", "BLOCK", "ADD", "QUANTISE", "EARLY"), "constexpr"),
+        "weight_ptr": "*fp32", "rows": "i32", "dim": "i32", "x_stride": "i32", "eps": "fp32",
+        **dict.fromkeys(("scale_ptr", "shares_ptr", "counters_ptr", "index_ptr"), "constexpr"),
+        **dict.fromkeys(("ROWS", "BLOCK", "ADD", "QUANTISE"), "constexpr"),
+        **dict.fromkeys(("CHOICES", "COUNTERS", "COUNTER_BLOCK", "PICK", "EARLY"), "constexpr"),
     },
-    "constant_keys": [[5], [10], [11], [12], [13], [14]],
-    "constant_vals": [None, 1, 1024, True, False, 0],
+    "constant_keys": [[5], [6], [7], [8], *([place] for place in range(13, 22))],
     "attrs_keys": [[0]],
     "attrs_vals": [[["tt.divisibility", 16]]],
     "options": {"num_warps": 4},
     "key": "",
 }  # fmt: skip
+
+
+def constants(block: int) -> list[object]:
+    return [None, None, None, None, 1, block, True, False, 0, 0, 1, False, 0]
+
+
 CHECK = """
 import json, sys
 from triton.backends.compiler import GPUTarget
@@ -42,8 +49,7 @@ for text in json.loads(sys.argv[1]):
 
 
 def test_the_server_fills_the_cache(tmp_path: Path) -> None:
-    wide = json.dumps({**NORM, "constant_vals": [None, 1, 2048, True, False, 0]})
-    good, bad = json.dumps(NORM), json.dumps({**NORM, "constant_vals": [None, 1, 1000, True, False, 0]})
+    good, wide, bad = (json.dumps({**NORM, "constant_vals": constants(block)}) for block in (1024, 2048, 1000))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
 

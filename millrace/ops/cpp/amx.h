@@ -30,6 +30,13 @@ struct TileConfig {
     }
 };
 
+// The whole structure is named as an operand: the compiler's own function names its first bytes only, and what is written
+// behind them may then come too late.
+inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+
+// Tile loads do not say which memory they read. What was written before this is there for those after it.
+inline void before_tile_loads() { asm volatile("" ::: "memory"); }
+
 #else
 #define HAS_AMX 0
 

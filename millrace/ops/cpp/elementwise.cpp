@@ -1,5 +1,6 @@
 // Per-token kernels: RMS norm with and without the residual sum, gated activations, and the step from the fused
 // projection to attention's inputs (QK-norm, RoPE, cache write).
+#include "activation.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -19,10 +20,6 @@ void for_rows(int64_t rows, int64_t width, int64_t enough, F f) {
         for (int64_t row = piece * size; row < end && row < rows; row++) f(row);
     });
 }
-
-// As it will be once it is kept in the model's dtype.
-inline vf rounded(vf v, float) { return v; }
-inline vf rounded(vf v, bf16) { return (vf)(__builtin_convertvector(to_bf16(v), vu) << 16); }
 
 // Widths that are whole vectors, as nearly all are, need no look at what is left.
 template <bool WHOLE, typename T>
@@ -66,27 +63,6 @@ void norm(const T* x, const T* residual, const float* weight, T* out, T* total, 
         int64_t at = row * dim;
         one(x + at, residual ? residual + at : nullptr, weight, out + at, total ? total + at : nullptr, dim, eps);
     });
-}
-
-enum { SILU = 0, GELU_TANH = 1, GELU = 2 };
-
-// 1 / x to about one unit in the last place, for x >= 1.
-inline vf inverse(vf x) {
-#if defined(__AVX512F__)
-    vf near = (vf)_mm512_rcp14_ps((__m512)x);
-    return fma(near, fma(-x, near, splat(1.0f)), near);
-#else
-    return 1.0f / x;
-#endif
-}
-
-inline vf activate(vf x, int kind) {
-    if (kind == SILU) return x * inverse(1.0f + exp(-x));
-    if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
-    float values[LANES];
-    store(values, x);
-    for (float& value : values) value = 0.5f * value * (1.0f + erff(value * 0.70710678f));
-    return load(values);
 }
 
 template <bool WHOLE, typename T>

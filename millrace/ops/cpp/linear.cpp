@@ -9,6 +9,7 @@
 
 #include "amx.h"
 #include "linear_layer.h"
+#include "linear_many.h"
 
 namespace {
 
@@ -141,9 +142,7 @@ int64_t padded_inputs(int format, int64_t k) { return format == FORMAT_F32 ? k :
 
 int64_t item_bytes(int dtype) { return dtype == F32 ? 4 : 2; }
 
-}  // namespace
-
-void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide) {
+std::vector<Layer> parts_of(const LinearDesc& desc, bool wide = false) {
     std::vector<Layer> parts;
     int64_t first = 0;
     for (int64_t i = 0; i < desc.num_parts; i++) {
@@ -153,6 +152,13 @@ void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, in
         parts.push_back({part.format, part.packed, bias, part.n, desc.k, padded, desc.n, first, wide});
         first += part.n;
     }
+    return parts;
+}
+
+}  // namespace
+
+void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide) {
+    std::vector<Layer> parts = parts_of(desc, wide);
 #if HAS_AMX
     if (desc.dtype != F32 && use_amx()) return amx_linear(parts, (const bf16*)x, stride, (bf16*)out, rows);
 #endif
@@ -163,6 +169,37 @@ void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, in
             vector_linear(part, (const bf16*)x, stride, (bf16*)out, rows);
     }
 }
+
+#if HAS_AMX
+
+int64_t laid_out_bytes(const LinearDesc& next, int64_t rows) {
+    return tiles_bytes(rows, padded_inputs(next.parts[0].format, next.k));
+}
+
+bool gated_linear(const LinearDesc& gate_up, int activation, const void* x, int64_t stride, int64_t rows,
+                  const LinearDesc& next, void* laid_out) {
+    if (gate_up.dtype == F32 || rows <= FEW_ROWS || !use_amx()) return false;
+    std::vector<Layer> parts = parts_of(gate_up);
+    if (!can_gate(parts, parts_of(next))) return false;
+    void* tiles = scratch<TURNED_ROWS>(tiles_bytes(rows, parts[0].padded_k));
+    lay_out((const bf16*)x, stride, rows, parts[0], parts[0].is_quantised(), tiles);
+    gated_rows(parts, activation, tiles, laid_out, rows);
+    return true;
+}
+
+void linear_laid_out(const LinearDesc& layer, const void* laid_out, void* out, int64_t rows) {
+    many_rows(parts_of(layer), laid_out, laid_out, (bf16*)out, rows);
+}
+
+#else
+
+int64_t laid_out_bytes(const LinearDesc&, int64_t) { return 0; }
+
+bool gated_linear(const LinearDesc&, int, const void*, int64_t, int64_t, const LinearDesc&, void*) { return false; }
+
+void linear_laid_out(const LinearDesc&, const void*, void*, int64_t) {}
+
+#endif
 
 int64_t take_rows(const LinearDesc& desc, void* out, const int64_t* ids, int64_t count) {
     int64_t item = item_bytes(desc.dtype), row_bytes = desc.k * item;

@@ -43,5 +43,14 @@ struct LinearDesc {
 // whatever `rows` is; `wide` ones are float32, not rounded to the layer's type. Uses the pool, so it must not be called from a piece of the pool's work.
 void linear(const LinearDesc& layer, const void* x, int64_t stride, void* out, int64_t rows, bool wide = false);
 
+// A gated MLP for many rows, in two halves. act(gate) * up of a layer whose first half of outputs are gates, laid out for
+// the layer that comes `next`, into `laid_out`, which has room for `laid_out_bytes`; false, with nothing done, where these
+// layers or so few rows are better multiplied one by one.
+int64_t laid_out_bytes(const LinearDesc& next, int64_t rows);
+bool gated_linear(const LinearDesc& gate_up, int activation, const void* x, int64_t stride, int64_t rows,
+                  const LinearDesc& next, void* laid_out);
+// And `next` over that; the results are those of `linear` over the rows.
+void linear_laid_out(const LinearDesc& layer, const void* laid_out, void* out, int64_t rows);
+
 // Rows of the weight by index: out [count, k]. The position of the first id that is no row, or -1.
 int64_t take_rows(const LinearDesc& layer, void* out, const int64_t* ids, int64_t count);

@@ -1,8 +1,5 @@
 // Linear layers on the AMX matrix unit.
-#include "amx.h"
-
-#include "linear_layer.h"
-#include "transpose.h"
+#include "linear_many.h"
 
 #if HAS_AMX
 
@@ -11,13 +8,12 @@ namespace {
 
 // --- plain weights: tiles of 16 rows by 32 inputs against tiles of 32 inputs by 16 outputs ---
 
-
 // Tiles 0-3 hold sums, 4-5 rows of x (`upper` and `lower` of them), 6-7 weights.
 void configure(int upper, int lower) {
     TileConfig config;
     config.rows[0] = config.rows[1] = config.rows[4] = upper;
     config.rows[2] = config.rows[3] = config.rows[5] = lower ? lower : 1;
-    _tile_loadconfig(&config);
+    configure_tiles(config);
 }
 
 constexpr int64_t PREFETCH_BYTES = 4096;
@@ -96,20 +92,20 @@ void amx_panels(const Layer& layer, const bf16* x, int64_t stride, bf16* out, in
     _tile_release();
 }
 
-// --- quantised weights, up to MOST_COLUMNS rows ---
+// --- quantised weights ---
 //
 // Here the weights are the left operand, so that the inputs of one output, which is what unpacking gives, are a row of
 // a tile, and the rows of x are columns. Each output's products and their order are the same. The first rows multiply
 // with a tile while the next one is unpacked; further ones find all of them unpacked. With more rows, turning the
 // results costs more than turning the weights once, as the layout of plain ones asks for.
 
-constexpr int64_t BLOCK_ROWS = 32, MOST_COLUMNS = 128;
+constexpr int64_t BLOCK_ROWS = 32;
 
 // Tiles 0-3 hold sums, 4-5 sixteen rows of x each (or a single one), 6-7 weights.
 void configure_columns(bool single) {
     TileConfig config;
     if (single) config.bytes_per_row[0] = config.bytes_per_row[1] = config.bytes_per_row[4] = 4;
-    _tile_loadconfig(&config);
+    configure_tiles(config);
 }
 
 // Unpacks the pairs of tiles of a range of panels, one after the other.
@@ -157,17 +153,6 @@ private:
     const char* ahead;  // the same place in the next pair of panels
     quantised::Panel left, right;
 };
-
-// Sixteen rows of x from `row` on by pairs of inputs, [k / 2][16]; rows that are not there are zeros.
-void by_pairs(const bf16* x, int64_t stride, int64_t row, int64_t rows, int64_t k, uint32_t* out) {
-    alignas(64) uint32_t some[16][16] = {};
-    bool direct = row + 16 <= rows && stride % 2 == 0;
-    for (int64_t pair = 0; pair < k / 2; pair += 16, out += 256) {
-        const bf16* source = x + row * stride + 2 * pair;
-        for (int64_t r = 0; r < 16 && row + r < rows && !direct; r++) memcpy(some[r], source + r * stride, 64);
-        transpose16(direct ? (const uint32_t*)source : some[0], direct ? stride / 2 : 16, out, 16);
-    }
-}
 
 void finish_columns(const Layer& layer, bf16* out, int64_t row, int rows, int64_t panel, const float* sums) {
     alignas(64) float turned[16 * PANEL];
@@ -288,9 +273,16 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
 
 void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
     const Layer& any = parts[0];
-    bool as_columns = rows <= MOST_COLUMNS, has_plain = !as_columns, has_quantised = false;
+    bool has_plain = false, has_quantised = false;
     for (const Layer& part : parts) (part.is_quantised() ? has_quantised : has_plain) = true;
-    const uint32_t* turned = as_columns && has_quantised ? turn(x, stride, rows, any.k) : nullptr;
+    if (rows > FEW_ROWS) {
+        void *plain_rows = nullptr, *turned_rows = nullptr;
+        int64_t bytes = tiles_bytes(rows, any.padded_k);
+        if (has_plain) lay_out(x, stride, rows, any, false, plain_rows = scratch<PLAIN_ROWS>(bytes));
+        if (has_quantised) lay_out(x, stride, rows, any, true, turned_rows = scratch<TURNED_ROWS>(bytes));
+        return many_rows(parts, plain_rows, turned_rows, out, rows);
+    }
+    const uint32_t* turned = has_quantised ? turn(x, stride, rows, any.k) : nullptr;
     std::vector<bf16> padded;
     if (has_plain && any.padded_k != any.k) {
         padded = pad(x, stride, rows, any);
@@ -300,10 +292,10 @@ void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, 
     std::vector<Range> ranges = ranges_of(parts, rows);
     pool::for_each(ranges.size(), any.out_stride * any.padded_k >= MIN_PARALLEL, [&](int64_t i) {
         const Range& r = ranges[i];
-        if (as_columns && r.part->is_quantised())
+        if (r.part->is_quantised())
             quantised_panels(*r.part, turned, out, rows, r.first, r.last);
         else
-            amx_panels(plain<bf16>(*r.part, r.first, r.last), x, stride, out, rows, r.first, r.last);
+            amx_panels(*r.part, x, stride, out, rows, r.first, r.last);
     });
 }
 

@@ -30,6 +30,7 @@ struct Layer {
 
     bool is_quantised() const { return format > FORMAT_BF16; }
     int64_t panels() const { return round_up(n, 2 * PANEL) / PANEL; }
+    int64_t tiles() const { return padded_k / TILE_K; }
     template <typename T>
     int64_t units() const {
         return padded_k * sizeof(T) / 4;
@@ -66,8 +67,11 @@ int64_t group_size(const Layer& layer) {
     return std::max(STEP, std::min(round_up(layer.panels() / (3 * pool::threads()), STEP), most));
 }
 
-// This thread's own memory, aligned; valid until the thread's next call.
-inline void* scratch(int64_t bytes) {
+// This thread's own memory, aligned; valid until the thread's next call for the same USE.
+enum Use { WEIGHTS, PLAIN_ROWS, TURNED_ROWS };
+
+template <Use USE = WEIGHTS>
+void* scratch(int64_t bytes) {
     struct alignas(64) Line {
         char bytes[64];
     };

@@ -10,11 +10,6 @@
 namespace quantised {
 namespace {
 
-struct Scales {
-    alignas(64) float scales[2][ROWS];
-    alignas(64) float offsets[2][ROWS];
-};
-
 // --- scales ---
 
 inline float widen(uint16_t half) {
@@ -113,8 +108,8 @@ inline vf numbers(const char* tile, const Scales& scales, int r, int half) {
 }
 
 template <int F, typename T>
-inline void portable_tile(const char* tile, const Scales& scales, T* out) {
-    for (int r = 0; r < ROWS; r++)
+inline void portable_rows(const char* tile, const Scales& scales, int first, int last, T* out) {
+    for (int r = first; r < last; r++)
         for (int half = 0; half < 2; half++) store(out + r * TILE_K + half * 16, numbers<F>(tile, scales, r, half));
 }
 
@@ -244,22 +239,42 @@ inline void fast_tile(const char* tile, const Scales& scales, bf16* out, std::in
 
 #endif
 
+// What the rows of a tile need to know, as they read it.
+template <int F, typename T>
+inline void prepare_scales(const Panel& panel, int64_t tile, Scales& scales) {
+    read_scales<F>(panel, tile, scales);
+#if HAS_FAST_TILES
+    if constexpr (format_of(F).bits == 6)
+        for (int g = 0; g < 2; g++) store(scales.offsets[g], load(scales.scales[g]) * -(UNDER + format_of(F).zero));
+#endif
+    // Scales are read back from memory, one broadcast each: cheaper than shuffles, which the compiler would prefer.
+    asm volatile("" : "+m"(scales));
+}
+
 template <int F, typename T>
 __attribute__((noinline)) void unpack_tile(const Panel& panel, int64_t tile, T* out) {
     Scales scales;
-    read_scales<F>(panel, tile, scales);
+    prepare_scales<F, T>(panel, tile, scales);
     const char* integers = panel.integers + tile * integer_bytes(format_of(F));
 #if HAS_FAST_TILES
-    // Scales are read back from memory, one broadcast each: cheaper than shuffles, which the compiler would prefer.
-    if constexpr (format_of(F).bits == 6)
-        for (int g = 0; g < 2; g++) store(scales.offsets[g], load(scales.scales[g]) * -(UNDER + format_of(F).zero));
-    asm volatile("" : "+m"(scales));
     if constexpr (sizeof(T) == 2) return fast_tile<F>(integers, scales, out, std::make_integer_sequence<int, ROWS / 2>{});
 #endif
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4 && format_of(F).bits == 4) return float_tile_4<F>(integers, scales, out);
 #endif
-    portable_tile<F>(integers, scales, out);
+    portable_rows<F>(integers, scales, 0, ROWS, out);
+}
+
+template <int F, int QUARTER>
+void unpack_quarter(const Panel& panel, int64_t tile, const Scales& scales, bf16* out) {
+    constexpr int first = QUARTER * ROWS / 4;
+    const char* integers = panel.integers + tile * integer_bytes(format_of(F));
+#if HAS_FAST_TILES
+    two_rows<F, first>(integers, scales, out);
+    two_rows<F, first + 2>(integers, scales, out);
+#else
+    portable_rows<F>(integers, scales, first, first + ROWS / 4, out);
+#endif
 }
 
 template <int F>
@@ -294,6 +309,7 @@ void unpack_one(const Panel& panel, int64_t k, int r, T* out) {
 // --- from the number of a format to the functions made for it ---
 
 struct Functions {
+    TileSteps steps;
     TilePair pair;
     void (*panel_f32)(const Panel&, int64_t, uint32_t*);
     void (*panel_bf16)(const Panel&, int64_t, uint32_t*);
@@ -303,7 +319,9 @@ struct Functions {
 
 template <int F>
 constexpr Functions functions() {
-    return {unpack_pair<F>, unpack_panel<F, float>, unpack_panel<F, bf16>, unpack_one<F, float>, unpack_one<F, bf16>};
+    TileSteps steps{prepare_scales<F, bf16>,
+                    {unpack_quarter<F, 0>, unpack_quarter<F, 1>, unpack_quarter<F, 2>, unpack_quarter<F, 3>}};
+    return {steps, unpack_pair<F>, unpack_panel<F, float>, unpack_panel<F, bf16>, unpack_one<F, float>, unpack_one<F, bf16>};
 }
 
 template <int... I>
@@ -323,6 +341,8 @@ Panel panel_at(int format, const void* packed, int64_t k, int64_t panel) {
     const char* start = (const char*)packed + panel * places.end;
     return {start, start + places.halves, start + places.smalls};
 }
+
+const TileSteps& tile_steps(int format) { return functions_of(format).steps; }
 
 TilePair tile_pair(int format) { return functions_of(format).pair; }
 

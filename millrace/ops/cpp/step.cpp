@@ -141,11 +141,9 @@ struct Stack {
         void* x = hidden.of(size * s.hidden);
         void* projected = qkv.of(size * (s.heads + 2 * s.kv_heads) * s.head_dim);
         void* heads = attended.of(size * s.heads * s.head_dim);
-        void* both = gate_up.of(size * 2 * s.inner);
-        void* one = inner.of(size * s.inner);
         auto* at = static_cast<int64_t*>(places.of(2 * in.tokens * sizeof(int64_t)));
         const float* angles[MAX_ROPES];
-        if (!x || !projected || !heads || !both || !one || !at || !find_angles(in, angles)) return false;
+        if (!x || !projected || !heads || !at || !find_angles(in, angles)) return false;
         for (int64_t token = 0; token < in.tokens; token++) {
             at[token] = in.slots[token] / in.block_size;
             at[in.tokens + token] = in.slots[token] % in.block_size;
@@ -171,16 +169,31 @@ struct Stack {
             norm(x, layer.attention_out_norm, in.tokens);
             add_norm(x, in.residual, layer.mlp_norm, x, in.tokens);
             watch.mark(NORM);
-            multiply(layer.gate_up, x, both, in.tokens);
-            watch.mark(GATE_UP);
-            millrace_gated(s.dtype, s.activation, both, one, in.tokens, s.inner);
-            watch.mark(GATED);
-            multiply(layer.down, one, x, in.tokens);
-            watch.mark(DOWN);
+            if (!mlp(layer, x, in.tokens, watch)) return false;
             norm(x, layer.mlp_out_norm, in.tokens);
             add_norm(x, in.residual, last ? final_norm : layers[i + 1].input_norm, last ? in.out : x, in.tokens);
             watch.mark(NORM);
         }
+        return true;
+    }
+
+    // The gated MLP of x, in its place; false when there is no memory.
+    bool mlp(const LayerAt& layer, void* x, int64_t tokens, Watch& watch) {
+        void* one = inner.of(std::max(tokens * s.inner * item(), laid_out_bytes(*layer.down, tokens)));
+        if (!one) return false;
+        if (gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, one)) {
+            watch.mark(GATE_UP);
+            linear_laid_out(*layer.down, one, x, tokens);
+        } else {
+            void* both = gate_up.of(tokens * 2 * s.inner * item());
+            if (!both) return false;
+            multiply(layer.gate_up, x, both, tokens);
+            watch.mark(GATE_UP);
+            millrace_gated(s.dtype, s.activation, both, one, tokens, s.inner);
+            watch.mark(GATED);
+            multiply(layer.down, one, x, tokens);
+        }
+        watch.mark(DOWN);
         return true;
     }
 

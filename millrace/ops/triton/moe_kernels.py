@@ -13,7 +13,7 @@ from millrace.ops.triton.early import wait_for_last
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     """KIND: 0 silu, 1 gelu by tanh, 2 gelu."""
     if KIND == 0:
         y = x * tl.sigmoid(x)
@@ -26,7 +26,7 @@ def _activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
     """Which expert's rows tile number `tile` holds: (expert, first row, rows of the expert); past the last tile the
     expert is EXPERT_BLOCK."""
     experts = tl.arange(0, EXPERT_BLOCK)
@@ -44,7 +44,7 @@ def _find_rows(counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOC
     """(expert, slots [BLOCK_M], which of them are real) of a tile; past the last tile the expert is EXPERTS or more."""
     experts = tl.arange(0, EXPERT_BLOCK)
     sizes = tl.minimum(tl.load(counts + experts, mask=experts < EXPERTS, other=0), capacity)
-    expert, first, count = _find_tile(sizes, tile, EXPERT_BLOCK, BLOCK_M)
+    expert, first, count = find_tile(sizes, tile, EXPERT_BLOCK, BLOCK_M)
     wanted = first + tl.arange(0, BLOCK_M)
     real = wanted < count
     rows = tl.load(table + expert.to(tl.int64) * capacity + wanted, mask=real, other=0)
@@ -88,7 +88,7 @@ def _product(
 
 
 @triton.jit
-def _prefetch(rows, BYTES: tl.constexpr):
+def prefetch(rows, BYTES: tl.constexpr):
     """Bring the first BYTES of the weight rows at these pointers towards the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -98,6 +98,51 @@ def _prefetch(rows, BYTES: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def weight_starts(
+    w, expert, first_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr
+):
+    """Where the weight rows of BLOCK_N columns begin. With two halves, gate rows before up rows in memory, row 2 i of
+    the tile is gate row i and row 2 i + 1 is up row i: neighbours in one thread's registers."""
+    places = tl.arange(0, HALVES * BLOCK_N)
+    index = tl.minimum(first_column + places // HALVES, N - 1) + (places % HALVES) * N
+    return w + expert.to(tl.int64) * (HALVES * N * K) + index * K
+
+
+@triton.jit
+def tile_product(
+    x,
+    b_starts,
+    out,
+    slots,
+    real,
+    first_column,
+    SLOTS_PER_ROW: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HALVES: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """out[slot] = x[slot // SLOTS_PER_ROW] · weight rows, of the real slots; with two halves act(gate) · up."""
+    ks = tl.arange(0, BLOCK_K)
+    a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
+    b_rows = b_starts[:, None] + ks[None, :]
+    acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, HALVES * BLOCK_N, BLOCK_K, SWAP, EVICT)
+    if HALVES == 2:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+        result = activate(gate, KIND) * up
+    else:
+        result = acc
+    columns = first_column + tl.arange(0, BLOCK_N)
+    places_out = out + slots.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(places_out, result.to(out.dtype.element_ty), mask=real[:, None] & (columns < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
@@ -142,29 +187,16 @@ def grouped_kernel(
         return
     # Should a step have been broken off between counting and zeroing, the table has holes: nothing outside is touched.
     slots = tl.minimum(tl.maximum(slots, 0), num_slots - 1)
-    ks = tl.arange(0, BLOCK_K)
-    a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
-    # Gated, row 2 i of the tile is gate row i and row 2 i + 1 is up row i: neighbours in one thread's registers.
     HALVES: tl.constexpr = 2 if GATED else 1
-    WIDTH: tl.constexpr = HALVES * BLOCK_N
-    places = tl.arange(0, WIDTH)
-    b_index = tl.minimum(first_column + places // HALVES, N - 1) + (places % HALVES) * N
-    b_starts = w + expert.to(tl.int64) * (HALVES * N * K) + b_index * K
-    b_rows = b_starts[:, None] + ks[None, :]
+    b_starts = weight_starts(w, expert, first_column, N, K, BLOCK_N, HALVES)
     if AHEAD > 0:
-        _prefetch(b_starts, AHEAD)
+        prefetch(b_starts, AHEAD)
     if not GATED:
         wait_for_last(EARLY)
-
-    acc = _product(a_rows, b_rows, real, ks, K, BLOCK_M, WIDTH, BLOCK_K, SWAP, EVICT)
-    if GATED:
-        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        result = _activate(gate, KIND) * up
-    else:
-        result = acc
-    columns = first_column + tl.arange(0, BLOCK_N)
-    places_out = out + slots.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(places_out, result.to(out.dtype.element_ty), mask=real[:, None] & (columns < N)[None, :])
+    tile_product(
+        x, b_starts, out, slots, real, first_column, SLOTS_PER_ROW, N, K, HALVES, KIND,
+        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVICT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -226,7 +258,7 @@ def vector_gate_up_kernel(
             up_part = tl.load(gate_rows + N * K + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             gate += gate_part.to(tl.float32) * values
             up += up_part.to(tl.float32) * values
-    result = _activate(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
+    result = activate(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
     tl.store(out + slot.to(tl.int64) * N + columns, result.to(out.dtype.element_ty), mask=columns < N)
 
 

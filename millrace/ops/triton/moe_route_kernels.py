@@ -6,16 +6,19 @@ import triton
 import triton.language as tl
 
 from millrace.ops.triton.early import wait_for_last
+from millrace.ops.triton.moe_kernels import prefetch
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["tokens", "capacity"])
 def route_kernel(
     logits,
     weights,
     ids,
     counts,
     table,
+    gate_up,
     row_stride,
+    tokens,
     capacity,
     EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
@@ -23,14 +26,25 @@ def route_kernel(
     CHOICES: tl.constexpr,
     RENORMALISE: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One token: its TOP_K largest logits, the lower expert first among equals, and their shares of the softmax.
 
     GROUP: its slots are also counted for their experts, and put into those experts' rows of the table [E, capacity], in
     whatever order tokens come; nobody's result depends on it. `counts` are zero before.
+    AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other: with
+    many tokens nearly every expert is chosen, and while tokens are routed memory would have nothing to do. Not before
+    the router has ended: its own weights would have to queue behind them.
     """
     wait_for_last(EARLY)
+    if AHEAD > 0:
+        share = tl.program_id(0) - tokens
+        if share >= 0:
+            PIECE: tl.constexpr = AHEAD // 64
+            pieces = gate_up.to(tl.pointer_type(tl.int8)) + share.to(tl.int64) * AHEAD + tl.arange(0, 64) * PIECE
+            prefetch(pieces, PIECE)
+            return
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERT_BLOCK)
     choices = tl.arange(0, CHOICES)

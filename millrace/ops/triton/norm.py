@@ -15,6 +15,7 @@ from torch import Tensor
 
 from millrace.ops.triton import early_start
 from millrace.ops.triton.early import wait_for_last
+from millrace.ops.unsummed import Unsummed
 
 MANY_ROWS = 1024
 """With more a program takes two and fetches the weights once for them."""
@@ -28,23 +29,57 @@ class Shape:
     warps: int
 
 
+@triton.jit
+def _add_choices(
+    outputs_ptr, shares_ptr, source, at, inside, dim,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK]: the tokens `source` of an Unsummed, in the model's dtype."""
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        slot = source * CHOICES + choice
+        part = tl.load(outputs_ptr + slot * dim + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(shares_ptr + slot) * part
+    return total.to(outputs_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _zero(counters_ptr, COUNTERS: tl.constexpr, COUNTER_BLOCK: tl.constexpr):
+    """The first program's share is all of them, the others' is none."""
+    places = tl.arange(0, COUNTER_BLOCK)
+    tl.store(counters_ptr + places, places * 0, mask=places < tl.where(tl.program_id(0) == 0, COUNTERS, 0))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, scale_ptr, rows, dim, x_stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, scale_ptr, shares_ptr, counters_ptr, index_ptr,
+    rows, dim, x_stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr, CHOICES: tl.constexpr,
+    COUNTERS: tl.constexpr, COUNTER_BLOCK: tl.constexpr, PICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """CHOICES: 0, or x are a token's so many outputs of experts, to be weighted and added first.
+    PICK: row i of the results is that of input row index[i], and the sum with the residual is not kept."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + at, mask=at < dim, other=0.0)
     inside = (at < dim) & (row < rows)
+    # Which input row; as a scalar where it is one, so that what belongs to it is not loaded once per item.
+    source = tl.minimum(tl.program_id(0).to(tl.int64) if ROWS == 1 else row, rows - 1)
+    if PICK:
+        source = tl.load(index_ptr + source).to(tl.int64)
     wait_for_last(EARLY)
-    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
+    if CHOICES > 0:
+        _zero(counters_ptr, COUNTERS, COUNTER_BLOCK)
+        x = _add_choices(x_ptr, shares_ptr, source, at, inside, dim, ROWS, BLOCK, CHOICES)
+    else:
+        x = tl.load(x_ptr + source * x_stride + at, mask=inside, other=0.0)
     if ADD:
         # The sum is rounded to the model's dtype before it is normed, as it is when it is stored.
-        x = (x.to(tl.float32) + tl.load(residual_ptr + row * dim + at, mask=inside, other=0.0).to(tl.float32)).to(
+        x = (x.to(tl.float32) + tl.load(residual_ptr + source * dim + at, mask=inside, other=0.0).to(tl.float32)).to(
             x.dtype
         )
-        tl.store(total_ptr + row * dim + at, x, mask=inside)
+        if not PICK:
+            tl.store(total_ptr + row * dim + at, x, mask=inside)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True) / dim + eps)
     normed = wide * scale * weight
@@ -58,24 +93,43 @@ def _norm_kernel(
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quantise: bool, shape: Shape | None
+    x: Tensor | Unsummed,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    quantise: bool = False,
+    shape: Shape | None = None,
+    index: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """[normed, scales or None, x + residual or None]"""
-    if x.dim() != 2 or x.stride(1) != 1:
-        x = x.contiguous()
-    dim = x.shape[-1]
-    rows = x.numel() // dim
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn if quantise else x.dtype, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device) if quantise else None
+    """[normed, scales or None, x + residual or None]; with `index` the normed rows go to `out`."""
+    values, shares, counters, choices = _parts(x)
+    sizes, rows, dim = x.shape, values.numel() // values.shape[-1] // max(1, choices), values.shape[-1]
+    if index is not None:
+        sizes, rows = (index.numel(), dim), index.numel()
+    if out is None:
+        out = torch.empty(sizes, dtype=torch.float8_e4m3fn if quantise else values.dtype, device=values.device)
+    keeps = residual is not None and index is None
+    total = torch.empty(sizes, dtype=values.dtype, device=values.device) if keeps else None
+    scales = torch.empty(rows, dtype=torch.float32, device=values.device) if quantise else None
+    num_counters = 0 if counters is None else counters.numel()
     block = triton.next_power_of_2(dim)
-    shape = shape or shape_for(block, rows)
+    shape = shape or shape_for(block, 1 if choices else rows)
     _norm_kernel[(triton.cdiv(rows, shape.rows),)](
-        x, residual, weight, out, total, scales, rows, dim, x.stride(-2) if x.dim() > 1 else dim, eps,
-        ROWS=shape.rows, BLOCK=block, ADD=residual is not None, QUANTISE=quantise, num_warps=shape.warps,
-        **early_start(x.device),
+        values, residual, weight, out, total, scales, shares, counters, index,
+        rows, dim, values.stride(-2) if values.dim() > 1 else dim, eps,
+        ROWS=shape.rows, BLOCK=block, ADD=residual is not None, QUANTISE=quantise, CHOICES=choices,
+        COUNTERS=num_counters, COUNTER_BLOCK=triton.next_power_of_2(max(1, num_counters)), PICK=index is not None,
+        num_warps=shape.warps, **early_start(values.device),
     )  # fmt: skip
     return [out, scales, total]
+
+
+def _parts(x: Tensor | Unsummed) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """(values, shares, counters, choices)"""
+    if isinstance(x, Unsummed):
+        return x.outputs, x.weights, x.counters, x.weights.shape[1]
+    return (x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()), None, None, 0
 
 
 def shape_for(block: int, rows: int) -> Shape:
@@ -85,7 +139,7 @@ def shape_for(block: int, rows: int) -> Shape:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, quantise: bool = False, shape: Shape | None = None
+    x: Tensor | Unsummed, weight: Tensor, eps: float, quantise: bool = False, shape: Shape | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(normed, its scales if quantised)"""
     out, scales, _ = _launch(x, None, weight, eps, quantise, shape)
@@ -94,10 +148,23 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantise: bool = False, shape: Shape | None = None
+    x: Tensor | Unsummed,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    quantise: bool = False,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(normed, its scales if quantised, x + residual)"""
     out, scales, total = _launch(x, residual, weight, eps, quantise, shape)
     assert out is not None
     assert total is not None
     return out, scales, total
+
+
+def add_rms_norm_of(
+    x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float, index: Tensor, out: Tensor
+) -> Tensor:
+    """The normed rows `index` of x + residual, in `out`."""
+    _launch(x, residual, weight, eps, index=index, out=out)
+    return out

@@ -26,6 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.triton import early_start
+from millrace.ops.triton.early import wait_for_last
+
 ROW_DTYPE = np.dtype(
     {
         "names": [
@@ -191,22 +194,31 @@ def scatter_rows(packed: Tensor, columns: Tensor) -> None:
 
 
 @triton.jit
-def _greedy_kernel(logits, stride, rows, out, last_tokens, races, arrivals, vocab, part, TILE: tl.constexpr):
+def _greedy_kernel(
+    logits, stride, rows, out, last_tokens, races, arrivals, vocab, part, TILE: tl.constexpr, EARLY: tl.constexpr
+):
     at = tl.program_id(1)
     row = tl.load(rows + at)
     if row < 0:
         return
+    wait_for_last(EARLY)
     line = logits + at.to(tl.int64) * stride
     lane = tl.arange(0, TILE)
     first = tl.program_id(0) * part
     best = tl.full([TILE], float("-inf"), tl.float32)
     token = first + lane
-    for start in range(0, part, TILE):
-        offsets = first + start + lane
-        value = tl.load(line + offsets, mask=offsets < vocab, other=float("-inf")).to(tl.float32)
-        better = value > best
-        best = tl.where(better, value, best)
+    offsets = first + lane
+    value = tl.load(line + offsets, mask=offsets < vocab, other=float("-inf"))
+    for start in range(TILE, part + TILE, TILE):
+        # The next tile is on its way while this one is looked at; past the part nothing is asked for.
+        ahead = first + start + lane
+        following = tl.load(line + ahead, mask=ahead < tl.minimum(first + part, vocab), other=float("-inf"))
+        wide = value.to(tl.float32)
+        better = wide > best
+        best = tl.where(better, wide, best)
         token = tl.where(better, offsets, token)
+        offsets = ahead
+        value = following
     # Acquire and release: whoever sees the last arrival sees every bid.
     tl.atomic_max(races + at, _greatest(best, token))
     if tl.atomic_add(arrivals + at, 1) == tl.num_programs(0) - 1:
@@ -217,7 +229,7 @@ def _greedy_kernel(logits, stride, rows, out, last_tokens, races, arrivals, voca
 
 
 def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, races: Tensor, arrivals: Tensor,
-                *, tile: int = 2048, warps: int = 4, programs: int = 132 * 6) -> None:  # fmt: skip
+                *, tile: int = 1024, warps: int = 4, programs: int = 132 * 6) -> None:  # fmt: skip
     """The greatest logit of each row, the lowest token among equals; `out` [n] and `last_tokens[rows]`.
 
     `races` int64 and `arrivals` int32, each of n or more, hold RACE_START and 0 before and after.
@@ -229,8 +241,9 @@ def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, 
     parts = triton.cdiv(tiles, triton.cdiv(count * tiles, programs))
     part = tile * triton.cdiv(tiles, parts)
     _greedy_kernel[(triton.cdiv(vocab, part), count)](
-        logits, logits.stride(0), rows, out, last_tokens, races, arrivals, vocab, part, TILE=tile, num_warps=warps
-    )
+        logits, logits.stride(0), rows, out, last_tokens, races, arrivals, vocab, part,
+        TILE=tile, num_warps=warps, **early_start(logits.device),
+    )  # fmt: skip
 
 
 # ── the first kernel: constrain and measure ───────────────────────────────────────────────────────────────────────────

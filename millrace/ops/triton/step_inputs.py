@@ -1,27 +1,58 @@
-"""A step's inputs made on the device: tables brought up to date, then token ids, positions and places gathered.
+"""A step's inputs made on the device: tables brought up to date, then what belongs to each token gathered.
 
-The host sends one packed array of int32 per step. These two kernels turn it into what the model reads.
+The host sends one packed array of int32 per step. These kernels turn it into what the model reads: token ids,
+positions, places in the cache, and the tokens' rows of embeddings and of angles. Where every row has one token a single
+kernel does all of it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.triton import early_start
+from millrace.ops.triton.early import wait_for_last
 from millrace.ops.triton.sampling import ROW_WORD
 
 UPDATE_PROGRAMS = 32
 BLOCK = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """What a step changes in the tables. The counts are read on the device."""
+
+    triples: Tensor
+    """int32: (row, column, block id) one after the other, no place twice; behind them, at a multiple of `align` words,
+    the records of new rows."""
+    num_triples: Tensor
+    num_records: Tensor
+    columns: Tensor
+    """int32 [rows, words]: the records of all rows."""
+    align: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTables:
+    """What a token's id and its position are looked up in."""
+
+    embedding: Tensor | None
+    """[vocab, hidden]"""
+    embedding_scale: float
+    """Rows are multiplied by it, in float32, and rounded once."""
+    angles: Tensor | None
+    """float32 [ropes, positions, rotary_dim]"""
+
+
 @triton.jit
-def _update_kernel(
-    updates, num_updates_ptr, tables, table_stride, num_records_ptr, columns,
+def _update(
+    updates, count, tables, table_stride, num_records_ptr, columns,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr, ROW_WORD: tl.constexpr,
 ):  # fmt: skip
-    """`updates` are (row, column, block id), one after the other; behind them, aligned, the records of new rows."""
-    count = tl.load(num_updates_ptr)
+    """This program's share of them."""
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < count
@@ -37,39 +68,74 @@ def _update_kernel(
         tl.store(columns + table_row * WORDS + word, tl.load(record + word))
 
 
+@triton.jit
+def _update_kernel(
+    updates, num_updates_ptr, tables, table_stride, num_records_ptr, columns,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr, ROW_WORD: tl.constexpr,
+):  # fmt: skip
+    count = tl.load(num_updates_ptr)
+    _update(updates, count, tables, table_stride, num_records_ptr, columns, BLOCK, ALIGN, WORDS, ROW_WORD)
+
+
+@triton.jit
+def _updated(updates, count, row, column, block, BLOCK: tl.constexpr):
+    """The block id that the updates give this place, else `block`: others write the table at the same time."""
+    found = tl.full([BLOCK], -1, tl.int32)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < count
+        same_row = tl.load(updates + at * 3, mask=inside, other=-1) == row
+        same_column = tl.load(updates + at * 3 + 1, mask=inside, other=-1) == column
+        new = tl.load(updates + at * 3 + 2, mask=inside, other=-1)
+        found = tl.where(same_row & same_column, new, found)
+    newest = tl.max(found, 0)
+    return tl.where(newest >= 0, newest, block)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(
-    tokens_in, token_rows, table_rows, starts, query_starts, last_tokens, tables, table_stride, num_tokens,
-    token_ids, positions, slots, BS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
+    tokens_in, token_rows, table_rows, starts, query_starts, last_tokens, tables, table_stride,
+    updates, num_updates_ptr, num_records_ptr, columns,
+    embedding, embedding_scale, angle_table, rope_stride, num_tokens,
+    token_ids, positions, slots, block_ids, offsets, embedded, angles,
+    BS: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr,
+    ROW_WORD: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    ROPES: tl.constexpr, ROTARY: tl.constexpr, ROTARY_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """With SINGLE every row has one token: token i is that of row i."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_tokens
+    """One token. With SINGLE every row has one, token i is that of row i, and the updates are done on the way."""
+    wait_for_last(EARLY)
+    count = tl.load(num_updates_ptr)
+    at = tl.program_id(0)
+    row = at
+    offset = 0
+    if not SINGLE:
+        row = tl.load(token_rows + at)
+        offset = at - tl.load(query_starts + row)
+    table_row = tl.load(table_rows + row)
+    position = tl.load(starts + row) + offset
+    given = tl.load(tokens_in + at).to(tl.int64)
+    token = tl.where(given < 0, tl.load(last_tokens + table_row.to(tl.int64)), given)
+    block = tl.load(tables + table_row.to(tl.int64) * table_stride + position // BS)
+    if HIDDEN > 0:
+        item = tl.arange(0, HIDDEN_BLOCK)
+        values = tl.load(embedding + token * HIDDEN + item, mask=item < HIDDEN, other=0.0)
+        if SCALED:
+            values = (values.to(tl.float32) * embedding_scale).to(values.dtype)
+        tl.store(embedded + at.to(tl.int64) * HIDDEN + item, values, mask=item < HIDDEN)
+    turn = tl.arange(0, ROTARY_BLOCK)
+    for rope in tl.static_range(ROPES):
+        angle_row = angle_table + rope * rope_stride + position.to(tl.int64) * ROTARY
+        angle = tl.load(angle_row + turn, mask=turn < ROTARY, other=0.0)
+        place = (rope * num_tokens + at).to(tl.int64) * ROTARY + turn
+        tl.store(angles + place, angle, mask=turn < ROTARY)
     if SINGLE:
-        row = at
-        offset = 0
-    else:
-        row = tl.load(token_rows + at, mask=inside, other=0)
-        offset = at - tl.load(query_starts + row, mask=inside, other=0)
-    table_row = tl.load(table_rows + row, mask=inside, other=0).to(tl.int64)
-    position = tl.load(starts + row, mask=inside, other=0) + offset
-    drawn = tl.load(last_tokens + table_row, mask=inside, other=0)
-    given = tl.load(tokens_in + at, mask=inside, other=0).to(tl.int64)
-    tl.store(token_ids + at, tl.where(given < 0, drawn, given), mask=inside)
-    tl.store(positions + at, position.to(tl.int64), mask=inside)
-    block = tl.load(tables + table_row * table_stride + position // BS, mask=inside, other=0)
-    tl.store(slots + at, block.to(tl.int64) * BS + position % BS, mask=inside)
-
-
-def update_tables(
-    updates: Tensor, num_updates: Tensor, tables: Tensor, num_records: Tensor, columns: Tensor, *, align: int
-) -> None:
-    """tables[row, column] = block id for the first `num_updates` triples, and columns[row] = record for the
-    `num_records` records that follow them at a multiple of `align` words. The counts are read on the device."""
-    _update_kernel[(UPDATE_PROGRAMS,)](
-        updates, num_updates, tables, tables.stride(0), num_records, columns,
-        BLOCK=BLOCK, ALIGN=align, WORDS=columns.shape[1], ROW_WORD=ROW_WORD, num_warps=4,
-    )  # fmt: skip
+        block = _updated(updates, count, table_row, position // BS, block, BLOCK)
+        _update(updates, count, tables, table_stride, num_records_ptr, columns, BLOCK, ALIGN, WORDS, ROW_WORD)
+    tl.store(token_ids + at, token)
+    tl.store(positions + at, position.to(tl.int64))
+    tl.store(slots + at, block.to(tl.int64) * BS + position % BS)
+    tl.store(block_ids + at, block.to(tl.int64))
+    tl.store(offsets + at, (position % BS).to(tl.int64))
 
 
 def gather(
@@ -81,14 +147,39 @@ def gather(
     query_starts: Tensor,
     last_tokens: Tensor,
     tables: Tensor,
+    updates: Updates,
     block_size: int,
+    looked_up: TokenTables,
     token_ids: Tensor,
     positions: Tensor,
     slots: Tensor,
-) -> None:
-    """Fill token_ids, positions and slots [T]. A negative `tokens_in` stands for the row's last token."""
-    count = token_ids.shape[0]
-    _gather_kernel[(triton.cdiv(count, BLOCK),)](
-        tokens_in, token_rows, table_rows, starts, query_starts, last_tokens, tables, tables.stride(0), count,
-        token_ids, positions, slots, BS=block_size, BLOCK=BLOCK, SINGLE=token_rows is None, num_warps=4,
+    block_ids: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Bring `tables` [rows, width] and the records up to date, and fill token_ids, positions, slots and the latter's
+    block ids and offsets [T]. A negative `tokens_in` stands for the row's last token; without `token_rows` every row
+    has one token. Returns the tokens' embeddings [T, hidden] and their angles [ropes, T, rotary_dim], as far as
+    there are tables to look them up in."""
+    count, single = token_ids.shape[0], token_rows is None
+    matrix, turns = looked_up.embedding, looked_up.angles
+    embedded = None if matrix is None else matrix.new_empty((count, matrix.shape[1]))
+    angles = None if turns is None else turns.new_empty((turns.shape[0], count, turns.shape[2]))
+    hidden = 0 if matrix is None else matrix.shape[1]
+    rotary = 1 if turns is None else turns.shape[2]
+    sizes = {"BLOCK": BLOCK, "ALIGN": updates.align, "WORDS": updates.columns.shape[1], "ROW_WORD": ROW_WORD}
+    changes = (updates.triples, updates.num_triples, updates.num_records, updates.columns)
+    if not single:
+        triples, num_triples, num_records, columns = changes
+        _update_kernel[(UPDATE_PROGRAMS,)](
+            triples, num_triples, tables, tables.stride(0), num_records, columns, **sizes, num_warps=4
+        )
+    _gather_kernel[(count,)](
+        tokens_in, token_rows, table_rows, starts, query_starts, last_tokens, tables, tables.stride(0), *changes,
+        matrix, looked_up.embedding_scale, turns, 0 if turns is None else turns.stride(0), count,
+        token_ids, positions, slots, block_ids, offsets, embedded, angles,
+        BS=block_size, SINGLE=single, **sizes,
+        HIDDEN=hidden, HIDDEN_BLOCK=triton.next_power_of_2(max(1, hidden)), SCALED=looked_up.embedding_scale != 1.0,
+        ROPES=0 if turns is None else turns.shape[0], ROTARY=rotary, ROTARY_BLOCK=triton.next_power_of_2(rotary),
+        num_warps=4, **early_start(tables.device),
     )  # fmt: skip
+    return embedded, angles

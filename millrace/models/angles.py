@@ -1,0 +1,36 @@
+"""Cosines and sines of every position, one table per rope, computed once: what a step looks its angles up in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from millrace.models.spec import RopeSpec
+from millrace.ops.rope import rope_rows
+
+FIRST_POSITIONS = 1024
+"""Positions that are computed at first; twice as many whenever a longer context comes."""
+
+
+class Angles:
+    def __init__(self, ropes: Sequence[RopeSpec], frequencies: Sequence[Tensor]) -> None:
+        """`frequencies`: inverse ones, float32 [rotary_dim / 2], of each rope."""
+        self._ropes = [(rope.attention_factor, own) for rope, own in zip(ropes, frequencies, strict=True)]
+        self._num_positions = 0
+        self._tables: list[Tensor] = []
+
+    def of(self, positions: Tensor) -> list[Tensor]:
+        """float32 [T, rotary_dim] of each rope, computed for these positions [T]."""
+        return [rope_rows(positions, frequencies, factor) for factor, frequencies in self._ropes]
+
+    def upto(self, num_positions: int) -> list[Tensor]:
+        """float32 [at least num_positions, rotary_dim] of each rope, to the bit what `of` computes. The tables stay
+        where they are until more positions are asked for than ever before."""
+        if num_positions > self._num_positions:
+            while num_positions > self._num_positions:
+                self._num_positions = max(FIRST_POSITIONS, 2 * self._num_positions)
+            device = self._ropes[0][1].device if self._ropes else None
+            self._tables = [rows.contiguous() for rows in self.of(torch.arange(self._num_positions, device=device))]
+        return self._tables

@@ -1,0 +1,29 @@
+// Activation functions, sixteen numbers at a time, and rounding to the type that they are kept in.
+#pragma once
+
+#include "vec.h"
+
+// As it will be once it is kept in the model's dtype.
+inline vf rounded(vf v, float) { return v; }
+inline vf rounded(vf v, bf16) { return (vf)(__builtin_convertvector(to_bf16(v), vu) << 16); }
+
+enum { SILU = 0, GELU_TANH = 1, GELU = 2 };
+
+// 1 / x to about one unit in the last place, for x >= 1.
+inline vf inverse(vf x) {
+#if defined(__AVX512F__)
+    vf near = (vf)_mm512_rcp14_ps((__m512)x);
+    return fma(near, fma(-x, near, splat(1.0f)), near);
+#else
+    return 1.0f / x;
+#endif
+}
+
+inline vf activate(vf x, int kind) {
+    if (kind == SILU) return x * inverse(1.0f + exp(-x));
+    if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+    float values[LANES];
+    store(values, x);
+    for (float& value : values) value = 0.5f * value * (1.0f + erff(value * 0.70710678f));
+    return load(values);
+}

@@ -1,0 +1,604 @@
+// Linear layers for the rows of a prompt, on the AMX matrix unit.
+//
+// A unit of work is two panels of weights against some hundreds of rows. The panels, unpacked if they are quantised, stay
+// in the nearest cache while the rows stream past them from the second. The matrix unit and the vector units work at the
+// same time: between the tile products of one block of 32 rows, the results of the block before are finished (bias,
+// activation, rounding, layout), and with the first block the weights are unpacked.
+#include "linear_many.h"
+
+#include <atomic>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "activation.h"
+
+#if HAS_AMX
+
+namespace linear_layer {
+namespace {
+
+constexpr int64_t TILE_BYTES = 1024, BLOCK_ROWS = 32;
+constexpr int64_t SUMS = 16 * 16;
+// Rows that stream past the weights stay in the second-level cache.
+constexpr int64_t CHUNK_BYTES = 1 << 20;
+// With so many rows for each thread, every thread unpacks all weights for rows of its own.
+constexpr int64_t OWN_ROWS = 128;
+
+// Items 2 i and 2 i + 1 of the result are item i of the first and of the second half.
+inline __m512i interleave(__m512 first, __m512 second) {
+    const vu index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const __m512i order = (__m512i)(index | (index + 16) << 16);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+// Two panels, which may belong to different parts.
+struct Pair {
+    const Layer *left_part, *right_part;
+    int64_t left, right;  // panels in their parts
+};
+
+// Two panels and the rows of one chunk.
+struct Unit : Pair {
+    int64_t first_row, num_rows;  // the last chunk may end within a block
+};
+
+// The weights of two panels as tiles, and how far apart.
+struct Weights {
+    const char *left, *right;
+    int64_t step;
+};
+
+// --- weights that will be needed soon, in STEPS little steps for each tile of the pair ---
+
+constexpr int64_t STEPS = 8;
+
+// Of quantised panels: unpacks them, and brings closer the same places of the panels that will come after.
+class Unpacker {
+  public:
+    // The panels after these are `skip` panels further.
+    Unpacker(const Pair& pair, bf16* memory, int64_t skip)
+        : unpack_(&quantised::tile_steps(pair.left_part->format)), steps_(STEPS * pair.left_part->tiles()),
+          memory_(memory) {
+        const Layer &left = *pair.left_part, &right = *pair.right_part;
+        int64_t bytes = quantised::panel_bytes(left.format, left.k);
+        panels_[0] = quantised::panel_at(left.format, left.packed, left.k, pair.left);
+        panels_[1] = quantised::panel_at(right.format, right.packed, right.k, pair.right);
+        ahead_ = skip * bytes;
+        tile_bytes_ = bytes / left.tiles();
+    }
+
+    bool done() const { return at_ == steps_; }
+
+    void next() {
+        int64_t quarter = at_ % 4, side = at_ / 4 % 2, tile = at_ / 8;
+        if (quarter == 0) begin(panels_[side], tile);
+        unpack_->rows[quarter](panels_[side], tile, scales_, memory_ + at_ / 4 * quantised::TILE_ITEMS);
+        at_++;
+    }
+
+    Weights weights() const {
+        auto* start = reinterpret_cast<const char*>(memory_);
+        return {start, start + TILE_BYTES, 2 * TILE_BYTES};
+    }
+
+  private:
+    void begin(const quantised::Panel& panel, int64_t tile) {
+        const char* later = panel.integers + ahead_ + tile * tile_bytes_;
+        for (int64_t at = 0; at < tile_bytes_; at += 64) _mm_prefetch(later + at, _MM_HINT_T1);
+        unpack_->scales(panel, tile, scales_);
+    }
+
+    const quantised::TileSteps* unpack_;
+    quantised::Panel panels_[2];
+    quantised::Scales scales_;
+    int64_t at_ = 0, steps_, ahead_, tile_bytes_;
+    bf16* memory_;
+};
+
+// Of plain ones: they are read where they are, and only brought closer.
+class Fetcher {
+  public:
+    Fetcher(const Pair& pair, bf16*, int64_t) : tiles_(pair.left_part->tiles()) {
+        auto at = [&](const Layer* part, int64_t panel) {
+            return static_cast<const char*>(part->packed) + panel * tiles_ * TILE_BYTES;
+        };
+        weights_ = {at(pair.left_part, pair.left), at(pair.right_part, pair.right), TILE_BYTES};
+    }
+
+    bool done() const { return at_ == STEPS * tiles_; }
+
+    void next() {
+        constexpr int64_t step = TILE_BYTES / (STEPS / 2);
+        const char* start = (at_ % 2 ? weights_.right : weights_.left) + at_ / 2 * step;
+        for (int64_t at = 0; at < step; at += 64) _mm_prefetch(start + at, _MM_HINT_T1);
+        at_++;
+    }
+
+    Weights weights() const { return weights_; }
+
+  private:
+    int64_t tiles_, at_ = 0;
+    Weights weights_;
+};
+
+// The products of one tile of inputs: sums += 32 rows times two panels.
+template <bool TURNED>
+inline __attribute__((always_inline)) void multiply_tiles(const char* upper, const char* lower, const char* left,
+                                                          const char* right) {
+    before_tile_loads();
+    // Rows are loaded as what will not be needed again soon, so that the weights keep their place in the cache.
+    _tile_stream_loadd(4, upper, 64);
+    _tile_stream_loadd(5, lower, 64);
+    _tile_loadd(6, left, 64);
+    _tile_loadd(7, right, 64);
+    if constexpr (TURNED) {
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_dpbf16ps(1, 7, 4);
+        _tile_dpbf16ps(2, 6, 5);
+        _tile_dpbf16ps(3, 7, 5);
+    } else {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// 32 rows against two panels. `sums`: left panel, right panel with the upper 16 rows, then with the lower; each
+// [16 rows][16 outputs], or with TURNED [16 outputs][16 rows]. After the products of each of the first tiles comes one of
+// PIECES of work for the vector units, `piece(std::integral_constant)`, and after those of every tile `always()`: little
+// enough to be done while the matrix unit is busy.
+template <bool TURNED, int PIECES, typename Piece, typename Always>
+inline void multiply(const char* upper, int64_t tiles, Weights w, float (*sums)[SUMS], Piece piece, Always always) {
+    const char* lower = upper + tiles * TILE_BYTES;
+    auto step = [&](int64_t tile) __attribute__((always_inline)) {
+        multiply_tiles<TURNED>(upper + tile * TILE_BYTES, lower + tile * TILE_BYTES, w.left + tile * w.step,
+                               w.right + tile * w.step);
+        always();
+    };
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    int64_t tile = 0;
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+        ((tile < tiles ? step(tile++) : void(), piece(std::integral_constant<int, I>{})), ...);
+    }(std::make_integer_sequence<int, PIECES>{});
+    for (; tile < tiles; tile++) step(tile);
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+}
+
+// The biases of two panels, zeros where there are no outputs.
+struct Biases {
+    alignas(64) float left[PANEL] = {}, right[PANEL] = {};
+    bool any;
+
+    explicit Biases(const Pair& pair) : any(pair.left_part->bias) {
+        copy(*pair.left_part, pair.left, left);
+        copy(*pair.right_part, pair.right, right);
+    }
+
+    // To sixteen outputs of a row.
+    vf add_left(vf sums) const { return any ? sums + load(left) : sums; }
+    vf add_right(vf sums) const { return any ? sums + load(right) : sums; }
+
+    static void copy(const Layer& part, int64_t panel, float* target) {
+        int64_t left = std::clamp<int64_t>(part.n - panel * PANEL, 0, PANEL);
+        if (part.bias && left) memcpy(target, part.bias + panel * PANEL, left * sizeof(float));
+    }
+};
+
+// --- what becomes of the sums of a block: a number of pieces of work each ---
+
+// Rows of outputs, one after the other; both panels are neighbours in one part.
+template <typename T>
+struct Target {
+    T* out;
+    int64_t stride, num_rows;
+    int columns;
+
+    Target(const Unit& unit, T* all) : stride(unit.left_part->out_stride), num_rows(unit.num_rows) {
+        const Layer& part = *unit.left_part;
+        int64_t column = unit.left * PANEL;
+        columns = std::min<int64_t>(part.n - column, 2 * PANEL);
+        out = all + unit.first_row * stride + part.first_column + column;
+    }
+
+    // All 32 outputs of a row.
+    void put(int64_t row, __m512i outputs) const {
+        if (row >= num_rows) return;
+        __mmask32 there = columns == 2 * PANEL ? 0xffffffffu : (1u << columns) - 1;
+        _mm512_mask_storeu_epi16(out + row * stride, there, outputs);
+    }
+
+    void put(int64_t row, vf left, vf right) const {
+        if (row >= num_rows) return;
+        store_upto(out + row * stride, left, columns);
+        if (columns > PANEL) store_upto(out + row * stride + PANEL, right, columns - PANEL);
+    }
+};
+
+// The sums of quantised weights must be turned. For each sixteen rows there are two rounds of four pieces, as transpose.h
+// says.
+class TurnedToRows {
+  public:
+    static constexpr int PIECES = 16;
+
+    TurnedToRows(const Unit& unit, bf16* out) : biases_(unit), target_(unit, out) {}
+
+    template <int I>
+    void piece(int64_t block, const float (*sums)[SUMS]) {
+        constexpr int half = I / 8, step = I % 4;
+        I % 8 < 4 ? gather(step, sums + 2 * half) : spread(step, block * BLOCK_ROWS + half * 16);
+    }
+
+  private:
+    // Rounded to pairs of outputs first, so that both panels are turned as one.
+    __attribute__((always_inline)) void gather(int step, const float (*sums)[SUMS]) {
+        const float* panel = sums[step / 2] + step % 2 * 8 * 16;
+        const float* biases = (step / 2 ? biases_.right : biases_.left) + step % 2 * 8;
+        __m512i four[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            four[j] = interleave(column(panel, biases, 2 * j), column(panel, biases, 2 * j + 1));
+        gather_four(four);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) _mm512_store_si512(turning_[j][step], four[j]);
+    }
+
+    __attribute__((always_inline)) void spread(int step, int64_t row) {
+        __m512i four[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) four[j] = _mm512_load_si512(turning_[step][j]);
+        spread_four(four);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) target_.put(row + step + 4 * j, four[j]);
+    }
+
+    // One output of all sixteen rows.
+    __m512 column(const float* sums, const float* biases, int i) const {
+        __m512 sum = _mm512_load_ps(sums + i * 16);
+        return biases_.any ? _mm512_add_ps(sum, _mm512_set1_ps(biases[i])) : sum;
+    }
+
+    Biases biases_;
+    Target<bf16> target_;
+    alignas(64) uint32_t turning_[4][4][16];
+};
+
+// The same where outputs are not rounded: a piece is sixteen rows.
+class TurnedToWideRows {
+  public:
+    static constexpr int PIECES = 2;
+
+    TurnedToWideRows(const Unit& unit, float* out) : biases_(unit), target_(unit, out) {}
+
+    template <int half>
+    void piece(int64_t block, const float (*sums)[SUMS]) {
+        alignas(64) float left[SUMS], right[SUMS];
+        transpose16((const uint32_t*)sums[2 * half], 16, (uint32_t*)left, 16);
+        transpose16((const uint32_t*)sums[2 * half + 1], 16, (uint32_t*)right, 16);
+        for (int r = 0; r < 16; r++)
+            target_.put(block * BLOCK_ROWS + half * 16 + r, biases_.add_left(load(left + r * 16)),
+                        biases_.add_right(load(right + r * 16)));
+    }
+
+  private:
+    Biases biases_;
+    Target<float> target_;
+};
+
+// The sums of plain weights are rows already: a piece is two of them.
+template <typename T>
+class StraightToRows {
+  public:
+    static constexpr int PIECES = 16;
+
+    StraightToRows(const Unit& unit, T* out) : biases_(unit), target_(unit, out) {}
+
+    template <int I>
+    void piece(int64_t block, const float (*sums)[SUMS]) {
+        const float(*half)[SUMS] = sums + I / 8 * 2;
+        for (int r = I % 8 * 2; r < I % 8 * 2 + 2; r++)
+            target_.put(block * BLOCK_ROWS + I / 8 * 16 + r, biases_.add_left(load(half[0] + r * 16)),
+                        biases_.add_right(load(half[1] + r * 16)));
+    }
+
+  private:
+    Biases biases_;
+    Target<T> target_;
+};
+
+struct GatedTiles {
+    char* tiles;
+    int64_t inner;  // columns
+};
+
+// Gates (the left panel) activated and multiplied with ups (the right one), as tiles for a layer with the same kind of
+// weights. Rows past the last are whatever comes of zeros.
+template <bool TURNED, int ACTIVATION>
+class ToGatedTiles {
+  public:
+    static constexpr int PIECES = 16;  // two outputs of sixteen rows each, or two rows of sixteen outputs
+
+    ToGatedTiles(const Unit& unit, const GatedTiles& out) : biases_(unit) {
+        row_bytes_ = out.inner / TILE_K * TILE_BYTES;
+        // A panel is half of a tile's inputs.
+        int64_t half = unit.left % 2 * (TURNED ? TILE_BYTES / 2 : PANEL * sizeof(bf16));
+        target_ = out.tiles + unit.first_row / 16 * row_bytes_ + unit.left / 2 * TILE_BYTES + half;
+    }
+
+    template <int I>
+    void piece(int64_t block, const float (*sums)[SUMS]) {
+        constexpr int half = I / 8, pair = I % 8;
+        const float *gates = sums[2 * half], *ups = sums[2 * half + 1];
+        char* target = target_ + (2 * block + half) * row_bytes_ + pair * (TURNED ? 64 : 128);
+        vf first = gated(gates, ups, 2 * pair), second = gated(gates, ups, 2 * pair + 1);
+        if constexpr (TURNED) {
+            _mm512_store_si512(target, interleave((__m512)first, (__m512)second));
+        } else {
+            store((bf16*)target, first);
+            store((bf16*)(target + 64), second);
+        }
+    }
+
+  private:
+    __attribute__((always_inline)) vf gated(const float* gates, const float* ups, int i) const {
+        vf gate = load(gates + i * 16), up = load(ups + i * 16);
+        if (biases_.any) {
+            gate += TURNED ? splat(biases_.left[i]) : load(biases_.left);
+            up += TURNED ? splat(biases_.right[i]) : load(biases_.right);
+        }
+        // As if the products had been kept.
+        return activate(rounded(gate, bf16{}), ACTIVATION) * rounded(up, bf16{});
+    }
+
+    Biases biases_;
+    char* target_;
+    int64_t row_bytes_;  // of sixteen rows
+};
+
+// --- the work of a product, and who does what ---
+
+// Rows per chunk: whole blocks, all chunks about equal; one chunk for each thread where there are rows enough.
+int64_t chunk_rows(int64_t rows, int64_t padded_k) {
+    int64_t most = std::max<int64_t>(CHUNK_BYTES / (padded_k * sizeof(bf16)) / BLOCK_ROWS * BLOCK_ROWS, 2 * BLOCK_ROWS);
+    int64_t chunks = (rows + most - 1) / most, for_threads = std::min<int64_t>(pool::threads(), rows / OWN_ROWS);
+    chunks = std::max(chunks, for_threads);
+    return round_up((rows + chunks - 1) / chunks, BLOCK_ROWS);
+}
+
+// All pairs of panels with all chunks of rows. A thread begins with the chunk that is its own, which it has in its cache
+// from the work before, and then helps with the others.
+class Queue {
+  public:
+    Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k)
+        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(chunk_rows(rows, padded_k)),
+          taken_((rows + chunk_rows_ - 1) / chunk_rows_) {}
+
+    int64_t chunks() const { return taken_.size(); }
+
+    // A worker's next unit; false when none is left.
+    bool claim(int64_t worker, Unit& unit) {
+        int64_t own = std::min(worker * chunks() / pool::threads(), chunks() - 1);
+        for (int64_t i = 0; i < chunks(); i++) {
+            int64_t chunk = (own + i) % chunks(), first = chunk * chunk_rows_;
+            if (taken_[chunk].load(std::memory_order_relaxed) >= (int64_t)pairs_.size()) continue;
+            int64_t index = taken_[chunk].fetch_add(1, std::memory_order_relaxed);
+            if (index >= (int64_t)pairs_.size()) continue;
+            unit = {pairs_[index], first, std::min(chunk_rows_, rows_ - first)};
+            return true;
+        }
+        return false;
+    }
+
+  private:
+    std::vector<Pair> pairs_;
+    int64_t rows_, chunk_rows_;
+    std::vector<std::atomic<int64_t>> taken_;
+};
+
+// One thread's part of a product. While a pair of panels is multiplied, the next is prepared; while a block of rows is,
+// the sums of the block before become outputs.
+template <bool TURNED, typename Finish, typename Out>
+class Worker {
+    using Preparer = std::conditional_t<TURNED, Unpacker, Fetcher>;
+
+  public:
+    Worker(Queue& queue, int64_t index, int64_t tiles, int64_t skip, const char* x, Out out)
+        : queue_(queue), index_(index), tiles_(tiles), skip_(skip), x_(x), out_(out) {
+        memory_ = static_cast<bf16*>(scratch<WEIGHTS>(2 * pair_bytes()));
+    }
+
+    void run() {
+        Unit unit, next;
+        if (!queue_.claim(index_, unit)) return;
+        configure_tiles({});
+        Preparer now = preparer(unit, 0);
+        while (!now.done()) now.next();
+        for (int turn = 0;; turn ^= 1) {
+            bool more = queue_.claim(index_, next);
+            Preparer later = preparer(more ? next : unit, turn ^ 1);
+            multiply_unit(unit, now.weights(), later, more);
+            if (!more) break;
+            while (!later.done()) later.next();
+            unit = next;
+            now = later;
+        }
+        finish_block();
+        _tile_release();
+    }
+
+  private:
+    int64_t pair_bytes() const { return 2 * tiles_ * TILE_BYTES; }
+
+    Preparer preparer(const Pair& pair, int turn) const {
+        return Preparer(pair, memory_ + turn * pair_bytes() / sizeof(bf16), skip_);
+    }
+
+    void multiply_unit(const Unit& unit, const Weights& weights, Preparer& later, bool more) {
+        int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        // Evenly over the blocks: after the products of every `interval` tiles, or several steps after each.
+        int64_t interval = std::max<int64_t>(blocks / STEPS, 1), steps = std::max<int64_t>(STEPS / blocks, 1);
+        int64_t wait = more ? interval : INT64_MAX;
+        const char* x = x_ + unit.first_row / 16 * tiles_ * TILE_BYTES;
+        auto prepare = [&] {
+            if (--wait) return;
+            for (int64_t i = 0; i < steps && !later.done(); i++) later.next();
+            wait = interval;
+        };
+        Finish finish(unit, out_);
+        for (int64_t block = 0; block < blocks; block++, x += 2 * tiles_ * TILE_BYTES) {
+            if (pending_ < 0)
+                multiply<TURNED, 0>(x, tiles_, weights, sums_, [](auto) {}, prepare);
+            else
+                multiply<TURNED, Finish::PIECES>(x, tiles_, weights, sums_, piece(), prepare);
+            if (block == 0) finish_ = finish;
+            pending_ = block;
+        }
+    }
+
+    // A piece of the pending block.
+    auto piece() {
+        return [this](auto i) { finish_->template piece<i.value>(pending_, sums_); };
+    }
+
+    void finish_block() {
+        [&]<int... I>(std::integer_sequence<int, I...>) {
+            (piece()(std::integral_constant<int, I>{}), ...);
+        }(std::make_integer_sequence<int, Finish::PIECES>{});
+    }
+
+    Queue& queue_;
+    int64_t index_, tiles_, skip_;
+    const char* x_;
+    Out out_;
+    bf16* memory_;
+    alignas(64) float sums_[4][SUMS];
+    std::optional<Finish> finish_;  // of the pending block's unit
+    int64_t pending_ = -1;          // the block whose sums are not outputs yet
+};
+
+template <bool TURNED, typename Finish, typename Out>
+void run(Queue& queue, int64_t tiles, int64_t panels_apart, const void* x, Out out) {
+    int64_t sharers = std::max<int64_t>(pool::threads() / queue.chunks(), 1);
+    pool::for_each(pool::threads(), true, [&](int64_t index) {
+        Worker<TURNED, Finish, Out>(queue, index, tiles, panels_apart * sharers, (const char*)x, out).run();
+    });
+}
+
+// Where a column of a layer of several parts is.
+struct Place {
+    const Layer* part;
+    int64_t panel;
+};
+
+Place place_of(const std::vector<Layer>& parts, int64_t column) {
+    const Layer* part = parts.data();
+    while (column >= part->first_column + part->n) part++;
+    return {part, (column - part->first_column) / PANEL};
+}
+
+std::vector<Pair> pairs_of(const Layer& part) {
+    std::vector<Pair> pairs;
+    for (int64_t panel = 0; panel < part.panels(); panel += 2) pairs.push_back({&part, &part, panel, panel + 1});
+    return pairs;
+}
+
+std::vector<Pair> gated_pairs(const std::vector<Layer>& gate_up) {
+    int64_t inner = gate_up[0].out_stride / 2;
+    std::vector<Pair> pairs;
+    for (int64_t column = 0; column < inner; column += PANEL) {
+        Place gate = place_of(gate_up, column), up = place_of(gate_up, inner + column);
+        pairs.push_back({gate.part, up.part, gate.panel, up.panel});
+    }
+    return pairs;
+}
+
+// Neighbouring parts that one product can cover: of one format.
+std::vector<Pair> pairs_of(const Layer*& part, const Layer* end) {
+    std::vector<Pair> pairs;
+    int format = part->format;
+    for (; part < end && part->format == format; part++) {
+        std::vector<Pair> own = pairs_of(*part);
+        pairs.insert(pairs.end(), own.begin(), own.end());
+    }
+    return pairs;
+}
+
+template <int ACTIVATION>
+void run_gated(Queue& queue, const Layer& gate_up, const void* tiles, const GatedTiles& out) {
+    if (gate_up.is_quantised())
+        run<true, ToGatedTiles<true, ACTIVATION>>(queue, gate_up.tiles(), 1, tiles, out);
+    else
+        run<false, ToGatedTiles<false, ACTIVATION>>(queue, gate_up.tiles(), 1, tiles, out);
+}
+
+}  // namespace
+
+int64_t tiles_bytes(int64_t rows, int64_t padded_k) { return round_up(rows, BLOCK_ROWS) * padded_k * sizeof(bf16); }
+
+void lay_out(const bf16* x, int64_t stride, int64_t rows, const Layer& layer, bool turned, void* tiles) {
+    int64_t row_bytes = layer.padded_k * 16 * sizeof(bf16);
+    pool::for_each(round_up(rows, BLOCK_ROWS) / 16, rows * layer.k >= MIN_PARALLEL, [&](int64_t block) {
+        char* target = static_cast<char*>(tiles) + block * row_bytes;
+        if (turned) return by_pairs(x, stride, block * 16, rows, layer.k, (uint32_t*)target);
+        for (int64_t r = 0; r < 16; r++) {
+            const bf16* row = x + (block * 16 + r) * stride;
+            int64_t k = block * 16 + r < rows ? layer.k : 0;
+            for (int64_t at = 0; at < layer.padded_k; at += TILE_K) {
+                __mmask32 there = k - at >= TILE_K ? 0xffffffffu : k > at ? (1u << (k - at)) - 1 : 0;
+                _mm512_storeu_si512(target + at / TILE_K * TILE_BYTES + r * 64, _mm512_maskz_loadu_epi16(there, row + at));
+            }
+        }
+    });
+}
+
+void many_rows(const std::vector<Layer>& parts, const void* plain_tiles, const void* turned_tiles, void* out,
+               int64_t rows) {
+    const Layer* end = parts.data() + parts.size();
+    for (const Layer* part = parts.data(); part < end;) {
+        const Layer& first = *part;
+        Queue queue(pairs_of(part, end), rows, first.padded_k);
+        int64_t tiles = first.tiles();
+        if (first.is_quantised()) {
+            if (first.wide)
+                run<true, TurnedToWideRows>(queue, tiles, 2, turned_tiles, (float*)out);
+            else
+                run<true, TurnedToRows>(queue, tiles, 2, turned_tiles, (bf16*)out);
+        } else {
+            if (first.wide)
+                run<false, StraightToRows<float>>(queue, tiles, 2, plain_tiles, (float*)out);
+            else
+                run<false, StraightToRows<bf16>>(queue, tiles, 2, plain_tiles, (bf16*)out);
+        }
+    }
+}
+
+bool can_gate(const std::vector<Layer>& gate_up, const std::vector<Layer>& next) {
+    int64_t inner = gate_up[0].out_stride / 2;
+    if (inner % TILE_K || next[0].k != inner) return false;
+    int format = gate_up[0].format;
+    for (const Layer& part : gate_up)
+        if (part.format != format || part.first_column % PANEL) return false;
+    for (const Layer& part : next)
+        if (part.is_quantised() != gate_up[0].is_quantised()) return false;
+    return true;
+}
+
+void gated_rows(const std::vector<Layer>& gate_up, int activation, const void* tiles, void* out, int64_t rows) {
+    const Layer& any = gate_up[0];
+    Queue queue(gated_pairs(gate_up), rows, any.padded_k);
+    GatedTiles target{static_cast<char*>(out), any.out_stride / 2};
+    if (activation == SILU) run_gated<SILU>(queue, any, tiles, target);
+    if (activation == GELU_TANH) run_gated<GELU_TANH>(queue, any, tiles, target);
+    if (activation == GELU) run_gated<GELU>(queue, any, tiles, target);
+}
+
+}  // namespace linear_layer
+
+#endif
