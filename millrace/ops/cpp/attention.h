@@ -182,9 +182,8 @@ inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTil
 // Call run(unit, following) for each unit; `following`, or null, is the one that the same thread is likely to run next.
 template <typename F>
 void run_units(const std::vector<Unit>& units, bool parallel, F run) {
-    size_t step = parallel ? pool::threads() : 1;
     pool::for_each(units.size(), parallel,
-                   [&](int64_t i) { run(units[i], i + step < units.size() ? &units[i + step] : nullptr); });
+                   [&](size_t i) { run(units[i], i + 1 < units.size() ? &units[i + 1] : nullptr); });
 }
 
 // The same for the units of all levels of tiles that rows share, level after level, then for the rows' `own`.
