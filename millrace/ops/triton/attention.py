@@ -32,6 +32,7 @@ from millrace.ops.triton.attention_parts import (
     _scores,
     cache_pointers,
     head_items,
+    padded_dim,
     is_wide,
     precision,
 )
