@@ -5,7 +5,7 @@
 
 // As it will be once it is kept in the model's dtype.
 inline vf rounded(vf v, float) { return v; }
-inline vf rounded(vf v, bf16) { return (vf)(__builtin_convertvector(to_bf16(v), vu) << 16); }
+inline vf rounded(vf v, bf16) { return widen(to_bf16(v)); }
 
 enum { SILU = 0, GELU_TANH = 1, GELU = 2 };
 
@@ -19,8 +19,25 @@ inline vf inverse(vf x) {
 #endif
 }
 
+// x / (1 + e^-x) in three steps, each of which waits for the one before only: between them other work may be done.
+struct Silu {
+    vf x, n, r;
+
+    void begin(vf input) {
+        x = input;
+        split_exp(-x, n, r);
+    }
+    void go_on() { n = join_exp(-x, n, r); }
+    vf end() const { return x * inverse(1.0f + n); }
+};
+
 inline vf activate(vf x, int kind) {
-    if (kind == SILU) return x * inverse(1.0f + exp(-x));
+    if (kind == SILU) {
+        Silu silu;
+        silu.begin(x);
+        silu.go_on();
+        return silu.end();
+    }
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
     float values[LANES];
     store(values, x);

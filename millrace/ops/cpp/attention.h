@@ -3,6 +3,7 @@
 
 #include "attention_sharing.h"
 #include "pool.h"
+#include "transpose.h"
 #include "vec.h"
 
 #include <algorithm>
@@ -142,6 +143,9 @@ struct UnitRows {
 
 // A 16 x 16 matrix of 32-bit items: four perfect shuffles of its rows are a transposition.
 inline void transpose(vf* rows) {
+#if defined(__AVX512F__)
+    return transpose16((const uint32_t*)rows, LANES, (uint32_t*)rows, LANES);
+#endif
     const vi low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
     const vi high = low + 8;
     vf next[LANES];

@@ -220,17 +220,28 @@ struct AmxAttention : AmxUnit<bf16> {
         const vu index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const __m512i interleave = (__m512i)(index | (index + 16) << 16);
         for (int half = 0; half < KEYS / CHUNK; half++) {
-            vf rows[LANES];
-            for (int pair = 0; pair < LANES; pair++) {
-                const float* scores = m.scores[turn][half * CHUNK + 2 * pair];
-                __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, base));
-                __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + QUERIES), scale, base));
-                sum[2 * (pair % 2)] = _mm512_add_ps(sum[2 * (pair % 2)], even);
-                sum[2 * (pair % 2) + 1] = _mm512_add_ps(sum[2 * (pair % 2) + 1], odd);
-                rows[pair] = (vf)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+            __m512i turning[4][4];  // as transpose.h says
+#pragma GCC unroll 4
+            for (int step = 0; step < 4; step++) {
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    const float* scores = m.scores[turn][half * CHUNK + 8 * step + 2 * i];
+                    __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, base));
+                    __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + QUERIES), scale, base));
+                    sum[2 * (i % 2)] = _mm512_add_ps(sum[2 * (i % 2)], even);
+                    sum[2 * (i % 2) + 1] = _mm512_add_ps(sum[2 * (i % 2) + 1], odd);
+                    turning[step][i] =
+                        _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+                }
+                gather_four(turning[step]);
             }
-            transpose(rows);
-            memcpy(m.weights[turn][half], rows, sizeof rows);
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) {
+                __m512i rows[4] = {turning[0][c], turning[1][c], turning[2][c], turning[3][c]};
+                spread_four(rows);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) _mm512_store_si512(m.weights[turn][half][c + 4 * i], rows[i]);
+            }
         }
         group.total = _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]));
         group.base = next;
@@ -326,7 +337,7 @@ bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, i
     auto run = [&](const Unit& unit, const Unit* following) {
         static thread_local Scratch scratch;
         const TileConfig config;
-        _tile_loadconfig(&config);
+        configure_tiles(config);
         AmxAttention(s, queries, kv, out, scratch).run(unit, following);
         _tile_release();
     };

@@ -180,6 +180,7 @@ struct AmxUnit {
         for (__m512& part : top) part = _mm512_set1_ps(-INFINITY);
         if (all_seen && s.softcap <= 0) {
             for (int k = 0; k < KEYS; k += 4)
+#pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) top[i] = _mm512_max_ps(top[i], _mm512_load_ps(scores[k + i]));
         } else {
             __m512i position = _mm512_load_si512(group.positions);

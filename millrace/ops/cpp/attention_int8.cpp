@@ -392,7 +392,7 @@ bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out,
     auto run = [&](const Unit& unit, const Unit* following) {
         static thread_local Scratch scratch;
         const TileConfig config;
-        _tile_loadconfig(&config);
+        configure_tiles(config);
         Int8Attention(s, queries, kv, out, scratch).run(unit, following);
         _tile_release();
     };

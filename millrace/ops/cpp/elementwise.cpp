@@ -32,37 +32,56 @@ inline void store_lanes(T* p, vf v, int n) {
     WHOLE ? store(p, v) : store_upto(p, v, n);
 }
 
-template <bool WHOLE, typename T>
+// Keep a number, and go on with what is kept.
+template <bool WHOLE>
+inline vf keep_lanes(float* p, vf v, int n) {
+    store_lanes<WHOLE>(p, v, n);
+    return v;
+}
+
+template <bool WHOLE>
+inline vf keep_lanes(bf16* p, vf v, int n) {
+    vh kept = to_bf16(v);
+    memcpy(p, &kept, WHOLE || n >= LANES ? sizeof kept : n * sizeof(bf16));
+    return widen(kept);
+}
+
+template <bool WHOLE, bool SUM, typename T>
 void norm_row(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t dim, float eps) {
     constexpr int SUMS = 4;  // independent ones, so that none waits for the one before
     vf squares[SUMS] = {};
     auto add = [&](int64_t i, vf& sum) {
         vf v = load_lanes<WHOLE>(x + i, dim - i);
-        if (residual) {
-            v = rounded(v + load_lanes<WHOLE>(residual + i, dim - i), T{});  // what is normalised is what is kept
-            store_lanes<WHOLE>(total + i, v, dim - i);
-        }
+        if (SUM) v = keep_lanes<WHOLE>(total + i, v + load_lanes<WHOLE>(residual + i, dim - i), dim - i);
         sum = fma(v, v, sum);
     };
     int64_t i = 0;
     for (; i + SUMS * LANES <= dim; i += SUMS * LANES)
+#pragma GCC unroll 4
         for (int turn = 0; turn < SUMS; turn++) add(i + turn * LANES, squares[turn]);
-    for (int turn = 0; i < dim; i += LANES, turn++) add(i, squares[turn]);
+#pragma GCC unroll 4
+    for (int turn = 0; turn < SUMS; turn++, i += LANES)
+        if (i < dim) add(i, squares[turn]);
     float scale = 1.0f / sqrtf(sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3])) / dim + eps);
-    const T* source = residual ? total : x;
+    const T* source = SUM ? total : x;
     for (i = 0; i < dim; i += LANES) {
         int n = dim - i;
         store_lanes<WHOLE>(out + i, load_lanes<WHOLE>(source + i, n) * scale * load_lanes<WHOLE>(weight + i, n), n);
     }
 }
 
-template <typename T>
+template <bool SUM, typename T>
 void norm(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t rows, int64_t dim, float eps) {
-    auto one = dim % LANES ? norm_row<false, T> : norm_row<true, T>;
+    auto one = dim % LANES ? norm_row<false, SUM, T> : norm_row<true, SUM, T>;
     for_rows(rows, dim, MIN_PARALLEL, [&](int64_t row) {
         int64_t at = row * dim;
-        one(x + at, residual ? residual + at : nullptr, weight, out + at, total ? total + at : nullptr, dim, eps);
+        one(x + at, SUM ? residual + at : nullptr, weight, out + at, SUM ? total + at : nullptr, dim, eps);
     });
+}
+
+template <typename T>
+void norm(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t rows, int64_t dim, float eps) {
+    (residual ? norm<true, T> : norm<false, T>)(x, residual, weight, out, total, rows, dim, eps);
 }
 
 template <bool WHOLE, typename T>

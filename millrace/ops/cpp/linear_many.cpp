@@ -23,7 +23,7 @@ constexpr int64_t SUMS = 16 * 16;
 // Rows that stream past the weights stay in the second-level cache.
 constexpr int64_t CHUNK_BYTES = 1 << 20;
 // With so many rows for each thread, every thread unpacks all weights for rows of its own.
-constexpr int64_t OWN_ROWS = 128;
+constexpr int64_t OWN_ROWS = 512;
 
 // Items 2 i and 2 i + 1 of the result are item i of the first and of the second half.
 inline __m512i interleave(__m512 first, __m512 second) {
@@ -49,17 +49,15 @@ struct Weights {
     int64_t step;
 };
 
-// --- weights that will be needed soon, in STEPS little steps for each tile of the pair ---
-
-constexpr int64_t STEPS = 8;
+// --- weights that will be needed soon: tile by tile, each in four little steps ---
 
 // Of quantised panels: unpacks them, and brings closer the same places of the panels that will come after.
 class Unpacker {
   public:
     // The panels after these are `skip` panels further.
     Unpacker(const Pair& pair, bf16* memory, int64_t skip)
-        : unpack_(&quantised::tile_steps(pair.left_part->format)), steps_(STEPS * pair.left_part->tiles()),
-          memory_(memory) {
+        : unpack_(&quantised::tile_steps(pair.left_part->format)), left_(2 * pair.left_part->tiles()), start_(memory),
+          target_(memory - quantised::TILE_ITEMS) {
         const Layer &left = *pair.left_part, &right = *pair.right_part;
         int64_t bytes = quantised::panel_bytes(left.format, left.k);
         panels_[0] = quantised::panel_at(left.format, left.packed, left.k, pair.left);
@@ -68,59 +66,79 @@ class Unpacker {
         tile_bytes_ = bytes / left.tiles();
     }
 
-    bool done() const { return at_ == steps_; }
+    // Before the steps of a tile; false when there is none left.
+    bool begin() {
+        if (!left_) return false;
+        side_ = left_-- % 2;
+        tile_ += !side_;
+        target_ += quantised::TILE_ITEMS;
+        const quantised::Panel& panel = panels_[side_];
+        const char* later = panel.integers + ahead_ + tile_ * tile_bytes_;
+        for (int64_t at = 0; at < tile_bytes_; at += 64) _mm_prefetch(later + at, _MM_HINT_T1);
+        unpack_->scales(panel, tile_, scales_);
+        return true;
+    }
 
-    void next() {
-        int64_t quarter = at_ % 4, side = at_ / 4 % 2, tile = at_ / 8;
-        if (quarter == 0) begin(panels_[side], tile);
-        unpack_->rows[quarter](panels_[side], tile, scales_, memory_ + at_ / 4 * quantised::TILE_ITEMS);
-        at_++;
+    template <int QUARTER>
+    void step() {
+        unpack_->rows[QUARTER](panels_[side_], tile_, scales_, target_);
     }
 
     Weights weights() const {
-        auto* start = reinterpret_cast<const char*>(memory_);
+        auto* start = reinterpret_cast<const char*>(start_);
         return {start, start + TILE_BYTES, 2 * TILE_BYTES};
     }
 
   private:
-    void begin(const quantised::Panel& panel, int64_t tile) {
-        const char* later = panel.integers + ahead_ + tile * tile_bytes_;
-        for (int64_t at = 0; at < tile_bytes_; at += 64) _mm_prefetch(later + at, _MM_HINT_T1);
-        unpack_->scales(panel, tile, scales_);
-    }
-
     const quantised::TileSteps* unpack_;
     quantised::Panel panels_[2];
     quantised::Scales scales_;
-    int64_t at_ = 0, steps_, ahead_, tile_bytes_;
-    bf16* memory_;
+    int64_t left_, tile_ = -1, side_ = 0, ahead_, tile_bytes_;
+    bf16 *start_, *target_;  // left and right tiles by turns
 };
 
 // Of plain ones: they are read where they are, and only brought closer.
 class Fetcher {
   public:
-    Fetcher(const Pair& pair, bf16*, int64_t) : tiles_(pair.left_part->tiles()) {
+    Fetcher(const Pair& pair, bf16*, int64_t) : left_(2 * pair.left_part->tiles()) {
         auto at = [&](const Layer* part, int64_t panel) {
-            return static_cast<const char*>(part->packed) + panel * tiles_ * TILE_BYTES;
+            return static_cast<const char*>(part->packed) + panel * part->tiles() * TILE_BYTES;
         };
         weights_ = {at(pair.left_part, pair.left), at(pair.right_part, pair.right), TILE_BYTES};
+        next_ = weights_.left;
     }
 
-    bool done() const { return at_ == STEPS * tiles_; }
+    bool begin() {
+        if (!left_) return false;
+        tile_ = next_;
+        left_--;
+        next_ = left_ % 2 ? weights_.right + (tile_ - weights_.left) : weights_.left + (tile_ - weights_.right) + TILE_BYTES;
+        return true;
+    }
 
-    void next() {
-        constexpr int64_t step = TILE_BYTES / (STEPS / 2);
-        const char* start = (at_ % 2 ? weights_.right : weights_.left) + at_ / 2 * step;
-        for (int64_t at = 0; at < step; at += 64) _mm_prefetch(start + at, _MM_HINT_T1);
-        at_++;
+    template <int QUARTER>
+    void step() {
+        constexpr int64_t size = TILE_BYTES / 4;
+        for (int64_t at = 0; at < size; at += 64) _mm_prefetch(tile_ + QUARTER * size + at, _MM_HINT_T1);
     }
 
     Weights weights() const { return weights_; }
 
   private:
-    int64_t tiles_, at_ = 0;
+    int64_t left_;
     Weights weights_;
+    const char *next_, *tile_ = nullptr;
 };
+
+template <typename Preparer>
+void prepare_all(Preparer& preparer) {
+    while (preparer.begin()) {
+        preparer.template step<0>();
+        preparer.template step<1>();
+        preparer.template step<2>();
+        preparer.template step<3>();
+    }
+}
 
 // The products of one tile of inputs: sums += 32 rows times two panels.
 template <bool TURNED>
@@ -145,27 +163,38 @@ inline __attribute__((always_inline)) void multiply_tiles(const char* upper, con
     }
 }
 
+template <int COUNT, typename F>
+inline __attribute__((always_inline)) void unrolled(F f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+        (f(std::integral_constant<int, I>{}), ...);
+    }(std::make_integer_sequence<int, COUNT>{});
+}
+
 // 32 rows against two panels. `sums`: left panel, right panel with the upper 16 rows, then with the lower; each
 // [16 rows][16 outputs], or with TURNED [16 outputs][16 rows]. After the products of each of the first tiles comes one of
-// PIECES of work for the vector units, `piece(std::integral_constant)`, and after those of every tile `always()`: little
-// enough to be done while the matrix unit is busy.
-template <bool TURNED, int PIECES, typename Piece, typename Always>
-inline void multiply(const char* upper, int64_t tiles, Weights w, float (*sums)[SUMS], Piece piece, Always always) {
+// PIECES of other work, `piece(std::integral_constant)`, and after those of every tile a step of `preparer`: little enough
+// for the vector units to do while the matrix unit is busy, and always the same at the same place, as branches and calls
+// that are not foreseen would stop both.
+template <bool TURNED, int PIECES, typename Piece, typename Preparer>
+inline void multiply(const char* upper, int64_t tiles, Weights w, float (*sums)[SUMS], Piece piece, Preparer& preparer) {
     const char* lower = upper + tiles * TILE_BYTES;
-    auto step = [&](int64_t tile) __attribute__((always_inline)) {
-        multiply_tiles<TURNED>(upper + tile * TILE_BYTES, lower + tile * TILE_BYTES, w.left + tile * w.step,
-                               w.right + tile * w.step);
-        always();
+    int64_t tile = 0;
+    bool prepares = false;
+    auto step = [&](auto i) __attribute__((always_inline)) {
+        if (tile < tiles)
+            multiply_tiles<TURNED>(upper + tile * TILE_BYTES, lower + tile * TILE_BYTES, w.left + tile * w.step,
+                                   w.right + tile * w.step);
+        tile++;
+        if (i % 4 == 0) prepares = preparer.begin();
+        if (prepares) preparer.template step<i % 4>();
+        if constexpr (i < PIECES) piece(i);
     };
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    int64_t tile = 0;
-    [&]<int... I>(std::integer_sequence<int, I...>) {
-        ((tile < tiles ? step(tile++) : void(), piece(std::integral_constant<int, I>{})), ...);
-    }(std::make_integer_sequence<int, PIECES>{});
-    for (; tile < tiles; tile++) step(tile);
+    unrolled<(PIECES + 3) / 4 * 4>(step);
+    while (tile < tiles) unrolled<4>([&](auto i) { step(std::integral_constant<int, PIECES + 4 + i - PIECES % 4>{}); });
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
     _tile_stored(2, sums[2], 64);
@@ -323,7 +352,8 @@ struct GatedTiles {
 template <bool TURNED, int ACTIVATION>
 class ToGatedTiles {
   public:
-    static constexpr int PIECES = 16;  // two outputs of sixteen rows each, or two rows of sixteen outputs
+    static constexpr int PAIRS = 16;  // two outputs of sixteen rows each, or two rows of sixteen outputs
+    static constexpr int PIECES = PAIRS + 2;
 
     ToGatedTiles(const Unit& unit, const GatedTiles& out) : biases_(unit) {
         row_bytes_ = out.inner / TILE_K * TILE_BYTES;
@@ -332,12 +362,42 @@ class ToGatedTiles {
         target_ = out.tiles + unit.first_row / 16 * row_bytes_ + unit.left / 2 * TILE_BYTES + half;
     }
 
+    // Three pairs are under way at a time, so that no operation waits long for the one before.
     template <int I>
-    void piece(int64_t block, const float (*sums)[SUMS]) {
-        constexpr int half = I / 8, pair = I % 8;
-        const float *gates = sums[2 * half], *ups = sums[2 * half + 1];
-        char* target = target_ + (2 * block + half) * row_bytes_ + pair * (TURNED ? 64 : 128);
-        vf first = gated(gates, ups, 2 * pair), second = gated(gates, ups, 2 * pair + 1);
+    __attribute__((always_inline)) void piece(int64_t block, const float (*sums)[SUMS]) {
+        if constexpr (I >= 2) end<I - 2>(block, sums);
+        if constexpr (I >= 1 && I <= PAIRS && ACTIVATION == SILU)
+            for (int i = 0; i < 2; i++) under_way_[(I - 1) % 2][i].go_on();
+        if constexpr (I < PAIRS && ACTIVATION == SILU)
+            for (int i = 0; i < 2; i++) under_way_[I % 2][i].begin(gate<I>(sums, i));
+    }
+
+  private:
+    // As if the products had been kept.
+    template <int I>
+    vf gate(const float (*sums)[SUMS], int i) const {
+        vf sum = load(sums[I / 8 * 2] + (I % 8 * 2 + i) * 16);
+        if (biases_.any) sum += TURNED ? splat(biases_.left[I % 8 * 2 + i]) : load(biases_.left);
+        return rounded(sum, bf16{});
+    }
+
+    template <int I>
+    vf up(const float (*sums)[SUMS], int i) const {
+        vf sum = load(sums[I / 8 * 2 + 1] + (I % 8 * 2 + i) * 16);
+        if (biases_.any) sum += TURNED ? splat(biases_.right[I % 8 * 2 + i]) : load(biases_.right);
+        return rounded(sum, bf16{});
+    }
+
+    template <int I>
+    vf active(const float (*sums)[SUMS], int i) const {
+        if constexpr (ACTIVATION == SILU) return under_way_[I % 2][i].end();
+        return activate(gate<I>(sums, i), ACTIVATION);
+    }
+
+    template <int I>
+    __attribute__((always_inline)) void end(int64_t block, const float (*sums)[SUMS]) {
+        vf first = active<I>(sums, 0) * up<I>(sums, 0), second = active<I>(sums, 1) * up<I>(sums, 1);
+        char* target = target_ + (2 * block + I / 8) * row_bytes_ + I % 8 * (TURNED ? 64 : 128);
         if constexpr (TURNED) {
             _mm512_store_si512(target, interleave((__m512)first, (__m512)second));
         } else {
@@ -346,17 +406,7 @@ class ToGatedTiles {
         }
     }
 
-  private:
-    __attribute__((always_inline)) vf gated(const float* gates, const float* ups, int i) const {
-        vf gate = load(gates + i * 16), up = load(ups + i * 16);
-        if (biases_.any) {
-            gate += TURNED ? splat(biases_.left[i]) : load(biases_.left);
-            up += TURNED ? splat(biases_.right[i]) : load(biases_.right);
-        }
-        // As if the products had been kept.
-        return activate(rounded(gate, bf16{}), ACTIVATION) * rounded(up, bf16{});
-    }
-
+    Silu under_way_[2][2];
     Biases biases_;
     char* target_;
     int64_t row_bytes_;  // of sixteen rows
@@ -419,13 +469,13 @@ class Worker {
         if (!queue_.claim(index_, unit)) return;
         configure_tiles({});
         Preparer now = preparer(unit, 0);
-        while (!now.done()) now.next();
+        prepare_all(now);
         for (int turn = 0;; turn ^= 1) {
             bool more = queue_.claim(index_, next);
-            Preparer later = preparer(more ? next : unit, turn ^ 1);
-            multiply_unit(unit, now.weights(), later, more);
+            Preparer later = more ? preparer(next, turn ^ 1) : now;  // `now` has nothing left to prepare
+            multiply_unit(unit, now.weights(), later);
             if (!more) break;
-            while (!later.done()) later.next();
+            prepare_all(later);
             unit = next;
             now = later;
         }
@@ -440,23 +490,15 @@ class Worker {
         return Preparer(pair, memory_ + turn * pair_bytes() / sizeof(bf16), skip_);
     }
 
-    void multiply_unit(const Unit& unit, const Weights& weights, Preparer& later, bool more) {
+    void multiply_unit(const Unit& unit, const Weights& weights, Preparer& later) {
         int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        // Evenly over the blocks: after the products of every `interval` tiles, or several steps after each.
-        int64_t interval = std::max<int64_t>(blocks / STEPS, 1), steps = std::max<int64_t>(STEPS / blocks, 1);
-        int64_t wait = more ? interval : INT64_MAX;
         const char* x = x_ + unit.first_row / 16 * tiles_ * TILE_BYTES;
-        auto prepare = [&] {
-            if (--wait) return;
-            for (int64_t i = 0; i < steps && !later.done(); i++) later.next();
-            wait = interval;
-        };
         Finish finish(unit, out_);
         for (int64_t block = 0; block < blocks; block++, x += 2 * tiles_ * TILE_BYTES) {
             if (pending_ < 0)
-                multiply<TURNED, 0>(x, tiles_, weights, sums_, [](auto) {}, prepare);
+                multiply<TURNED, 0>(x, tiles_, weights, sums_, [](auto) {}, later);
             else
-                multiply<TURNED, Finish::PIECES>(x, tiles_, weights, sums_, piece(), prepare);
+                multiply<TURNED, Finish::PIECES>(x, tiles_, weights, sums_, piece(), later);
             if (block == 0) finish_ = finish;
             pending_ = block;
         }
@@ -468,9 +510,7 @@ class Worker {
     }
 
     void finish_block() {
-        [&]<int... I>(std::integer_sequence<int, I...>) {
-            (piece()(std::integral_constant<int, I>{}), ...);
-        }(std::make_integer_sequence<int, Finish::PIECES>{});
+        unrolled<Finish::PIECES>(piece());
     }
 
     Queue& queue_;

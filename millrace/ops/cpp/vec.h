@@ -66,10 +66,19 @@ inline vf load(const float* p) {
     return v;
 }
 
+// bfloat16 to float.
+inline vf widen(vh v) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
+#else
+    return (vf)(__builtin_convertvector(v, vu) << 16);
+#endif
+}
+
 inline vf load(const bf16* p) {
     vh v;
     memcpy(&v, p, sizeof v);
-    return (vf)(__builtin_convertvector(v, vu) << 16);
+    return widen(v);
 }
 
 inline vf load(const int8_t* p) {
@@ -124,31 +133,41 @@ inline void store_upto(T* p, vf v, int n) {
         store_some(p, v, n);
 }
 
-inline float sum_lanes(vf v) {
-    float x[LANES];
-    store(x, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
+// The lanes i and i + WIDTH together, for all i below WIDTH.
+template <int WIDTH>
+inline vf other_lanes(vf v) {
+    const vi index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(v, index ^ WIDTH);
 }
 
-inline float max_lanes(vf v) {
-    float x[LANES];
-    store(x, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
-    return x[0];
+inline float sum_lanes(vf v) {
+    v += other_lanes<8>(v);
+    v += other_lanes<4>(v);
+    v += other_lanes<2>(v);
+    v += other_lanes<1>(v);
+    return v[0];
 }
 
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 
-// e^x to about one unit in the last place; exactly 0 below -87, so that what is masked counts for nothing.
-inline vf exp(vf x) {
-    vi small = x < -87.0f;
+inline float max_lanes(vf v) {
+    v = max(v, other_lanes<8>(v));
+    v = max(v, other_lanes<4>(v));
+    v = max(v, other_lanes<2>(v));
+    v = max(v, other_lanes<1>(v));
+    return v[0];
+}
+
+// e^x to about one unit in the last place; exactly 0 below -87, so that what is masked counts for nothing. In two halves,
+// between which other work may be done: x = n ln 2 + r with a whole n, and the power of two times e^r.
+inline void split_exp(vf x, vf& n, vf& r) {
     x = min(max(x, splat(-87.0f)), splat(88.0f));
-    vf n = fma(x, 1.44269504f, splat(12582912.0f)) - 12582912.0f;
-    vf r = fma(n, 2.12194440e-4f, fma(n, -0.693359375f, x));
+    n = fma(x, 1.44269504f, splat(12582912.0f)) - 12582912.0f;
+    r = fma(n, 2.12194440e-4f, fma(n, -0.693359375f, x));
+}
+
+inline vf join_exp(vf x, vf n, vf r) {
     vf y = splat(1.9875691500e-4f);
     y = fma(y, r, splat(1.3981999507e-3f));
     y = fma(y, r, splat(8.3334519073e-3f));
@@ -157,7 +176,13 @@ inline vf exp(vf x) {
     y = fma(y, r, splat(5.0000001201e-1f));
     y = fma(y, r * r, r) + 1.0f;
     vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-    return small ? vf{} : y * (vf)power;
+    return x < -87.0f ? vf{} : y * (vf)power;
+}
+
+inline vf exp(vf x) {
+    vf n, r;
+    split_exp(x, n, r);
+    return join_exp(x, n, r);
 }
 
 inline vf tanh(vf x) {
