@@ -32,8 +32,8 @@ from millrace.ops.triton.attention_parts import (
     _scores,
     cache_pointers,
     head_items,
-    padded_dim,
     is_wide,
+    padded_dim,
     precision,
 )
 
