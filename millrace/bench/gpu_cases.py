@@ -44,7 +44,7 @@ class Sizes:
     prefix_output: int = 64
     host_batch: int = 256
     host_prompt: int = 32
-    host_output: int = 192
+    host_output: int = 448
 
     def scaled(self, factor: float) -> Sizes:
         """Every size but the batches times `factor`, and at least 4."""

@@ -240,7 +240,7 @@ void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t qu
                         int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
                         int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap) {
     Sharing sharing = find_sharing(query_starts, seq_lens, tables, num_rows, table_width, block_size);
-    attend_sharing(dtype, kv_dtype, queries, query_stride, kv, out, query_starts, seq_lens, tables, num_rows, table_width, heads,
-                   kv_heads, head_dim, num_blocks, block_size, window, scale, softcap, sharing);
+    attend_sharing(dtype, kv_dtype, queries, query_stride, kv, out, query_starts, seq_lens, tables, num_rows,
+                   table_width, heads, kv_heads, head_dim, num_blocks, block_size, window, scale, softcap, sharing);
 }
 }

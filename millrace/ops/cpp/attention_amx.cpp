@@ -120,7 +120,9 @@ struct AmxAttention : AmxUnit<bf16> {
     // The matrix unit computes the next group's scores while the vector units weigh this group's, and adds the values of
     // the group before.
     void several_groups(const Unit& unit, int64_t tile) {
-        pair_values(unit, tile, 0);
+        // Weights wait before they can be loaded as tiles. With few groups other work has to come in between.
+        bool few = num_groups <= 2;
+        if (!few) pair_values(unit, tile, 0);
         int seeing[MAX_GROUPS], count = 0;
         for (int index = 0; index < num_groups; index++)
             if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
@@ -133,6 +135,7 @@ struct AmxAttention : AmxUnit<bf16> {
             if (i >= 0 && i < count) {
                 Group& group = groups[seeing[i]];
                 rescale(weigh(group, tile, turn), m.sums[seeing[i]], 0, group.count);
+                if (few && i == 0) pair_values(unit, tile, 0);
             }
             if (i + 1 < count) store_scores(turn ^ 1);
             if (i > 0) add(m.sums[seeing[i - 1]], m.values[0], turn ^ 1);

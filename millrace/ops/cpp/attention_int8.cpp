@@ -190,13 +190,19 @@ struct Int8Attention : AmxUnit<int8_t> {
         }
     }
 
+    // Between a group's weights and their products comes other work: tiles cannot be loaded from what has just been
+    // stored.
     void several_groups(const Unit& unit, int64_t tile) {
-        interleave_values(unit, tile, 0);
-        for (int index = 0; index < num_groups; index++) {
-            Group& group = groups[index];
-            if (tile >= group.highest || tile + KEYS <= group.lowest) continue;
-            score(unit, tile, index, 1, index);
-            add(m.sums[index], weigh(unit, group, tile), 0, group.count);
+        int seeing[MAX_GROUPS], count = 0;
+        for (int index = 0; index < num_groups; index++)
+            if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
+        if (count) score(unit, tile, seeing[0], 1, seeing[0]);
+        for (int i = 0; i < count; i++) {
+            Group& group = groups[seeing[i]];
+            Factors by = weigh(unit, group, tile);
+            if (i == 0) interleave_values(unit, tile, 0);
+            if (i + 1 < count) score(unit, tile, seeing[i + 1], 1, seeing[i + 1]);
+            add(m.sums[seeing[i]], by, 0, group.count);
         }
     }
 

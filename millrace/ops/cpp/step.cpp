@@ -243,17 +243,17 @@ struct Stack {
         multiply(layer.qkv, x, projected, in.tokens);
         watch.mark(QKV);
         bool rotates = layer.rope >= 0;
-        millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, rotates ? angles[layer.rope] : nullptr, layer.q_norm, layer.k_norm,
-                             in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads, s.head_dim,
-                             rotates ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
+        millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, rotates ? angles[layer.rope] : nullptr, layer.q_norm,
+                             layer.k_norm, in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads,
+                             s.head_dim, rotates ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
         watch.mark(PREPARE);
     }
 
     void attend(const Inputs& in, const LayerAt& layer, const void* kv, const void* projected, void* heads,
                 Sharing& sharing) const {
-        attend_sharing(s.dtype, in.kv_dtype, projected, qkv_width(), kv, heads, in.query_starts, in.seq_lens, in.tables, in.rows,
-                       in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size, layer.window,
-                       s.scale, s.softcap, sharing);
+        attend_sharing(s.dtype, in.kv_dtype, projected, qkv_width(), kv, heads, in.query_starts, in.seq_lens, in.tables,
+                       in.rows, in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size,
+                       layer.window, s.scale, s.softcap, sharing);
     }
 
     // --- a whole step ---

@@ -33,6 +33,7 @@ from millrace.ops.triton.attention_parts import (
     cache_pointers,
     head_items,
     is_wide,
+    padded_dim,
     precision,
 )
 
@@ -216,7 +217,7 @@ def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: HeadShape
         queries, *cache_pointers(kv), shared.partial, shared.lse, shared.length, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), num_rows,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, D=shape.head_dim,
-        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
         BLOCK_M=block_m, TILE=tile, PARTS=SHARED_PARTS,
         CAP=shape.softcap or 0.0, WIDE=is_wide(kv), PRECISION=precision(queries),
         DTYPE=TRITON_TYPES[queries.dtype], STAGES=stages, num_warps=8,
@@ -239,7 +240,7 @@ def prefill(
         queries, *cache_pointers(kv), out, tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, D=shape.head_dim,
-        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
         BLOCK_M=tuning.block_m, TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
@@ -301,7 +302,7 @@ def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, dtype: t
     block = 64
     _contiguous_kernel[(triton.cdiv(num_keys, block), kv_heads, 2)](
         items, scales, out, rows.table_rows, rows.block_tables, row, rows.block_tables.stride(0), kv.stride(1),
-        kv.stride(0), num_keys, KV_HEADS=kv_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), BS=block_size,
+        kv.stride(0), num_keys, KV_HEADS=kv_heads, D=head_dim, DP=padded_dim(head_dim), BS=block_size,
         HEAD_ITEMS=head_items(kv), FP8=fp8, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
@@ -315,5 +316,5 @@ def join(one: Tensor, one_lse: Tensor, two: Tensor, two_lse: Tensor, out: Tensor
     _join_kernel[(triton.cdiv(num_queries, block), heads)](
         one, one_lse.contiguous(), two, two_lse.contiguous(), out, num_queries,
         one.stride(1), one.stride(0), two.stride(1), two.stride(0),
-        HEADS=heads, D=head_dim, DP=triton.next_power_of_2(head_dim), BLOCK=block, num_warps=4,
+        HEADS=heads, D=head_dim, DP=padded_dim(head_dim), BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from millrace.ops.triton.attention_parts import (
     cache_pointers,
     head_items,
     is_wide,
+    padded_dim,
     padded_group,
     precision,
 )
@@ -227,7 +228,7 @@ class SplitWorkspace:
     def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
         """`cells` is the most splits of all rows and KV heads together, where there is more than one per row."""
         padded = padded_group(shape)
-        width = triton.next_power_of_2(shape.head_dim)
+        width = padded_dim(shape.head_dim)
         self.cells = cells
         self.partial = torch.empty(cells * padded * width, dtype=torch.float32, device=device)
         self.lse = torch.empty(cells * padded, dtype=torch.float32, device=device)
@@ -240,7 +241,7 @@ class SharedPrefix:
     The length is a multiple of SHARED_UNIT and below that of every row."""
 
     def __init__(self, most_rows: int, shape: HeadShape, device: torch.device, length: Tensor) -> None:
-        width = triton.next_power_of_2(shape.head_dim)
+        width = padded_dim(shape.head_dim)
         cells = most_rows * shape.num_heads * SHARED_PARTS
         self.length = length
         self.most_rows = most_rows
@@ -251,7 +252,7 @@ class SharedPrefix:
 def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
     """What the kernel's PARTS stands for. Few sizes, so that few kernels need to be compiled."""
     parts = max(4, int(triton.next_power_of_2(tuning.splits)))
-    items = parts * triton.next_power_of_2(shape.group) * triton.next_power_of_2(shape.head_dim)
+    items = parts * triton.next_power_of_2(shape.group) * padded_dim(shape.head_dim)
     return parts if items <= JOINED_ITEMS * tuning.warps else 0
 
 
@@ -285,7 +286,7 @@ def decode(
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits, tuning.min_tiles,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
         GJ=triton.next_power_of_2(shape.group), D=shape.head_dim,
-        DP=triton.next_power_of_2(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
         TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,

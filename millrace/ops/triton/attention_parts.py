@@ -143,6 +143,11 @@ def padded_group(shape: HeadShape) -> int:
     return max(16, int(triton.next_power_of_2(shape.group)))
 
 
+def padded_dim(head_dim: int) -> int:
+    """The matrix unit multiplies no fewer than 16 at a time."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
 def is_wide(kv: Tensor) -> bool:
     """Offsets inside the cache need 64 bits."""
     return kv[0].numel() >= 2**31
