@@ -1,4 +1,4 @@
-// Linear layers on the AMX matrix unit.
+// Linear layers on the AMX matrix unit: few rows here, many as linear_many.h says.
 #include "linear_many.h"
 
 #if HAS_AMX
@@ -96,10 +96,9 @@ void amx_panels(const Layer& layer, const bf16* x, int64_t stride, bf16* out, in
 //
 // Here the weights are the left operand, so that the inputs of one output, which is what unpacking gives, are a row of
 // a tile, and the rows of x are columns. Each output's products and their order are the same. The first rows multiply
-// with a tile while the next one is unpacked; further ones find all of them unpacked. With more rows, turning the
-// results costs more than turning the weights once, as the layout of plain ones asks for.
+// with a tile while the next one is unpacked; further ones find all of them unpacked.
 
-constexpr int64_t BLOCK_ROWS = 32;
+constexpr int64_t AT_ONCE = 32;
 
 // Tiles 0-3 hold sums, 4-5 sixteen rows of x each (or a single one), 6-7 weights.
 void configure_columns(bool single) {
@@ -210,13 +209,13 @@ void columns(const Layer& layer, Unpacker& weights, const uint32_t* inputs, bf16
 
 void quantised_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int64_t rows, int64_t first,
                       int64_t last) {
-    bool once = rows <= BLOCK_ROWS;
+    bool once = rows <= AT_ONCE;
     alignas(64) bf16 ring[2 * Unpacker::PAIR];
     int64_t pairs = (last - first) / 2 * (layer.k / TILE_K);
     void* memory = once ? ring : scratch(pairs * Unpacker::PAIR * sizeof(bf16));
     Unpacker weights(layer, first, last, (bf16*)memory, once ? 1 : -1);
     configure_columns(rows == 1);
-    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+    for (int64_t row = 0; row < rows; row += AT_ONCE) {
         if (rows == 1)
             columns<0>(layer, weights, inputs, out, row, rows, first, last);
         else if (rows - row <= 16)
@@ -261,7 +260,7 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
     for (const Layer& part : parts) {
         int64_t size = group_size<bf16>(part);
         // Few rows: enough ranges that threads end together, few enough that claiming them costs little.
-        if (part.is_quantised() && rows <= BLOCK_ROWS)
+        if (part.is_quantised() && rows <= AT_ONCE)
             size = std::clamp<int64_t>(round_up(all / (8 * pool::threads()), 2), 2, 32);
         for (int64_t first = 0; first < part.panels(); first += size)
             ranges.push_back({&part, first, std::min(first + size, part.panels())});
