@@ -118,3 +118,18 @@ def test_the_default_model_is_computed_as_it_is_walked() -> None:
     assert decoder.native_stack is not None
     assert decoder.native_stack.takes_whole_steps
     check_same(decoder, mixed_batches("default", decoder.spec.vocab_size, 16), 16)
+
+
+def test_prompts_of_the_default_model_are_computed_as_they_are_walked() -> None:
+    """Hundreds of tokens take other kernels than few do: alone, in rows of their own, and beside rows that decode."""
+    if native.native_missing(CPU):
+        pytest.skip("there are no native kernels here")
+    decoder = load_decoder(resolve_model(DEFAULT_MODEL), device=CPU, dtype=torch.bfloat16)
+    draw = random.Random(5)
+    tokens = [draw.choices(range(decoder.spec.vocab_size), k=count) for count in (3, 150, 61)]
+    blocks = [list(range(1, 20)), list(range(20, 40)), list(range(40, 60))]
+    steps = [
+        [(tokens[0], 0, blocks[0]), (tokens[1], 0, blocks[1])],
+        [(tokens[2], 0, blocks[2]), (tokens[0][:1], 3, blocks[0]), (tokens[1][:80], 150, blocks[1])],
+    ]
+    check_same(decoder, [make_batch(rows, 16) for rows in steps], 16)

@@ -94,7 +94,7 @@ struct AmxAttention : AmxUnit<bf16> {
             for (int64_t chunk = 0; chunk < chunks; chunk++) {
                 vf rows[LANES] = {};
                 for (int64_t i = first; i < end; i++)
-                    rows[lane + i - first] = (vf)load_chunk(query(unit, i), chunk);
+                    rows[lane + i - first] = (vf)load_chunk(query(i), chunk);
                 transpose(rows);
                 memcpy(m.queries[part][chunk], rows, sizeof rows);
             }
@@ -311,7 +311,7 @@ struct AmxAttention : AmxUnit<bf16> {
         for (int64_t i = 0; i < unit.count(); i++) {
             float totals[LANES];
             _mm512_storeu_ps(totals, group_of(unit, i).total);
-            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target(unit, i));
+            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target(i));
         }
     }
 

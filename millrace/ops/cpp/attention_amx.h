@@ -58,14 +58,36 @@ struct AmxUnit {
 
     // --- which queries, and where their keys are ---
 
+    // Query i of the unit: its place among the step's queries, and its position in its row.
+    struct Lane {
+        int64_t token, head, position;
+    };
+    Lane lanes[MAX_GROUPS * QUERIES];
+
+    // What Unit says of its queries, for all of them: counted, since to divide for each takes longer than its tile.
+    void list_lanes(const Unit& unit) {
+        Lane* lane = lanes;
+        for (int64_t head = unit.kv_head; head < unit.kv_head + unit.heads; head++) {
+            int64_t index = unit.first / s.group, in_group = unit.first % s.group;
+            for (int64_t i = 0; i < unit.each; i++, lane++) {
+                int64_t row = unit.members ? unit.members[index] : unit.row;
+                lane->token = s.query_starts[row] + (unit.members ? 0 : index);
+                lane->head = head * s.group + in_group;
+                lane->position = s.seq_lens[row] - (s.query_starts[row + 1] - lane->token);
+                if (++in_group == s.group) in_group = 0, index++;
+            }
+        }
+    }
+
     void begin(const Unit& unit) {
         int64_t count = unit.count();
+        list_lanes(unit);
         num_groups = (count + QUERIES - 1) / QUERIES;
         for (int index = 0; index < num_groups; index++) {
             Group& group = groups[index];
             group.count = std::min<int64_t>(QUERIES, count - index * QUERIES);
             for (int i = 0; i < QUERIES; i++)
-                group.positions[i] = i < group.count ? unit.position_of(s, index * QUERIES + i) : -1;
+                group.positions[i] = i < group.count ? lanes[index * QUERIES + i].position : -1;
             group.highest = std::min<int64_t>(unit.to, group.positions[group.count - 1] + 1);
             group.lowest = std::max(unit.from, s.window ? group.positions[0] - s.window + 1 : 0);
             group.base = _mm512_set1_ps(-INFINITY);
@@ -80,13 +102,11 @@ struct AmxUnit {
         return cache.key(block, kv_head, position % s.block_size);
     }
 
-    const bf16* query(const Unit& unit, int64_t i) const {
-        return queries + unit.token_of(s, i) * s.query_stride + unit.head_of(s, i) * s.head_dim;
+    const bf16* query(int64_t i) const {
+        return queries + lanes[i].token * s.query_stride + lanes[i].head * s.head_dim;
     }
 
-    bf16* target(const Unit& unit, int64_t i) const {
-        return out + (unit.token_of(s, i) * s.heads + unit.head_of(s, i)) * s.head_dim;
-    }
+    bf16* target(int64_t i) const { return out + (lanes[i].token * s.heads + lanes[i].head) * s.head_dim; }
 
     // Where the sums of a unit begin: at nothing, or at what another unit has left.
     void clear(const Unit& unit) {

@@ -73,7 +73,7 @@ struct Int8Attention : AmxUnit<int8_t> {
             for (auto& half : rows)
                 for (auto& row : half) memset(row, 0, chunks * CHUNK);
             for (int64_t i = first; i < end; i++, lane++)
-                scales[unit.heads > 1 ? 0 : part][lane] = split_query(query(unit, i), rows[0][lane], rows[1][lane]);
+                scales[unit.heads > 1 ? 0 : part][lane] = split_query(query(i), rows[0][lane], rows[1][lane]);
             for (int half = 0; half < 2; half++)
                 for (int64_t chunk = 0; chunk < chunks; chunk++) {
                     vf words[LANES];
@@ -361,7 +361,7 @@ struct Int8Attention : AmxUnit<int8_t> {
         for (int64_t i = 0; i < unit.count(); i++) {
             float totals[LANES];
             _mm512_storeu_ps(totals, group_of(unit, i).total);
-            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target(unit, i));
+            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target(i));
         }
     }
 

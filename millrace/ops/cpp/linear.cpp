@@ -236,4 +236,14 @@ int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* id
 void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide) {
     linear(*layer, x, stride, out, rows, wide);
 }
+
+// Both halves of a gated MLP (see linear.h); 0 where they must be computed one by one.
+int millrace_gated_mlp(const LinearDesc* gate_up, const LinearDesc* down, int activation, const void* x, int64_t stride,
+                       void* out, int64_t rows) {
+    std::vector<char> memory(laid_out_bytes(*down, rows) + 64);
+    char* laid_out = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
+    if (!gated_linear(*gate_up, activation, x, stride, rows, *down, laid_out)) return 0;
+    linear_laid_out(*down, laid_out, out, rows);
+    return 1;
+}
 }

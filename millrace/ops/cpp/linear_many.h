@@ -10,7 +10,7 @@
 namespace linear_layer {
 
 // Up to so many rows are few: the kernels of linear_amx.cpp are faster.
-constexpr int64_t FEW_ROWS = 128;
+constexpr int64_t FEW_ROWS = 64;
 
 // Sixteen rows of x from `row` on by pairs of inputs, [k / 2][16]; rows that are not there are zeros.
 inline void by_pairs(const bf16* x, int64_t stride, int64_t row, int64_t rows, int64_t k, uint32_t* out) {

@@ -1,0 +1,105 @@
+"""Products of a prompt's many rows, and gated MLPs in one go: bit for bit what few rows and single ops give."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from helpers.stored_blocks import random_blocks
+
+from millrace.ops.activation import NATIVE_NUMBERS, Activation
+from millrace.ops.activation import VERSIONS as GATED
+from millrace.ops.linear import NativeLinear, NativeParts
+from millrace.ops.native import native, native_missing
+from millrace.ops.stored_linear import StoredLinear, StoredPart, StoredWeight, pack_stored
+
+pytestmark = pytest.mark.skipif(bool(native_missing(torch.device("cpu"))), reason="no native kernels here")
+
+MANY = 65
+"""As few rows as take the kernels made for many."""
+
+
+def plain(outputs: int, inputs: int, with_bias: bool = False) -> NativeLinear:
+    torch.manual_seed(outputs + inputs)
+    bias = torch.randn(outputs).bfloat16() if with_bias else None
+    return NativeLinear((torch.randn(outputs, inputs) * 0.1).bfloat16(), bias)
+
+
+def stored(kinds: list[str], sizes: list[int], inputs: int, with_bias: bool = False) -> StoredLinear:
+    parts = tuple(
+        StoredPart(kind, n, pack_stored(kind, random_blocks(kind, n, inputs, n), n, inputs))
+        for kind, n in zip(kinds, sizes, strict=True)
+    )
+    bias = torch.randn(sum(sizes)).bfloat16() if with_bias else None
+    return StoredLinear(StoredWeight(parts, inputs, torch.bfloat16), bias)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("rows", [MANY, 160, 161, 1100])
+def test_many_rows_are_what_they_are_one_by_one(rows: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        layers: list[NativeParts] = [
+            plain(40, 50, with_bias=True),
+            plain(97, 576),
+            stored(["Q4_1"], [49], 64, with_bias=True),
+            stored(["Q4_K", "Q6_K", "Q6_K"], [33, 64, 1], 256, with_bias=True),
+            stored(["Q8_0"], [70], 2048),
+        ]
+        for layer in layers:
+            x = torch.randn(rows, layer.in_features).bfloat16()
+            some = torch.cat([layer(x[i : i + 30]) for i in range(0, rows, 30)])
+            assert torch.equal(layer(x), some), layer.in_features
+            wide = torch.cat([layer.wide(x[i : i + 30]) for i in range(0, rows, 30)])
+            assert torch.equal(layer.wide(x), wide), layer.in_features
+    finally:
+        torch.set_num_threads(before)
+        native()
+
+
+def gated_mlp(gate_up: NativeParts, down: NativeParts, kind: Activation, x: torch.Tensor) -> torch.Tensor | None:
+    out = torch.empty(x.shape[0], down.out_features, dtype=x.dtype)
+    at = (ctypes.addressof(gate_up.native), ctypes.addressof(down.native), NATIVE_NUMBERS[kind])
+    done = native().slow.gated_mlp(*at, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0])
+    return out if done else None
+
+
+def one_by_one(gate_up: NativeParts, down: NativeParts, kind: Activation, x: torch.Tensor) -> torch.Tensor:
+    gated = next(version for version in GATED if version.name == "native").make(kind)
+    return down(gated(gate_up(x)))
+
+
+@pytest.mark.parametrize("kind", sorted(NATIVE_NUMBERS))
+@pytest.mark.parametrize("rows", [MANY, 192, 333])
+def test_a_gated_mlp_in_one_go_is_what_its_parts_give(rows: int, kind: Activation) -> None:
+    if not native().quick.has_amx():
+        pytest.skip("this machine has no matrix unit")
+    pairs: list[tuple[NativeParts, NativeParts]] = [
+        (plain(192, 96, with_bias=True), plain(50, 96, with_bias=True)),
+        (plain(64, 40), plain(40, 32)),
+        (stored(["Q4_1", "Q4_1"], [96, 96], 64, with_bias=True), stored(["Q6_K"], [64], 256)),
+        (stored(["Q4_1", "Q4_1"], [96, 96], 64, with_bias=True), stored(["Q8_0"], [33], 96, with_bias=True)),
+        (stored(["Q5_0"], [512], 64), stored(["Q4_K", "Q6_K"], [48, 16], 256)),
+    ]
+    for gate_up, down in pairs:
+        x = torch.randn(rows, gate_up.in_features).bfloat16()
+        found = gated_mlp(gate_up, down, kind, x)
+        if gate_up.out_features != 2 * down.in_features:
+            assert found is None
+            continue
+        assert found is not None
+        assert torch.equal(found, one_by_one(gate_up, down, kind, x)), (gate_up.out_features, down.in_features)
+
+
+def test_what_cannot_be_done_in_one_go_is_left_alone() -> None:
+    x = torch.randn(200, 64).bfloat16()
+    few = (stored(["Q4_1"], [192], 64), stored(["Q4_1"], [64], 96))
+    assert gated_mlp(*few, "silu", x[:3]) is None
+    for gate_up, down in (
+        (stored(["Q4_1", "Q4_0"], [96, 96], 64), stored(["Q4_1"], [64], 96)),  # two formats
+        (stored(["Q4_1"], [192], 64), plain(64, 96)),  # two kinds
+        (plain(80, 64), plain(64, 40)),  # not whole tiles
+    ):
+        assert gated_mlp(gate_up, down, "silu", x) is None
