@@ -25,7 +25,7 @@ from millrace.ops.unsummed import Unsummed
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 LOOKS = 1 << 22
-"""A program of the down product looks so often for the end of those it needs: about a tenth of a second."""
+"""A program of the down product looks so often for the end of those it needs: some seconds."""
 SHARE_AHEAD = 1 << 18
 """Bytes of weights that one program asks for while tokens are routed."""
 
