@@ -10,7 +10,6 @@ and programs without work return at once. Two ways, by the number of slots (toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -25,8 +24,8 @@ from millrace.ops.triton.moe_config import Gpu, MoeConfig, MoeShape, Tile, confi
 from millrace.ops.unsummed import Unsummed
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-LOOKS = 1 << 17
-"""A program of the down product looks so often for the end of those it needs: about a tenth of a second."""
+LOOKS = 1 << 22
+"""A program of the down product looks so often for the end of those it needs: some seconds."""
 SHARE_AHEAD = 1 << 18
 """Bytes of weights that one program asks for while tokens are routed."""
 
@@ -174,12 +173,10 @@ def joint_products(
     activated = torch.empty((groups.slots, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((groups.slots, hidden), dtype=x.dtype, device=x.device)
     tiles = most_tiles(groups.slots, num_experts, up.rows)
-    # The copy engine takes rows of whole 16 bytes.
-    tma = config.tma and all(size * x.element_size() % 16 == 0 for size in (hidden, inner))
-    described = (_described(gate_up, up), _described(down, low)) if tma else (gate_up, down)
     joint_kernels.joint_kernel[(tiles * (triton.cdiv(inner, up.columns) + triton.cdiv(hidden, low.columns)),)](
         x,
-        *described,
+        gate_up,
+        down,
         activated,
         out,
         groups.counts,
@@ -200,22 +197,13 @@ def joint_products(
         DOWN_K=low.depth,
         UP_SWAP=up.swap,
         DOWN_SWAP=low.swap,
-        AHEAD=0 if tma else _bytes_ahead(low, inner, x),
+        AHEAD=_bytes_ahead(low, inner, x),
         TRIES=LOOKS,
-        TMA=tma,
         num_warps=up.warps,
         num_stages=min(up.stages, low.stages),
         **_early(x.device, config.early),
     )
     return out
-
-
-def _described(w: Tensor, tile: Tile) -> Any:
-    """All experts' rows, one below the other, in boxes of a tile's."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    experts, rows, depth = w.shape
-    return TensorDescriptor(w, [experts * rows, depth], [depth, 1], [tile.columns, tile.depth])
 
 
 def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:

@@ -66,8 +66,6 @@ class MoeConfig:
     """Kernels start while the one before still runs."""
     joint: bool = False
     """Both products in one launch, where they have the same rows; they then share `gate_up`'s warps."""
-    tma: bool = False
-    """With `joint`: weights come through the copy engine of Hopper and later."""
     ahead: int = 0
     """Bytes of gate_up that are asked for while tokens are routed, whoever may be chosen."""
 

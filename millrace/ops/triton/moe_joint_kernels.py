@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from millrace.ops.triton.early import wait_for_last
-from millrace.ops.triton.moe_kernels import activate, find_tile, prefetch, tile_product, weight_starts
+from millrace.ops.triton.moe_kernels import find_tile, prefetch, tile_product, weight_starts
 
 
 @triton.jit
@@ -23,60 +23,6 @@ def _wait_until(counter, enough, TRIES: tl.constexpr):
     while (seen < enough) & (tries < TRIES):
         seen = tl.atomic_add(counter, 0, sem="acquire")
         tries += 1
-
-
-@triton.jit
-def _described_product(
-    x,
-    w,
-    row,
-    out,
-    slots,
-    real,
-    first_column,
-    SLOTS_PER_ROW: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    HALVES: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-):
-    """As `tile_product`, for a described matrix whose boxes of [BLOCK_N, BLOCK_K] the copy engine fetches: `row` is the
-    first of the tile's, and with two halves the others are N rows later. Rows past the last column are those of others,
-    and what comes of them is not stored."""
-    ks = tl.arange(0, BLOCK_K)
-    a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
-    if SWAP:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = acc
-    for k in range(0, K, BLOCK_K):
-        b = w.load([row, k])
-        if K % BLOCK_K == 0:
-            a = tl.load(a_rows + k, mask=real[:, None], other=0.0)
-        else:
-            a = tl.load(a_rows + k, mask=real[:, None] & (k + ks < K)[None, :], other=0.0)
-        if SWAP:
-            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-        if HALVES == 2:
-            c = w.load([row + N, k])
-            if SWAP:
-                up = tl.dot(c, tl.trans(a), up, input_precision="ieee")
-            else:
-                up = tl.dot(a, tl.trans(c), up, input_precision="ieee")
-    if HALVES == 2:
-        acc = activate(acc, KIND) * up
-    if SWAP:
-        acc = tl.trans(acc)
-    columns = first_column + tl.arange(0, BLOCK_N)
-    places_out = out + slots.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(places_out, acc.to(out.dtype.element_ty), mask=real[:, None] & (columns < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
@@ -106,14 +52,12 @@ def joint_kernel(
     DOWN_SWAP: tl.constexpr,
     AHEAD: tl.constexpr,
     TRIES: tl.constexpr,
-    TMA: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """activated[slot] = act(gate) · up of x[slot // TOP_K], then out[slot] = activated[slot] · down, a tile a program.
 
     `finished` [EXPERTS] counts each expert's programs of the gated product that have ended, and is zero before.
     AHEAD: bytes of every down weight row that are asked for before the wait.
-    TMA: weights come as descriptors, of all experts' rows one below the other; then AHEAD is 0.
     """
     UP_TILES: tl.constexpr = (INNER + UP_N - 1) // UP_N
     DOWN_TILES: tl.constexpr = (HIDDEN + DOWN_N - 1) // DOWN_N
@@ -135,34 +79,22 @@ def joint_kernel(
     slots = tl.minimum(tl.maximum(slots, 0), num_slots - 1)
     if is_up:
         column = (place % UP_TILES) * UP_N
-        if TMA:
-            _described_product(
-                x, up_weights, expert * (2 * INNER) + column, activated, slots, real, column, TOP_K, INNER, HIDDEN, 2,
-                KIND, BLOCK_M, UP_N, UP_K, UP_SWAP,
-            )  # fmt: skip
-        else:
-            up_starts = weight_starts(up_weights, expert, column, INNER, HIDDEN, UP_N, 2)
-            tile_product(
-                x, up_starts, activated, slots, real, column, TOP_K, INNER, HIDDEN, 2, KIND,
-                BLOCK_M, UP_N, UP_K, UP_SWAP, "",
-            )  # fmt: skip
+        up_starts = weight_starts(up_weights, expert, column, INNER, HIDDEN, UP_N, 2)
+        tile_product(
+            x, up_starts, activated, slots, real, column, TOP_K, INNER, HIDDEN, 2, KIND,
+            BLOCK_M, UP_N, UP_K, UP_SWAP, "",
+        )  # fmt: skip
         # All warps have stored before one of them counts this program; the counter carries their stores along.
         tl.debug_barrier()
         tl.atomic_add(finished + expert, 1, sem="release")
     else:
         column = (place % DOWN_TILES) * DOWN_N
+        down_starts = weight_starts(down_weights, expert, column, HIDDEN, INNER, DOWN_N, 1)
         if AHEAD > 0:
-            prefetch(weight_starts(down_weights, expert, column, HIDDEN, INNER, DOWN_N, 1), AHEAD)
+            prefetch(down_starts, AHEAD)
         _wait_until(finished + expert, (count + BLOCK_M - 1) // BLOCK_M * UP_TILES, TRIES)
         tl.debug_barrier()
-        if TMA:
-            _described_product(
-                activated, down_weights, expert * HIDDEN + column, out, slots, real, column, 1, HIDDEN, INNER, 1,
-                KIND, BLOCK_M, DOWN_N, DOWN_K, DOWN_SWAP,
-            )  # fmt: skip
-        else:
-            down_starts = weight_starts(down_weights, expert, column, HIDDEN, INNER, DOWN_N, 1)
-            tile_product(
-                activated, down_starts, out, slots, real, column, 1, HIDDEN, INNER, 1, KIND,
-                BLOCK_M, DOWN_N, DOWN_K, DOWN_SWAP, "",
-            )  # fmt: skip
+        tile_product(
+            activated, down_starts, out, slots, real, column, 1, HIDDEN, INNER, 1, KIND,
+            BLOCK_M, DOWN_N, DOWN_K, DOWN_SWAP, "",
+        )  # fmt: skip
