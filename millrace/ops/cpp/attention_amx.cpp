@@ -39,31 +39,13 @@ struct AmxAttention : AmxUnit<bf16> {
     Run now[UNIT_HEADS][RUNS];  // those of the tile at hand, by head
 
     static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
+    static int64_t vectors_of(const Step& s) { return 2 * chunks_of(s); }
 
     AmxAttention(const Step& s, const bf16* queries, const bf16* kv, bf16* out, Scratch& scratch)
-        : AmxUnit(s, queries, kv, out, scratch.sums, 2 * chunks_of(s),
+        : AmxUnit(s, queries, kv, out, scratch.sums, vectors_of(s),
                   s.block_size % RUN == 0 && s.head_dim % CHUNK == 0),
           m(scratch),
           chunks(chunks_of(s)) {}
-
-    // `following`, or null, is likely to be this thread's next unit.
-    void run(const Unit& unit, const Unit* following) {
-        begin(unit);
-        load_queries(unit);
-        clear(unit);
-        for (int64_t tile = lowest / KEYS * KEYS; tile < highest; tile += KEYS) {
-            find_all(unit, tile);
-            if (num_groups < 3) expect_after(unit, tile, following);  // many queries compute for longer than they read
-            if (unit.heads > 1)
-                several_heads(unit, tile);
-            else
-                several_groups(unit, tile);
-        }
-        if (unit.members)
-            leave(unit);
-        else
-            finish(unit);
-    }
 
     // --- which queries, and where their keys are ---
 
@@ -332,17 +314,7 @@ struct AmxAttention : AmxUnit<bf16> {
 }  // namespace
 
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
-    if (!use_amx()) return false;
-    int64_t state_size = (1 + 2 * AmxAttention::chunks_of(s)) * LANES;
-    auto run = [&](const Unit& unit, const Unit* following) {
-        static thread_local Scratch scratch;
-        const TileConfig config;
-        configure_tiles(config);
-        AmxAttention(s, queries, kv, out, scratch).run(unit, following);
-        _tile_release();
-    };
-    run_levels(s, num_rows, amx_units(s, num_rows), MAX_GROUPS, state_size, parallel, run);
-    return true;
+    return attend_units<AmxAttention, Scratch>(s, queries, kv, out, num_rows, parallel);
 }
 
 #else

@@ -248,4 +248,40 @@ inline std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
     return units;
 }
 
+// One unit, tile after tile; `following`, or null, is likely to be this thread's next one.
+template <typename A>
+void attend_unit(A& a, const Unit& unit, const Unit* following) {
+    a.begin(unit);
+    a.load_queries(unit);
+    a.clear(unit);
+    for (int64_t tile = a.lowest / KEYS * KEYS; tile < a.highest; tile += KEYS) {
+        a.find_all(unit, tile);
+        if (a.num_groups < 3) a.expect_after(unit, tile, following);  // many queries compute for longer than they read
+        if (unit.heads > 1)
+            a.several_heads(unit, tile);
+        else
+            a.several_groups(unit, tile);
+    }
+    if (unit.members)
+        a.leave(unit);
+    else
+        a.finish(unit);
+}
+
+// All units of a step by attention A, which works in memory S; false where there is no matrix unit.
+template <typename A, typename S, typename C>
+bool attend_units(const Step& s, const bf16* queries, const C* kv, bf16* out, int64_t num_rows, bool parallel) {
+    if (!use_amx()) return false;
+    auto run = [&](const Unit& unit, const Unit* following) {
+        static thread_local S scratch;
+        const TileConfig config;
+        configure_tiles(config);
+        A attention(s, queries, kv, out, scratch);
+        attend_unit(attention, unit, following);
+        _tile_release();
+    };
+    run_levels(s, num_rows, amx_units(s, num_rows), MAX_GROUPS, (1 + A::vectors_of(s)) * LANES, parallel, run);
+    return true;
+}
+
 #endif

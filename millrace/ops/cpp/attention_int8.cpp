@@ -36,30 +36,13 @@ struct Int8Attention : AmxUnit<int8_t> {
     const int8_t* runs[UNIT_HEADS][RUNS];  // keys of the tile at hand; null where none is seen
 
     static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
+    static int64_t vectors_of(const Step& s) { return 4 * chunks_of(s); }
 
     Int8Attention(const Step& s, const bf16* queries, const int8_t* kv, bf16* out, Scratch& scratch)
-        : AmxUnit(s, queries, kv, out, scratch.sums, 4 * chunks_of(s),
+        : AmxUnit(s, queries, kv, out, scratch.sums, vectors_of(s),
                   s.block_size % RUN == 0 && s.head_dim % CHUNK == 0),
           m(scratch),
           chunks(chunks_of(s)) {}
-
-    void run(const Unit& unit, const Unit* following) {
-        begin(unit);
-        load_queries(unit);
-        clear(unit);
-        for (int64_t tile = lowest / KEYS * KEYS; tile < highest; tile += KEYS) {
-            for (int head = 0; head < unit.heads; head++) find(unit, head, tile);
-            expect_after(unit, tile, following);
-            if (unit.heads > 1)
-                several_heads(unit, tile);
-            else
-                several_groups(unit, tile);
-        }
-        if (unit.members)
-            leave(unit);
-        else
-            finish(unit);
-    }
 
     // --- queries ---
 
@@ -108,6 +91,10 @@ struct Int8Attention : AmxUnit<int8_t> {
     bool is_seen(int64_t position) const { return position >= lowest && position < highest; }
 
     // The keys of a tile where they are read in place, and the scales.
+    void find_all(const Unit& unit, int64_t tile) {
+        for (int head = 0; head < unit.heads; head++) find(unit, head, tile);
+    }
+
     void find(const Unit& unit, int head, int64_t tile) {
         for (int run = 0; run < RUNS; run++) {
             int64_t start = tile + run * RUN;
@@ -387,17 +374,7 @@ struct Int8Attention : AmxUnit<int8_t> {
 }  // namespace
 
 bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out, int64_t num_rows, bool parallel) {
-    if (!use_amx()) return false;
-    int64_t state_size = (1 + 4 * Int8Attention::chunks_of(s)) * LANES;
-    auto run = [&](const Unit& unit, const Unit* following) {
-        static thread_local Scratch scratch;
-        const TileConfig config;
-        configure_tiles(config);
-        Int8Attention(s, queries, kv, out, scratch).run(unit, following);
-        _tile_release();
-    };
-    run_levels(s, num_rows, amx_units(s, num_rows), MAX_GROUPS, state_size, parallel, run);
-    return true;
+    return attend_units<Int8Attention, Scratch>(s, queries, kv, out, num_rows, parallel);
 }
 
 #else
