@@ -20,6 +20,7 @@ Between = Literal["pause", "keep", "stop"]
 IDLE_WATCH_S = 2.0
 _SETTLE_S = 1.0
 _PROBE_WITHIN_S = 60.0
+_ENDS_WITHIN_S, _LOOK_S = 2.0, 0.02
 _MB_PER_MIB = 1.048576
 
 
@@ -101,6 +102,17 @@ class Contestant:
             raise BenchError(f"{self.name} has ended:\n{self._server.tail()}")
         if self._pid and not os.path.isdir(f"/proc/{self._pid}"):
             raise BenchError(f"{self.name} has ended: there is no process {self._pid}.")
+
+    async def reason_of(self, error: BaseException) -> BaseException:
+        """What lies behind an error: a process that closes its connections ends some moments later."""
+        until = time.monotonic() + _ENDS_WITHIN_S
+        while time.monotonic() < until:
+            try:
+                self.check_alive()
+            except BenchError as ended:
+                return ended
+            await asyncio.sleep(_LOOK_S)
+        return error
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.pid) if self.pid else 0.0

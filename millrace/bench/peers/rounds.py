@@ -96,7 +96,7 @@ class Comparison:
                 self._warn_of_busy(watch, number, contestant.name)
                 await contestant.end_turn()
             except (BenchError, TimeoutError) as error:
-                await self._drop(contestant, error)
+                await self._drop(contestant, await contestant.reason_of(error))
         self._costs = {**self._costs, **costs}
 
     async def _turn(
