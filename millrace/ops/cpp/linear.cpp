@@ -157,10 +157,10 @@ std::vector<Layer> parts_of(const LinearDesc& desc, bool wide = false) {
 
 }  // namespace
 
-void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide) {
+void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide, bool decode) {
     std::vector<Layer> parts = parts_of(desc, wide);
 #if HAS_AMX
-    if (desc.dtype != F32 && use_amx()) return amx_linear(parts, (const bf16*)x, stride, (bf16*)out, rows);
+    if (desc.dtype != F32 && use_amx()) return amx_linear(parts, (const bf16*)x, stride, (bf16*)out, rows, decode);
 #endif
     for (const Layer& part : parts) {
         if (desc.dtype == F32)
@@ -233,8 +233,9 @@ int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* id
     return take_rows(*layer, out, ids, count);
 }
 
-void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide) {
-    linear(*layer, x, stride, out, rows, wide);
+void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide,
+                     int decode) {
+    linear(*layer, x, stride, out, rows, wide, decode);
 }
 
 // Both halves of a gated MLP (see linear.h); 0 where they must be computed one by one.

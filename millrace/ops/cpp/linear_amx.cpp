@@ -1,5 +1,9 @@
 // Linear layers on the AMX matrix unit: few rows here, many as linear_many.h says.
+#include "linear_decode.h"
 #include "linear_many.h"
+#include "quantised_exact.h"
+
+#include <optional>
 
 #if HAS_AMX
 
@@ -270,10 +274,13 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
 
 }  // namespace
 
-void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
+void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode) {
     const Layer& any = parts[0];
+    decode = decode && rows <= DECODE_ROWS;
+    auto is_exact = [&](const Layer& part) { return decode && quantised::has_exact(part.format); };
     bool has_plain = false, has_quantised = false;
-    for (const Layer& part : parts) (part.is_quantised() ? has_quantised : has_plain) = true;
+    for (const Layer& part : parts)
+        if (!is_exact(part)) (part.is_quantised() ? has_quantised : has_plain) = true;
     if (rows > FEW_ROWS) {
         void *plain_rows = nullptr, *turned_rows = nullptr;
         int64_t bytes = tiles_bytes(rows, any.padded_k);
@@ -281,6 +288,8 @@ void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, 
         if (has_quantised) lay_out(x, stride, rows, any, true, turned_rows = scratch<TURNED_ROWS>(bytes));
         return many_rows(parts, plain_rows, turned_rows, out, rows);
     }
+    std::optional<DecodeInputs> exact;
+    if (decode) exact.emplace(parts, x, stride, rows);
     const uint32_t* turned = has_quantised ? turn(x, stride, rows, any.k) : nullptr;
     std::vector<bf16> padded;
     if (has_plain && any.padded_k != any.k) {
@@ -291,7 +300,9 @@ void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, 
     std::vector<Range> ranges = ranges_of(parts, rows);
     pool::for_each(ranges.size(), any.out_stride * any.padded_k >= MIN_PARALLEL, [&](int64_t i) {
         const Range& r = ranges[i];
-        if (r.part->is_quantised())
+        if (is_exact(*r.part))
+            decode_panels(*r.part, *exact, out, r.first, r.last);
+        else if (r.part->is_quantised())
             quantised_panels(*r.part, turned, out, rows, r.first, r.last);
         else
             amx_panels(*r.part, x, stride, out, rows, r.first, r.last);
