@@ -108,7 +108,8 @@ void sum_single(const bf16* x, int64_t tiles, float* out) {
 constexpr int LEAD = 2, LAG = 2, RING = 4;
 constexpr int64_t PREFETCH_FIRST = 16 << 10;
 
-void prefetch(const char* from, int64_t bytes) {
+// Inlined, since a call of a function that does nothing but this is left out by some compilers.
+inline __attribute__((always_inline)) void prefetch(const char* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
 }
 
@@ -121,6 +122,7 @@ void configure(int64_t columns) {
 
 template <int TURN>
 inline void multiply(const bf16* weights, const uint32_t* x, int64_t bytes, float* sums) {
+    before_tile_loads();
     if constexpr (TURN == 0) {
         _tile_zero(0);
         _tile_loadd(4, x, bytes);
@@ -134,6 +136,7 @@ inline void multiply(const bf16* weights, const uint32_t* x, int64_t bytes, floa
         _tile_dpbf16ps(1, 7, 5);
         _tile_stored(1, sums, bytes);
     }
+    after_tile_stores();
 }
 
 // Scales of outputs for the 16 items from 16 * v on of sums [16 outputs][COLUMNS], of which each group has its part.
@@ -186,28 +189,26 @@ inline __attribute__((always_inline)) void add_scaled(__m512 (&total)[COLUMNS], 
     }
 }
 
-// `total` [16 outputs][COLUMNS] of one panel as outputs of `rows` rows, and zero again.
-template <int F, int COLUMNS>
-inline __attribute__((always_inline)) void finish_panel(const Layer& layer, __m512 (&total)[COLUMNS], bf16* out,
-                                                        int64_t row, int rows, int64_t panel) {
-    constexpr int groups = format_of(F).groups;
-    if constexpr (COLUMNS == 1) {
-        finish(layer, out, row, panel, (vf)total[0]);
-        total[0] = _mm512_setzero_ps();
-        return;
-    }
-    alignas(64) float by_output[16 * COLUMNS + 16], by_column[16][16];
-#pragma GCC unroll 16
-    for (int v = 0; v < COLUMNS; v++) {
-        _mm512_store_ps(by_output + 16 * v, total[v]);
-        total[v] = _mm512_setzero_ps();
-    }
-    transpose16((const uint32_t*)by_output, COLUMNS, (uint32_t*)by_column, 16);
+// The sums [16 outputs][columns] of one panel as outputs of `rows` rows.
+__attribute__((noinline)) void finish_columns(const Layer& layer, const float* sums, int64_t columns, int64_t groups,
+                                              bf16* out, int64_t row, int rows, int64_t panel) {
+    alignas(64) float by_column[16][16];
+    transpose16((const uint32_t*)sums, columns, (uint32_t*)by_column, 16);
     for (int r = 0; r < rows; r++) {
         vf sum = load(by_column[r]);
-        if (groups == 2) sum += load(by_column[COLUMNS / 2 + r]);
+        if (groups == 2) sum += load(by_column[columns / 2 + r]);
         finish(layer, out, row + r, panel, sum);
     }
+}
+
+template <int F, int COLUMNS>
+inline __attribute__((always_inline)) void finish_panel(const Layer& layer, const __m512 (&total)[COLUMNS], bf16* out,
+                                                        int64_t row, int rows, int64_t panel) {
+    if constexpr (COLUMNS == 1) return finish(layer, out, row, panel, (vf)total[0]);
+    alignas(64) float sums[16 * COLUMNS + 16];  // whole vectors are read
+#pragma GCC unroll 16
+    for (int v = 0; v < COLUMNS; v++) _mm512_store_ps(sums + 16 * v, total[v]);
+    finish_columns(layer, sums, COLUMNS, format_of(F).groups, out, row, rows, panel);
 }
 
 // A tile's place among all those of a range of panels.
@@ -246,6 +247,7 @@ void walk(const Work& w) {
     const char* later = ahead.at.integers + bytes;
     alignas(64) float sums[RING][16 * COLUMNS];
     __m512 total[COLUMNS];
+#pragma GCC unroll 16
     for (int v = 0; v < COLUMNS; v++) total[v] = _mm512_setzero_ps();
 
     auto unpack = [&](int64_t i) __attribute__((always_inline)) {
@@ -265,7 +267,10 @@ void walk(const Work& w) {
         if (i < 0 || i >= count) return;
         add_scaled<F>(total, behind.at, behind.tile, sums[i % RING], w.x_sums + behind.tile * COLUMNS);
         int64_t panel = behind.panel;
-        if (behind.next(tiles, bytes)) finish_panel<F>(w.layer, total, w.out, w.row, w.rows, panel);
+        if (!behind.next(tiles, bytes)) return;
+        finish_panel<F>(w.layer, total, w.out, w.row, w.rows, panel);
+#pragma GCC unroll 16
+        for (int v = 0; v < COLUMNS; v++) total[v] = _mm512_setzero_ps();
     };
 
     if (!w.unpacked) prefetch(ahead.at.integers, std::min(bytes, PREFETCH_FIRST));
