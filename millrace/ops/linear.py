@@ -109,6 +109,8 @@ class NativeParts:
         """What the kernels read; valid as long as this object lives."""
         self._native_at = ctypes.addressof(self.native)
         self.num_bytes = sum(packed.nbytes for packed in self._held) + (0 if bias is None else bias.nbytes)
+        self.most_decode_rows = int(library.quick.most_decode_rows(self._native_at))
+        """Up to so many rows `decode` has results of its own."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiply(x, self.dtype, False)
@@ -118,8 +120,8 @@ class NativeParts:
         faster and with less rounding, so with results that are not those of a call."""
         return self._multiply(x, self.dtype, True)
 
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._multiply(x, torch.float32, False)
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
+        return self._multiply(x, torch.float32, decode)
 
     def _multiply(self, x: Tensor, dtype: torch.dtype, decode: bool) -> Tensor:
         if x.stride(1) != 1:

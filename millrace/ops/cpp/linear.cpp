@@ -8,8 +8,10 @@
 #include "linear.h"
 
 #include "amx.h"
+#include "linear_decode.h"
 #include "linear_layer.h"
 #include "linear_many.h"
+#include "quantised_exact.h"
 
 namespace {
 
@@ -172,6 +174,13 @@ void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, in
 
 #if HAS_AMX
 
+int64_t most_decode_rows(const LinearDesc& desc) {
+    if (desc.dtype == F32 || !use_amx()) return 0;
+    for (int64_t i = 0; i < desc.num_parts; i++)
+        if (quantised::has_exact(desc.parts[i].format)) return DECODE_ROWS;
+    return 0;
+}
+
 int64_t laid_out_bytes(const LinearDesc& next, int64_t rows) {
     return tiles_bytes(rows, padded_inputs(next.parts[0].format, next.k));
 }
@@ -192,6 +201,8 @@ void linear_laid_out(const LinearDesc& layer, const void* laid_out, void* out, i
 }
 
 #else
+
+int64_t most_decode_rows(const LinearDesc&) { return 0; }
 
 int64_t laid_out_bytes(const LinearDesc&, int64_t) { return 0; }
 
@@ -232,6 +243,8 @@ void millrace_pack(int format, const void* weight, void* packed, int64_t n, int6
 int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* ids, int64_t count) {
     return take_rows(*layer, out, ids, count);
 }
+
+int64_t millrace_most_decode_rows(const LinearDesc* layer) { return most_decode_rows(*layer); }
 
 void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide,
                      int decode) {

@@ -46,6 +46,9 @@ struct LinearDesc {
 void linear(const LinearDesc& layer, const void* x, int64_t stride, void* out, int64_t rows, bool wide = false,
             bool decode = false);
 
+// Up to how many decoding rows of a step `decode` makes a difference for this layer; 0 where it makes none.
+int64_t most_decode_rows(const LinearDesc& layer);
+
 // A gated MLP for many rows, in two halves. act(gate) * up of a layer whose first half of outputs are gates, laid out for
 // the layer that comes `next`, into `laid_out`, which has room for `laid_out_bytes`; false, with nothing done, where these
 // layers or so few rows are better multiplied one by one.

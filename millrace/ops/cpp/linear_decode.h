@@ -14,7 +14,7 @@
 namespace linear_layer {
 
 // From so many rows on applying scales to sums costs more than applying them to weights.
-constexpr int64_t DECODE_ROWS = 64;
+constexpr int64_t DECODE_ROWS = 16;
 
 // How the columns of a product are made of the rows of x: each whole, or split by the group of the inputs, which are the
 // first and the second half of a tile, or come by turns.
