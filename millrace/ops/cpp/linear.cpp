@@ -11,7 +11,6 @@
 #include "linear_decode.h"
 #include "linear_layer.h"
 #include "linear_many.h"
-#include "quantised_exact.h"
 
 namespace {
 
@@ -177,7 +176,7 @@ void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, in
 int64_t most_decode_rows(const LinearDesc& desc) {
     if (desc.dtype == F32 || !use_amx()) return 0;
     for (int64_t i = 0; i < desc.num_parts; i++)
-        if (quantised::has_exact(desc.parts[i].format)) return DECODE_ROWS;
+        if (desc.parts[i].format > FORMAT_BF16) return DECODE_ROWS;
     return 0;
 }
 

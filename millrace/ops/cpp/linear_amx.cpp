@@ -1,7 +1,6 @@
 // Linear layers on the AMX matrix unit: few rows here, many as linear_many.h says.
 #include "linear_decode.h"
 #include "linear_many.h"
-#include "quantised_exact.h"
 
 #include <optional>
 
@@ -277,7 +276,7 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
 void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode) {
     const Layer& any = parts[0];
     decode = decode && rows <= DECODE_ROWS;
-    auto is_exact = [&](const Layer& part) { return decode && quantised::has_exact(part.format); };
+    auto is_exact = [&](const Layer& part) { return decode && part.is_quantised(); };
     bool has_plain = false, has_quantised = false;
     for (const Layer& part : parts)
         if (!is_exact(part)) (part.is_quantised() ? has_quantised : has_plain) = true;

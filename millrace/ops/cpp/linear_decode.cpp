@@ -11,8 +11,6 @@ namespace {
 using quantised::ScaleVectors;
 using quantised::format_of;
 
-constexpr int64_t MOST_COLUMNS = 16;
-
 constexpr Order order_of(int format) {
     return format_of(format).groups == 1 ? WHOLE : format_of(format).bits == 6 ? TURNS : HALVES;
 }
@@ -22,7 +20,7 @@ constexpr int64_t groups_of(Order order) { return order == WHOLE ? 1 : 2; }
 // A power of two.
 int64_t columns_for(Order order, int64_t rows) {
     int64_t columns = groups_of(order);
-    while (columns < rows * groups_of(order) && columns < MOST_COLUMNS) columns *= 2;
+    while (columns < rows * groups_of(order)) columns *= 2;
     return columns;
 }
 
@@ -73,8 +71,7 @@ void write_columns(const Turned& turned, Order order, int64_t columns, uint32_t*
     }
 }
 
-// Up to sixteen columns.
-void lay_out_block(const bf16* x, int64_t stride, int rows, int64_t tiles, Order order, uint32_t* out, float* out_sums) {
+void lay_out_rows(const bf16* x, int64_t stride, int rows, int64_t tiles, Order order, uint32_t* out, float* out_sums) {
     int64_t columns = columns_for(order, rows), half = columns / groups_of(order);
     __mmask16 there = (1 << half) - 1;
     alignas(64) Turned turned;
@@ -113,27 +110,36 @@ inline __attribute__((always_inline)) void prefetch(const char* from, int64_t by
     for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
 }
 
-// Tiles 0-1 hold sums, 4-5 columns of x, 6-7 weights.
+// Tiles 0-1 hold sums, 4-5 columns of x, the others weights.
 void configure(int64_t columns) {
     TileConfig config;
     for (int tile : {0, 1, 4, 5}) config.bytes_per_row[tile] = 4 * columns;
     configure_tiles(config);
 }
 
-template <int TURN>
-inline void multiply(const bf16* weights, const uint32_t* x, int64_t bytes, float* sums) {
+// The sums of one tile of x with TILES tiles of weights. Every other product uses registers of its own.
+template <int TURN, int TILES>
+inline __attribute__((always_inline)) void multiply(const bf16* weights, const uint32_t* x, int64_t bytes, float* sums) {
     before_tile_loads();
     if constexpr (TURN == 0) {
         _tile_zero(0);
         _tile_loadd(4, x, bytes);
         _tile_loadd(6, weights, 64);
         _tile_dpbf16ps(0, 6, 4);
+        if (TILES == 2) {
+            _tile_loadd(2, weights + quantised::TILE_ITEMS, 64);
+            _tile_dpbf16ps(0, 2, 4);
+        }
         _tile_stored(0, sums, bytes);
     } else {
         _tile_zero(1);
         _tile_loadd(5, x, bytes);
         _tile_loadd(7, weights, 64);
         _tile_dpbf16ps(1, 7, 5);
+        if (TILES == 2) {
+            _tile_loadd(3, weights + quantised::TILE_ITEMS, 64);
+            _tile_dpbf16ps(1, 3, 5);
+        }
         _tile_stored(1, sums, bytes);
     }
     after_tile_stores();
@@ -191,24 +197,24 @@ inline __attribute__((always_inline)) void add_scaled(__m512 (&total)[COLUMNS], 
 
 // The sums [16 outputs][columns] of one panel as outputs of `rows` rows.
 __attribute__((noinline)) void finish_columns(const Layer& layer, const float* sums, int64_t columns, int64_t groups,
-                                              bf16* out, int64_t row, int rows, int64_t panel) {
+                                              bf16* out, int rows, int64_t panel) {
     alignas(64) float by_column[16][16];
     transpose16((const uint32_t*)sums, columns, (uint32_t*)by_column, 16);
     for (int r = 0; r < rows; r++) {
         vf sum = load(by_column[r]);
         if (groups == 2) sum += load(by_column[columns / 2 + r]);
-        finish(layer, out, row + r, panel, sum);
+        finish(layer, out, r, panel, sum);
     }
 }
 
 template <int F, int COLUMNS>
 inline __attribute__((always_inline)) void finish_panel(const Layer& layer, const __m512 (&total)[COLUMNS], bf16* out,
-                                                        int64_t row, int rows, int64_t panel) {
-    if constexpr (COLUMNS == 1) return finish(layer, out, row, panel, (vf)total[0]);
+                                                        int rows, int64_t panel) {
+    if constexpr (COLUMNS == 1) return finish(layer, out, 0, panel, (vf)total[0]);
     alignas(64) float sums[16 * COLUMNS + 16];  // whole vectors are read
 #pragma GCC unroll 16
     for (int v = 0; v < COLUMNS; v++) _mm512_store_ps(sums + 16 * v, total[v]);
-    finish_columns(layer, sums, COLUMNS, format_of(F).groups, out, row, rows, panel);
+    finish_columns(layer, sums, COLUMNS, format_of(F).groups, out, rows, panel);
 }
 
 // A tile's place among all those of a range of panels.
@@ -226,41 +232,40 @@ struct Place {
     }
 };
 
-// A block of columns against a range of panels.
+// All columns against a range of panels.
 struct Work {
     const Layer& layer;
     const uint32_t* x;
     const float* x_sums;
     bf16* out;
-    int64_t row, first, last;
+    int64_t first, last;
     int rows;
-    bf16* memory;   // of unpacked tiles
-    int64_t mask;   // of their number in it
-    bool unpacked;  // all of them are there
 };
 
 template <int F, int COLUMNS>
 void walk(const Work& w) {
+    constexpr int exact_tiles = quantised::exact_tiles(F);
     int64_t tiles = w.layer.k / TILE_K, bytes = quantised::panel_bytes(F, w.layer.k), step = bytes / tiles;
     int64_t count = (w.last - w.first) * tiles, x_tile = 0;
     Place ahead{quantised::panel_at(F, w.layer.packed, w.layer.k, w.first), w.first}, behind = ahead;
     const char* later = ahead.at.integers + bytes;
+    alignas(64) bf16 weights[RING][exact_tiles * quantised::TILE_ITEMS];
     alignas(64) float sums[RING][16 * COLUMNS];
     __m512 total[COLUMNS];
 #pragma GCC unroll 16
     for (int v = 0; v < COLUMNS; v++) total[v] = _mm512_setzero_ps();
 
     auto unpack = [&](int64_t i) __attribute__((always_inline)) {
-        if (w.unpacked || i >= count) return;
+        if (i >= count) return;
         prefetch(later, step);
         later += step;
-        quantised::exact_tile<F>(ahead.at, ahead.tile, w.memory + (i & w.mask) * quantised::TILE_ITEMS);
+        quantised::exact_tile<F>(ahead.at, ahead.tile, weights[i % RING]);
         ahead.next(tiles, bytes);
     };
     auto product = [&](auto turn, int64_t i) __attribute__((always_inline)) {
         if (i >= count) return;
-        const bf16* weights = w.memory + (i & w.mask) * quantised::TILE_ITEMS;
-        multiply<turn.value>(weights, w.x + x_tile * 16 * COLUMNS, 4 * COLUMNS, sums[i % RING]);
+        const uint32_t* x = w.x + x_tile * 16 * COLUMNS;
+        multiply<turn.value, exact_tiles>(weights[i % RING], x, 4 * COLUMNS, sums[i % RING]);
         if (++x_tile == tiles) x_tile = 0;
     };
     auto add = [&](int64_t i) __attribute__((always_inline)) {
@@ -268,12 +273,12 @@ void walk(const Work& w) {
         add_scaled<F>(total, behind.at, behind.tile, sums[i % RING], w.x_sums + behind.tile * COLUMNS);
         int64_t panel = behind.panel;
         if (!behind.next(tiles, bytes)) return;
-        finish_panel<F>(w.layer, total, w.out, w.row, w.rows, panel);
+        finish_panel<F>(w.layer, total, w.out, w.rows, panel);
 #pragma GCC unroll 16
         for (int v = 0; v < COLUMNS; v++) total[v] = _mm512_setzero_ps();
     };
 
-    if (!w.unpacked) prefetch(ahead.at.integers, std::min(bytes, PREFETCH_FIRST));
+    prefetch(ahead.at.integers, std::min(bytes, PREFETCH_FIRST));
     for (int64_t i = 0; i < LEAD; i++) unpack(i);
     for (int64_t i = 0; i < count + LAG; i += 2) {
         unpack(i + LEAD);
@@ -291,21 +296,17 @@ using Walk = void (*)(const Work&);
 
 template <int F>
 constexpr Walk walk_of(int64_t columns) {
-    if constexpr (quantised::has_exact(F)) {
-        if (columns == 16) return walk<F, 16>;
-        if (columns == 8) return walk<F, 8>;
-        if (columns == 4) return walk<F, 4>;
-        if (columns == 2) return walk<F, 2>;
-        if constexpr (format_of(F).groups == 1) return walk<F, 1>;
-    }
-    return nullptr;
+    if (columns == 8) return walk<F, 8>;
+    if (columns == 4) return walk<F, 4>;
+    if (columns == 2) return walk<F, 2>;
+    if constexpr (format_of(F).groups == 1) return walk<F, 1>;
+    if constexpr (format_of(F).groups == 2) return walk<F, 16>;
 }
 
 template <int... I>
 Walk walk_of(int format, int64_t columns, std::integer_sequence<int, I...>) {
-    Walk found = nullptr;
-    ((format == quantised::FIRST_FORMAT + I ? void(found = walk_of<quantised::FIRST_FORMAT + I>(columns)) : void()), ...);
-    return found;
+    static constexpr Walk (*of_format[])(int64_t) = {walk_of<quantised::FIRST_FORMAT + I>...};
+    return of_format[format - quantised::FIRST_FORMAT](columns);
 }
 
 }  // namespace
@@ -313,43 +314,30 @@ Walk walk_of(int format, int64_t columns, std::integer_sequence<int, I...>) {
 DecodeInputs::DecodeInputs(const std::vector<Layer>& parts, const bf16* x, int64_t stride, int64_t rows)
     : rows_(rows), tiles_per_row_(parts[0].k / TILE_K) {
     for (const Layer& part : parts)
-        if (quantised::has_exact(part.format) && !sums_[order_of(part.format)]) lay_out(order_of(part.format), x, stride);
+        if (part.is_quantised() && !sums_[order_of(part.format)]) lay_out(order_of(part.format), x, stride);
 }
 
 void DecodeInputs::lay_out(Order order, const bf16* x, int64_t stride) {
     static thread_local std::vector<uint32_t> tiles[ORDERS];
     static thread_local std::vector<float> sums[ORDERS];
-    int64_t per_block = MOST_COLUMNS / groups_of(order), blocks = (rows_ + per_block - 1) / per_block;
-    sums[order].resize(blocks * tiles_per_row_ * 16);
+    int64_t columns = columns_for(order, rows_);
+    sums[order].resize(tiles_per_row_ * columns);
     sums_[order] = sums[order].data();
-    if (rows_ == 1 && order == WHOLE) {
+    if (columns == 1) {
         tiles_[order] = (const uint32_t*)x;
         return sum_single(x, tiles_per_row_, sums[order].data());
     }
-    tiles[order].resize(blocks * tiles_per_row_ * 256);
+    tiles[order].resize(tiles_per_row_ * 16 * columns);
     tiles_[order] = tiles[order].data();
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t row = block * per_block;
-        lay_out_block(x + row * stride, stride, std::min(rows_ - row, per_block), tiles_per_row_, order,
-                      tiles[order].data() + block * tiles_per_row_ * 256,
-                      sums[order].data() + block * tiles_per_row_ * 16);
-    }
+    lay_out_rows(x, stride, rows_, tiles_per_row_, order, tiles[order].data(), sums[order].data());
 }
 
 void decode_panels(const Layer& layer, const DecodeInputs& inputs, bf16* out, int64_t first, int64_t last) {
     Order order = order_of(layer.format);
-    int64_t per_block = MOST_COLUMNS / groups_of(order), rows = inputs.rows();
-    bool once = rows <= per_block;
-    alignas(64) bf16 ring[RING * quantised::TILE_ITEMS];
-    int64_t all = (last - first) * (layer.k / TILE_K) * quantised::TILE_ITEMS * sizeof(bf16);
-    bf16* memory = once ? ring : (bf16*)scratch(all);
-    for (int64_t row = 0, block = 0; row < rows; row += per_block, block++) {
-        int64_t some = std::min(rows - row, per_block), columns = columns_for(order, some);
-        configure(columns);
-        walk_of(layer.format, columns, std::make_integer_sequence<int, quantised::NUM_FORMATS>{})(
-            {layer, inputs.tiles(order, block), inputs.sums(order, block), out, row, first, last, (int)some, memory,
-             once ? RING - 1 : -1, block > 0});
-    }
+    int64_t columns = columns_for(order, inputs.rows());
+    configure(columns);
+    Walk walk = walk_of(layer.format, columns, std::make_integer_sequence<int, quantised::NUM_FORMATS>{});
+    walk({layer, inputs.tiles(order), inputs.sums(order), out, first, last, (int)inputs.rows()});
     _tile_release();
 }
 

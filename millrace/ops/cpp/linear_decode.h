@@ -13,22 +13,22 @@
 
 namespace linear_layer {
 
-// From so many rows on applying scales to sums costs more than applying them to weights.
-constexpr int64_t DECODE_ROWS = 16;
+// With more rows, applying scales to sums costs more than applying them to weights.
+constexpr int64_t DECODE_ROWS = 8;
 
 // How the columns of a product are made of the rows of x: each whole, or split by the group of the inputs, which are the
 // first and the second half of a tile, or come by turns.
 enum Order { WHOLE, HALVES, TURNS, ORDERS };
 
-// Rows of x in blocks of 16 columns, as the matrix unit reads them: per block and tile [16 pairs of inputs][columns], and
-// the sums [columns] of what each column has of that tile.
+// Up to DECODE_ROWS rows of x as columns for the matrix unit: per tile [16 pairs of inputs][columns], and the sums
+// [columns] of what each column has of that tile, in each order that some part needs.
 class DecodeInputs {
   public:
     // Valid until this thread makes others.
     DecodeInputs(const std::vector<Layer>& parts, const bf16* x, int64_t stride, int64_t rows);
 
-    const uint32_t* tiles(Order order, int64_t block) const { return tiles_[order] + block * tiles_per_row_ * 256; }
-    const float* sums(Order order, int64_t block) const { return sums_[order] + block * tiles_per_row_ * 16; }
+    const uint32_t* tiles(Order order) const { return tiles_[order]; }
+    const float* sums(Order order) const { return sums_[order]; }
     int64_t rows() const { return rows_; }
 
   private:
@@ -39,7 +39,7 @@ class DecodeInputs {
     const float* sums_[ORDERS] = {};
 };
 
-// The panels from `first` to `last`, of a part whose format has exact integers.
+// The panels from `first` to `last` of a quantised part.
 void decode_panels(const Layer& layer, const DecodeInputs& inputs, bf16* out, int64_t first, int64_t last);
 
 }  // namespace linear_layer
