@@ -256,15 +256,21 @@ struct Range {
     int64_t first, last;
 };
 
+// Panels per range of few rows with quantised weights: enough ranges that threads end together, but none so short that
+// beginning it, when nothing is on its way from memory yet, counts.
+int64_t few_rows_size(int64_t panels, int64_t tiles) {
+    constexpr int64_t LEAST_TILES = 768, MOST_PANELS = 64, RANGES_PER_THREAD = 8;
+    int64_t each = std::clamp<int64_t>(panels * tiles / LEAST_TILES / pool::threads(), 1, RANGES_PER_THREAD);
+    return std::min(round_up((panels + each * pool::threads() - 1) / (each * pool::threads()), 2), MOST_PANELS);
+}
+
 std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
     int64_t all = 0;
     for (const Layer& part : parts) all += part.panels();
     std::vector<Range> ranges;
     for (const Layer& part : parts) {
-        int64_t size = group_size<bf16>(part);
-        // Few rows: enough ranges that threads end together, few enough that claiming them costs little.
-        if (part.is_quantised() && rows <= AT_ONCE)
-            size = std::clamp<int64_t>(round_up(all / (8 * pool::threads()), 2), 2, 32);
+        bool few = part.is_quantised() && rows <= AT_ONCE;
+        int64_t size = few ? few_rows_size(all, part.tiles()) : group_size<bf16>(part);
         for (int64_t first = 0; first < part.panels(); first += size)
             ranges.push_back({&part, first, std::min(first + size, part.panels())});
     }
