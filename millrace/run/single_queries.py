@@ -20,9 +20,9 @@ LEAST_ROWS = 8
 SPARE = 8
 """Entries beyond one for each row: parts of long rows."""
 MOST_PARTS = 8
-LONG_TOKENS, LONG_SHARE = 1024, 1.5
-"""Rows are cut that are longer than so many tokens, and so many times as long as the mean: joining parts costs as much
-as some hundred keys."""
+LONG_TOKENS, LONG_SHARE = 1024, 3.0
+"""Rows are cut that are longer than so many tokens, and so many times as long as the mean. Joining parts costs as much
+as some hundred keys, and rows that differ less than that fill each other's gaps if the longest come first."""
 
 Integers = npt.NDArray[np.integer]
 
@@ -38,30 +38,35 @@ def write_singles(words: Int32s, tokens: Integers, table_rows: Integers, lengths
     entries[count:] = 0
     if not count:
         return
-    order = np.argsort(-lengths, kind="stable")
     listed = entries[:count]
-    listed[:, 0], listed[:, 1], listed[:, 2] = tokens[order], table_rows[order], lengths[order]
+    listed[:, 0], listed[:, 1], listed[:, 2] = tokens, table_rows, lengths
     listed[:, 3], listed[:, 4], listed[:, 5] = 0, 1, 0
+    listed[:] = listed[np.argsort(-listed[:, 2], kind="stable")]
     least = max(LONG_TOKENS, LONG_SHARE * float(lengths.mean()))
     if listed[0, 2] > least:
         _cut(entries, count, least)
 
 
 def _cut(entries: Int32s, count: int, least: float) -> None:
-    """Give the spare entries, one by one, to the row whose parts are the longest, as long as these exceed `least`."""
-    heap = [(-float(length), index, 1) for index, length in enumerate(entries[:SPARE, 2].tolist()) if length > least]
-    heapq.heapify(heap)
-    for _ in range(min(SPARE, len(entries) - count)):
-        longest, index, parts = heap[0]
-        if -longest <= least or parts == MOST_PARTS:
-            break
-        heapq.heapreplace(heap, (-float(entries[index, 2]) / (parts + 1), index, parts + 1))
+    """Use the spare entries for further parts of the longest rows."""
     cell, spare = 0, count
-    for _, index, parts in sorted(heap, key=lambda one: one[1]):
-        if parts == 1:
-            continue
+    for index, parts in _parts_of(entries[:SPARE, 2].tolist(), least):
+        entries[index, 4], entries[index, 5] = parts, cell
         entries[spare : spare + parts - 1] = entries[index]
         entries[spare : spare + parts - 1, 3] = np.arange(1, parts)
-        for part in (slice(index, index + 1), slice(spare, spare + parts - 1)):
-            entries[part, 4], entries[part, 5] = parts, cell
         cell, spare = cell + parts, spare + parts - 1
+    listed = entries[:spare]
+    listed[:] = listed[np.argsort(-listed[:, 2] / listed[:, 4], kind="stable")]
+
+
+def _parts_of(lengths: list[int], least: float) -> list[tuple[int, int]]:
+    """(row, parts) of the rows to cut: one part more at a time for the row whose parts are the longest, as long as
+    these exceed `least`."""
+    heap = [(-float(length), row, 1) for row, length in enumerate(lengths) if length > least]
+    heapq.heapify(heap)
+    for _ in range(SPARE):
+        longest, row, parts = heap[0]
+        if -longest <= least or parts == MOST_PARTS:
+            break
+        heapq.heapreplace(heap, (-lengths[row] / (parts + 1), row, parts + 1))
+    return [(row, parts) for _, row, parts in heap if parts > 1]

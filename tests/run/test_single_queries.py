@@ -38,8 +38,8 @@ def test_every_row_is_there_with_all_its_parts(seed: int) -> None:
             cells += range(mine[0, 5], mine[0, 5] + parts)
     assert len(cells) == len(set(cells))
     assert all(cell < 2 * SPARE for cell in cells)
-    heads = real[: len(lengths), 2]
-    assert (np.diff(heads) <= 0).all()
+    assert (np.diff(real[:, 2] / real[:, 4]) <= 0).all()
+    assert (entries[: len(real), 2] > 0).all()
 
 
 def test_rows_alike_keep_their_order_and_are_not_cut() -> None:
@@ -52,6 +52,7 @@ def test_rows_alike_keep_their_order_and_are_not_cut() -> None:
 def test_one_long_row_takes_all_spare_parts_it_may() -> None:
     entries = listed([100] * 30 + [32_000])
     assert entries[0].tolist()[:6] == [91, 1091, 32_000, 0, MOST_PARTS, 0]
+    assert entries[:MOST_PARTS, 3].tolist() == list(range(MOST_PARTS))
     assert (entries[:, 0] == 91).sum() == MOST_PARTS
 
 

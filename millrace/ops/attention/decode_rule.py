@@ -42,10 +42,9 @@ def decode_tuning(
     swap = False
     if shape.head_dim > 128 or dtype == torch.float32:
         tile, warps, stages = 32, 2, 2
-    elif FEW < streams <= 2 * SMS and not fp8 and shape.head_dim > 64 and shape.group <= 16 and _has_wide_unit(device):
-        # All streams are under way at once, one or two to a multiprocessor: so many tiles as its memory holds.
-        tile, warps, stages = 64, 4, 4 if streams <= SMS else 3
-        swap = True
+    elif FEW < streams <= 4 * SMS and not fp8 and shape.head_dim > 64 and shape.group <= 16 and _has_wide_unit(device):
+        # Two programs to a multiprocessor, each with as many tiles under way as it has room for.
+        tile, warps, stages, swap = 64, 4, 3, True
     else:
         tile, warps, stages = _tile(streams, fp8)
     if shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
@@ -76,7 +75,7 @@ def _tile(streams: int, fp8: bool) -> Tile:
         return 32, 1, 3
     if 3 * SMS // 2 < streams <= 2 * SMS or 3 * SMS < streams <= 4 * SMS:
         return 32, 1, 4
-    return 64, 2, 3
+    return 64, 2, 2 if 4 * SMS < streams <= 8 * SMS else 3
 
 
 @functools.cache
