@@ -73,7 +73,7 @@ class ForwardBatch:
     shared_len: Tensor | None = None
     """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""
     singles: Tensor | None = None
-    """With table_rows: int32 [m, 8], the rows with one query as a list, the longest first; see `run.single_queries`."""
+    """With table_rows: int32 [6, m], the rows with one query as a list, the longest first; see `run.single_queries`."""
     last: LastTokens | None = None
     """The only tokens whose hidden states are wanted; None for all."""
     places: tuple[Tensor, Tensor] | None = None

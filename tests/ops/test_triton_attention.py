@@ -17,7 +17,7 @@ from helpers.triton_mode import device, interpreted
 from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.attention.decode_rule import decode_tuning, takes_list
 from millrace.ops.triton.attention import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
-from millrace.run.single_queries import WORDS, num_words, write_singles
+from millrace.run.single_queries import COLUMNS, num_words, write_singles
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 HALF = torch.float16 if interpreted else torch.bfloat16
@@ -164,7 +164,7 @@ def list_of(batch: Any, rows: list[tuple[int, int]]) -> torch.Tensor:
     singles = [(batch.query_starts_host[row], row, length) for row, (count, length) in enumerate(rows) if count == 1]
     words = np.zeros(num_words(len(rows) + 1), np.int32)
     write_singles(words, *np.array(singles, np.int32).reshape(-1, 3).T)
-    return torch.from_numpy(words.reshape(-1, WORDS)).to(device)
+    return torch.from_numpy(words.reshape(COLUMNS, -1)).to(device)
 
 
 def compare_singles(

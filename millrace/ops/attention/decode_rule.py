@@ -1,7 +1,7 @@
 """How the attention of single queries is cut: tiles, warps and splits by the number of streams of keys.
 
-A stream is the keys and values of one row and KV head. Sizes were measured on an H200, whose multiprocessors SMS counts,
-over rows of 576 tokens and over rows of 100 to 1,500 (docs/performance.md).
+A stream is the keys and values of one row and KV head. Sizes were measured on an H200, whose multiprocessors SMS
+counts, over rows of 576 tokens and over rows of 100 to 1,500 (docs/performance.md).
 """
 
 from __future__ import annotations

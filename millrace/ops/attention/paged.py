@@ -41,7 +41,7 @@ class Tiled(Protocol):
     shared_len: Tensor | None
     """int32 [1] in steps of single queries whose rows all begin with the same blocks: how many tokens those hold."""
     singles: Tensor | None
-    """int32 [n, 8]: the rows with one query, the longest first, as `attention_decode.LISTED_WORDS` says."""
+    """int32 [6, n]: the rows with one query, the longest first, as `attention_decode.LIST_COLUMNS` says."""
 
 
 @dataclass(frozen=True, slots=True)

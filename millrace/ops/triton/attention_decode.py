@@ -1,8 +1,8 @@
 """Paged attention of rows with a single query.
 
 Programs are (KV head, row, split of the row's keys), so that those who run at once read neighbouring parts of the same
-blocks. Rows come as they are, or listed with the longest first, so that none of them is left to the end, and with those
-in several parts that are much longer than the others. What a row is known by was written at the start of the step, so all
+blocks. Rows come as they are, or as a list: the longest first, so that none of them is left to the end, and those in
+several parts that are much longer than the others. What a row is known by was written at the start of the step, so all
 of it is read while the kernel just before still runs.
 """
 
@@ -39,9 +39,9 @@ from millrace.ops.triton.attention_parts import (
 
 SHARED_PARTS = 4
 """Parts a shared prefix is cut into, so that few rows still fill the chip."""
-LISTED_WORDS = 8
-"""Words of an entry of a list of rows: its token, its row of the block tables, its length, which of how many parts, and
-the first cell of those parts; the rest is unused. An entry of length 0 is none."""
+LIST_COLUMNS = 6
+"""Columns of a list of rows: their tokens, their rows of the block tables, their lengths, which of how many parts, and
+the first cell of those parts. An entry of length 0 is none."""
 MOST_SPLITS = 64
 """Splits of one row: what the join of their results has room for."""
 JOINED_ITEMS = 4096
@@ -107,19 +107,20 @@ def _decode_kernel(
     MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
-    where there are more. LISTED: the words in an entry of the list that says which rows there are; 0 for none."""
+    where there are more. LISTED: a list says which rows there are."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
     first_cell = row * splits
-    if LISTED > 0:
-        entry = listed_ptr + row * LISTED
+    if LISTED:
+        entry = listed_ptr + row
+        entries = tl.num_programs(1)
         start = tl.load(entry)
-        table_row = tl.load(entry + 1)
-        last = tl.load(entry + 2)
-        split = tl.load(entry + 3)
-        splits = tl.load(entry + 4)
-        first_cell = tl.load(entry + 5)
+        table_row = tl.load(entry + entries)
+        last = tl.load(entry + 2 * entries)
+        split = tl.load(entry + 3 * entries)
+        splits = tl.load(entry + 4 * entries)
+        first_cell = tl.load(entry + 5 * entries)
     else:
         last = tl.load(seq_lens + row)
         table_row = tl.load(table_rows + row)
@@ -147,7 +148,7 @@ def _decode_kernel(
         active = tl.maximum(active, 1)
     # Whoever has nothing to do need not wait: the first programs do, so that the kernel does not end before the one
     # before it, and split 0 of a row does.
-    if LISTED > 0:
+    if LISTED:
         is_single = split < active
         if (split >= active) & (row > 0):
             return
@@ -308,7 +309,7 @@ def decode(
     """Attention of the rows that have exactly one query; other rows are left alone. `all_single` says there are none
     of those. With `shared`, whose part has been computed, a row's keys begin where the shared ones end.
 
-    `listed` int32 [n, LISTED_WORDS] are those rows, each in at most `tuning.splits` parts."""
+    `listed` int32 [LIST_COLUMNS, n] are those rows, each in at most `tuning.splits` parts."""
     num_rows = rows.seq_lens.shape[0]
     if shared is not None and (tuning.splits > 1 or window or listed is not None):
         raise ValueError("a shared prefix goes with neither splits nor a window nor a list")
@@ -316,20 +317,21 @@ def decode(
         raise ValueError(f"{tuning.splits} splits are more than {MOST_SPLITS}")
     if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
         raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
-    grid = (num_rows, tuning.splits) if listed is None else (listed.shape[0], 1)
+    grid = (num_rows, tuning.splits) if listed is None else (listed.shape[1], 1)
     _decode_kernel[(shape.num_kv_heads, *grid)](
         queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
         listed, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
         None if shared is None else shared.lse,
-        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits, 1 if listed is not None else tuning.min_tiles,
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
+        tuning.min_tiles if listed is None else 1,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
         GJ=triton.next_power_of_2(shape.group), D=shape.head_dim,
         DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
         TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
-        SWAP=tuning.swap, LISTED=0 if listed is None else LISTED_WORDS,
+        SWAP=tuning.swap, LISTED=listed is not None,
         ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
         SHARED_PARTS=0 if shared is None else SHARED_PARTS,
         num_warps=tuning.warps, **early_start(queries.device),
