@@ -36,7 +36,7 @@ test: lint fetch ## Check style, types, architecture, and run the tests with the
 	@echo "All checks passed. Next: make serve"
 
 test-gpu: setup-dev ## Run the tests that need a GPU: kernels, whole models, graphs, determinism
-	@$(BIN)/python -m pytest -m gpu $(TESTS)
+	@$(BIN)/python -m pytest -m gpu -n auto --maxprocesses 12 --dist loadfile $(TESTS)
 	@echo "The GPU agrees. Next: millrace bench gpu"
 
 test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold them to transformers

@@ -13,6 +13,7 @@ from millrace.config import from_dict
 from millrace.engine.process import serve_engine
 from millrace.link.channel import ZmqEngineChannel
 from millrace.observe.logs import setup_logging
+from millrace.time_slice import ask_for_usual_slices
 
 ORPHAN_GRACE_S = 10.0
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
@@ -25,6 +26,7 @@ HUNG = 75
 
 
 def main() -> None:
+    ask_for_usual_slices()  # whatever the front that starts us has
     directory, num_fronts = sys.argv[1], int(sys.argv[2])
     config = from_dict(json.loads(sys.stdin.buffer.readline()))
     setup_logging(config.observe.log_level, process="engine")

@@ -39,6 +39,7 @@ from millrace.plan.step import StepPlan
 from millrace.run.device import Device, Pending
 from millrace.run.request_table import RowParams
 from millrace.run.runner import AnyRunner, StepResult
+from millrace.time_slice import ask_for_short_slices
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Engine:
         """Until a `Stop` arrives."""
         watchdog = Watchdog(self._oldest_launched, on_hang=self.on_hang)
         watchdog.start()
+        ask_for_short_slices()
         try:
             self._loop()
         finally:

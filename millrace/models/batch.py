@@ -30,6 +30,7 @@ class LastTokens:
     has_singles: bool = True
     long_rows: tuple[LongRow, ...] = ()
     shared_len: Tensor | None = None
+    singles: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class ForwardBatch:
     """With table_rows: rows without tiles that go through the library's attention."""
     shared_len: Tensor | None = None
     """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""
+    singles: Tensor | None = None
+    """With table_rows: int32 [6, m], the rows with one query as a list, the longest first; see `run.single_queries`."""
     last: LastTokens | None = None
     """The only tokens whose hidden states are wanted; None for all."""
     places: tuple[Tensor, Tensor] | None = None

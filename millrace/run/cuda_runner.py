@@ -35,6 +35,7 @@ from millrace.run.packet_ring import RING, PacketRing
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
+from millrace.run.single_queries import COLUMNS, num_words
 from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section
 from millrace.run.token_tables import token_tables
 
@@ -106,7 +107,8 @@ class CudaRunner:
         )
         self._max_rows = max_rows
         most_tokens = max(token_budget, max_rows)
-        words = 4 * max_rows + 8 * (max_rows + 32) + 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
+        words = 4 * max_rows + 8 * (max_rows + 32) + num_words(max_rows + 1)
+        words += 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
         self._packet = self._ring.on_device
         self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=place)
@@ -184,6 +186,8 @@ class CudaRunner:
         batch.has_singles = bucket.has_singles and not self._tile_singles
         batch.long_rows = long_rows
         batch.shared_len = part(layout.shared_len) if bucket.shares else None
+        if batch.has_singles and layout.singles.length:
+            batch.singles = part(layout.singles).view(COLUMNS, -1)
         if bucket.last_only:
             batch.last = self._last_tokens(batch, part(layout.last_tokens))
         most = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)

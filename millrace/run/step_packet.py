@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from millrace.plan.step import Bools, Int32s, StepPlan
 from millrace.run.request_table import RequestTable
+from millrace.run.single_queries import LEAST_ROWS, num_words, write_singles
 
 ALIGN = 16
 """Sections start at multiples of this many words, so that kernels see equally aligned addresses in every bucket."""
@@ -81,6 +82,9 @@ class PacketLayout:
         self.token_rows = self._take(0 if bucket.is_decode else bucket.tokens)
         self.tiles = self._take(2 * bucket.tiles)
         self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
+        lists = bucket.has_singles and not bucket.shares and bucket.rows >= LEAST_ROWS
+        self.singles = self._take(num_words(bucket.rows) if lists else 0)
+        """The rows with one query, as `single_queries` lists them."""
         self.updates_start = self._end
         self.single_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
         """Decode: one for each row, from its first query on, where every query is tiled."""
@@ -168,6 +172,8 @@ class PacketWriter:
         last_tokens = query_starts[1:] - 1
         if bucket.last_only:
             _put(packet, layout.last_tokens, last_tokens)
+        if layout.singles.length:
+            _write_singles(layout, packet, counts)
         if plan is not None:
             _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
             states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
@@ -221,6 +227,18 @@ def _aligned(length: int) -> int:
 
 def _put(packet: Int32s, section: Section, values: Integers) -> None:
     packet[section.start : section.start + len(values)] = values
+
+
+def _write_singles(layout: PacketLayout, packet: Int32s, counts: Int32s) -> None:
+    """Those of padding included: in a step of single queries all that is left, else it may be one token."""
+    if layout.bucket.is_decode:
+        single: slice | Integers = slice(None)
+    else:
+        single = np.flatnonzero(np.append(counts, layout.bucket.tokens - int(counts.sum())) == 1)
+        single = single[single < layout.bucket.rows]
+    columns = (layout.query_starts, layout.table_rows, layout.seq_lens)
+    tokens, table_rows, lengths = (section.of(packet)[: layout.bucket.rows][single] for section in columns)
+    write_singles(layout.singles.of(packet), tokens, table_rows, lengths)
 
 
 def _write_samples(

@@ -29,6 +29,7 @@ from millrace.serve.state import FrontState
 from millrace.sources.resolve import ModelFiles
 from millrace.text.chat_template import load_chat_template
 from millrace.text.tokenizer import load_tokenizer
+from millrace.time_slice import ask_for_short_slices
 
 KEEP_ALIVE_S = 75.0
 """How long a connection may be idle, or take to send a request's head."""
@@ -255,6 +256,7 @@ def run_front(
 
     def listening(host: str, port: int) -> None:
         calm_collector()
+        ask_for_short_slices()
         if on_listening is not None:
             on_listening(host, port)
 

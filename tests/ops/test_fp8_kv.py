@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.paged import make_attention_case
@@ -16,8 +17,16 @@ from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.kv_cache import SCALE_BYTES, fp8_parts, read_kv, write_kv
 from millrace.ops.qkv import TorchPrepareQkv
 from millrace.ops.quantised import FP8_MAX
-from millrace.ops.triton.attention import PagedRows, contiguous_kv
+from millrace.ops.triton.attention import (
+    DecodeTuning,
+    HeadShape,
+    PagedRows,
+    SplitWorkspace,
+    contiguous_kv,
+    decode,
+)
 from millrace.ops.triton.qkv import PrepareQkvKernel
+from millrace.run.single_queries import COLUMNS, num_words, write_singles
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 STEP = 2.0**-4
@@ -143,6 +152,25 @@ def test_a_shared_prefix_in_eight_bits(shared: int) -> None:
     batch.shared_len = torch.tensor([shared], dtype=torch.int32, device=device)
     paged = PagedAttention(4, 2, 16, 0.3)
     found = paged(queries, narrow, paged.prepare(batch, 16, None))
+    torch.testing.assert_close(found.float(), expected.float(), atol=SAME[HALF], rtol=SAME[HALF])
+
+
+def test_listed_rows_in_eight_bits() -> None:
+    """Rows with one query from a list, the longest of them in parts."""
+    lengths, sizes = [20, 1200, 70], {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
+    queries, kv, batch = make_attention_case([(1, length) for length in lengths], device=device, **sizes)
+    narrow, reference, rows = in_fp8(kv), ReferenceAttention(4, 2, 16, 0.3), np.arange(3)
+    expected = reference(queries, narrow, reference.prepare(batch, 16, None))
+    words = np.zeros(num_words(3), np.int32)
+    write_singles(words, rows, rows, np.array(lengths, np.int32))
+    listed = torch.from_numpy(words.reshape(COLUMNS, -1)).to(device)
+    table_rows = torch.arange(3, dtype=torch.int32, device=device)
+    paged, shape = (
+        PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables),
+        HeadShape(4, 2, 16, 0.3),
+    )
+    found, workspace = torch.full_like(expected, float("nan")), SplitWorkspace(64, shape, queries.device)
+    decode(queries, narrow, found, paged, shape, workspace, DecodeTuning(splits=8), listed=listed)
     torch.testing.assert_close(found.float(), expected.float(), atol=SAME[HALF], rtol=SAME[HALF])
 
 

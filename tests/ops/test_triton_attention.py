@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.paged import make_attention_case, make_batch
@@ -13,6 +15,9 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention.decode_rule import decode_tuning, takes_list
+from millrace.ops.triton.attention import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
+from millrace.run.single_queries import COLUMNS, num_words, write_singles
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 HALF = torch.float16 if interpreted else torch.bfloat16
@@ -148,3 +153,86 @@ def test_shared_prefix(shared: int, group: int) -> None:
     tolerance = TOLERANCE[HALF]
     torch.testing.assert_close(found[:3].float(), expected.float(), atol=tolerance, rtol=tolerance)
     assert found[3].isfinite().all()
+
+
+SWAPPED = DecodeTuning(tile=64, splits=8, warps=4, stages=3, swap=True)
+PLAIN = DecodeTuning(tile=32, splits=8, warps=1, stages=4)
+
+
+def list_of(batch: Any, rows: list[tuple[int, int]]) -> torch.Tensor:
+    """The rows with single queries, with room for one more row, as a step's packet brings them."""
+    singles = [(batch.query_starts_host[row], row, length) for row, (count, length) in enumerate(rows) if count == 1]
+    words = np.zeros(num_words(len(rows) + 1), np.int32)
+    write_singles(words, *np.array(singles, np.int32).reshape(-1, 3).T)
+    return torch.from_numpy(words.reshape(COLUMNS, -1)).to(device)
+
+
+def compare_singles(
+    rows: list[tuple[int, int]], tuning: DecodeTuning, window: int = 0, lists: bool = True, **changes: Any
+) -> None:
+    """Decode attention of the rows with single queries, listed or not; the others' results are left alone."""
+    sizes = {**SIZES, **changes}
+    softcap = sizes.pop("softcap", None)
+    queries, kv, batch = make_attention_case(rows, device=device, **sizes)
+    arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], 0.3, softcap)
+    expected = attend(ReferenceAttention(*arguments), (queries, kv, batch), window or None)
+    shape, table_rows = HeadShape(*arguments), torch.arange(len(rows), dtype=torch.int32, device=device)
+    paged = PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables)
+    workspace = SplitWorkspace(256, shape, torch.device(device))
+    single = [start for start, (count, _) in zip(batch.query_starts_host, rows, strict=False) if count == 1]
+    others = [token for token in range(len(queries)) if token not in single]
+    entries = list_of(batch, rows) if lists else None
+    for _ in range(2):  # counters are left at zero
+        out = torch.full_like(expected, float("nan"))
+        decode(queries, kv, out, paged, shape, workspace, tuning, window, listed=entries)
+        tolerance = TOLERANCE[sizes["dtype"]]
+        torch.testing.assert_close(out[single].float(), expected[single].float(), atol=tolerance, rtol=tolerance)
+        assert out[others].isnan().all()
+
+
+UNEVEN = [(1, 9), (1, 2500), (3, 40), (1, 64), (1, 1), (64, 100), (1, 129)]
+
+
+@pytest.mark.parametrize("tuning", [SWAPPED, PLAIN])
+@pytest.mark.parametrize("window", [0, 30, 1100])
+def test_listed_rows_are_cut_and_joined(tuning: DecodeTuning, window: int) -> None:
+    compare_singles(UNEVEN, tuning, window, head_dim=32)
+
+
+def test_a_list_without_rows() -> None:
+    compare_singles([(3, 40), (2, 2)], SWAPPED)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_swapped_tiles_of_heads_and_groups(head_dim: int, group: int) -> None:
+    compare_singles([(1, 70), (1, 3)], SWAPPED, head_dim=head_dim, heads=group, kv_heads=1)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_swapped_tiles_with_equal_splits_and_a_cap(splits: int) -> None:
+    tuning = replace(SWAPPED, splits=splits)
+    compare_singles([(1, 90), (1, 1), (1, 200)], tuning, lists=False, softcap=5.0, head_dim=64)
+
+
+def test_which_sizes_take_swapped_tiles_and_lists() -> None:
+    """Up to four streams to a multiprocessor, in sixteen bits, but for so few that all of them are split."""
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    shape = HeadShape(16, 8, 128, 0.1)
+    swapped = [rows for rows in range(1, 80) if decode_tuning(shape, rows, half, cpu, False, True).swap]
+    assert swapped == list(range(13, 67))
+    assert not decode_tuning(shape, 32, half, cpu, True, True).swap
+    assert not decode_tuning(shape, 32, torch.float32, cpu, False, True).swap
+    assert not takes_list(64, False)
+    assert takes_list(256, False)
+    assert not takes_list(256, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "kv_heads"), [(14, 8), (32, 8), (32, 4), (64, 8), (200, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_listed_rows_of_real_sizes(rows: int, kv_heads: int, dtype: torch.dtype) -> None:
+    lengths = [(1, 1 + (137 * row) % 1501) for row in range(rows - 1)] + [(1, 9000)]
+    real = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128, "dtype": dtype}
+    tuning = decode_tuning(HeadShape(32, kv_heads, 128, 0.3), rows, dtype, torch.device("cuda"), False, True)
+    compare_singles(lengths, tuning, **real)

@@ -21,10 +21,11 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
-from millrace.ops.attention import PagedAttention, paged
+from millrace.ops.attention import PagedAttention, decode_rule
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
+from millrace.run import single_queries, step_packet
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
 from millrace.run.request_table import RowParams
@@ -114,7 +115,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:  # the interpreter runs one program after the other, those without work too
-        monkeypatch.setattr(paged, "PROGRAMS_WANTED", 16)
+        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
@@ -125,9 +126,23 @@ def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPa
     assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)
 
 
+def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many rows: single queries come from a list, the longest first and cut, beside tiles of others or not."""
+    monkeypatch.setattr(decode_rule, "FEW", 0)
+    monkeypatch.setattr(step_packet, "LEAST_ROWS", 1)
+    monkeypatch.setattr(single_queries, "LONG_TOKENS", 8)
+    monkeypatch.setattr(single_queries, "LONG_SHARE", 1.0)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
+    expected, _ = drive(plain, requests(7, 6, [GREEDY]))
+    with quick_interpreter() if interpreted else nullcontext():
+        assert drive(fast, requests(7, 6, [GREEDY]))[0] == expected
+
+
 @pytest.mark.skipif(not interpreted, reason="where there is no GPU, capturing is what fails")
 def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "PROGRAMS_WANTED", 16)
+    monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
     asked = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)

@@ -62,7 +62,7 @@ class Pair:
         self.ours.admit(plan)
 
     def expect(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-        drawn = self.reference.draw(logits.float(), np.array(rows, np.int32), np.array(positions, np.int32))
+        drawn = self.reference.draw(logits.to(torch.float32, copy=True), np.array(rows, np.int32), np.array(positions, np.int32))
         return drawn.tokens.tolist()
 
     def draw(self, logits: torch.Tensor, rows: list[int], positions: list[int], variant: str = "") -> list[int]:
@@ -147,7 +147,7 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype, c
     for step in range(2 if interpreted else 30):
         logits = torch.from_numpy(rng.normal(size=(count, vocab)) * spread).to(dtype)
         positions = [12 + 3 * step] * count
-        adjusted = logits.float()
+        adjusted = logits.to(torch.float32, copy=True)
         pair.reference._constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
         expected, drawn = pair.expect(logits, rows, positions), pair.draw(logits, rows, positions)
         for at, spec in enumerate(specs):

@@ -25,7 +25,7 @@ from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.ops import registry
-from millrace.ops.attention import PagedAttention, paged
+from millrace.ops.attention import PagedAttention, decode_rule
 from millrace.ops.kv_cache import SCALE_BYTES
 from millrace.ops.version import Choice
 from millrace.params import SamplingParams
@@ -103,7 +103,7 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(
 ) -> None:
     """Through the GPU's runner, its kernels interpreted where there is no GPU."""
     if interpreted:
-        monkeypatch.setattr(paged, "PROGRAMS_WANTED", 16)
+        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
     decoder = decoder_of("llama", place)
     spec = decoder.spec
     attention = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)

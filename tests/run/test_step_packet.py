@@ -10,6 +10,7 @@ from millrace.plan.step import Admission, StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import CpuDevice
 from millrace.run.request_table import RequestTable, RowParams
+from millrace.run.single_queries import COLUMNS
 from millrace.run.step_packet import ALIGN, ON_DEVICE, SHARED_UNIT, Bucket, PacketWriter
 
 MAX_ROWS, BLOCK, PER_TILE, VOCAB = 24, 16, 8, 1000
@@ -69,6 +70,14 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
     ]
     if bucket.tiles:
         assert layout.tiles.of(packet).reshape(-1, 2).tolist() == tiles + [[-1, -1]] * (bucket.tiles - len(tiles))
+    if layout.singles.length:
+        columns = layout.singles.of(packet).reshape(COLUMNS, -1)
+        single = [row for row, length in enumerate(lengths) if length == 1]
+        listed = columns[:, columns[2] > 0]
+        seq_lens = layout.seq_lens.of(packet)
+        assert sorted(listed[0].tolist()) == layout.query_starts.of(packet)[single].tolist()
+        assert sorted(listed[1].tolist()) == sorted(layout.table_rows.of(packet)[single].tolist())
+        assert listed[2].tolist() == sorted(seq_lens[single].tolist(), reverse=True)
     due, last = plan.samples, np.arange(num_rows) if bucket.last_only else np.cumsum(plan.counts) - 1
     if bucket.last_only:
         assert layout.last_tokens.of(packet).tolist() == (np.cumsum(lengths) - 1).tolist()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from millrace.ops.attention.decode_rule import decode_tuning, takes_list
 from millrace.ops.attention.long_rows import LongRow, attend_long_row
 from millrace.ops.attention.rows import Rows
 from millrace.ops.kv_cache import holds_fp8
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 SPLIT_CELLS = 2048
 """Splits of all rows and KV heads together that the workspace has room for."""
-PROGRAMS_WANTED = 320
-"""Programs that a large GPU needs to be filled, where each has a few tiles of keys alone."""
-VERY_FEW, FEW, SOME, SMS = 32, 96, 200, 132
-"""Numbers of (row, KV head) between which other sizes of tiles and splits were measured to be best; and the
-multiprocessors of the GPU that they were measured on."""
 SHARED_ROWS = 1024
 """Rows that the workspace of shared prefixes has room for from the start: it must not move under captured steps."""
 
@@ -44,6 +40,8 @@ class Tiled(Protocol):
     """Rows that have no tiles and are long enough for the library's attention; only in steps that are not captured."""
     shared_len: Tensor | None
     """int32 [1] in steps of single queries whose rows all begin with the same blocks: how many tokens those hold."""
+    singles: Tensor | None
+    """int32 [6, n]: the rows with one query, the longest first, as `attention_decode.LIST_COLUMNS` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,7 @@ class PreparedRows:
     window: int
     long_rows: tuple[LongRow, ...] = ()
     shared_len: Tensor | None = None
+    singles: Tensor | None = None
 
 
 class PagedAttention:
@@ -80,9 +79,9 @@ class PagedAttention:
     def prepare(self, rows: Rows, block_size: int, window: int | None) -> PreparedRows:
         from millrace.ops.triton.attention import PagedRows
 
-        shared_len = None
+        shared_len = singles = None
         if isinstance(rows, Tiled) and rows.table_rows is not None:
-            shared_len = rows.shared_len
+            shared_len, singles = rows.shared_len, rows.singles
             table_rows, tiles, has_singles, long_rows = rows.table_rows, rows.tiles, rows.has_singles, rows.long_rows
         else:
             long_rows, device = (), rows.seq_lens.device
@@ -93,7 +92,7 @@ class PagedAttention:
             has_singles = any(end - start == 1 for start, end in zip(starts, starts[1:], strict=False))
             has_singles = has_singles and not self.everything_tiled
         paged = PagedRows(rows.query_starts, rows.seq_lens, table_rows, rows.block_tables)
-        return PreparedRows(paged, tiles, has_singles, window or 0, long_rows, shared_len)
+        return PreparedRows(paged, tiles, has_singles, window or 0, long_rows, shared_len, singles)
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows) -> Tensor:
         from millrace.ops.triton import attention as kernels
@@ -111,19 +110,26 @@ class PagedAttention:
         if prepared.shared_len is not None:
             self._attend_shared(queries, kv, out, prepared, prepared.shared_len)
         elif prepared.has_singles:
-            decoding = self._decode_tuning(prepared.rows.seq_lens.shape[0], queries.dtype, holds_fp8(kv))
-            kernels.decode(
-                queries,
-                kv,
-                out,
-                prepared.rows,
-                shape,
-                self._split_workspace(kv.device),
-                decoding,
-                prepared.window,
-                all_single=prepared.tiles is None and not prepared.long_rows,
-            )
+            self._attend_singles(queries, kv, out, prepared)
         return out
+
+    def _attend_singles(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows) -> None:
+        from millrace.ops.triton import attention as kernels
+
+        shape, num_rows = self._shape, prepared.rows.seq_lens.shape[0]
+        listed = prepared.singles if takes_list(num_rows * shape.num_kv_heads, holds_fp8(kv)) else None
+        kernels.decode(
+            queries,
+            kv,
+            out,
+            prepared.rows,
+            shape,
+            self._split_workspace(kv.device),
+            self._decode_tuning(num_rows, queries, kv, listed is not None),
+            prepared.window,
+            all_single=prepared.tiles is None and not prepared.long_rows,
+            listed=listed,
+        )
 
     def _attend_shared(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, length: Tensor) -> None:
         """The keys that all rows share once for many rows, then each row's own."""
@@ -134,7 +140,7 @@ class PagedAttention:
             most = max(rows.seq_lens.shape[0], SHARED_ROWS)
             self._shared = kernels.SharedPrefix(most, shape, kv.device, length)
         kernels.shared_prefix(queries, kv, rows, shape, self._shared)
-        tuning = replace(self._decode_tuning(rows.seq_lens.shape[0], queries.dtype, holds_fp8(kv)), splits=1)
+        tuning = replace(self._decode_tuning(rows.seq_lens.shape[0], queries, kv), splits=1)
         workspace = self._split_workspace(kv.device)
         kernels.decode(queries, kv, out, rows, shape, workspace, tuning, all_single=True, shared=self._shared)
 
@@ -145,18 +151,8 @@ class PagedAttention:
             self._workspace = SplitWorkspace(SPLIT_CELLS, self._shape, device)
         return self._workspace
 
-    def _decode_tuning(self, num_rows: int, dtype: torch.dtype, fp8: bool) -> DecodeTuning:
-        from millrace.ops.triton.attention import DecodeTuning
-
-        streams = num_rows * self._shape.num_kv_heads
-        splits, least_keys = _splits(streams, fp8)
-        if self._shape.head_dim > 128 or dtype == torch.float32:
-            tile, warps, stages = 32, 2, 2
-        else:
-            tile, warps, stages = _decode_tile(streams, fp8)
-        if self._shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
-            warps = 4 if self._shape.group <= 32 else 8
-        return DecodeTuning(tile, splits, least_keys // tile, warps, stages)
+    def _decode_tuning(self, num_rows: int, queries: Tensor, kv: Tensor, listed: bool = False) -> DecodeTuning:
+        return decode_tuning(self._shape, num_rows, queries.dtype, queries.device, holds_fp8(kv), listed)
 
     def _prefill_tuning(self, dtype: torch.dtype, fp8: bool = False) -> PrefillTuning:
         """`block_m` is the same for every dtype: the host cuts rows into tiles without asking for it."""
@@ -171,32 +167,6 @@ class PagedAttention:
         if fp8 and not large:  # widening is the larger part of the work: fewer, larger pieces
             return PrefillTuning(block_m=least, tile=128, warps=8, stages=2)
         return PrefillTuning(block_m=least, tile=64, warps=8, stages=2 if large else 3)
-
-
-def _splits(streams: int, fp8: bool) -> tuple[int, int]:
-    """(most splits of a row, keys below which none is made) where rows times KV heads make so many streams of keys.
-
-    A join of splits costs as much as some hundred keys. Few streams are split so that the chip is filled at all, many
-    only so that long rows do not keep it waiting at the end."""
-    if streams <= VERY_FEW:
-        return max(1, min(16, PROGRAMS_WANTED * 3 // 5 // max(streams, 1))), 64
-    if streams <= FEW:
-        return max(1, PROGRAMS_WANTED // streams), 96
-    if streams <= 3 * SMS:
-        return (4, 384) if fp8 else (2 if streams <= SOME else 4, 640)
-    return 2 if streams <= 4 * SMS else 1, 2048
-
-
-def _decode_tile(streams: int, fp8: bool) -> tuple[int, int, int]:
-    """(keys in a tile, warps, stages), as measured. Three programs with tiles of 64 fit a multiprocessor, and four with
-    tiles of 32: what fills it better is better."""
-    if fp8:
-        return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
-    if VERY_FEW < streams <= FEW:
-        return 32, 1, 3
-    if SOME < streams <= 2 * SMS or 3 * SMS < streams <= 4 * SMS:
-        return 32, 1, 4
-    return 64, 2, 3 if streams <= 3 * SMS else 2
 
 
 def tiles_of(query_starts: list[int], queries_per_tile: int, every_row: bool = False) -> list[tuple[int, int]]:

@@ -1,7 +1,9 @@
 """Paged attention of rows with a single query.
 
-Programs are (row, KV head, split of the row's keys). What a row is known by was written at the start of the step, so
-all of it is read while the kernel just before still runs.
+Programs are (KV head, row, split of the row's keys), so that those who run at once read neighbouring parts of the same
+blocks. Rows come as they are, or as a list: the longest first, so that none of them is left to the end, and those in
+several parts that are much longer than the others. What a row is known by was written at the start of the step, so all
+of it is read while the kernel just before still runs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from millrace.ops.triton.attention_parts import (
     HeadShape,
     PagedRows,
     _accumulate,
+    _accumulate_swapped,
     _blocks_of,
     _load_keys,
     _load_scales,
@@ -36,6 +39,9 @@ from millrace.ops.triton.attention_parts import (
 
 SHARED_PARTS = 4
 """Parts a shared prefix is cut into, so that few rows still fill the chip."""
+LIST_COLUMNS = 6
+"""Columns of a list of rows: their tokens, their rows of the block tables, their lengths, which of how many parts, and
+the first cell of those parts. An entry of length 0 is none."""
 MOST_SPLITS = 64
 """Splits of one row: what the join of their results has room for."""
 JOINED_ITEMS = 4096
@@ -92,27 +98,39 @@ def _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: t
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
-    query_starts, seq_lens, table_rows, tables, shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
+    listed_ptr, query_starts, seq_lens, table_rows, tables, shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
     softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr, MOST_SPLITS: tl.constexpr,
-    SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, LISTED: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
-    where there are more."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
+    where there are more. LISTED: a list says which rows there are."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
     split = tl.program_id(2)
-    last = tl.load(seq_lens + row)
-    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    if ALL_SINGLE:
-        start = row
-        is_single = True
+    first_cell = row * splits
+    if LISTED:
+        entry = listed_ptr + row
+        entries = tl.num_programs(1)
+        start = tl.load(entry)
+        table_row = tl.load(entry + entries)
+        last = tl.load(entry + 2 * entries)
+        split = tl.load(entry + 3 * entries)
+        splits = tl.load(entry + 4 * entries)
+        first_cell = tl.load(entry + 5 * entries)
     else:
-        start = tl.load(query_starts + row)
-        is_single = tl.load(query_starts + row + 1) - start == 1
+        last = tl.load(seq_lens + row)
+        table_row = tl.load(table_rows + row)
+        if ALL_SINGLE:
+            start = row
+            is_single = True
+        else:
+            start = tl.load(query_starts + row)
+            is_single = tl.load(query_starts + row + 1) - start == 1
+    table = tables + table_row.to(tl.int64) * table_stride
     first = 0
     if WINDOW > 0:
         first = tl.maximum(last - WINDOW, 0)
@@ -128,9 +146,15 @@ def _decode_kernel(
     active = tl.minimum(active, tl.cdiv(tiles, tl.maximum(per_split, 1)))
     if SHARED_PARTS > 0:
         active = tl.maximum(active, 1)
-    # Whoever has nothing to do need not wait: split 0 does, so that the kernel does not end before the one before it.
-    if split >= active:
-        return
+    # Whoever has nothing to do need not wait: the first programs do, so that the kernel does not end before the one
+    # before it, and split 0 of a row does.
+    if LISTED:
+        is_single = split < active
+        if (split >= active) & (row > 0):
+            return
+    else:
+        if split >= active:
+            return
     begin = (first_tile + split * per_split) * TILE
     end = tl.minimum(begin + per_split * TILE, last)
     head_offset = head * HEAD_ITEMS
@@ -148,12 +172,16 @@ def _decode_kernel(
     g = tl.arange(0, GP)
     heads = head * GROUP + g
     out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
-    q_at = start.to(tl.int64) * q_stride + heads[:, None] * D + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=out_mask, other=0.0)
-
+    q_row = q_ptr + start.to(tl.int64) * q_stride
     m = tl.full([GP], float("-inf"), tl.float32)
-    z = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
+    if SWAP:
+        q = tl.load(q_row + heads[None, :] * D + d[:, None], mask=(g < GROUP)[None, :] & (d < D)[:, None], other=0.0)
+        z = tl.zeros([TILE, GP], tl.float32)
+        acc = tl.zeros([DP, GP], tl.float32)
+    else:
+        q = tl.load(q_row + heads[:, None] * D + d[None, :], mask=out_mask, other=0.0)
+        z = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, DP], tl.float32)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
         inside = keys < last
@@ -164,11 +192,17 @@ def _decode_kernel(
         blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
         v = _load_values(v_ptr, where, inside, d, D, DP, True)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
         if WINDOW > 0:
             inside = inside & (keys >= first)
-        s = tl.where(inside[None, :], s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
+        if SWAP:
+            acc, m, z = _accumulate_swapped(acc, m, z, q, k, v, inside, softmax_scale, CAP, DTYPE, PRECISION)
+        else:
+            s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
+            s = tl.where(inside[None, :], s, float("-inf"))
+            acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
+    if SWAP:
+        acc = tl.trans(acc)
+        z = tl.sum(z, 0)
 
     if SHARED_PARTS > 0:
         shared_cell = (row * KV_HEADS + head) * SHARED_PARTS
@@ -189,15 +223,15 @@ def _decode_kernel(
             mask=out_mask,
         )
         return
-    cell = (row * KV_HEADS + head) * splits
+    cell = first_cell * KV_HEADS + head * splits
     part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
     tl.store(partial_ptr + part_at, acc / z[:, None], mask=out_mask)
     tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < GROUP)
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals_ptr + row * KV_HEADS + head, 1, sem="acq_rel")
+    arrived = tl.atomic_add(arrivals_ptr + cell, 1, sem="acq_rel")
     if arrived != active - 1:
         return
-    tl.store(arrivals_ptr + row * KV_HEADS + head, 0)
+    tl.store(arrivals_ptr + cell, 0)
     if PARTS > 0:
         joined = _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, PARTS)
     else:
@@ -219,6 +253,8 @@ class DecodeTuning:
     """Tiles of keys below which a split is not worth its overhead."""
     warps: int = 2
     stages: int = 3
+    swap: bool = False
+    """Keys along the longer side of the matrix unit: with 4 warps and tiles of 64, Hopper's wide instruction."""
 
 
 class SplitWorkspace:
@@ -268,29 +304,35 @@ def decode(
     *,
     all_single: bool = False,
     shared: SharedPrefix | None = None,
+    listed: Tensor | None = None,
 ) -> None:
     """Attention of the rows that have exactly one query; other rows are left alone. `all_single` says there are none
-    of those. With `shared`, whose part has been computed, a row's keys begin where the shared ones end."""
+    of those. With `shared`, whose part has been computed, a row's keys begin where the shared ones end.
+
+    `listed` int32 [LIST_COLUMNS, n] are those rows, each in at most `tuning.splits` parts."""
     num_rows = rows.seq_lens.shape[0]
-    if shared is not None and (tuning.splits > 1 or window):
-        raise ValueError("a shared prefix goes with neither splits nor a window")
+    if shared is not None and (tuning.splits > 1 or window or listed is not None):
+        raise ValueError("a shared prefix goes with neither splits nor a window nor a list")
     if tuning.splits > MOST_SPLITS:
         raise ValueError(f"{tuning.splits} splits are more than {MOST_SPLITS}")
-    if tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
+    if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
         raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
-    _decode_kernel[(num_rows, shape.num_kv_heads, tuning.splits)](
+    grid = (num_rows, tuning.splits) if listed is None else (listed.shape[1], 1)
+    _decode_kernel[(shape.num_kv_heads, *grid)](
         queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
-        rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+        listed, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
         None if shared is None else shared.lse,
-        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits, tuning.min_tiles,
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
+        tuning.min_tiles if listed is None else 1,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
         GJ=triton.next_power_of_2(shape.group), D=shape.head_dim,
         DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
         TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
-        ALL_SINGLE=all_single, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
+        SWAP=tuning.swap, LISTED=listed is not None,
+        ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
         SHARED_PARTS=0 if shared is None else SHARED_PARTS,
         num_warps=tuning.warps, **early_start(queries.device),
     )  # fmt: skip

@@ -19,6 +19,12 @@ def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.cons
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if FP8:
         s = s * k_scales[None, :]
+    return _capped(s, softmax_scale, CAP)
+
+
+@triton.jit
+def _capped(s, softmax_scale, CAP: tl.constexpr):
+    """Products as scores in units of log2."""
     if CAP > 0.0:
         x = s * (softmax_scale / CAP)
         e = tl.exp(-2.0 * tl.abs(x))
@@ -57,6 +63,24 @@ def _accumulate(
             v = _widen(v)
     v = v.to(DTYPE)
     acc = tl.dot(p.to(DTYPE), v, acc, input_precision=PRECISION)
+    return acc, m_new, z
+
+
+@triton.jit
+def _accumulate_swapped(
+    acc, m, z, q, k, v, inside, softmax_scale, CAP: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One step with keys, not queries, along the longer side of the matrix unit, which then takes them from where they
+    were loaded to: q [D, GP], acc [D, GP], m [GP]; and z [TILE, GP], to be summed over keys in the end."""
+    s = _capped(tl.dot(k, q, input_precision=PRECISION), softmax_scale, CAP)
+    s = tl.where(inside[:, None], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 0))
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s - safe[None, :])
+    alpha = tl.math.exp2(m - safe)
+    z = z * alpha[None, :] + p
+    acc = acc * alpha[None, :]
+    acc = tl.dot(tl.trans(v), p.to(DTYPE), acc, input_precision=PRECISION)
     return acc, m_new, z
 
 
