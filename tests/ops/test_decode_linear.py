@@ -114,6 +114,11 @@ def test_less_is_rounded_than_for_prompts() -> None:
         assert error(layer.wide(x, decode=True)) < 0.01 * error(layer.wide(x))
 
 
+def test_no_rows_are_no_rows() -> None:
+    layer, _, _ = layer_of(["Q4_K"], [64], 256)
+    assert layer.decode(torch.zeros(0, 256).bfloat16()).shape == (0, 64)
+
+
 def test_many_rows_are_multiplied_as_prompts_are() -> None:
     layer, _, _ = layer_of(["Q4_K", "Q8_0"], [64, 40], 512)
     assert layer.most_decode_rows in (0, MOST_ROWS)

@@ -281,7 +281,7 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
 
 void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode) {
     const Layer& any = parts[0];
-    decode = decode && rows <= DECODE_ROWS;
+    decode = decode && rows > 0 && rows <= DECODE_ROWS;
     auto is_exact = [&](const Layer& part) { return decode && part.is_quantised(); };
     bool has_plain = false, has_quantised = false;
     for (const Layer& part : parts)
