@@ -1,15 +1,14 @@
 // Linear layers for the rows of a prompt, on the AMX matrix unit.
 //
-// A unit of work is two panels of weights against some hundreds of rows. The panels, unpacked if they are quantised, stay
-// in the nearest cache while the rows stream past them from the second. The matrix unit and the vector units work at the
-// same time: between the tile products of one block of 32 rows, the results of the block before are finished (bias,
-// activation, rounding, layout), and the next weights are unpacked.
+// A unit of work is two panels of weights against some hundreds of rows. As many inputs of the panels as the nearest cache
+// holds, unpacked if they are quantised, stay there while the rows stream past them from the second. The matrix unit and
+// the vector units work at the same time: between the tile products of one block of 32 rows, the results of the block before
+// are finished (bias, activation, rounding, layout). The next weights are unpacked between blocks.
 #include "linear_many.h"
 
 #include <atomic>
 #include <optional>
 #include <type_traits>
-#include <utility>
 
 #include "linear_finish.h"
 
@@ -20,6 +19,8 @@ namespace {
 
 // Rows that stream past the weights stay in the second-level cache.
 constexpr int64_t CHUNK_BYTES = 1 << 20;
+// Tiles of each of two panels that stay in the first-level cache beside the rows that stream past.
+constexpr int64_t NEAR_TILES = 18;
 // With so many rows for each thread, every thread unpacks all weights for rows of its own.
 constexpr int64_t OWN_ROWS = 512;
 
@@ -46,38 +47,32 @@ inline __attribute__((always_inline)) void multiply_tiles(const char* upper, con
     }
 }
 
-template <int COUNT, typename F>
-inline __attribute__((always_inline)) void unrolled(F f) {
-    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-        (f(std::integral_constant<int, I>{}), ...);
-    }(std::make_integer_sequence<int, COUNT>{});
-}
-
-// 32 rows against two panels. `sums`: left panel, right panel with the upper 16 rows, then with the lower; each
-// [16 rows][16 outputs], or with TURNED [16 outputs][16 rows]. After the products of each of the first tiles comes one of
-// PIECES of other work, `piece(std::integral_constant)`, and after those of every tile a step of `preparer`: little enough
-// for the vector units to do while the matrix unit is busy, and always the same at the same place, as branches and calls
-// that are not foreseen would stop both.
-template <bool TURNED, int PIECES, typename Piece, typename Preparer>
-inline void multiply(const char* upper, int64_t tiles, Weights w, float (*sums)[SUMS], Piece piece, Preparer& preparer) {
-    const char* lower = upper + tiles * TILE_BYTES;
-    int64_t tile = 0;
-    bool prepares = false;
-    auto step = [&](auto i) __attribute__((always_inline)) {
-        if (tile < tiles)
-            multiply_tiles<TURNED>(upper + tile * TILE_BYTES, lower + tile * TILE_BYTES, w.left + tile * w.step,
-                                   w.right + tile * w.step);
-        tile++;
-        if (i % 4 == 0) prepares = preparer.begin();
-        if (prepares) preparer.template step<i % 4>();
-        if constexpr (i < PIECES) piece(i);
+// 32 rows against two panels, over some of the inputs. `upper` and `lower` are tiles of sixteen rows. `sums`: left panel,
+// right panel with the upper rows, then with the lower; each [16 rows][16 outputs], or with TURNED [16 outputs][16 rows]; they
+// are added to unless this is the `first` part of the inputs. `meanwhile(product)` may call `product` as often as it likes.
+template <bool TURNED, typename Meanwhile>
+inline void multiply(const char* upper, const char* lower, int64_t tiles, Weights w, bool first, float (*sums)[SUMS],
+                     Meanwhile meanwhile) {
+    const char* end = upper + tiles * TILE_BYTES;
+    auto product = [&]() __attribute__((always_inline)) {
+        if (upper == end) return;
+        multiply_tiles<TURNED>(upper, lower, w.left, w.right);
+        upper += TILE_BYTES, lower += TILE_BYTES;
+        w.left += w.step, w.right += w.step;
     };
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    unrolled<(PIECES + 3) / 4 * 4>(step);
-    while (tile < tiles) unrolled<4>([&](auto i) { step(std::integral_constant<int, PIECES + 4 + i - PIECES % 4>{}); });
+    if (first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums[0], 64);
+        _tile_loadd(1, sums[1], 64);
+        _tile_loadd(2, sums[2], 64);
+        _tile_loadd(3, sums[3], 64);
+    }
+    meanwhile(product);
+    while (upper != end) product();
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
     _tile_stored(2, sums[2], 64);
@@ -87,7 +82,7 @@ inline void multiply(const char* upper, int64_t tiles, Weights w, float (*sums)[
 // --- the work of a product, and who does what ---
 
 // Rows per chunk: whole blocks, all chunks about equal; one chunk for each thread where there are rows enough.
-int64_t chunk_rows(int64_t rows, int64_t padded_k) {
+int64_t rows_per_chunk(int64_t rows, int64_t padded_k) {
     int64_t most = std::max<int64_t>(CHUNK_BYTES / (padded_k * sizeof(bf16)) / BLOCK_ROWS * BLOCK_ROWS, 2 * BLOCK_ROWS);
     int64_t chunks = (rows + most - 1) / most, for_threads = std::min<int64_t>(pool::threads(), rows / OWN_ROWS);
     chunks = std::max(chunks, for_threads);
@@ -99,10 +94,11 @@ int64_t chunk_rows(int64_t rows, int64_t padded_k) {
 class Queue {
   public:
     Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k)
-        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(chunk_rows(rows, padded_k)),
+        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(rows_per_chunk(rows, padded_k)),
           taken_((rows + chunk_rows_ - 1) / chunk_rows_) {}
 
     int64_t chunks() const { return taken_.size(); }
+    int64_t chunk_rows() const { return chunk_rows_; }
 
     // A worker's next unit; false when none is left.
     bool claim(int64_t worker, Unit& unit) {
@@ -133,7 +129,13 @@ class Worker {
   public:
     Worker(Queue& queue, int64_t index, int64_t tiles, int64_t skip, const char* x, Out out)
         : queue_(queue), index_(index), tiles_(tiles), skip_(skip), x_(x), out_(out) {
-        memory_ = static_cast<bf16*>(scratch<WEIGHTS>(2 * pair_bytes()));
+        parts_ = (tiles + NEAR_TILES - 1) / NEAR_TILES;
+        // One block's sums are enough where all inputs are multiplied at once.
+        int64_t blocks = parts_ == 1 ? 1 : round_up(queue.chunk_rows(), BLOCK_ROWS) / BLOCK_ROWS;
+        int64_t sums_bytes = blocks * sizeof(Sums);
+        char* memory = static_cast<char*>(scratch<WEIGHTS>(sums_bytes + 2 * pair_bytes()));
+        sums_ = reinterpret_cast<Sums*>(memory);
+        memory_ = reinterpret_cast<bf16*>(memory + sums_bytes);
     }
 
     void run() {
@@ -141,21 +143,22 @@ class Worker {
         if (!queue_.claim(index_, unit)) return;
         configure_tiles({});
         Preparer now = preparer(unit, 0);
-        prepare_all(now);
+        now.prepare(tiles_);
         for (int turn = 0;; turn ^= 1) {
             bool more = queue_.claim(index_, next);
             Preparer later = more ? preparer(next, turn ^ 1) : now;  // `now` has nothing left to prepare
             multiply_unit(unit, now.weights(), later);
             if (!more) break;
-            prepare_all(later);
             unit = next;
             now = later;
         }
-        finish_block();
+        finish_->run(pending_, *pending_sums_, [] {});
         _tile_release();
     }
 
   private:
+    using Sums = float[4][SUMS];
+
     int64_t pair_bytes() const { return 2 * tiles_ * TILE_BYTES; }
 
     Preparer preparer(const Pair& pair, int turn) const {
@@ -163,36 +166,46 @@ class Worker {
     }
 
     void multiply_unit(const Unit& unit, const Weights& weights, Preparer& later) {
-        int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        const char* x = x_ + unit.first_row / 16 * tiles_ * TILE_BYTES;
+        int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS, steps = blocks * parts_;
+        int64_t share = (tiles_ + steps - 1) / steps;
         Finish finish(unit, out_);
-        for (int64_t block = 0; block < blocks; block++, x += 2 * tiles_ * TILE_BYTES) {
-            if (pending_ < 0)
-                multiply<TURNED, 0>(x, tiles_, weights, sums_, [](auto) {}, later);
-            else
-                multiply<TURNED, Finish::PIECES>(x, tiles_, weights, sums_, piece(), later);
-            if (block == 0) finish_ = finish;
-            pending_ = block;
+        for (int64_t part = 0; part < parts_; part++)
+            for (int64_t block = 0; block < blocks; block++) {
+                multiply_block(unit, block, part, weights);
+                if (part + 1 == parts_) {
+                    if (block == 0) finish_ = finish;
+                    pending_ = block;
+                }
+                later.prepare(share);
+            }
+    }
+
+    void multiply_block(const Unit& unit, int64_t block, int64_t part, const Weights& all) {
+        int64_t from = tiles_ * part / parts_, count = tiles_ * (part + 1) / parts_ - from;
+        const char* upper = x_ + ((unit.first_row / 16 + 2 * block) * tiles_ + from) * TILE_BYTES;
+        const char* lower = upper + tiles_ * TILE_BYTES;
+        Weights weights{all.left + from * all.step, all.right + from * all.step, all.step};
+        Sums& sums = sums_[parts_ == 1 ? 0 : block];
+        if (pending_ < 0) {
+            multiply<TURNED>(upper, lower, count, weights, part == 0, sums, [](auto&) {});
+        } else {
+            auto finish = [this](auto& product) { finish_->run(pending_, *pending_sums_, product); };
+            multiply<TURNED>(upper, lower, count, weights, part == 0, sums, finish);
         }
-    }
-
-    // A piece of the pending block.
-    auto piece() {
-        return [this](auto i) { finish_->template piece<i.value>(pending_, sums_); };
-    }
-
-    void finish_block() {
-        unrolled<Finish::PIECES>(piece());
+        pending_ = -1;
+        pending_sums_ = &sums;
     }
 
     Queue& queue_;
     int64_t index_, tiles_, skip_;
+    int64_t parts_;  // of the inputs, which are multiplied one after the other
     const char* x_;
     Out out_;
+    Sums* sums_;
     bf16* memory_;
-    alignas(64) float sums_[4][SUMS];
     std::optional<Finish> finish_;  // of the pending block's unit
     int64_t pending_ = -1;          // the block whose sums are not outputs yet
+    Sums* pending_sums_ = nullptr;
 };
 
 template <bool TURNED, typename Finish, typename Out>
