@@ -3,11 +3,10 @@
 // A unit of work is two panels of weights against some hundreds of rows. As many inputs of the panels as the nearest cache
 // holds, unpacked if they are quantised, stay there while the rows stream past them from the second. The matrix unit and
 // the vector units work at the same time: between the tile products of one block of 32 rows, the results of the block before
-// are finished (bias, activation, rounding, layout). The next weights are unpacked between blocks.
+// are finished (bias, activation, rounding, layout). Weights are unpacked beside the first block.
 #include "linear_many.h"
 
 #include <atomic>
-#include <optional>
 #include <type_traits>
 
 #include "linear_finish.h"
@@ -120,81 +119,76 @@ class Queue {
     std::vector<std::atomic<int64_t>> taken_;
 };
 
-// One thread's part of a product. While a pair of panels is multiplied, the next is prepared; while a block of rows is,
-// the sums of the block before become outputs.
+// One thread's part of a product.
 template <bool TURNED, typename Finish, typename Out>
 class Worker {
-    using Preparer = std::conditional_t<TURNED, Unpacker, Fetcher>;
+    using Source = std::conditional_t<TURNED, Unpacker, Fetcher>;
 
   public:
     Worker(Queue& queue, int64_t index, int64_t tiles, int64_t skip, const char* x, Out out)
         : queue_(queue), index_(index), tiles_(tiles), skip_(skip), x_(x), out_(out) {
         parts_ = (tiles + NEAR_TILES - 1) / NEAR_TILES;
         // One block's sums are enough where all inputs are multiplied at once.
-        int64_t blocks = parts_ == 1 ? 1 : round_up(queue.chunk_rows(), BLOCK_ROWS) / BLOCK_ROWS;
-        int64_t sums_bytes = blocks * sizeof(Sums);
-        char* memory = static_cast<char*>(scratch<WEIGHTS>(sums_bytes + 2 * pair_bytes()));
+        int64_t sums_bytes = (parts_ == 1 ? 1 : queue.chunk_rows() / BLOCK_ROWS) * sizeof(Sums);
+        char* memory = static_cast<char*>(scratch<WEIGHTS>(sums_bytes + 2 * NEAR_TILES * TILE_BYTES));
         sums_ = reinterpret_cast<Sums*>(memory);
-        memory_ = reinterpret_cast<bf16*>(memory + sums_bytes);
+        unpacked_ = reinterpret_cast<bf16*>(memory + sums_bytes);
     }
 
     void run() {
-        Unit unit, next;
-        if (!queue_.claim(index_, unit)) return;
+        Unit unit;
         configure_tiles({});
-        Preparer now = preparer(unit, 0);
-        now.prepare(tiles_);
-        for (int turn = 0;; turn ^= 1) {
-            bool more = queue_.claim(index_, next);
-            Preparer later = more ? preparer(next, turn ^ 1) : now;  // `now` has nothing left to prepare
-            multiply_unit(unit, now.weights(), later);
-            if (!more) break;
-            unit = next;
-            now = later;
-        }
-        finish_->run(pending_, *pending_sums_, [] {});
+        while (queue_.claim(index_, unit)) multiply_unit(unit);
         _tile_release();
     }
 
   private:
     using Sums = float[4][SUMS];
 
-    int64_t pair_bytes() const { return 2 * tiles_ * TILE_BYTES; }
+    Sums& sums_of(int64_t block) const { return sums_[parts_ == 1 ? 0 : block]; }
 
-    Preparer preparer(const Pair& pair, int turn) const {
-        return Preparer(pair, memory_ + turn * pair_bytes() / sizeof(bf16), skip_);
-    }
-
-    void multiply_unit(const Unit& unit, const Weights& weights, Preparer& later) {
-        int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS, steps = blocks * parts_;
-        int64_t share = (tiles_ + steps - 1) / steps;
+    // While a block of rows is multiplied with the last of its inputs, the sums of the block before become outputs.
+    void multiply_unit(const Unit& unit) {
+        int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        Source source(unit, unpacked_, skip_);
         Finish finish(unit, out_);
-        for (int64_t part = 0; part < parts_; part++)
-            for (int64_t block = 0; block < blocks; block++) {
-                multiply_block(unit, block, part, weights);
-                if (part + 1 == parts_) {
-                    if (block == 0) finish_ = finish;
-                    pending_ = block;
-                }
-                later.prepare(share);
+        for (int64_t part = 0; part < parts_; part++) {
+            bring_and_multiply(unit, part, source);
+            Weights weights = source.weights(first_tile(part));
+            for (int64_t block = 1; block < blocks; block++) {
+                auto end_last = [&](auto& product) { finish.run(block - 1, sums_of(block - 1), product); };
+                if (part + 1 < parts_)
+                    multiply_block(unit, block, part, weights, [](auto&) {});
+                else
+                    multiply_block(unit, block, part, weights, end_last);
             }
+        }
+        finish.run(blocks - 1, sums_of(blocks - 1), [] {});
     }
 
-    void multiply_block(const Unit& unit, int64_t block, int64_t part, const Weights& all) {
-        int64_t from = tiles_ * part / parts_, count = tiles_ * (part + 1) / parts_ - from;
+    // The first block: its products come two tiles behind, as what has just been written cannot be loaded as a tile.
+    void bring_and_multiply(const Unit& unit, int64_t part, const Source& source) {
+        int64_t from = first_tile(part), count = first_tile(part + 1) - from;
+        int64_t ahead = std::min<int64_t>(count, 2);
+        for (int64_t tile = 0; tile < ahead; tile++) source.bring(from, tile);
+        multiply_block(unit, 0, part, source.weights(from), [&](auto& product) {
+            for (int64_t tile = ahead; tile < count; tile++) {
+                source.bring(from, tile);
+                product();
+            }
+        });
+    }
+
+    template <typename Meanwhile>
+    __attribute__((always_inline)) void multiply_block(const Unit& unit, int64_t block, int64_t part,
+                                                       const Weights& weights, Meanwhile meanwhile) {
+        int64_t from = first_tile(part), count = first_tile(part + 1) - from;
         const char* upper = x_ + ((unit.first_row / 16 + 2 * block) * tiles_ + from) * TILE_BYTES;
         const char* lower = upper + tiles_ * TILE_BYTES;
-        Weights weights{all.left + from * all.step, all.right + from * all.step, all.step};
-        Sums& sums = sums_[parts_ == 1 ? 0 : block];
-        if (pending_ < 0) {
-            multiply<TURNED>(upper, lower, count, weights, part == 0, sums, [](auto&) {});
-        } else {
-            auto finish = [this](auto& product) { finish_->run(pending_, *pending_sums_, product); };
-            multiply<TURNED>(upper, lower, count, weights, part == 0, sums, finish);
-        }
-        pending_ = -1;
-        pending_sums_ = &sums;
+        multiply<TURNED>(upper, lower, count, weights, part == 0, sums_of(block), meanwhile);
     }
+
+    int64_t first_tile(int64_t part) const { return tiles_ * part / parts_; }
 
     Queue& queue_;
     int64_t index_, tiles_, skip_;
@@ -202,10 +196,7 @@ class Worker {
     const char* x_;
     Out out_;
     Sums* sums_;
-    bf16* memory_;
-    std::optional<Finish> finish_;  // of the pending block's unit
-    int64_t pending_ = -1;          // the block whose sums are not outputs yet
-    Sums* pending_sums_ = nullptr;
+    bf16* unpacked_;
 };
 
 template <bool TURNED, typename Finish, typename Out>

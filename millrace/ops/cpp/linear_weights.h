@@ -26,71 +26,70 @@ struct Weights {
     int64_t step;
 };
 
-// --- weights that will be needed soon, some tiles at a time ---
+// --- where the tiles of a pair come from ---
+//
+// Tile i of both panels is brought before it is multiplied for the first time. At the same place in the panels that come next,
+// `skip` panels further, memory is asked for what will be needed then: what waits for memory takes the place of what the products
+// read, so the best time for it is when much else is to be done.
 
-// Of quantised panels: unpacks them, and brings closer the same places of the panels that will come after.
+inline void fetch(const char* start, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(start + at, _MM_HINT_T1);
+}
+
+// Quantised panels are unpacked into `memory`.
 class Unpacker {
   public:
-    // The panels after these are `skip` panels further.
     Unpacker(const Pair& pair, bf16* memory, int64_t skip)
-        : unpack_(quantised::tile_pair(pair.left_part->format)), tiles_(pair.left_part->tiles()), memory_(memory) {
+        : unpack_(quantised::tile_pair(pair.left_part->format)), memory_(memory) {
         const Layer &left = *pair.left_part, &right = *pair.right_part;
         int64_t bytes = quantised::panel_bytes(left.format, left.k);
         left_ = quantised::panel_at(left.format, left.packed, left.k, pair.left);
         right_ = quantised::panel_at(right.format, right.packed, right.k, pair.right);
-        ahead_ = skip * bytes;
-        tile_bytes_ = bytes / tiles_;
+        next_ = skip * bytes;
+        tile_bytes_ = bytes / left.tiles();
     }
 
-    // Up to `count` tiles of both panels.
-    void prepare(int64_t count) {
-        for (int64_t end = std::min(next_ + count, tiles_); next_ < end; next_++) {
-            fetch(left_.integers + ahead_ + next_ * tile_bytes_);
-            fetch(right_.integers + ahead_ + next_ * tile_bytes_);
-            unpack_(left_, right_, next_, memory_ + next_ * 2 * quantised::TILE_ITEMS);
-        }
+    // Tile `from + i` to where `weights(from)` has tile i.
+    void bring(int64_t from, int64_t i) const {
+        int64_t later = next_ + (from + i) * tile_bytes_;
+        fetch(left_.integers + later, tile_bytes_);
+        fetch(right_.integers + later, tile_bytes_);
+        unpack_(left_, right_, from + i, memory_ + i * 2 * quantised::TILE_ITEMS);
     }
 
-    Weights weights() const {
+    Weights weights(int64_t) const {
         auto* start = reinterpret_cast<const char*>(memory_);
         return {start, start + TILE_BYTES, 2 * TILE_BYTES};
     }
 
   private:
-    void fetch(const char* tile) const {
-        for (int64_t at = 0; at < tile_bytes_; at += 64) _mm_prefetch(tile + at, _MM_HINT_T1);
-    }
-
     quantised::TilePair unpack_;
     quantised::Panel left_, right_;
-    int64_t tiles_, next_ = 0, ahead_, tile_bytes_;
+    int64_t next_, tile_bytes_;
     bf16* memory_;  // left and right tiles by turns
 };
 
-// Of plain ones: they are read where they are, and only brought closer.
+// Plain panels are read where they are.
 class Fetcher {
   public:
-    Fetcher(const Pair& pair, bf16*, int64_t) : tiles_(pair.left_part->tiles()) {
-        auto at = [&](const Layer* part, int64_t panel) {
-            return static_cast<const char*>(part->packed) + panel * part->tiles() * TILE_BYTES;
-        };
-        weights_ = {at(pair.left_part, pair.left), at(pair.right_part, pair.right), TILE_BYTES};
+    Fetcher(const Pair& pair, bf16*, int64_t skip) {
+        int64_t bytes = pair.left_part->tiles() * TILE_BYTES;
+        left_ = static_cast<const char*>(pair.left_part->packed) + pair.left * bytes;
+        right_ = static_cast<const char*>(pair.right_part->packed) + pair.right * bytes;
+        next_ = skip * bytes;
     }
 
-    void prepare(int64_t count) {
-        int64_t end = std::min(next_ + count, tiles_);
-        for (int64_t at = next_ * TILE_BYTES; at < end * TILE_BYTES; at += 64) {
-            _mm_prefetch(weights_.left + at, _MM_HINT_T1);
-            _mm_prefetch(weights_.right + at, _MM_HINT_T1);
-        }
-        next_ = end;
+    void bring(int64_t from, int64_t i) const {
+        int64_t later = next_ + (from + i) * TILE_BYTES;
+        fetch(left_ + later, TILE_BYTES);
+        fetch(right_ + later, TILE_BYTES);
     }
 
-    Weights weights() const { return weights_; }
+    Weights weights(int64_t from) const { return {left_ + from * TILE_BYTES, right_ + from * TILE_BYTES, TILE_BYTES}; }
 
   private:
-    Weights weights_;
-    int64_t tiles_, next_ = 0;
+    const char *left_, *right_;
+    int64_t next_;
 };
 
 }  // namespace linear_layer
