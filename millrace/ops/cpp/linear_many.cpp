@@ -88,25 +88,34 @@ int64_t rows_per_chunk(int64_t rows, int64_t padded_k) {
     return round_up((rows + chunks - 1) / chunks, BLOCK_ROWS);
 }
 
-// All pairs of panels with all chunks of rows. A thread begins with the chunk that is its own, which it has in its cache
-// from the work before, and then helps with the others.
+// All pairs of panels with all chunks of rows, in shares: neighbouring pairs with one chunk. A thread begins with a share of
+// its own, so that no two write near each other and a chunk is in one thread's cache from the work before, and then helps with
+// the others.
 class Queue {
   public:
     Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k)
-        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(rows_per_chunk(rows, padded_k)),
-          taken_((rows + chunk_rows_ - 1) / chunk_rows_) {}
+        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(rows_per_chunk(rows, padded_k)) {
+        int64_t chunks = (rows + chunk_rows_ - 1) / chunk_rows_, count = pairs_.size();
+        shares_per_chunk_ = std::clamp<int64_t>(pool::threads() / chunks, 1, count);
+        shares_ = std::vector<Share>(chunks * shares_per_chunk_);
+        for (int64_t i = 0; i < (int64_t)shares_.size(); i++) {
+            int64_t share = i % shares_per_chunk_;
+            shares_[i].next.store(share * count / shares_per_chunk_, std::memory_order_relaxed);
+            shares_[i].end = (share + 1) * count / shares_per_chunk_;
+        }
+    }
 
-    int64_t chunks() const { return taken_.size(); }
     int64_t chunk_rows() const { return chunk_rows_; }
 
     // A worker's next unit; false when none is left.
     bool claim(int64_t worker, Unit& unit) {
-        int64_t own = std::min(worker * chunks() / pool::threads(), chunks() - 1);
-        for (int64_t i = 0; i < chunks(); i++) {
-            int64_t chunk = (own + i) % chunks(), first = chunk * chunk_rows_;
-            if (taken_[chunk].load(std::memory_order_relaxed) >= (int64_t)pairs_.size()) continue;
-            int64_t index = taken_[chunk].fetch_add(1, std::memory_order_relaxed);
-            if (index >= (int64_t)pairs_.size()) continue;
+        int64_t count = shares_.size(), own = std::min(worker * count / pool::threads(), count - 1);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = (own + i) % count, first = at / shares_per_chunk_ * chunk_rows_;
+            Share& share = shares_[at];
+            if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
+            int64_t index = share.next.fetch_add(1, std::memory_order_relaxed);
+            if (index >= share.end) continue;
             unit = {pairs_[index], first, std::min(chunk_rows_, rows_ - first)};
             return true;
         }
@@ -114,9 +123,14 @@ class Queue {
     }
 
   private:
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};  // pair
+        int64_t end = 0;
+    };
+
     std::vector<Pair> pairs_;
-    int64_t rows_, chunk_rows_;
-    std::vector<std::atomic<int64_t>> taken_;
+    int64_t rows_, chunk_rows_, shares_per_chunk_;
+    std::vector<Share> shares_;
 };
 
 // One thread's part of a product.
@@ -201,9 +215,8 @@ class Worker {
 
 template <bool TURNED, typename Finish, typename Out>
 void run(Queue& queue, int64_t tiles, int64_t panels_apart, const void* x, Out out) {
-    int64_t sharers = std::max<int64_t>(pool::threads() / queue.chunks(), 1);
     pool::for_each(pool::threads(), true, [&](int64_t index) {
-        Worker<TURNED, Finish, Out>(queue, index, tiles, panels_apart * sharers, (const char*)x, out).run();
+        Worker<TURNED, Finish, Out>(queue, index, tiles, panels_apart, (const char*)x, out).run();
     });
 }
 
