@@ -20,8 +20,9 @@ namespace {
 constexpr int64_t CHUNK_BYTES = 1 << 20;
 // Tiles of each of two panels that stay in the first-level cache beside the rows that stream past.
 constexpr int64_t NEAR_TILES = 18;
-// With so many rows for each thread, every thread unpacks all weights for rows of its own.
-constexpr int64_t OWN_ROWS = 512;
+// With so many rows for each thread, every thread unpacks all weights for rows of its own: it has them in its cache from the
+// work before, and what it writes for the work after. Inputs of the next layer are read by all.
+constexpr int64_t OWN_ROWS = 256, OWN_ROWS_LAID_OUT = 512;
 
 // The products of one tile of inputs: sums += 32 rows times two panels.
 template <bool TURNED>
@@ -80,10 +81,10 @@ inline void multiply(const char* upper, const char* lower, int64_t tiles, Weight
 
 // --- the work of a product, and who does what ---
 
-// Rows per chunk: whole blocks, all chunks about equal; one chunk for each thread where there are rows enough.
-int64_t rows_per_chunk(int64_t rows, int64_t padded_k) {
+// Rows per chunk: whole blocks, all chunks about equal; one chunk for each thread where there are `own` rows for it.
+int64_t rows_per_chunk(int64_t rows, int64_t padded_k, int64_t own) {
     int64_t most = std::max<int64_t>(CHUNK_BYTES / (padded_k * sizeof(bf16)) / BLOCK_ROWS * BLOCK_ROWS, 2 * BLOCK_ROWS);
-    int64_t chunks = (rows + most - 1) / most, for_threads = std::min<int64_t>(pool::threads(), rows / OWN_ROWS);
+    int64_t chunks = (rows + most - 1) / most, for_threads = std::min<int64_t>(pool::threads(), rows / own);
     chunks = std::max(chunks, for_threads);
     return round_up((rows + chunks - 1) / chunks, BLOCK_ROWS);
 }
@@ -93,8 +94,8 @@ int64_t rows_per_chunk(int64_t rows, int64_t padded_k) {
 // the others.
 class Queue {
   public:
-    Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k)
-        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(rows_per_chunk(rows, padded_k)) {
+    Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k, int64_t own_rows)
+        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(rows_per_chunk(rows, padded_k, own_rows)) {
         int64_t chunks = (rows + chunk_rows_ - 1) / chunk_rows_, count = pairs_.size();
         shares_per_chunk_ = std::clamp<int64_t>(pool::threads() / chunks, 1, count);
         shares_ = std::vector<Share>(chunks * shares_per_chunk_);
@@ -292,7 +293,7 @@ void many_rows(const std::vector<Layer>& parts, const void* plain_tiles, const v
     const Layer* end = parts.data() + parts.size();
     for (const Layer* part = parts.data(); part < end;) {
         const Layer& first = *part;
-        Queue queue(pairs_of(part, end), rows, first.padded_k);
+        Queue queue(pairs_of(part, end), rows, first.padded_k, OWN_ROWS);
         int64_t tiles = first.tiles();
         if (first.is_quantised()) {
             if (first.wide)
@@ -321,7 +322,7 @@ bool can_gate(const std::vector<Layer>& gate_up, const std::vector<Layer>& next)
 
 void gated_rows(const std::vector<Layer>& gate_up, int activation, const void* tiles, void* out, int64_t rows) {
     const Layer& any = gate_up[0];
-    Queue queue(gated_pairs(gate_up), rows, any.padded_k);
+    Queue queue(gated_pairs(gate_up), rows, any.padded_k, OWN_ROWS_LAID_OUT);
     GatedTiles target{static_cast<char*>(out), any.out_stride / 2};
     if (activation == SILU) run_gated<SILU>(queue, any, tiles, target);
     if (activation == GELU_TANH) run_gated<GELU_TANH>(queue, any, tiles, target);
