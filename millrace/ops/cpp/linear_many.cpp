@@ -1,7 +1,8 @@
 // Linear layers for the rows of a prompt, on the AMX matrix unit.
 //
 // A unit of work is two panels of weights against some hundreds of rows. As many inputs of the panels as the nearest cache
-// holds, unpacked if they are quantised, stay there while the rows stream past them from the second. The matrix unit and
+// holds, unpacked if they are quantised, stay there while the rows stream past them from the second. Where rows have more inputs
+// than that one holds, several pairs of panels are multiplied with some of the inputs before the next. The matrix unit and
 // the vector units work at the same time: between the tile products of one block of 32 rows, the results of the block before
 // are finished (bias, activation, rounding, layout). Weights are unpacked beside the first block.
 #include "linear_many.h"
@@ -16,8 +17,9 @@
 namespace linear_layer {
 namespace {
 
-// Rows that stream past the weights stay in the second-level cache.
-constexpr int64_t CHUNK_BYTES = 1 << 20;
+// Rows that stream past the weights stay in the second-level cache: with all of their inputs, or, if these are many, with some
+// of them and the sums of several pairs of panels.
+constexpr int64_t CHUNK_BYTES = 1 << 20, SUMS_BYTES = 512 << 10;
 // Tiles of each of two panels that stay in the first-level cache beside the rows that stream past.
 constexpr int64_t NEAR_TILES = 18;
 // With so many rows for each thread, every thread unpacks all weights for rows of its own: it has them in its cache from the
@@ -81,13 +83,37 @@ inline void multiply(const char* upper, const char* lower, int64_t tiles, Weight
 
 // --- the work of a product, and who does what ---
 
-// Rows per chunk: whole blocks, all chunks about equal; one chunk for each thread where there are `own` rows for it.
-int64_t rows_per_chunk(int64_t rows, int64_t padded_k, int64_t own) {
-    int64_t most = std::max<int64_t>(CHUNK_BYTES / (padded_k * sizeof(bf16)) / BLOCK_ROWS * BLOCK_ROWS, 2 * BLOCK_ROWS);
-    int64_t chunks = (rows + most - 1) / most, for_threads = std::min<int64_t>(pool::threads(), rows / own);
-    chunks = std::max(chunks, for_threads);
-    return round_up((rows + chunks - 1) / chunks, BLOCK_ROWS);
-}
+// How rows and pairs of panels are cut: all chunks about equal and whole blocks, one for each thread where there are `own` rows
+// for it; and so many pairs at a time.
+struct Cut {
+    int64_t rows, pairs = 1;
+
+    Cut(int64_t all_rows, int64_t padded_k, int64_t own, int64_t all_pairs) {
+        int64_t for_threads = std::clamp<int64_t>(all_rows / own, 1, pool::threads());
+        rows = even_part(all_rows, for_threads);
+        if (rows * bytes(padded_k) <= CHUNK_BYTES) return;
+        int64_t parts = parts_of(padded_k / TILE_K), room = parts == 1 ? CHUNK_BYTES : CHUNK_BYTES - SUMS_BYTES;
+        int64_t most = room / bytes(padded_k / parts);
+        rows = even_part(rows, (rows + most - 1) / most);
+        if (parts == 1) return;
+        int64_t together = std::max<int64_t>(SUMS_BYTES / (rows / BLOCK_ROWS * 4 * SUMS * sizeof(float)), 1);
+        int64_t groups = (all_pairs + together - 1) / together;
+        pairs = (all_pairs + groups - 1) / groups;
+    }
+
+    // Into how many parts so many tiles of inputs are cut.
+    static int64_t parts_of(int64_t tiles) { return (tiles + NEAR_TILES - 1) / NEAR_TILES; }
+
+  private:
+    static int64_t bytes(int64_t inputs) { return inputs * sizeof(bf16); }
+    static int64_t even_part(int64_t all, int64_t parts) { return round_up((all + parts - 1) / parts, BLOCK_ROWS); }
+};
+
+// Pairs, one after the other, and the rows of one chunk.
+struct Group {
+    const Pair* pairs;
+    int64_t count, first_row, num_rows;
+};
 
 // All pairs of panels with all chunks of rows, in shares: neighbouring pairs with one chunk. A thread begins with a share of
 // its own, so that no two write near each other and a chunk is in one thread's cache from the work before, and then helps with
@@ -95,29 +121,28 @@ int64_t rows_per_chunk(int64_t rows, int64_t padded_k, int64_t own) {
 class Queue {
   public:
     Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k, int64_t own_rows)
-        : pairs_(std::move(pairs)), rows_(rows), chunk_rows_(rows_per_chunk(rows, padded_k, own_rows)) {
-        int64_t chunks = (rows + chunk_rows_ - 1) / chunk_rows_, count = pairs_.size();
-        shares_per_chunk_ = std::clamp<int64_t>(pool::threads() / chunks, 1, count);
+        : pairs_(std::move(pairs)), rows_(rows), cut_(rows, padded_k, own_rows, pairs_.size()) {
+        int64_t chunks = (rows + cut_.rows - 1) / cut_.rows, groups = (pairs_.size() + cut_.pairs - 1) / cut_.pairs;
+        shares_per_chunk_ = std::clamp<int64_t>(pool::threads() / chunks, 1, groups);
         shares_ = std::vector<Share>(chunks * shares_per_chunk_);
         for (int64_t i = 0; i < (int64_t)shares_.size(); i++) {
             int64_t share = i % shares_per_chunk_;
-            shares_[i].next.store(share * count / shares_per_chunk_, std::memory_order_relaxed);
-            shares_[i].end = (share + 1) * count / shares_per_chunk_;
+            shares_[i].next.store(share * groups / shares_per_chunk_, std::memory_order_relaxed);
+            shares_[i].end = (share + 1) * groups / shares_per_chunk_;
         }
     }
 
-    int64_t chunk_rows() const { return chunk_rows_; }
+    const Cut& cut() const { return cut_; }
 
-    // A worker's next unit; false when none is left.
-    bool claim(int64_t worker, Unit& unit) {
+    // A worker's next piece of work; false when none is left.
+    bool claim(int64_t worker, Group& group) {
         int64_t count = shares_.size(), own = std::min(worker * count / pool::threads(), count - 1);
         for (int64_t i = 0; i < count; i++) {
-            int64_t at = (own + i) % count, first = at / shares_per_chunk_ * chunk_rows_;
-            Share& share = shares_[at];
+            Share& share = shares_[(own + i) % count];
             if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
             int64_t index = share.next.fetch_add(1, std::memory_order_relaxed);
             if (index >= share.end) continue;
-            unit = {pairs_[index], first, std::min(chunk_rows_, rows_ - first)};
+            group = group_at(index, (own + i) % count / shares_per_chunk_);
             return true;
         }
         return false;
@@ -125,12 +150,20 @@ class Queue {
 
   private:
     struct alignas(64) Share {
-        std::atomic<int64_t> next{0};  // pair
+        std::atomic<int64_t> next{0};  // group
         int64_t end = 0;
     };
 
+    Group group_at(int64_t index, int64_t chunk) const {
+        int64_t pair = index * cut_.pairs, row = chunk * cut_.rows;
+        return {pairs_.data() + pair, std::min<int64_t>(cut_.pairs, pairs_.size() - pair), row,
+                std::min(cut_.rows, rows_ - row)};
+    }
+
     std::vector<Pair> pairs_;
-    int64_t rows_, chunk_rows_, shares_per_chunk_;
+    int64_t rows_;
+    Cut cut_;
+    int64_t shares_per_chunk_;
     std::vector<Share> shares_;
 };
 
@@ -141,52 +174,55 @@ class Worker {
 
   public:
     Worker(Queue& queue, int64_t index, int64_t tiles, int64_t skip, const char* x, Out out)
-        : queue_(queue), index_(index), tiles_(tiles), skip_(skip), x_(x), out_(out) {
-        parts_ = (tiles + NEAR_TILES - 1) / NEAR_TILES;
+        : queue_(queue), index_(index), tiles_(tiles), skip_(skip), parts_(Cut::parts_of(tiles)), x_(x), out_(out) {
         // One block's sums are enough where all inputs are multiplied at once.
-        int64_t sums_bytes = (parts_ == 1 ? 1 : queue.chunk_rows() / BLOCK_ROWS) * sizeof(Sums);
+        blocks_ = queue.cut().rows / BLOCK_ROWS;
+        int64_t sums_bytes = (parts_ == 1 ? 1 : queue.cut().pairs * blocks_) * sizeof(Sums);
         char* memory = static_cast<char*>(scratch<WEIGHTS>(sums_bytes + 2 * NEAR_TILES * TILE_BYTES));
         sums_ = reinterpret_cast<Sums*>(memory);
         unpacked_ = reinterpret_cast<bf16*>(memory + sums_bytes);
     }
 
     void run() {
-        Unit unit;
+        Group group;
         configure_tiles({});
-        while (queue_.claim(index_, unit)) multiply_unit(unit);
+        while (queue_.claim(index_, group))
+            for (int64_t part = 0; part < parts_; part++)
+                for (int64_t i = 0; i < group.count; i++)
+                    multiply_part({group.pairs[i], group.first_row, group.num_rows}, part, sums_ + i * blocks_);
         _tile_release();
     }
 
   private:
     using Sums = float[4][SUMS];
 
-    Sums& sums_of(int64_t block) const { return sums_[parts_ == 1 ? 0 : block]; }
-
-    // While a block of rows is multiplied with the last of its inputs, the sums of the block before become outputs.
-    void multiply_unit(const Unit& unit) {
+    // Some of the inputs of a unit. With the last of them, while a block of rows is multiplied, the sums of the block before
+    // become outputs.
+    void multiply_part(const Unit& unit, int64_t part, Sums* sums) {
         int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        if (parts_ == 1) sums = sums_;
+        auto sums_of = [&](int64_t block) -> Sums& { return sums[parts_ == 1 ? 0 : block]; };
         Source source(unit, unpacked_, skip_);
-        Finish finish(unit, out_);
-        for (int64_t part = 0; part < parts_; part++) {
-            bring_and_multiply(unit, part, source);
-            Weights weights = source.weights(first_tile(part));
-            for (int64_t block = 1; block < blocks; block++) {
-                auto end_last = [&](auto& product) { finish.run(block - 1, sums_of(block - 1), product); };
-                if (part + 1 < parts_)
-                    multiply_block(unit, block, part, weights, [](auto&) {});
-                else
-                    multiply_block(unit, block, part, weights, end_last);
-            }
+        bring_and_multiply(unit, part, source, sums_of(0));
+        Weights weights = source.weights(first_tile(part));
+        if (part + 1 < parts_) {
+            for (int64_t block = 1; block < blocks; block++)
+                multiply_block(unit, block, part, weights, sums_of(block), [](auto&) {});
+            return;
         }
+        Finish finish(unit, out_);
+        for (int64_t block = 1; block < blocks; block++)
+            multiply_block(unit, block, part, weights, sums_of(block),
+                           [&](auto& product) { finish.run(block - 1, sums_of(block - 1), product); });
         finish.run(blocks - 1, sums_of(blocks - 1), [] {});
     }
 
     // The first block: its products come two tiles behind, as what has just been written cannot be loaded as a tile.
-    void bring_and_multiply(const Unit& unit, int64_t part, const Source& source) {
+    void bring_and_multiply(const Unit& unit, int64_t part, const Source& source, Sums& sums) {
         int64_t from = first_tile(part), count = first_tile(part + 1) - from;
         int64_t ahead = std::min<int64_t>(count, 2);
         for (int64_t tile = 0; tile < ahead; tile++) source.bring(from, tile);
-        multiply_block(unit, 0, part, source.weights(from), [&](auto& product) {
+        multiply_block(unit, 0, part, source.weights(from), sums, [&](auto& product) {
             for (int64_t tile = ahead; tile < count; tile++) {
                 source.bring(from, tile);
                 product();
@@ -196,21 +232,22 @@ class Worker {
 
     template <typename Meanwhile>
     __attribute__((always_inline)) void multiply_block(const Unit& unit, int64_t block, int64_t part,
-                                                       const Weights& weights, Meanwhile meanwhile) {
+                                                       const Weights& weights, Sums& sums, Meanwhile meanwhile) {
         int64_t from = first_tile(part), count = first_tile(part + 1) - from;
         const char* upper = x_ + ((unit.first_row / 16 + 2 * block) * tiles_ + from) * TILE_BYTES;
         const char* lower = upper + tiles_ * TILE_BYTES;
-        multiply<TURNED>(upper, lower, count, weights, part == 0, sums_of(block), meanwhile);
+        multiply<TURNED>(upper, lower, count, weights, part == 0, sums, meanwhile);
     }
 
     int64_t first_tile(int64_t part) const { return tiles_ * part / parts_; }
 
     Queue& queue_;
     int64_t index_, tiles_, skip_;
-    int64_t parts_;  // of the inputs, which are multiplied one after the other
+    int64_t parts_;   // of the inputs, which are multiplied one after the other
+    int64_t blocks_;  // of a chunk's rows
     const char* x_;
     Out out_;
-    Sums* sums_;
+    Sums* sums_;  // [pairs of a group][blocks], or one
     bf16* unpacked_;
 };
 
