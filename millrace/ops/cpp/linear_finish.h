@@ -1,8 +1,8 @@
 // What becomes of the sums of 32 rows and two panels: rows of outputs, or gated activations laid out for the next layer.
 //
-// Each is a class with `run(block, sums, beside)`, which does its work in small, even steps and calls `beside` before each of
-// them: for the products of the next block. All of it is one piece of code, without calls, so that what is under way stays
-// in registers.
+// Each is a class with `run(block, sums, beside)`, which does its work in small, even steps and calls `beside` before each
+// of them: for the products of the next block. All of it is one piece of code, without calls, so that what is under way
+// stays in registers.
 #pragma once
 
 #include "activation.h"
@@ -206,7 +206,7 @@ struct GatedTiles {
     int64_t inner;  // columns
 };
 
-// Two vectors, rounded to bfloat16 as one: the items at even places of the first and then of the second, and those at odd ones.
+// Two vectors, rounded to bfloat16 as one: the items at even places of the first, then of the second, and those at odd ones.
 struct Two {
     vf even, odd;
 

@@ -1,10 +1,10 @@
 // Linear layers for the rows of a prompt, on the AMX matrix unit.
 //
 // A unit of work is two panels of weights against some hundreds of rows. As many inputs of the panels as the nearest cache
-// holds, unpacked if they are quantised, stay there while the rows stream past them from the second. Where rows have more inputs
-// than that one holds, several pairs of panels are multiplied with some of the inputs before the next. The matrix unit and
-// the vector units work at the same time: between the tile products of one block of 32 rows, the results of the block before
-// are finished (bias, activation, rounding, layout). Weights are unpacked beside the first block.
+// holds, unpacked if they are quantised, stay there while the rows stream past them from the second. Where rows have more
+// inputs than that one holds, several pairs of panels are multiplied with some of the inputs before the next. The matrix
+// unit and the vector units work at the same time: between the tile products of one block of 32 rows, the results of the
+// block before are finished (bias, activation, rounding, layout). Weights are unpacked beside the first block.
 #include "linear_many.h"
 
 #include <atomic>
@@ -17,13 +17,13 @@
 namespace linear_layer {
 namespace {
 
-// Rows that stream past the weights stay in the second-level cache: with all of their inputs, or, if these are many, with some
-// of them and the sums of several pairs of panels.
+// Rows that stream past the weights stay in the second-level cache: with all of their inputs, or, if these are many, with
+// some of them and the sums of several pairs of panels.
 constexpr int64_t CHUNK_BYTES = 1 << 20, SUMS_BYTES = 512 << 10;
 // Tiles of each of two panels that stay in the first-level cache beside the rows that stream past.
 constexpr int64_t NEAR_TILES = 18;
-// With so many rows for each thread, every thread unpacks all weights for rows of its own: it has them in its cache from the
-// work before, and what it writes for the work after. Inputs of the next layer are read by all.
+// With so many rows for each thread, every thread unpacks all weights for rows of its own: it has them in its cache from
+// the work before, and what it writes for the work after. What is laid out for the next layer pays only with more rows.
 constexpr int64_t OWN_ROWS = 256, OWN_ROWS_LAID_OUT = 512;
 
 // The products of one tile of inputs: sums += 32 rows times two panels.
@@ -83,8 +83,8 @@ inline void multiply(const char* upper, const char* lower, int64_t tiles, Weight
 
 // --- the work of a product, and who does what ---
 
-// How rows and pairs of panels are cut: all chunks about equal and whole blocks, one for each thread where there are `own` rows
-// for it; and so many pairs at a time.
+// How rows and pairs of panels are cut: chunks of rows, about equal and whole blocks, one for each thread where there are
+// `own` rows for it; and so many pairs at a time.
 struct Cut {
     int64_t rows, pairs = 1;
 
@@ -115,9 +115,9 @@ struct Group {
     int64_t count, first_row, num_rows;
 };
 
-// All pairs of panels with all chunks of rows, in shares: neighbouring pairs with one chunk. A thread begins with a share of
-// its own, so that no two write near each other and a chunk is in one thread's cache from the work before, and then helps with
-// the others.
+// All pairs of panels with all chunks of rows, in shares: neighbouring pairs with one chunk. A thread begins with a share
+// of its own, so that no two write near each other and a chunk is in one thread's cache from the work before, and then helps
+// with the others.
 class Queue {
   public:
     Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k, int64_t own_rows)

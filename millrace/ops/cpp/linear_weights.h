@@ -28,9 +28,9 @@ struct Weights {
 
 // --- where the tiles of a pair come from ---
 //
-// Tile i of both panels is brought before it is multiplied for the first time. At the same place in the panels that come next,
-// `skip` panels further, memory is asked for what will be needed then: what waits for memory takes the place of what the products
-// read, so the best time for it is when much else is to be done.
+// Tile i of both panels is brought before it is multiplied for the first time. At the same place in the panels that come
+// next, `skip` panels further, memory is asked for what will be needed then: what waits for memory takes the place of what
+// the products read, so the best time for it is when there is much else to do.
 
 inline void fetch(const char* start, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(start + at, _MM_HINT_T1);
