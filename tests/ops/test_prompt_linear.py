@@ -47,6 +47,7 @@ def test_many_rows_are_what_they_are_one_by_one(rows: int, threads: int) -> None
             stored(["Q4_1"], [49], 64, with_bias=True),
             stored(["Q4_K", "Q6_K", "Q6_K"], [33, 64, 1], 256, with_bias=True),
             stored(["Q8_0"], [70], 2048),
+            plain(70, 1700, with_bias=True),
         ]
         for layer in layers:
             x = torch.randn(rows, layer.in_features).bfloat16()
@@ -91,6 +92,21 @@ def test_a_gated_mlp_in_one_go_is_what_its_parts_give(rows: int, kind: Activatio
             continue
         assert found is not None
         assert torch.equal(found, one_by_one(gate_up, down, kind, x)), (gate_up.out_features, down.in_features)
+
+
+def test_a_gated_mlp_with_more_inputs_than_a_cache_holds() -> None:
+    if not native().quick.has_amx():
+        pytest.skip("this machine has no matrix unit")
+    pairs: list[tuple[NativeParts, NativeParts]] = [
+        (stored(["Q4_1", "Q4_1"], [608, 608], 1056, with_bias=True), stored(["Q4_0"], [48], 608)),
+        (plain(1216, 1030), plain(48, 608, with_bias=True)),
+    ]
+    x = torch.randn(600, 1056).bfloat16()
+    for gate_up, down in pairs:
+        rows = x[:, : gate_up.in_features]
+        found = gated_mlp(gate_up, down, "silu", rows)
+        assert found is not None
+        assert torch.equal(found, one_by_one(gate_up, down, "silu", rows)), gate_up.in_features
 
 
 def test_what_cannot_be_done_in_one_go_is_left_alone() -> None:

@@ -27,7 +27,8 @@ struct Silu {
         x = input;
         split_exp(-x, n, r);
     }
-    void go_on() { n = join_exp(-x, n, r); }
+    // Powers below e^-87 need not be 0 here: beside 1 they are nothing anyhow.
+    void go_on() { n = times_power(exp_of_rest(r), n); }
     vf end() const { return x * inverse(1.0f + n); }
 };
 

@@ -1,5 +1,8 @@
-// What becomes of the sums of 32 rows and two panels: rows of outputs, or gated activations laid out for the next layer. Each
-// is a number of PIECES of work, `piece<I>(block, sums)`, done in order beside the products of the next block.
+// What becomes of the sums of 32 rows and two panels: rows of outputs, or gated activations laid out for the next layer.
+//
+// Each is a class with `run(block, sums, beside)`, which does its work in small, even steps and calls `beside` before each
+// of them: for the products of the next block. All of it is one piece of code, without calls, so that what is under way
+// stays in registers.
 #pragma once
 
 #include "activation.h"
@@ -10,13 +13,6 @@
 namespace linear_layer {
 
 constexpr int64_t BLOCK_ROWS = 32, SUMS = 16 * 16;
-
-// Items 2 i and 2 i + 1 of the result are item i of the first and of the second half.
-inline __m512i interleave(__m512 first, __m512 second) {
-    const vu index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const __m512i order = (__m512i)(index | (index + 16) << 16);
-    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
 
 // The biases of two panels, zeros where there are no outputs.
 struct Biases {
@@ -52,6 +48,9 @@ struct Target {
         out = all + unit.first_row * stride + part.first_column + column;
     }
 
+    // Whether all outputs of the 32 rows from `row` on are there.
+    bool whole(int64_t row) const { return columns == 2 * PANEL && row + BLOCK_ROWS <= num_rows; }
+
     // All 32 outputs of a row.
     void put(int64_t row, __m512i outputs) const {
         if (row >= num_rows) return;
@@ -66,45 +65,89 @@ struct Target {
     }
 };
 
-// The sums of quantised weights must be turned. For each sixteen rows there are two rounds of four pieces, as transpose.h
-// says.
+// The sums of quantised weights must be turned: from two panels of [16 outputs][16 rows] of float32 to sixteen rows of 32
+// bfloat16. Where an item is, is told by the bits of its output (4 to 0, of which 4 is the panel) and its row (3 to 0). Two
+// outputs that differ in bit 3, rounded into one register, have it and the row's bits as their place there, from the highest
+// on. Each unpacking of words puts a bit of the output last, and the highest of a lane's three bits chooses the register;
+// the last step exchanges row bit 3, which is a bit of the lane's number, with the panel. Two bits are exchanged in each of
+// two rounds of four pieces, which memory lies between.
 class TurnedToRows {
   public:
-    static constexpr int PIECES = 16;
-
     TurnedToRows(const Unit& unit, bf16* out) : biases_(unit), target_(unit, out) {}
 
-    template <int I>
-    void piece(int64_t block, const float (*sums)[SUMS]) {
-        constexpr int half = I / 8, step = I % 4;
-        I % 8 < 4 ? gather(step, sums + 2 * half) : spread(step, block * BLOCK_ROWS + half * 16);
+    template <typename Beside>
+    __attribute__((always_inline)) void run(int64_t block, const float (*sums)[SUMS], Beside beside) {
+        bool whole = target_.whole(block * BLOCK_ROWS);
+        for (int half = 0; half < 2; half++) {
+            int64_t row = block * BLOCK_ROWS + half * 16;
+            for (int step = 0; step < 4; step++) {
+                beside();
+                gather(step, sums[2 * half + step / 2], step / 2 ? biases_.right : biases_.left);
+            }
+            for (int step = 0; step < 4; step++) {
+                beside();
+                spread(step, row, whole);
+            }
+        }
     }
 
   private:
-    // Rounded to pairs of outputs first, so that both panels are turned as one.
-    __attribute__((always_inline)) void gather(int step, const float (*sums)[SUMS]) {
-        const float* panel = sums[step / 2] + step % 2 * 8 * 16;
-        const float* biases = (step / 2 ? biases_.right : biases_.left) + step % 2 * 8;
+    // Of the panel step / 2, the outputs whose bit 0 is step % 2: bits 2 and 1 against those of the rows.
+    __attribute__((always_inline)) void gather(int step, const float* sums, const float* biases) {
         __m512i four[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
-            four[j] = interleave(column(panel, biases, 2 * j), column(panel, biases, 2 * j + 1));
-        gather_four(four);
+        for (int j = 0; j < 4; j++) {
+            int output = 2 * j + step % 2;
+            four[j] = rounded(column(sums, biases, output), column(sums, biases, output + 8));
+        }
+        unpack_words(four[0], four[2]);
+        unpack_words(four[1], four[3]);
+        unpack_words(four[0], four[1]);
+        unpack_words(four[2], four[3]);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) _mm512_store_si512(turning_[j][step], four[j]);
     }
 
-    __attribute__((always_inline)) void spread(int step, int64_t row) {
+    // Of the rows whose bits 2 and 1 are `step`: bit 0, then bit 3.
+    __attribute__((always_inline)) void spread(int step, int64_t row, bool whole) {
         __m512i four[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) four[j] = _mm512_load_si512(turning_[step][j]);
-        spread_four(four);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) target_.put(row + step + 4 * j, four[j]);
+        unpack_words(four[0], four[1]);
+        unpack_words(four[2], four[3]);
+        __m512i rows[4] = {
+            _mm512_shuffle_i32x4(four[0], four[2], 0x88),
+            _mm512_shuffle_i32x4(four[1], four[3], 0x88),
+            _mm512_shuffle_i32x4(four[0], four[2], 0xdd),
+            _mm512_shuffle_i32x4(four[1], four[3], 0xdd),
+        };
+        row += 2 * step;
+        if (whole) {
+            bf16* out = target_.out + row * target_.stride;
+            _mm512_storeu_si512(out, rows[0]);
+            _mm512_storeu_si512(out + target_.stride, rows[1]);
+            _mm512_storeu_si512(out + 8 * target_.stride, rows[2]);
+            _mm512_storeu_si512(out + 9 * target_.stride, rows[3]);
+        } else {
+            target_.put(row, rows[0]);
+            target_.put(row + 1, rows[1]);
+            target_.put(row + 8, rows[2]);
+            target_.put(row + 9, rows[3]);
+        }
+    }
+
+    static __attribute__((always_inline)) __m512i rounded(__m512 first, __m512 second) {
+        return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    }
+
+    static __attribute__((always_inline)) void unpack_words(__m512i& a, __m512i& b) {
+        __m512i low = _mm512_unpacklo_epi16(a, b);
+        b = _mm512_unpackhi_epi16(a, b);
+        a = low;
     }
 
     // One output of all sixteen rows.
-    __m512 column(const float* sums, const float* biases, int i) const {
+    __attribute__((always_inline)) __m512 column(const float* sums, const float* biases, int i) const {
         __m512 sum = _mm512_load_ps(sums + i * 16);
         return biases_.any ? _mm512_add_ps(sum, _mm512_set1_ps(biases[i])) : sum;
     }
@@ -114,21 +157,22 @@ class TurnedToRows {
     alignas(64) uint32_t turning_[4][4][16];
 };
 
-// The same where outputs are not rounded: a piece is sixteen rows.
+// The same where outputs are not rounded: a step is sixteen rows.
 class TurnedToWideRows {
   public:
-    static constexpr int PIECES = 2;
-
     TurnedToWideRows(const Unit& unit, float* out) : biases_(unit), target_(unit, out) {}
 
-    template <int half>
-    void piece(int64_t block, const float (*sums)[SUMS]) {
-        alignas(64) float left[SUMS], right[SUMS];
-        transpose16((const uint32_t*)sums[2 * half], 16, (uint32_t*)left, 16);
-        transpose16((const uint32_t*)sums[2 * half + 1], 16, (uint32_t*)right, 16);
-        for (int r = 0; r < 16; r++)
-            target_.put(block * BLOCK_ROWS + half * 16 + r, biases_.add_left(load(left + r * 16)),
-                        biases_.add_right(load(right + r * 16)));
+    template <typename Beside>
+    void run(int64_t block, const float (*sums)[SUMS], Beside beside) {
+        for (int half = 0; half < 2; half++) {
+            beside();
+            alignas(64) float left[SUMS], right[SUMS];
+            transpose16((const uint32_t*)sums[2 * half], 16, (uint32_t*)left, 16);
+            transpose16((const uint32_t*)sums[2 * half + 1], 16, (uint32_t*)right, 16);
+            for (int r = 0; r < 16; r++)
+                target_.put(block * BLOCK_ROWS + half * 16 + r, biases_.add_left(load(left + r * 16)),
+                            biases_.add_right(load(right + r * 16)));
+        }
     }
 
   private:
@@ -136,20 +180,20 @@ class TurnedToWideRows {
     Target<float> target_;
 };
 
-// The sums of plain weights are rows already: a piece is two of them.
+// The sums of plain weights are rows already: a step is two of them.
 template <typename T>
 class StraightToRows {
   public:
-    static constexpr int PIECES = 16;
-
     StraightToRows(const Unit& unit, T* out) : biases_(unit), target_(unit, out) {}
 
-    template <int I>
-    void piece(int64_t block, const float (*sums)[SUMS]) {
-        const float(*half)[SUMS] = sums + I / 8 * 2;
-        for (int r = I % 8 * 2; r < I % 8 * 2 + 2; r++)
-            target_.put(block * BLOCK_ROWS + I / 8 * 16 + r, biases_.add_left(load(half[0] + r * 16)),
-                        biases_.add_right(load(half[1] + r * 16)));
+    template <typename Beside>
+    void run(int64_t block, const float (*sums)[SUMS], Beside beside) {
+        for (int row = 0; row < BLOCK_ROWS; row++) {
+            if (row % 2 == 0) beside();
+            const float(*half)[SUMS] = sums + row / 16 * 2;
+            target_.put(block * BLOCK_ROWS + row, biases_.add_left(load(half[0] + row % 16 * 16)),
+                        biases_.add_right(load(half[1] + row % 16 * 16)));
+        }
     }
 
   private:
@@ -162,14 +206,30 @@ struct GatedTiles {
     int64_t inner;  // columns
 };
 
+// Two vectors, rounded to bfloat16 as one: the items at even places of the first, then of the second, and those at odd ones.
+struct Two {
+    vf even, odd;
+
+    static __attribute__((always_inline)) Two rounded(vf first, vf second) {
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+        return {(vf)_mm512_slli_epi32(both, 16), (vf)_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000))};
+    }
+
+    // Rounded: the items of both by turns, or those of the first and then of the second.
+    __attribute__((always_inline)) __m512i joined(bool by_turns) const {
+        const vu index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const vu of_first = (index >> 1) + (index & 1) * 16;  // where its items are
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+        vu order = by_turns ? of_first | (of_first + 8) << 16 : index | (index + 16) << 16;
+        return _mm512_permutexvar_epi16((__m512i)order, both);
+    }
+};
+
 // Gates (the left panel) activated and multiplied with ups (the right one), as tiles for a layer with the same kind of
 // weights. Rows past the last are whatever comes of zeros.
 template <bool TURNED, int ACTIVATION>
 class ToGatedTiles {
   public:
-    static constexpr int PAIRS = 16;  // two outputs of sixteen rows each, or two rows of sixteen outputs
-    static constexpr int PIECES = PAIRS + 2;
-
     ToGatedTiles(const Unit& unit, const GatedTiles& out) : biases_(unit) {
         row_bytes_ = out.inner / TILE_K * TILE_BYTES;
         // A panel is half of a tile's inputs.
@@ -178,50 +238,89 @@ class ToGatedTiles {
     }
 
     // Three pairs are under way at a time, so that no operation waits long for the one before.
-    template <int I>
-    __attribute__((always_inline)) void piece(int64_t block, const float (*sums)[SUMS]) {
-        if constexpr (I >= 2) end<I - 2>(block, sums);
-        if constexpr (I >= 1 && I <= PAIRS && ACTIVATION == SILU)
-            for (int i = 0; i < 2; i++) under_way_[(I - 1) % 2][i].go_on();
-        if constexpr (I < PAIRS && ACTIVATION == SILU)
-            for (int i = 0; i < 2; i++) under_way_[I % 2][i].begin(gate<I>(sums, i));
+    template <typename Beside>
+    __attribute__((always_inline)) void run(int64_t block, const float (*sums)[SUMS], Beside beside) {
+        char* target = target_ + 2 * block * row_bytes_;
+        Active one, other;
+        beside();
+        one.begin(gates(sums, 0));
+        beside();
+        one.go_on();
+        other.begin(gates(sums, 1));
+        for (int pair = 2; pair < PAIRS; pair += 2) {
+            beside();
+            end(one, sums, pair - 2, target);
+            other.go_on();
+            one.begin(gates(sums, pair));
+            beside();
+            end(other, sums, pair - 1, target);
+            one.go_on();
+            other.begin(gates(sums, pair + 1));
+        }
+        beside();
+        end(one, sums, PAIRS - 2, target);
+        other.go_on();
+        beside();
+        end(other, sums, PAIRS - 1, target);
     }
 
   private:
-    // As if the products had been kept.
-    template <int I>
-    vf gate(const float (*sums)[SUMS], int i) const {
-        vf sum = load(sums[I / 8 * 2] + (I % 8 * 2 + i) * 16);
-        if (biases_.any) sum += TURNED ? splat(biases_.left[I % 8 * 2 + i]) : load(biases_.left);
-        return rounded(sum, bf16{});
+    static constexpr int PAIRS = 16;  // of vectors: two outputs of sixteen rows each, or two rows of sixteen outputs
+
+    struct Active {
+        Silu even, odd;
+        Two input;
+
+        __attribute__((always_inline)) void begin(const Two& gates) {
+            if constexpr (ACTIVATION == SILU) {
+                even.begin(gates.even);
+                odd.begin(gates.odd);
+            } else {
+                input = gates;
+            }
+        }
+
+        __attribute__((always_inline)) void go_on() {
+            if constexpr (ACTIVATION != SILU) return;
+            even.go_on();
+            odd.go_on();
+        }
+
+        __attribute__((always_inline)) Two end() const {
+            if constexpr (ACTIVATION == SILU) return {even.end(), odd.end()};
+            return {activate(input.even, ACTIVATION), activate(input.odd, ACTIVATION)};
+        }
+    };
+
+    // Both are rounded as if the products had been kept.
+    __attribute__((always_inline)) Two gates(const float (*sums)[SUMS], int pair) const {
+        return rounded_pair(sums[pair / 8 * 2], biases_.left, pair % 8);
+    }
+    __attribute__((always_inline)) Two ups(const float (*sums)[SUMS], int pair) const {
+        return rounded_pair(sums[pair / 8 * 2 + 1], biases_.right, pair % 8);
     }
 
-    template <int I>
-    vf up(const float (*sums)[SUMS], int i) const {
-        vf sum = load(sums[I / 8 * 2 + 1] + (I % 8 * 2 + i) * 16);
-        if (biases_.any) sum += TURNED ? splat(biases_.right[I % 8 * 2 + i]) : load(biases_.right);
-        return rounded(sum, bf16{});
+    __attribute__((always_inline)) Two rounded_pair(const float* sums, const float* biases, int pair) const {
+        vf first = load(sums + pair * 32), second = load(sums + pair * 32 + 16);
+        if (biases_.any) {
+            first += TURNED ? splat(biases[2 * pair]) : load(biases);
+            second += TURNED ? splat(biases[2 * pair + 1]) : load(biases);
+        }
+        return Two::rounded(first, second);
     }
 
-    template <int I>
-    vf active(const float (*sums)[SUMS], int i) const {
-        if constexpr (ACTIVATION == SILU) return under_way_[I % 2][i].end();
-        return activate(gate<I>(sums, i), ACTIVATION);
-    }
-
-    template <int I>
-    __attribute__((always_inline)) void end(int64_t block, const float (*sums)[SUMS]) {
-        vf first = active<I>(sums, 0) * up<I>(sums, 0), second = active<I>(sums, 1) * up<I>(sums, 1);
-        char* target = target_ + (2 * block + I / 8) * row_bytes_ + I % 8 * (TURNED ? 64 : 128);
+    __attribute__((always_inline)) void end(const Active& active, const float (*sums)[SUMS], int pair, char* target) const {
+        Two gate = active.end(), up = ups(sums, pair);
+        __m512i outputs = Two{gate.even * up.even, gate.odd * up.odd}.joined(TURNED);
+        target += pair / 8 * row_bytes_ + pair % 8 * (TURNED ? 64 : 128);
         if constexpr (TURNED) {
-            _mm512_store_si512(target, interleave((__m512)first, (__m512)second));
+            _mm512_store_si512(target, outputs);
         } else {
-            store((bf16*)target, first);
-            store((bf16*)(target + 64), second);
+            _mm256_store_si256((__m256i*)target, _mm512_castsi512_si256(outputs));
+            _mm256_store_si256((__m256i*)(target + 64), _mm512_extracti64x4_epi64(outputs, 1));
         }
     }
 
-    Silu under_way_[2][2];
     Biases biases_;
     char* target_;
     int64_t row_bytes_;  // of sixteen rows

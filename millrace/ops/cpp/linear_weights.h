@@ -26,96 +26,71 @@ struct Weights {
     int64_t step;
 };
 
-// --- weights that will be needed soon: tile by tile, each in four little steps ---
+// --- where the tiles of a pair come from ---
+//
+// Tile i of both panels is brought before it is multiplied for the first time. At the same place in the panels that come
+// next, `skip` panels further, memory is asked for what will be needed then: what waits for memory takes the place of what
+// the products read, so the best time for it is when there is much else to do.
 
-// Of quantised panels: unpacks them, and brings closer the same places of the panels that will come after.
+inline void fetch(const char* start, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(start + at, _MM_HINT_T1);
+}
+
+// Quantised panels are unpacked into `memory`.
 class Unpacker {
   public:
-    // The panels after these are `skip` panels further.
     Unpacker(const Pair& pair, bf16* memory, int64_t skip)
-        : unpack_(&quantised::tile_steps(pair.left_part->format)), left_(2 * pair.left_part->tiles()), start_(memory),
-          target_(memory - quantised::TILE_ITEMS) {
+        : unpack_(quantised::tile_pair(pair.left_part->format)), memory_(memory) {
         const Layer &left = *pair.left_part, &right = *pair.right_part;
         int64_t bytes = quantised::panel_bytes(left.format, left.k);
-        panels_[0] = quantised::panel_at(left.format, left.packed, left.k, pair.left);
-        panels_[1] = quantised::panel_at(right.format, right.packed, right.k, pair.right);
-        ahead_ = skip * bytes;
+        left_ = quantised::panel_at(left.format, left.packed, left.k, pair.left);
+        right_ = quantised::panel_at(right.format, right.packed, right.k, pair.right);
+        next_ = skip * bytes;
         tile_bytes_ = bytes / left.tiles();
     }
 
-    // Before the steps of a tile; false when there is none left.
-    bool begin() {
-        if (!left_) return false;
-        side_ = left_-- % 2;
-        tile_ += !side_;
-        target_ += quantised::TILE_ITEMS;
-        const quantised::Panel& panel = panels_[side_];
-        const char* later = panel.integers + ahead_ + tile_ * tile_bytes_;
-        for (int64_t at = 0; at < tile_bytes_; at += 64) _mm_prefetch(later + at, _MM_HINT_T1);
-        unpack_->scales(panel, tile_, scales_);
-        return true;
+    // Tile `from + i` to where `weights(from)` has tile i.
+    void bring(int64_t from, int64_t i) const {
+        int64_t later = next_ + (from + i) * tile_bytes_;
+        fetch(left_.integers + later, tile_bytes_);
+        fetch(right_.integers + later, tile_bytes_);
+        unpack_(left_, right_, from + i, memory_ + i * 2 * quantised::TILE_ITEMS);
     }
 
-    template <int QUARTER>
-    void step() {
-        unpack_->rows[QUARTER](panels_[side_], tile_, scales_, target_);
-    }
-
-    Weights weights() const {
-        auto* start = reinterpret_cast<const char*>(start_);
+    Weights weights(int64_t) const {
+        auto* start = reinterpret_cast<const char*>(memory_);
         return {start, start + TILE_BYTES, 2 * TILE_BYTES};
     }
 
   private:
-    const quantised::TileSteps* unpack_;
-    quantised::Panel panels_[2];
-    quantised::Scales scales_;
-    int64_t left_, tile_ = -1, side_ = 0, ahead_, tile_bytes_;
-    bf16 *start_, *target_;  // left and right tiles by turns
+    quantised::TilePair unpack_;
+    quantised::Panel left_, right_;
+    int64_t next_, tile_bytes_;
+    bf16* memory_;  // left and right tiles by turns
 };
 
-// Of plain ones: they are read where they are, and only brought closer.
+// Plain panels are read where they are.
 class Fetcher {
   public:
-    Fetcher(const Pair& pair, bf16*, int64_t) : left_(2 * pair.left_part->tiles()) {
-        auto at = [&](const Layer* part, int64_t panel) {
-            return static_cast<const char*>(part->packed) + panel * part->tiles() * TILE_BYTES;
-        };
-        weights_ = {at(pair.left_part, pair.left), at(pair.right_part, pair.right), TILE_BYTES};
-        next_ = weights_.left;
+    Fetcher(const Pair& pair, bf16*, int64_t skip) {
+        int64_t bytes = pair.left_part->tiles() * TILE_BYTES;
+        left_ = static_cast<const char*>(pair.left_part->packed) + pair.left * bytes;
+        right_ = static_cast<const char*>(pair.right_part->packed) + pair.right * bytes;
+        next_ = skip * bytes;
     }
 
-    bool begin() {
-        if (!left_) return false;
-        tile_ = next_;
-        left_--;
-        next_ = left_ % 2 ? weights_.right + (tile_ - weights_.left) : weights_.left + (tile_ - weights_.right) + TILE_BYTES;
-        return true;
+    void bring(int64_t from, int64_t i) const {
+        int64_t later = next_ + (from + i) * TILE_BYTES;
+        fetch(left_ + later, TILE_BYTES);
+        fetch(right_ + later, TILE_BYTES);
     }
 
-    template <int QUARTER>
-    void step() {
-        constexpr int64_t size = TILE_BYTES / 4;
-        for (int64_t at = 0; at < size; at += 64) _mm_prefetch(tile_ + QUARTER * size + at, _MM_HINT_T1);
-    }
-
-    Weights weights() const { return weights_; }
+    Weights weights(int64_t from) const { return {left_ + from * TILE_BYTES, right_ + from * TILE_BYTES, TILE_BYTES}; }
 
   private:
-    int64_t left_;
-    Weights weights_;
-    const char *next_, *tile_ = nullptr;
+    const char *left_, *right_;
+    int64_t next_;
 };
-
-template <typename Preparer>
-void prepare_all(Preparer& preparer) {
-    while (preparer.begin()) {
-        preparer.template step<0>();
-        preparer.template step<1>();
-        preparer.template step<2>();
-        preparer.template step<3>();
-    }
-}
 
 }  // namespace linear_layer
 

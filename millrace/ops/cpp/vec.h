@@ -167,17 +167,28 @@ inline void split_exp(vf x, vf& n, vf& r) {
     r = fma(n, 2.12194440e-4f, fma(n, -0.693359375f, x));
 }
 
-inline vf join_exp(vf x, vf n, vf r) {
+// e^r for the r of `split_exp`.
+inline vf exp_of_rest(vf r) {
     vf y = splat(1.9875691500e-4f);
     y = fma(y, r, splat(1.3981999507e-3f));
     y = fma(y, r, splat(8.3334519073e-3f));
     y = fma(y, r, splat(4.1665795894e-2f));
     y = fma(y, r, splat(1.6666665459e-1f));
     y = fma(y, r, splat(5.0000001201e-1f));
-    y = fma(y, r * r, r) + 1.0f;
-    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-    return x < -87.0f ? vf{} : y * (vf)power;
+    return fma(y, r * r, r) + 1.0f;
 }
+
+// y times two to the power of the whole number n, from -126 to 127.
+inline vf times_power(vf y, vf n) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+    return y * (vf)power;
+#endif
+}
+
+inline vf join_exp(vf x, vf n, vf r) { return x < -87.0f ? vf{} : times_power(exp_of_rest(r), n); }
 
 inline vf exp(vf x) {
     vf n, r;
