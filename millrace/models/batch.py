@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from millrace.ops.attention.long_rows import LongRow
@@ -84,3 +86,5 @@ class ForwardBatch:
     """float32 [T, rotary_dim] of each rope: the positions' angles, likewise."""
     drawn: DrawnStates | None = None
     """What of the hidden states is wanted; None for all."""
+    decodes: npt.NDArray[np.bool_] | None = None
+    """[T], contiguous, on a CPU: whether the token was drawn in an earlier step; None where all were given."""

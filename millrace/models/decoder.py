@@ -6,7 +6,7 @@ of the latter two; nothing else in a layer would change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
+from millrace.models.decoding import ALL_DECODE, Bools, by_kind, most_decode_rows, spans_of
 from millrace.models.native_stack import NativeStack, uncovered
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
@@ -22,7 +23,7 @@ from millrace.ops.embedding import Embedding, PlainEmbedding
 from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
-from millrace.ops.linear import Head, Linear
+from millrace.ops.linear import Head, Linear, NativeParts
 from millrace.ops.norm import add_rms_norm_of
 from millrace.ops.qkv import PrepareQkv
 from millrace.ops.softcap import softcap
@@ -68,6 +69,12 @@ class DenseMlp:
 
     def __call__(self, x: Any) -> Tensor:
         return self.down(self.gate_up(x, quantise=self.down.takes_fp8))
+
+    def decode(self, x: Tensor) -> Tensor:
+        """The same for rows that decode."""
+        gated: Any = by_kind(self.gate_up, x, ALL_DECODE)
+        result: Tensor = by_kind(self.down, gated, ALL_DECODE)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,10 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         choices: dict[str, Choice],
+        decodes_apart: bool = False,
     ) -> None:
+        """With `decodes_apart` few rows that decode go through kernels of their own, where ops have such: faster, but a
+        token's result then depends on whether it was given or drawn, and on whether few or many rows decode."""
         self.spec = spec
         self.device = device
         self.dtype = dtype
@@ -138,6 +148,8 @@ class Decoder:
         """Which version of each op was chosen, and why."""
         self._weights = weights
         self._ops = ops
+        self._decodes_apart = decodes_apart
+        self._most_decoding = most_decode_rows(_linears(weights)) if decodes_apart else 0
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.angles = Angles(spec.ropes, weights.frequencies)
@@ -159,7 +171,9 @@ class Decoder:
             return None
         tied = self.choices.get("tied_embedding")
         has_head = tied is not None and tied.version.name == "native"
-        return NativeStack(self.spec, self._weights, self.angles, self.dtype, self.embedding_scale, has_head)
+        return NativeStack(
+            self.spec, self._weights, self.angles, self.dtype, self.embedding_scale, has_head, self._decodes_apart
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
@@ -182,11 +196,13 @@ class Decoder:
         block_ids, offsets = batch.places or cache_places(batch.slots, block_size)
         rows = self.angles.of(batch.positions) if batch.angles is None else batch.angles
         prepared = [ops.attention.prepare(batch, block_size, window) for window in self.spec.windows]
+        decodes = self._decoding(batch)
+        spans = spans_of(decodes)
 
         residual = self._embed(batch)
         hidden = ops.rms_norm(residual, layers[0].input_norm, eps, quantise=layers[0].qkv.takes_fp8)
         for index, layer in enumerate(layers):
-            qkv = layer.qkv(hidden)
+            qkv = by_kind(layer.qkv, hidden, spans)
             angles = None if layer.rope is None else rows[layer.rope]
             queries = layer.prepare_qkv(qkv, angles, kv[index], block_ids, offsets)
             attended = prepared[layer.window]
@@ -194,12 +210,13 @@ class Decoder:
                 if not len(last.index):
                     return residual[:0]
                 queries, residual = queries.index_select(0, last.index), residual.index_select(0, last.index)
+                spans = spans_of(None if decodes is None else decodes[last.index.numpy()])
                 attended = ops.attention.prepare(last, block_size, self.spec.windows[layer.window])
-            hidden = layer.out(ops.attention(queries, kv[index], attended))
+            hidden = by_kind(layer.out, ops.attention(queries, kv[index], attended), spans)
             if layer.attention_out_norm is not None:
                 hidden = ops.rms_norm(hidden, layer.attention_out_norm, eps)
             hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps, quantise=layer.mlp.takes_fp8)
-            hidden = layer.mlp(hidden)
+            hidden = by_kind(layer.mlp, hidden, spans)
             if layer.mlp_out_norm is not None:
                 hidden = ops.rms_norm(hidden, layer.mlp_out_norm, eps)
             if index + 1 < len(layers):
@@ -217,17 +234,36 @@ class Decoder:
         return final
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that.
+    def logits(self, hidden: Tensor, out: Tensor | None = None, draws: bool = False) -> Tensor:
+        """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that. With `draws` tokens
+        are drawn of them: the head takes all of them for rows that decode.
 
         They are not rounded to the model's dtype: in bfloat16 the likeliest tokens are often equal, and the first of
         them would be drawn instead of the best. `out` may be written and returned."""
-        logits = self._weights.head.wide(hidden, out)
+        head = self._weights.head
+        if draws and self._decodes_apart and isinstance(head, NativeParts):
+            logits = head.wide(hidden, decode=True)
+        else:
+            logits = head.wide(hidden, out)
         cap = self.spec.logit_softcap
         return logits if cap is None else softcap(logits, cap)
+
+    def _decoding(self, batch: ForwardBatch) -> Bools | None:
+        """Which tokens are multiplied as those that decode; None where none is."""
+        decodes = batch.decodes
+        if decodes is None or not self._most_decoding or not 0 < decodes.sum() <= self._most_decoding:
+            return None
+        return decodes
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         if batch.embedded is not None:
             return batch.embedded
         rows = self._weights.embedding(batch.token_ids)
         return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+
+def _linears(weights: DecoderWeights) -> Iterator[Any]:
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.out)
+        if isinstance(layer.mlp, DenseMlp):
+            yield from (layer.mlp.gate_up, layer.mlp.down)

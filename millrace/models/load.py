@@ -267,7 +267,8 @@ class _Builder:
             frequencies=frequencies,
             num_bytes=self._total_bytes,
         )
-        return Decoder(spec, weights, ops, self.device, self.dtype, self.choices)
+        decodes_apart = not self.deterministic
+        return Decoder(spec, weights, ops, self.device, self.dtype, self.choices, decodes_apart)
 
     def _choose(self, op: str, key: str = "", **shape: Any) -> Choice:
         choice = choose(op, self.device, self.dtype, self.deterministic, **shape)

@@ -58,6 +58,7 @@ class _Shape(Structure):
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "activation", "ropes")),
         ("rotary_dims", POINTER(c_int64)),
         ("head", c_void_p),
+        ("decodes_apart", c_int64),
         *((name, c_float) for name in ("eps", "scale", "softcap", "embedding_scale")),
     )
 
@@ -71,6 +72,7 @@ class _Inputs(Structure):
         *((name, c_int64) for name in ("tokens", "rows", "table_width", "num_blocks", "block_size", "kv_dtype")),
         *((name, c_void_p) for name in ("last_tokens", "last_lens", "last_tables")),
         ("lasts", c_int64),
+        ("decodes", c_void_p),
     )
 
 
@@ -108,8 +110,9 @@ class NativeStack:
         dtype: torch.dtype,
         embedding_scale: float,
         has_head: bool,
+        decodes_apart: bool,
     ) -> None:
-        """With `has_head` the head is a native linear over the matrix of embeddings."""
+        """With `has_head` the head is a native linear over the matrix of embeddings; `decodes_apart` as in Decoder."""
         self._spec, self._weights = spec, weights  # their addresses are used for as long as this lives
         self.takes_whole_steps = has_head and spec.logit_softcap is None
         library = native()
@@ -126,6 +129,7 @@ class NativeStack:
             len(spec.ropes),
             self._rotary_dims,
             _linear(weights.head) if has_head else None,
+            decodes_apart,
             spec.norm_eps,
             spec.attention_scale,
             spec.attention_softcap or 0.0,
@@ -168,6 +172,7 @@ class NativeStack:
             *(part.data_ptr() for part in chosen),
             *(None for _ in range(3 - len(chosen))),
             -1 if last is None else len(last.index),
+            None if batch.decodes is None else batch.decodes.ctypes.data,
         )
         self._check(self._run(self._stack, ctypes.byref(inputs)))
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace.ops.activation import Activation
 from millrace.ops.fp8_linear import fp8_missing
-from millrace.ops.linear import Linear
+from millrace.ops.linear import Linear, NativeParts
 from millrace.ops.quantised import Quantised
 from millrace.ops.triton import hopper_missing
 from millrace.ops.version import Shape, Version
@@ -52,6 +52,11 @@ class ComposedGatedLinear:
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
         return self._gated(self.linear(x), quantise=quantise)
+
+    def decode(self, x: Tensor) -> Any:
+        """The same for rows that decode."""
+        linear = self.linear
+        return self._gated(linear.decode(x) if isinstance(linear, NativeParts) else linear(x))
 
 
 class TunedGatedLinear:

@@ -109,20 +109,28 @@ class NativeParts:
         """What the kernels read; valid as long as this object lives."""
         self._native_at = ctypes.addressof(self.native)
         self.num_bytes = sum(packed.nbytes for packed in self._held) + (0 if bias is None else bias.nbytes)
+        self.most_decode_rows = int(library.quick.most_decode_rows(self._native_at))
+        """Up to so many rows `decode` has results of its own."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.dtype, False)
+
+    def decode(self, x: Tensor) -> Tensor:
+        """The same for rows that decode: few of them are multiplied with quantised weights as cpp/linear_decode.h says,
+        faster and with less rounding, so with results that are not those of a call."""
+        return self._multiply(x, self.dtype, True)
+
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
+        return self._multiply(x, torch.float32, decode)
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype, decode: bool) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=self.dtype)
-        self._linear(self._native_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, 0)
+        out = torch.empty((rows, self.out_features), dtype=dtype)
+        is_wide = dtype is torch.float32
+        self._linear(self._native_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, is_wide, decode)
         return out
-
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        x = x.contiguous()
-        sums = torch.empty((x.shape[0], self.out_features), dtype=torch.float32)
-        self._linear(self._native_at, x.data_ptr(), x.stride(0), sums.data_ptr(), x.shape[0], 1)
-        return sums
 
     def take_rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, by index."""

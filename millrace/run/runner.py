@@ -124,7 +124,7 @@ class Runner:
         columns = self._device.upload(np.stack([query_starts[due + 1] - 1, rows]))
         last_index, table_rows = columns.long()
         wanted = hidden if len(due) == len(hidden) else hidden[last_index]
-        logits = self._decoder.logits(wanted)
+        logits = self._decoder.logits(wanted, draws=True)
         drawn = self._sampler.draw(logits, rows, positions)
         self._table.last_tokens[table_rows] = drawn.tokens
         return StepResult(

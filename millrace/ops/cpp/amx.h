@@ -36,6 +36,8 @@ inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg 
 
 // Tile loads do not say which memory they read. What was written before this is there for those after it.
 inline void before_tile_loads() { asm volatile("" ::: "memory"); }
+// Nor do tile stores say what they write. What is read after this is what they wrote before it.
+inline void after_tile_stores() { asm volatile("" ::: "memory"); }
 
 #else
 #define HAS_AMX 0

@@ -8,6 +8,7 @@
 #include "linear.h"
 
 #include "amx.h"
+#include "linear_decode.h"
 #include "linear_layer.h"
 #include "linear_many.h"
 
@@ -157,10 +158,10 @@ std::vector<Layer> parts_of(const LinearDesc& desc, bool wide = false) {
 
 }  // namespace
 
-void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide) {
+void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide, bool decode) {
     std::vector<Layer> parts = parts_of(desc, wide);
 #if HAS_AMX
-    if (desc.dtype != F32 && use_amx()) return amx_linear(parts, (const bf16*)x, stride, (bf16*)out, rows);
+    if (desc.dtype != F32 && use_amx()) return amx_linear(parts, (const bf16*)x, stride, (bf16*)out, rows, decode);
 #endif
     for (const Layer& part : parts) {
         if (desc.dtype == F32)
@@ -171,6 +172,13 @@ void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, in
 }
 
 #if HAS_AMX
+
+int64_t most_decode_rows(const LinearDesc& desc) {
+    if (desc.dtype == F32 || !use_amx()) return 0;
+    for (int64_t i = 0; i < desc.num_parts; i++)
+        if (desc.parts[i].format > FORMAT_BF16) return DECODE_ROWS;
+    return 0;
+}
 
 int64_t laid_out_bytes(const LinearDesc& next, int64_t rows) {
     return tiles_bytes(rows, padded_inputs(next.parts[0].format, next.k));
@@ -192,6 +200,8 @@ void linear_laid_out(const LinearDesc& layer, const void* laid_out, void* out, i
 }
 
 #else
+
+int64_t most_decode_rows(const LinearDesc&) { return 0; }
 
 int64_t laid_out_bytes(const LinearDesc&, int64_t) { return 0; }
 
@@ -233,8 +243,11 @@ int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* id
     return take_rows(*layer, out, ids, count);
 }
 
-void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide) {
-    linear(*layer, x, stride, out, rows, wide);
+int64_t millrace_most_decode_rows(const LinearDesc* layer) { return most_decode_rows(*layer); }
+
+void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide,
+                     int decode) {
+    linear(*layer, x, stride, out, rows, wide, decode);
 }
 
 // Both halves of a gated MLP (see linear.h); 0 where they must be computed one by one.

@@ -1,5 +1,8 @@
 // Linear layers on the AMX matrix unit: few rows here, many as linear_many.h says.
+#include "linear_decode.h"
 #include "linear_many.h"
+
+#include <optional>
 
 #if HAS_AMX
 
@@ -253,15 +256,21 @@ struct Range {
     int64_t first, last;
 };
 
+// Panels per range of few rows with quantised weights: enough ranges that threads end together, but none so short that
+// beginning it, when nothing is on its way from memory yet, counts.
+int64_t few_rows_size(int64_t panels, int64_t tiles) {
+    constexpr int64_t LEAST_TILES = 768, MOST_PANELS = 64, RANGES_PER_THREAD = 8;
+    int64_t each = std::clamp<int64_t>(panels * tiles / LEAST_TILES / pool::threads(), 1, RANGES_PER_THREAD);
+    return std::min(round_up((panels + each * pool::threads() - 1) / (each * pool::threads()), 2), MOST_PANELS);
+}
+
 std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
     int64_t all = 0;
     for (const Layer& part : parts) all += part.panels();
     std::vector<Range> ranges;
     for (const Layer& part : parts) {
-        int64_t size = group_size<bf16>(part);
-        // Few rows: enough ranges that threads end together, few enough that claiming them costs little.
-        if (part.is_quantised() && rows <= AT_ONCE)
-            size = std::clamp<int64_t>(round_up(all / (8 * pool::threads()), 2), 2, 32);
+        bool few = part.is_quantised() && rows <= AT_ONCE;
+        int64_t size = few ? few_rows_size(all, part.tiles()) : group_size<bf16>(part);
         for (int64_t first = 0; first < part.panels(); first += size)
             ranges.push_back({&part, first, std::min(first + size, part.panels())});
     }
@@ -270,10 +279,13 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
 
 }  // namespace
 
-void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows) {
+void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode) {
     const Layer& any = parts[0];
+    decode = decode && rows > 0 && rows <= DECODE_ROWS;
+    auto is_exact = [&](const Layer& part) { return decode && part.is_quantised(); };
     bool has_plain = false, has_quantised = false;
-    for (const Layer& part : parts) (part.is_quantised() ? has_quantised : has_plain) = true;
+    for (const Layer& part : parts)
+        if (!is_exact(part)) (part.is_quantised() ? has_quantised : has_plain) = true;
     if (rows > FEW_ROWS) {
         void *plain_rows = nullptr, *turned_rows = nullptr;
         int64_t bytes = tiles_bytes(rows, any.padded_k);
@@ -281,6 +293,8 @@ void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, 
         if (has_quantised) lay_out(x, stride, rows, any, true, turned_rows = scratch<TURNED_ROWS>(bytes));
         return many_rows(parts, plain_rows, turned_rows, out, rows);
     }
+    std::optional<DecodeInputs> exact;
+    if (decode) exact.emplace(parts, x, stride, rows);
     const uint32_t* turned = has_quantised ? turn(x, stride, rows, any.k) : nullptr;
     std::vector<bf16> padded;
     if (has_plain && any.padded_k != any.k) {
@@ -291,7 +305,9 @@ void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, 
     std::vector<Range> ranges = ranges_of(parts, rows);
     pool::for_each(ranges.size(), any.out_stride * any.padded_k >= MIN_PARALLEL, [&](int64_t i) {
         const Range& r = ranges[i];
-        if (r.part->is_quantised())
+        if (is_exact(*r.part))
+            decode_panels(*r.part, *exact, out, r.first, r.last);
+        else if (r.part->is_quantised())
             quantised_panels(*r.part, turned, out, rows, r.first, r.last);
         else
             amx_panels(*r.part, x, stride, out, rows, r.first, r.last);

@@ -95,6 +95,7 @@ Layer plain(const Layer& layer, int64_t first, int64_t last) {
 }
 
 // The same as the vector kernels, for all parts of a layer, through the AMX matrix unit; only where use_amx() says so.
-void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows);
+// With `decode` as linear_decode.h says.
+void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode);
 
 }  // namespace linear_layer

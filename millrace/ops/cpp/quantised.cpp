@@ -1,10 +1,9 @@
 // From packed panels to numbers: whole tiles for the kernels, single rows for embeddings.
 #include "quantised.h"
 
-#include <type_traits>
 #include <utility>
 
-#include "quantised_format.h"
+#include "quantised_exact.h"
 #include "transpose.h"
 
 namespace quantised {
@@ -12,65 +11,14 @@ namespace {
 
 // --- scales ---
 
-inline float widen(uint16_t half) {
-    uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
-    if (exponent == 0) {
-        float value = fraction * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline vf load_halves(const char* p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-    float values[ROWS];
-    for (int i = 0; i < ROWS; i++) {
-        uint16_t half;
-        memcpy(&half, p + 2 * i, sizeof half);
-        values[i] = widen(half);
-    }
-    return load(values);
-#endif
-}
-
-typedef uint8_t vb __attribute__((vector_size(16)));
-typedef int8_t vsb __attribute__((vector_size(16)));
-
-template <typename V>
-inline vf load_bytes(const char* p) {
-#if defined(__AVX512F__)
-    __m128i bytes = _mm_loadu_si128((const __m128i*)p);
-    bool is_signed = std::is_same_v<V, vsb>;
-    return (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#else
-    V v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(__builtin_convertvector(v, vi), vf);
-#endif
-}
-
-// The products of float16 and 8-bit scales are exact in float32.
 template <int F>
 inline void read_scales(const Panel& panel, int64_t tile, Scales& out) {
     constexpr Format f = format_of(F);
-    const char* halves = panel.halves + (f.super ? tile / SUPER_TILES : tile) * half_bytes(f);
-    vf scale = load_halves(halves), offset{};
-    if (f.offset) offset = load_halves(halves + 2 * ROWS);
-    if (!f.super) {
-        store(out.scales[0], scale);
-        store(out.offsets[0], offset);
-        return;
-    }
-    const char* smalls = panel.smalls + tile * small_bytes(f);
+    ScaleVectors read;
+    read_scales<F>(panel, tile, read);
     for (int g = 0; g < f.groups; g++) {
-        vf small = f.offset ? load_bytes<vb>(smalls + g * ROWS) : load_bytes<vsb>(smalls + g * ROWS);
-        store(out.scales[g], scale * small);
-        if (f.offset) store(out.offsets[g], -(offset * load_bytes<vb>(smalls + (f.groups + g) * ROWS)));
+        store(out.scales[g], read.scales[g]);
+        if (f.offset) store(out.offsets[g], read.offsets[g]);
     }
 }
 
@@ -149,13 +97,6 @@ inline void float_tile_4(const char* tile, const Scales& scales, float* out) {
 #define HAS_FAST_TILES 1
 
 inline __m512i both(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
-
-template <int SHIFT>
-inline __m512i shift_words_right(__m512i words) {
-    if constexpr (SHIFT > 0) return _mm512_srli_epi16(words, SHIFT);
-    if constexpr (SHIFT < 0) return _mm512_slli_epi16(words, -SHIFT);
-    return words;
-}
 
 // mask ? a : b, bit by bit
 inline __m512i merge(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xe2); }

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 namespace {
 
@@ -27,6 +28,7 @@ struct Shape {
     int64_t dtype, layers, hidden, inner, heads, kv_heads, head_dim, activation, ropes;
     const int64_t* rotary_dims;  // per rope
     const LinearDesc* head;      // or null; a whole step needs it, as the matrix of embeddings too
+    int64_t decodes_apart;       // whether rows that decode go through kernels of their own (see `linear`)
     float eps, scale, softcap, embedding_scale;
 };
 
@@ -45,6 +47,7 @@ struct Inputs {
     const int64_t* last_tokens;
     const int32_t *last_lens, *last_tables;
     int64_t lasts;
+    const uint8_t* decodes;  // [tokens]: whether it was drawn, not given; null where none was
 };
 
 // A step as the runner knows it: rows of the request table and how their tokens are drawn.
@@ -115,16 +118,57 @@ class Buffer {
     int64_t size_ = 0;
 };
 
+// Tokens one after the other that are multiplied alike.
+struct Span {
+    int64_t first, count;
+    bool decodes;
+};
+
 struct Stack {
     Shape s;
     std::unique_ptr<LayerAt[]> layers;
     const float* final_norm;
     Buffer hidden, qkv, attended, gate_up, inner, places, rotations, inputs, embedded, logits;
+    int64_t most_decoding = 0;
+    std::vector<Span> spans;  // of the tokens at hand
 
     int item() const { return s.dtype == 0 ? 4 : 2; }
 
-    static void multiply(const LinearDesc* layer, const void* x, void* out, int64_t rows) {
-        linear(*layer, x, layer->k, out, rows);
+    const void* from(const void* rows, int64_t row, int64_t width) const {
+        return static_cast<const char*>(rows) + row * width * item();
+    }
+    void* from(void* rows, int64_t row, int64_t width) const { return static_cast<char*>(rows) + row * width * item(); }
+
+    void multiply(const LinearDesc* layer, const void* x, void* out) const {
+        for (const Span& span : spans)
+            linear(*layer, from(x, span.first, layer->k), layer->k, from(out, span.first, layer->n), span.count, false,
+                   span.decodes);
+    }
+
+    // The most decoding rows that any layer multiplies in their own way; the same for all that do.
+    int64_t most_decode_rows() const {
+        int64_t most = 0;
+        for (int64_t i = 0; i < s.layers; i++)
+            for (const LinearDesc* layer : {layers[i].qkv, layers[i].out, layers[i].gate_up, layers[i].down})
+                most = std::max(most, ::most_decode_rows(*layer));
+        return most;
+    }
+
+    // Whether the tokens that decode are multiplied apart from the others.
+    bool splits(const Inputs& in) const {
+        if (!s.decodes_apart || !in.decodes) return false;
+        int64_t decoding = std::count_if(in.decodes, in.decodes + in.tokens, [](uint8_t it) { return it; });
+        return decoding && decoding <= most_decoding;
+    }
+
+    // `decodes` of a token, by its number.
+    template <typename F>
+    void find_spans(int64_t tokens, F decodes) {
+        spans.clear();
+        for (int64_t token = 0; token < tokens; token++) {
+            if (spans.empty() || spans.back().decodes != decodes(token)) spans.push_back({token, 0, decodes(token)});
+            spans.back().count++;
+        }
     }
 
     void norm(void* x, const float* weight, int64_t rows) const {
@@ -148,6 +192,8 @@ struct Stack {
             at[token] = in.slots[token] / in.block_size;
             at[in.tokens + token] = in.slots[token] % in.block_size;
         }
+        bool split = splits(in);
+        find_spans(in.tokens, [&](int64_t token) { return split && in.decodes[token]; });
         Watch watch(in.nanoseconds);
         Sharing sharing = shared_by(in);
         watch.mark(ATTENTION);
@@ -160,16 +206,18 @@ struct Stack {
             if (last && in.lasts >= 0) {
                 if (!in.lasts) return true;
                 if (!keep_last(in, projected)) return false;
+                find_spans(in.lasts, [&](int64_t i) { return split && in.decodes[in.last_tokens[i]]; });
                 sharing = shared_by(in);
             }
             attend(in, layer, in.kv[i], projected, heads, sharing);
             watch.mark(ATTENTION);
-            multiply(layer.out, heads, x, in.tokens);
+            multiply(layer.out, heads, x);
             watch.mark(OUT);
             norm(x, layer.attention_out_norm, in.tokens);
             add_norm(x, in.residual, layer.mlp_norm, x, in.tokens);
             watch.mark(NORM);
-            if (!mlp(layer, x, in.tokens, watch)) return false;
+            for (const Span& span : spans)
+                if (!mlp(layer, from(x, span.first, s.hidden), span, watch)) return false;
             norm(x, layer.mlp_out_norm, in.tokens);
             add_norm(x, in.residual, last ? final_norm : layers[i + 1].input_norm, last ? in.out : x, in.tokens);
             watch.mark(NORM);
@@ -177,21 +225,22 @@ struct Stack {
         return true;
     }
 
-    // The gated MLP of x, in its place; false when there is no memory.
-    bool mlp(const LayerAt& layer, void* x, int64_t tokens, Watch& watch) {
+    // The gated MLP of one span's x, in its place; false when there is no memory.
+    bool mlp(const LayerAt& layer, void* x, const Span& span, Watch& watch) {
+        int64_t tokens = span.count;
         void* one = inner.of(std::max(tokens * s.inner * item(), laid_out_bytes(*layer.down, tokens)));
         if (!one) return false;
-        if (gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, one)) {
+        if (!span.decodes && gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, one)) {
             watch.mark(GATE_UP);
             linear_laid_out(*layer.down, one, x, tokens);
         } else {
             void* both = gate_up.of(tokens * 2 * s.inner * item());
             if (!both) return false;
-            multiply(layer.gate_up, x, both, tokens);
+            linear(*layer.gate_up, x, s.hidden, both, tokens, false, span.decodes);
             watch.mark(GATE_UP);
             millrace_gated(s.dtype, s.activation, both, one, tokens, s.inner);
             watch.mark(GATED);
-            multiply(layer.down, one, x, tokens);
+            linear(*layer.down, one, s.inner, x, tokens, false, span.decodes);
         }
         watch.mark(DOWN);
         return true;
@@ -240,7 +289,7 @@ struct Stack {
     void project(const Inputs& in, int64_t index, const int64_t* at, const float* const* angles, const void* x,
                  void* projected, Watch& watch) const {
         const LayerAt& layer = layers[index];
-        multiply(layer.qkv, x, projected, in.tokens);
+        multiply(layer.qkv, x, projected);
         watch.mark(QKV);
         bool rotates = layer.rope >= 0;
         millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, rotates ? angles[layer.rope] : nullptr, layer.q_norm,
@@ -269,13 +318,15 @@ struct Stack {
         in.rows = w.num_rows;
         in.table_width = (longest + w.block_size - 1) / w.block_size;
         int64_t large_words = 3 * in.tokens + w.num_rows, small_words = 1 + w.num_rows * (3 + 2 * in.table_width);
-        auto* large = static_cast<int64_t*>(inputs.of(large_words * sizeof(int64_t) + small_words * sizeof(int32_t)));
+        auto* large = static_cast<int64_t*>(
+            inputs.of(large_words * sizeof(int64_t) + small_words * sizeof(int32_t) + in.tokens));
         if (!large) return nullptr;
         int64_t *ids = large, *positions = ids + in.tokens, *slots = positions + in.tokens, token = 0;
         int64_t* last_tokens = slots + in.tokens;
         auto* starts = reinterpret_cast<int32_t*>(last_tokens + w.num_rows);
         int32_t *lens = starts + w.num_rows + 1, *last_lens = lens + w.num_rows;
         int32_t *tables = last_lens + w.num_rows, *last_tables = tables + w.num_rows * in.table_width;
+        auto* decodes = reinterpret_cast<uint8_t*>(last_tables + w.num_rows * in.table_width);
         in.lasts = 0;
         for (int64_t i = 0; i < w.num_rows; i++) {
             const int32_t* table = w.tables + w.rows[i] * w.table_stride;
@@ -285,6 +336,7 @@ struct Stack {
             for (int64_t position = w.starts[i]; position < lens[i]; position++, token++) {
                 int32_t given = w.tokens ? w.tokens[token] : -1;
                 ids[token] = given < 0 ? w.last_tokens[w.rows[i]] : given;
+                decodes[token] = given < 0;
                 positions[token] = position;
                 slots[token] = table[position / w.block_size] * w.block_size + position % w.block_size;
             }
@@ -294,6 +346,7 @@ struct Stack {
             memcpy(last_tables + in.lasts++ * in.table_width, table, in.table_width * sizeof(int32_t));
         }
         starts[w.num_rows] = token;
+        in.decodes = decodes;
         in.last_tokens = last_tokens, in.last_lens = last_lens, in.last_tables = last_tables;
         in.slots = slots, in.positions = positions, in.query_starts = starts, in.seq_lens = lens, in.tables = tables;
         in.angles = w.angles, in.kv = w.kv, in.nanoseconds = w.nanoseconds;
@@ -328,7 +381,7 @@ struct Stack {
         if (!due) return 0;
         void* scores = logits.of(due * vocab * sizeof(float));
         if (!scores) return NO_MEMORY;
-        linear(*s.head, in.out, s.hidden, scores, due, true);
+        linear(*s.head, in.out, s.hidden, scores, due, true, s.decodes_apart);
         watch.mark(HEAD);
         millrace_draw(static_cast<float*>(scores), due, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
         for (int64_t i = 0, at = 0; i < w.num_rows; i++)
@@ -358,8 +411,9 @@ extern "C" {
 
 // A stack over weights that stay where they are for as long as it lives. Calls must not overlap.
 void* millrace_stack_new(const Shape* shape, const LayerAt* layers, const float* final_norm) {
-    auto* stack = new Stack{*shape, std::make_unique<LayerAt[]>(shape->layers), final_norm, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    auto* stack = new Stack{*shape, std::make_unique<LayerAt[]>(shape->layers), final_norm};
     memcpy(stack->layers.get(), layers, shape->layers * sizeof(LayerAt));
+    stack->most_decoding = stack->most_decode_rows();
     return stack;
 }
 

@@ -1,0 +1,59 @@
+"""Rows that decode, multiplied apart from tokens that were given: what cpp/step.cpp does in a native stack.
+
+Kernels made for few decoding rows round less than those made for prompts, so which of them multiplies a token must not
+depend on what else is in the step: it depends on where the token came from, and on whether few or many rows decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.ops.gated_linear import ComposedGatedLinear
+from millrace.ops.linear import NativeParts
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens one after the other that are multiplied alike."""
+
+    tokens: slice
+    decodes: bool
+
+
+ALL_DECODE = (Span(slice(None), True),)
+
+
+def spans_of(decodes: Bools | None) -> tuple[Span, ...]:
+    """None of them where nothing is multiplied apart."""
+    if decodes is None:
+        return ()
+    edges = [0, *(np.flatnonzero(decodes[1:] != decodes[:-1]) + 1).tolist(), len(decodes)]
+    return tuple(
+        Span(slice(first, last), bool(decodes[first])) for first, last in zip(edges[:-1], edges[1:], strict=True)
+    )
+
+
+def by_kind(module: Any, x: Any, spans: tuple[Span, ...]) -> Any:
+    """A linear or an MLP of x. One that knows no kinds of rows gets all of them at once."""
+    if not spans or not hasattr(module, "decode"):
+        return module(x)
+    parts = [module.decode(x[span.tokens]) if span.decodes else module(x[span.tokens]) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def most_decode_rows(modules: Iterable[Any]) -> int:
+    """Up to how many decoding rows some of these linears multiply in their own way."""
+    return max((_most(module) for module in modules), default=0)
+
+
+def _most(module: Any) -> int:
+    linear = module.linear if isinstance(module, ComposedGatedLinear) else module
+    return linear.most_decode_rows if isinstance(linear, NativeParts) else 0

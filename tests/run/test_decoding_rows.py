@@ -1,0 +1,251 @@
+"""Rows that decode have kernels of their own over quantised weights: which one multiplies a token is the token's own
+affair while few rows decode, every way to run a step takes the same one, and the deterministic mode knows only one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.stored_blocks import StoredSource
+
+from millrace.config import RunConfig
+from millrace.models import load as load_module
+from millrace.models.decoding import spans_of
+from millrace.models.families import spec_from_config
+from millrace.models.load import build_decoder
+from millrace.ops import native
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission, StepPlan
+from millrace.run.device import open_device
+from millrace.run.request_table import RowParams
+from millrace.run.runner import Runner
+
+pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
+
+ROWS, BLOCK, WIDTH, VOCAB = 14, 4, 12, 100
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+LLAMA = {
+    **SIZES,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "intermediate_size": 512,
+    "tie_word_embeddings": True,
+}
+CAPPED = {
+    **LLAMA,
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 64,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 16,
+}
+MIXTURE = {
+    **SIZES,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+FORMATS = {
+    "embed_tokens.weight": "Q8_0",
+    "lm_head.weight": "Q6_K",
+    "q_proj.weight": "Q4_K",
+    "k_proj.weight": "Q4_K",
+    "v_proj.weight": "Q6_K",
+    "o_proj.weight": "Q4_1",
+    "gate_proj.weight": "Q5_0",
+    "up_proj.weight": "Q5_0",
+    "down_proj.weight": "Q3_K",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.native()
+    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+
+
+def make_runner(tmp_path: Path, config: dict[str, Any] = LLAMA, deterministic: bool = False) -> Runner:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    spec = spec_from_config(config)
+    device = open_device(RunConfig(device="cpu", threads=2))
+    decoder = build_decoder(
+        spec,
+        StoredSource(spec, FORMATS, file),
+        device=device.torch_device,
+        dtype=torch.bfloat16,
+        deterministic=deterministic,
+    )
+    return Runner(
+        decoder, device, num_blocks=ROWS * WIDTH + 1, block_size=BLOCK, max_rows=ROWS, max_context=WIDTH * BLOCK
+    )
+
+
+def admission(row: int, tokens: list[int], **params: Any) -> Admission:
+    own = SamplingParams(temperature=1.0, seed=row, **params)
+    return Admission(row, 100 + row, np.asarray(tokens, np.int32), len(tokens), RowParams(own))
+
+
+def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tuple[Admission, ...] = ()) -> StepPlan:
+    """Rows are (table row, start, count, whether it samples); those that are admitted get all of their blocks."""
+    columns = np.asarray([row[:3] for row in rows], np.int32).T.copy()
+    blocks = [(own.row, column, 1 + own.row * WIDTH + column) for own in admitted for column in range(WIDTH)]
+    block_rows, block_cols, block_ids = np.asarray(blocks, np.int32).reshape(-1, 3).T.copy()
+    return StepPlan(
+        step_no=step_no,
+        rows=columns[0],
+        starts=columns[1],
+        counts=columns[2],
+        draft_counts=np.zeros(len(rows), np.int32),
+        samples=np.asarray([row[3] for row in rows]),
+        adapter_slots=np.zeros(len(rows), np.int32),
+        block_rows=block_rows,
+        block_cols=block_cols,
+        block_ids=block_ids,
+        admitted=admitted,
+    )
+
+
+def prompt_of(row: int) -> list[int]:
+    draw = random.Random(row)
+    return draw.choices(range(VOCAB), k=draw.randint(1, 19))
+
+
+def busy_plans(seed: int, **params: Any) -> list[StepPlan]:
+    """Prompts in chunks of any size, single tokens too, beside rows that decode: few of them, then many."""
+    draw = random.Random(seed)
+    prompts = [prompt_of(row) for row in range(ROWS)]
+    admitted = tuple(admission(row, tokens, **params) for row, tokens in enumerate(prompts))
+    computed, made = [0] * ROWS, []
+    for step_no in range(16):
+        rows = []
+        for row in draw.sample(range(ROWS), draw.choice((1, 4, 7, ROWS))):
+            left = len(prompts[row]) - computed[row]
+            count = min(left, draw.choice((1, 3, 7, 20))) if left > 0 else 1
+            computed[row] += count
+            rows.append((row, computed[row] - count, count, computed[row] >= len(prompts[row])))
+        made.append(plan_of(step_no, rows, admitted if step_no == 0 else ()))
+    return made
+
+
+def drawn_by(runner: Runner, steps: list[StepPlan]) -> list[list[int]]:
+    return [runner.launch(plan).wait().tokens.tolist() for plan in steps]
+
+
+def kv_of(runner: Runner, row: int, tokens: int) -> list[torch.Tensor]:
+    """What a row has in the cache, layer by layer."""
+    blocks = [1 + row * WIDTH + column for column in range(WIDTH)]
+    return [layer[:, blocks].transpose(2, 3).flatten(1, 2)[:, :tokens].clone() for layer in runner._kv]
+
+
+def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("config", [LLAMA, CAPPED], ids=["llama", "capped"])
+def test_every_way_to_run_a_step_agrees(config: dict[str, Any], deterministic: bool, tmp_path: Path) -> None:
+    """One native call for a step, one for its layers, op by op."""
+    whole, layers, walked = (make_runner(tmp_path, config, deterministic) for _ in range(3))
+    assert (whole.native_step is None) == (config is CAPPED)
+    assert layers._decoder.native_stack is not None
+    layers.native_step = walked.native_step = None
+    walked._decoder.native_stack = None
+    steps = busy_plans(3)
+    tokens = drawn_by(whole, steps)
+    assert drawn_by(layers, steps) == tokens
+    assert drawn_by(walked, steps) == tokens
+    for row in range(ROWS):
+        lengths = [int(plan.starts[i] + plan.counts[i]) for plan in steps for i in np.flatnonzero(plan.rows == row)]
+        expected = kv_of(whole, row, max(lengths, default=0))
+        assert same_bits(kv_of(layers, row, max(lengths, default=0)), expected)
+        assert same_bits(kv_of(walked, row, max(lengths, default=0)), expected)
+
+
+def test_rows_with_wishes_of_their_own_see_the_same_scores(tmp_path: Path) -> None:
+    """Log-probabilities are asked for, so steps are run in parts; tokens are those of whole steps."""
+    whole, parts = make_runner(tmp_path), make_runner(tmp_path)
+    assert drawn_by(parts, busy_plans(5, logprobs=1)) == drawn_by(whole, busy_plans(5))
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
+def test_few_rows_that_decode_do_not_notice_each_other_or_prompts(config: dict[str, Any], tmp_path: Path) -> None:
+    row, prompt = 3, prompt_of(3)
+    alone, beside = make_runner(tmp_path, config), make_runner(tmp_path, config)
+    first = plan_of(0, [(row, 0, len(prompt), True)], (admission(row, prompt),))
+    steps = [plan_of(1 + i, [(row, len(prompt) + i, 1, True)]) for i in range(12)]
+    expected = [tokens[0] for tokens in drawn_by(alone, [first, *steps])]
+
+    others = [other for other in range(8) if other != row]
+    got = [drawn_by(beside, [first])[0][0]]
+    computed = dict.fromkeys(others, 0)
+    for i, step in enumerate(steps):
+        joining = others[: 1 + i]
+        rows, admitted = [(row, int(step.starts[0]), 1, True)], []
+        for other in joining:
+            tokens = prompt_of(other)
+            if computed[other] == 0:
+                admitted.append(admission(other, tokens))
+            count = len(tokens) - computed[other] if computed[other] < len(tokens) else 1
+            rows.append((other, computed[other], count, True))
+            computed[other] += count
+        got.append(drawn_by(beside, [plan_of(1 + i, rows, tuple(admitted))])[0][0])
+    assert got == expected
+    length = len(prompt) + len(steps)
+    assert same_bits(kv_of(alone, row, length), kv_of(beside, row, length))
+
+
+def decoded_and_given(runner: Runner) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same tokens in the cache twice: drawn one by one, and given as a prompt."""
+    prompt = prompt_of(1)
+    steps = [plan_of(0, [(1, 0, len(prompt), True)], (admission(1, prompt),))]
+    steps += [plan_of(1 + i, [(1, len(prompt) + i, 1, True)]) for i in range(8)]
+    text = prompt + [tokens[0] for tokens in drawn_by(runner, steps)][:-1]
+    drawn_by(runner, [plan_of(9, [(2, 0, len(text), True)], (admission(2, text),))])
+    return kv_of(runner, 1, len(text)), kv_of(runner, 2, len(text))
+
+
+def test_the_deterministic_mode_knows_no_kinds_of_rows(tmp_path: Path) -> None:
+    decoded, given = decoded_and_given(make_runner(tmp_path, deterministic=True))
+    assert same_bits(decoded, given)
+
+
+def test_otherwise_what_was_drawn_is_multiplied_with_less_rounding(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path)
+    decoded, given = decoded_and_given(runner)
+    assert same_bits(decoded, given) == (runner._decoder._most_decoding == 0)
+    for one, other in zip(decoded, given, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), atol=0.1 * float(other.float().std()), rtol=0.1)
+
+
+def test_spans_are_tokens_of_one_kind() -> None:
+    def of(flags: str) -> list[tuple[int, int, bool]]:
+        spans = spans_of(np.array([flag == "d" for flag in flags]))
+        return [(span.tokens.start, span.tokens.stop, span.decodes) for span in spans]
+
+    assert spans_of(None) == ()
+    assert of("d") == [(0, 1, True)]
+    assert of("ddp") == [(0, 2, True), (2, 3, False)]
+    assert of("pdpp") == [(0, 1, False), (1, 2, True), (2, 4, False)]
