@@ -15,6 +15,7 @@ namespace {
 
 constexpr int CHUNK = 32;  // inner items of one tile product
 constexpr int MAX_CHUNKS = MAX_HEAD / CHUNK;
+constexpr int SLOTS = 16;  // parts into which a pair's products are divided
 
 struct Scratch {
     alignas(64) bf16 queries[PARTS][MAX_CHUNKS][16][CHUNK];  // [group or head][chunk][pair of dimensions][query][2]
@@ -83,46 +84,196 @@ struct AmxAttention : AmxUnit<bf16> {
         }
     }
 
+    // --- units of several heads: tile after tile ---
+
+    void several_heads(const Unit& unit, const Unit* following) {
+        for (int64_t tile = first_tile(); tile < highest; tile += KEYS) {
+            find_all(unit, tile);
+            expect_after(unit, tile, following);
+            clear_scores();
+            for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
+            pair_values(unit, tile, m.values[0], 0);  // keeps the vector units busy while the products are computed
+            store_scores(0);
+            shape_scores(groups[0], tile, m.scores[0], KEYS);
+            __m512 shrink = _mm512_set1_ps(1.0f);
+            if (follow(groups[0], m.scores[0], KEYS, shrink))
+                for (int head = 0; head < unit.heads; head++)
+                    rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
+            weigh(groups[0], 0, KEYS / CHUNK, [](int, int) {});
+            before_tile_loads();
+            for (int head = 0; head < unit.heads; head++) {
+                if (head + 1 < unit.heads) pair_values(unit, tile, m.values[(head + 1) % 2], head + 1);
+                before_tile_loads();
+                add(m.sums[head], m.values[head % 2], 0);
+            }
+        }
+    }
+
+    // --- units of several groups: pairs of a tile of keys and a group that sees some of it, tile after tile ---
+
+    struct Pair {
+        int64_t tile;
+        int group;
+    };
+
+    // The next pair; false where there is none.
+    bool advance(Pair& pair) const {
+        do {
+            if (++pair.group == num_groups) pair = {pair.tile + KEYS, 0};
+            if (pair.tile >= highest) return false;
+        } while (pair.tile >= groups[pair.group].highest || pair.tile + KEYS <= groups[pair.group].lowest);
+        return true;
+    }
+
+    int halves_of(const Pair& pair) const { return groups[pair.group].highest - pair.tile > CHUNK ? 2 : 1; }
+    bf16* values_of(const Pair& pair) { return m.values[pair.tile / KEYS % 2]; }
+
+    // What the matrix unit has to do while the vector units weigh a pair: the scores of the pair after it, and the sums
+    // of the pair before it.
+    struct Products {
+        const bf16 (*queries)[16][CHUNK] = nullptr;  // null where there is no pair after it
+        const bf16* keys[RUNS];
+        int64_t key_stride;
+        float (*sums)[QUERIES][LANES] = nullptr;  // null where there is no pair before it
+        const bf16* values;
+        int halves, turn;  // of the weights; the scores go to the same turn
+    };
+
+    void several_groups(const Unit& unit, const Unit* following) {
+        Pair now{first_tile(), -1}, next = now;
+        Products products;
+        bool more = advance(next);
+        find_all(unit, next.tile);
+        expect_after(unit, next.tile, following);
+        plan_scores(products, unit, next, 0);
+        for (int slot = 0; slot < SLOTS / 2; slot++) multiply(products, slot);
+        store_last_scores(products);
+        for (int turn = 0; more; turn ^= 1) {
+            bool entered = next.tile != now.tile || now.group < 0;
+            now = next;
+            if (entered) pair_values(unit, now.tile, values_of(now), 0);
+            more = advance(next);
+            products.queries = nullptr;
+            if (more) {
+                if (next.tile != now.tile) {
+                    find_all(unit, next.tile);
+                    expect_after(unit, next.tile, following);
+                }
+                plan_scores(products, unit, next, turn ^ 1);
+            }
+            before_tile_loads();
+            Group& group = groups[now.group];
+            int halves = halves_of(now);
+            shape_scores(group, now.tile, m.scores[turn], halves * CHUNK);
+            __m512 shrink = _mm512_set1_ps(1.0f);
+            bool shrinks = follow(group, m.scores[turn], halves * CHUNK, shrink);
+            weigh(group, turn, halves, [&](int half, int eighth) __attribute__((always_inline)) {
+                if (halves == 1) {
+                    multiply(products, 2 * eighth);
+                    multiply(products, 2 * eighth + 1);
+                } else if (half == 0) {
+                    multiply(products, eighth);
+                } else {
+                    multiply(products, SLOTS / 2 + eighth);
+                }
+            });
+            store_last_sums(products);
+            if (shrinks) rescale(shrink, m.sums[now.group], 0, group.count);
+            products.sums = m.sums[now.group];
+            products.values = values_of(now);
+            products.halves = halves;
+            products.turn = turn;
+        }
+        before_tile_loads();
+        products.queries = nullptr;
+        for (int slot = SLOTS / 2; slot < SLOTS; slot++) multiply(products, slot);
+        store_last_sums(products);
+    }
+
+    void plan_scores(Products& products, const Unit& unit, const Pair& pair, int turn) {
+        products.queries = m.queries[pair.group];
+        products.turn = turn;
+        products.key_stride = in_place ? s.head_dim * 2 : MAX_HEAD * 2;
+        for (int run = 0; run < RUNS; run++)
+            products.keys[run] =
+                pair.tile + run * RUN < groups[pair.group].highest ? keys_at(unit, pair.tile, 0, run) : nullptr;
+    }
+
+    // The part of the products that belongs to a slot: in the first half of them scores, two slots for each run of keys;
+    // in the second half sums. What is complete is stored a slot later, and a little at a time: stores wait in a queue,
+    // in which there is room for seven tiles.
+    __attribute__((always_inline)) void multiply(const Products& p, int slot) {
+        if (slot < SLOTS / 2) {
+            if (p.queries) multiply_scores(p, slot / 2, slot % 2);
+        } else {
+            if (slot == SLOTS / 2 && p.queries) store_last_scores(p);
+            if (p.sums) multiply_sums(p, slot - SLOTS / 2);
+        }
+        fetch(8);
+    }
+
+    __attribute__((always_inline)) void multiply_scores(const Products& p, int run, int part) {
+        int64_t middle = (chunks + 1) / 2, first = part ? middle : 0, end = part ? chunks : middle;
+        bool reload = run == 0 || chunks > 2;  // two chunks of queries stay in tiles
+        if (part == 0 && run % 2 == 0) _tile_zero(0);
+        if (part == 0 && run % 2 == 1) _tile_zero(1);
+        for (int64_t chunk = first; chunk < end; chunk++) {
+            if (chunk % 2 == 0 && reload) _tile_loadd(4, p.queries[chunk], 64);
+            if (chunk % 2 == 1 && reload) _tile_loadd(5, p.queries[chunk], 64);
+            if (!p.keys[run]) continue;
+            const bf16* keys = p.keys[run] + chunk * CHUNK;
+            if (chunk % 2 == 0) {
+                _tile_loadd(2, keys, p.key_stride);
+                if (run % 2 == 0)
+                    _tile_dpbf16ps(0, 2, 4);
+                else
+                    _tile_dpbf16ps(1, 2, 4);
+            } else {
+                _tile_loadd(3, keys, p.key_stride);
+                if (run % 2 == 0)
+                    _tile_dpbf16ps(0, 3, 5);
+                else
+                    _tile_dpbf16ps(1, 3, 5);
+            }
+        }
+        if (part == 1 || run == 0) return;
+        if (run % 2 == 0)
+            _tile_stored(1, m.scores[p.turn][(run - 1) * RUN], 64);
+        else
+            _tile_stored(0, m.scores[p.turn][(run - 1) * RUN], 64);
+    }
+
+    void store_last_scores(const Products& p) { _tile_stored(1, m.scores[p.turn][(RUNS - 1) * RUN], 64); }
+
+    __attribute__((always_inline)) void multiply_sums(const Products& p, int slot) {
+        int64_t stride = chunks * 2 * CHUNK * sizeof(bf16), later = KEYS / 4 * chunks * 2 * CHUNK;
+        if (slot == 0) {
+            _tile_loadd(6, m.weights[p.turn][0], 64);
+            if (p.halves > 1) _tile_loadd(7, m.weights[p.turn][1], 64);
+        }
+        for (int64_t v = slot * chunks / 4; v < (slot + 1) * chunks / 4; v++) {
+            const bf16* values = p.values + v * CHUNK;
+            _tile_loadd(2, values, stride);
+            if (p.halves > 1) _tile_loadd(3, values + later, stride);
+            if (v % 2 == 0) {
+                _tile_loadd(0, p.sums[v], 64);
+                _tile_dpbf16ps(0, 6, 2);
+                if (p.halves > 1) _tile_dpbf16ps(0, 7, 3);
+                if (v) _tile_stored(1, p.sums[v - 1], 64);
+            } else {
+                _tile_loadd(1, p.sums[v], 64);
+                _tile_dpbf16ps(1, 6, 2);
+                if (p.halves > 1) _tile_dpbf16ps(1, 7, 3);
+                _tile_stored(0, p.sums[v - 1], 64);
+            }
+        }
+    }
+
+    void store_last_sums(const Products& p) {
+        if (p.sums) _tile_stored(1, p.sums[vectors - 1], 64);
+    }
+
     // --- one tile of keys ---
-
-    void several_heads(const Unit& unit, int64_t tile) {
-        clear_scores();
-        for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
-        pair_values(unit, tile, 0);  // keeps the vector units busy while the products are computed
-        store_scores(0);
-        __m512 shrink = weigh(groups[0], tile, 0);
-        for (int head = 0; head < unit.heads; head++)
-            rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
-        for (int head = 0; head < unit.heads; head++) {
-            if (head + 1 < unit.heads) pair_values(unit, tile, head + 1);
-            add(m.sums[head], m.values[head % 2], 0);
-        }
-    }
-
-    // The matrix unit computes the next group's scores while the vector units weigh this group's, and adds the values of
-    // the group before.
-    void several_groups(const Unit& unit, int64_t tile) {
-        // Weights wait before they can be loaded as tiles. With few groups other work has to come in between.
-        bool few = num_groups <= 2;
-        if (!few) pair_values(unit, tile, 0);
-        int seeing[MAX_GROUPS], count = 0;
-        for (int index = 0; index < num_groups; index++)
-            if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
-        for (int i = -1; i <= count; i++) {
-            int turn = i & 1;
-            if (i + 1 < count) {
-                clear_scores();
-                multiply_keys(unit, tile, 0, m.queries[seeing[i + 1]]);
-            }
-            if (i >= 0 && i < count) {
-                Group& group = groups[seeing[i]];
-                rescale(weigh(group, tile, turn), m.sums[seeing[i]], 0, group.count);
-                if (few && i == 0) pair_values(unit, tile, 0);
-            }
-            if (i + 1 < count) store_scores(turn ^ 1);
-            if (i > 0) add(m.sums[seeing[i - 1]], m.values[0], turn ^ 1);
-        }
-    }
 
     // A run of keys as the rows of tiles: in place, or copied together. What is not seen is masked later.
     const bf16* keys_at(const Unit& unit, int64_t tile, int head, int run) {
@@ -185,35 +336,49 @@ struct AmxAttention : AmxUnit<bf16> {
         _tile_stored(3, m.scores[turn][48], 64);
     }
 
-    // Turn the scores into weights relative to each query's base, which is a score that it has seen and follows its
-    // largest once that is far above; what earlier sums shrink by is returned.
-    __m512 weigh(Group& group, int64_t tile, int turn) {
+    // A query's weights are relative to its base, a whole number near a score that it has seen, which follows its largest
+    // once that is far above. True where a base has moved; then the sums so far have to `shrink`.
+    bool follow(Group& group, const float (*scores)[QUERIES], int keys, __m512& shrink) const {
         const __m512 far = _mm512_set1_ps(8.0f);  // weights are at most 2^8, which costs them no precision
-        __m512 scale = scale_of();
-        __m512 top = _mm512_mul_ps(shape_scores(group, tile, m.scores[turn]), scale);
-        __mmask16 follows = _mm512_cmp_ps_mask(top, _mm512_add_ps(group.base, far), _CMP_GT_OQ);
-        __m512 next = _mm512_mask_mov_ps(group.base, follows, top);
-        // A query that has seen no key yet has -inf here; against a finite number all its weights become 0.
-        __m512 base = _mm512_max_ps(next, _mm512_set1_ps(-1e30f));
-        __m512 shrink = exp2(_mm512_sub_ps(group.base, base));
-        __m512 sum[4] = {_mm512_mul_ps(group.total, shrink), _mm512_setzero_ps(), _mm512_setzero_ps(),
-                         _mm512_setzero_ps()};
-        // Item i of the first sixteen next to item i of the second: word 2 i takes i, word 2 i + 1 takes 16 + i.
-        const vu index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const __m512i interleave = (__m512i)(index | (index + 16) << 16);
-        for (int half = 0; half < KEYS / CHUNK; half++) {
+        __m512 limit = _mm512_mul_ps(_mm512_add_ps(group.base, far), _mm512_set1_ps(1 / unit_scale()));
+        if (all_within(scores, keys, limit)) [[likely]]
+            return false;
+        __m512 top = largest(scores, keys);
+        __mmask16 follows = _mm512_cmp_ps_mask(top, limit, _CMP_GT_OQ);
+        __m512 next = _mm512_roundscale_ps(_mm512_mul_ps(top, scale_of()), _MM_FROUND_TO_NEAREST_INT);
+        next = _mm512_mask_mov_ps(group.base, follows, next);
+        shrink = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), follows, exp2(_mm512_sub_ps(group.base, next)));
+        group.base = next;
+        group.total = _mm512_mul_ps(group.total, shrink);
+        return true;
+    }
+
+    // Turn the scores into weights relative to each query's base. Keys from the end of `halves` on are not seen. In
+    // between, `between(half, eighth)` is called after every four keys.
+    template <typename F>
+    __attribute__((always_inline)) void weigh(Group& group, int turn, int halves, F between) {
+        const __m512 scale = scale_of(), offset = _mm512_sub_ps(_mm512_set1_ps(EXP2_AT), group.base);
+        const __m512i half_bit = _mm512_set1_epi32(0x8000);  // of what bfloat16 does not keep
+        __m512 sum[4] = {group.total, _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        // Where the bytes of the upper halves of words are in each sixteen.
+        const vu word = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+        const __m512i upper = (__m512i)(word * 0x0404 + 0x0302);
+        constexpr __mmask64 LOWER = 0x3333333333333333;
+        for (int half = 0; half < halves; half++) {
             __m512i turning[4][4];  // as transpose.h says
 #pragma GCC unroll 4
             for (int step = 0; step < 4; step++) {
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
                     const float* scores = m.scores[turn][half * CHUNK + 8 * step + 2 * i];
-                    __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, base));
-                    __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + QUERIES), scale, base));
+                    __m512 even = exp2_of_sum(_mm512_fmadd_ps(_mm512_load_ps(scores), scale, offset));
+                    __m512 odd = exp2_of_sum(_mm512_fmadd_ps(_mm512_load_ps(scores + QUERIES), scale, offset));
                     sum[2 * (i % 2)] = _mm512_add_ps(sum[2 * (i % 2)], even);
                     sum[2 * (i % 2) + 1] = _mm512_add_ps(sum[2 * (i % 2) + 1], odd);
-                    turning[step][i] =
-                        _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+                    __m512i lower = _mm512_add_epi32(_mm512_castps_si512(even), half_bit);
+                    __m512i higher = _mm512_add_epi32(_mm512_castps_si512(odd), half_bit);
+                    turning[step][i] = _mm512_mask_shuffle_epi8(higher, LOWER, lower, upper);
+                    if (i % 2) between(half, step * 2 + i / 2);
                 }
                 gather_four(turning[step]);
             }
@@ -226,18 +391,16 @@ struct AmxAttention : AmxUnit<bf16> {
             }
         }
         group.total = _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]));
-        group.base = next;
-        return shrink;
     }
 
     // Values of two keys interleaved, as the unit wants them. The halves of a chunk hold every other four dimensions.
     // Those that are not seen count as zeros.
-    void pair_values(const Unit& unit, int64_t tile, int head) {
+    void pair_values(const Unit& unit, int64_t tile, bf16* to, int head) {
         for (int run = 0; run < RUNS; run++) {
             const Run& r = now[head][run];
             bool whole = in_place && r.from == 0 && r.to == RUN;
             for (int pair = 0; pair < RUN / 2; pair++) {
-                bf16* target = m.values[head % 2] + (run * RUN / 2 + pair) * chunks * 2 * CHUNK;
+                bf16* target = to + (run * RUN / 2 + pair) * chunks * 2 * CHUNK;
                 fetch(2 * chunks);
                 if (whole)
                     pair_up(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
