@@ -3,7 +3,7 @@
 // Scores are computed transposed, keys by queries: keys then come straight from the cache, and the softmax runs down
 // the vectors with one query per lane. Weights are rounded to bfloat16 before they multiply the values.
 //
-// A unit of work has either up to 64 queries of one KV head, in groups of 16 lanes that share each tile of keys and
+// A unit of work has either up to 128 queries of one KV head, in groups of 16 lanes that share each tile of keys and
 // values while it is in the first-level cache; or few queries of each of several KV heads, which share the lanes of one
 // group: each head's products are added to the scores with zeros for the queries of the others, and of each head's sums
 // only the rows of its own queries are used.
@@ -34,9 +34,11 @@ struct Run {
     int from, to;
 };
 
+// Of a head of CHUNKS chunks, or, where that is 0, of any.
+template <int CHUNKS>
 struct AmxAttention : AmxUnit<bf16> {
     Scratch& m;
-    int64_t chunks;
+    const int64_t any_chunks;
     Run now[UNIT_HEADS][RUNS];  // those of the tile at hand, by head
 
     static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
@@ -46,7 +48,9 @@ struct AmxAttention : AmxUnit<bf16> {
         : AmxUnit(s, queries, kv, out, scratch.sums, vectors_of(s),
                   s.block_size % RUN == 0 && s.head_dim % CHUNK == 0),
           m(scratch),
-          chunks(chunks_of(s)) {}
+          any_chunks(chunks_of(s)) {}
+
+    int64_t num_chunks() const { return CHUNKS ? CHUNKS : any_chunks; }
 
     // --- which queries, and where their keys are ---
 
@@ -71,17 +75,36 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void load_queries(const Unit& unit) {
-        int64_t count = unit.each * unit.heads, each = unit.heads > 1 ? unit.each : QUERIES;
+        int64_t count = unit.count(), each = unit.heads > 1 ? unit.each : QUERIES;
         for (int64_t first = 0, part = 0; first < count; first += each, part++) {
+            const bf16* rows[QUERIES] = {};  // null where there is none
             int64_t lane = unit.heads > 1 ? first : 0, end = std::min(first + each, count);
-            for (int64_t chunk = 0; chunk < chunks; chunk++) {
-                vf rows[LANES] = {};
-                for (int64_t i = first; i < end; i++)
-                    rows[lane + i - first] = (vf)load_chunk(query(i), chunk);
-                transpose(rows);
-                memcpy(m.queries[part][chunk], rows, sizeof rows);
-            }
+            for (int64_t i = first; i < end; i++) rows[lane + i - first] = query(i);
+            for (int64_t chunk = 0; chunk < num_chunks(); chunk++) turn_queries(rows, chunk, m.queries[part][chunk]);
         }
+    }
+
+    void turn_queries(const bf16* const (&rows)[QUERIES], int64_t chunk, bf16 (*target)[CHUNK]) const {
+        __m512i a[4][4];  // as transpose.h says
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+                a[i][j] = rows[4 * i + j] ? load_chunk(rows[4 * i + j], chunk) : _mm512_setzero_si512();
+            gather_four(a[i]);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+            __m512i turned[4] = {a[0][c], a[1][c], a[2][c], a[3][c]};
+            spread_four(turned);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) _mm512_store_si512(target[c + 4 * j], turned[j]);
+        }
+    }
+
+    // The sums of groups begin in tiles.
+    void clear(const Unit& unit) {
+        if (unit.heads > 1 || unit.from) AmxUnit::clear(unit);
     }
 
     // --- units of several heads: tile after tile ---
@@ -136,6 +159,7 @@ struct AmxAttention : AmxUnit<bf16> {
         int64_t key_stride;
         float (*sums)[QUERIES][LANES] = nullptr;  // null where there is no pair before it
         const bf16* values;
+        bool fresh;        // the sums begin here
         int halves, turn;  // of the weights; the scores go to the same turn
     };
 
@@ -178,7 +202,9 @@ struct AmxAttention : AmxUnit<bf16> {
                 }
             });
             store_last_sums(products);
-            if (shrinks) rescale(shrink, m.sums[now.group], 0, group.count);
+            if (shrinks && group.begun) rescale(shrink, m.sums[now.group], 0, group.count);
+            products.fresh = !group.begun;
+            group.begun = true;
             products.sums = m.sums[now.group];
             products.values = values_of(now);
             products.halves = halves;
@@ -213,8 +239,8 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     __attribute__((always_inline)) void multiply_scores(const Products& p, int run, int part) {
-        int64_t middle = (chunks + 1) / 2, first = part ? middle : 0, end = part ? chunks : middle;
-        bool reload = run == 0 || chunks > 2;  // two chunks of queries stay in tiles
+        int64_t middle = (num_chunks() + 1) / 2, first = part ? middle : 0, end = part ? num_chunks() : middle;
+        bool reload = run == 0 || num_chunks() > 2;  // two chunks of queries stay in tiles
         if (part == 0 && run % 2 == 0) _tile_zero(0);
         if (part == 0 && run % 2 == 1) _tile_zero(1);
         for (int64_t chunk = first; chunk < end; chunk++) {
@@ -246,22 +272,28 @@ struct AmxAttention : AmxUnit<bf16> {
     void store_last_scores(const Products& p) { _tile_stored(1, m.scores[p.turn][(RUNS - 1) * RUN], 64); }
 
     __attribute__((always_inline)) void multiply_sums(const Products& p, int slot) {
-        int64_t stride = chunks * 2 * CHUNK * sizeof(bf16), later = KEYS / 4 * chunks * 2 * CHUNK;
+        int64_t stride = num_chunks() * 2 * CHUNK * sizeof(bf16), later = KEYS / 4 * num_chunks() * 2 * CHUNK;
         if (slot == 0) {
             _tile_loadd(6, m.weights[p.turn][0], 64);
             if (p.halves > 1) _tile_loadd(7, m.weights[p.turn][1], 64);
         }
-        for (int64_t v = slot * chunks / 4; v < (slot + 1) * chunks / 4; v++) {
+        for (int64_t v = slot * num_chunks() / 4; v < (slot + 1) * num_chunks() / 4; v++) {
             const bf16* values = p.values + v * CHUNK;
             _tile_loadd(2, values, stride);
             if (p.halves > 1) _tile_loadd(3, values + later, stride);
             if (v % 2 == 0) {
-                _tile_loadd(0, p.sums[v], 64);
+                if (p.fresh)
+                    _tile_zero(0);
+                else
+                    _tile_loadd(0, p.sums[v], 64);
                 _tile_dpbf16ps(0, 6, 2);
                 if (p.halves > 1) _tile_dpbf16ps(0, 7, 3);
                 if (v) _tile_stored(1, p.sums[v - 1], 64);
             } else {
-                _tile_loadd(1, p.sums[v], 64);
+                if (p.fresh)
+                    _tile_zero(1);
+                else
+                    _tile_loadd(1, p.sums[v], 64);
                 _tile_dpbf16ps(1, 6, 2);
                 if (p.halves > 1) _tile_dpbf16ps(1, 7, 3);
                 _tile_stored(0, p.sums[v - 1], 64);
@@ -284,7 +316,7 @@ struct AmxAttention : AmxUnit<bf16> {
         for (int k = 0; k < RUN; k++) {
             bool seen = k >= r.from && k < r.to;
             const bf16* row = seen ? place(unit, unit.kv_head + head, tile + run * RUN + k) : nullptr;
-            for (int64_t chunk = 0; chunk < chunks; chunk++)
+            for (int64_t chunk = 0; chunk < num_chunks(); chunk++)
                 _mm512_store_si512(copied[k] + chunk * CHUNK, seen ? load_chunk(row, chunk) : _mm512_setzero_si512());
         }
         return copied[0];
@@ -304,7 +336,7 @@ struct AmxAttention : AmxUnit<bf16> {
             keys[run] = keys_at(unit, tile, head, run);
             strides[run] = keys[run] == m.keys[run * RUN] ? MAX_HEAD * 2 : s.head_dim * 2;
         }
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++) {
             _tile_loadd(4, query[chunk], 64);
             if (keys[0]) {
                 _tile_loadd(5, keys[0] + chunk * CHUNK, strides[0]);
@@ -400,8 +432,8 @@ struct AmxAttention : AmxUnit<bf16> {
             const Run& r = now[head][run];
             bool whole = in_place && r.from == 0 && r.to == RUN;
             for (int pair = 0; pair < RUN / 2; pair++) {
-                bf16* target = to + (run * RUN / 2 + pair) * chunks * 2 * CHUNK;
-                fetch(2 * chunks);
+                bf16* target = to + (run * RUN / 2 + pair) * num_chunks() * 2 * CHUNK;
+                fetch(2 * num_chunks());
                 if (whole)
                     pair_up(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
                 else
@@ -419,7 +451,7 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void pair_up(const bf16* first, const bf16* second, bf16* target) const {
-        for (int64_t chunk = 0; chunk < chunks; chunk++, target += 2 * CHUNK) {
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++, target += 2 * CHUNK) {
             __m512i even = load_chunk(first, chunk), odd = load_chunk(second, chunk);
             _mm512_store_si512(target, _mm512_unpacklo_epi16(even, odd));
             _mm512_store_si512(target + CHUNK, _mm512_unpackhi_epi16(even, odd));
@@ -427,11 +459,11 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void add(float (*sums)[QUERIES][LANES], const bf16* values, int turn) {
-        int64_t stride = chunks * 2 * CHUNK * sizeof(bf16);
-        const bf16* later = values + KEYS / 4 * chunks * 2 * CHUNK;  // of the second 32 keys
+        int64_t stride = num_chunks() * 2 * CHUNK * sizeof(bf16);
+        const bf16* later = values + KEYS / 4 * num_chunks() * 2 * CHUNK;  // of the second 32 keys
         _tile_loadd(4, m.weights[turn][0], 64);
         _tile_loadd(5, m.weights[turn][1], 64);
-        for (int64_t chunk = 0; chunk < chunks; chunk++, sums += 2) {
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++, sums += 2) {
             int64_t at = chunk * 2 * CHUNK;
             _tile_loadd(0, sums[0], 64);
             _tile_loadd(1, sums[1], 64);
@@ -453,23 +485,24 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void finish(const Unit& unit) {
-        for (int64_t i = 0; i < unit.count(); i++) {
-            float totals[LANES];
-            _mm512_storeu_ps(totals, group_of(unit, i).total);
-            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target(i));
-        }
+        alignas(64) float shares[MAX_GROUPS][LANES];
+        for (int group = 0; group < num_groups; group++)
+            _mm512_store_ps(shares[group], _mm512_div_ps(_mm512_set1_ps(1.0f), groups[group].total));
+        for (int64_t i = 0; i < unit.count(); i++)
+            write(m.sums[part_of(unit, i)], i % QUERIES, shares[unit.heads > 1 ? 0 : i / QUERIES][i % QUERIES], target(i));
     }
 
-    void write(const float (*sums)[QUERIES][LANES], int64_t lane, float scale, bf16* target) const {
+    void write(const float (*sums)[QUERIES][LANES], int64_t lane, float share, bf16* target) const {
         const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
-            __m512 low = _mm512_load_ps(sums[2 * chunk][lane]), high = _mm512_load_ps(sums[2 * chunk + 1][lane]);
-            int64_t d = chunk * CHUNK;
-            store_upto(target + d, (vf)_mm512_permutex2var_ps(low, first, high) * scale, s.head_dim - d);
-            if (d + LANES < s.head_dim)
-                store_upto(target + d + LANES, (vf)_mm512_permutex2var_ps(low, second, high) * scale,
-                           s.head_dim - d - LANES);
+        const __m512 scale = _mm512_set1_ps(share);
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++) {
+            __m512 even = _mm512_load_ps(sums[2 * chunk][lane]), odd = _mm512_load_ps(sums[2 * chunk + 1][lane]);
+            __m512 low = _mm512_mul_ps(_mm512_permutex2var_ps(even, first, odd), scale);
+            __m512 high = _mm512_mul_ps(_mm512_permutex2var_ps(even, second, odd), scale);
+            int64_t left = s.head_dim - chunk * CHUNK;
+            __mmask32 mask = left >= CHUNK ? 0xffffffffu : (1u << left) - 1;
+            _mm512_mask_storeu_epi16(target + chunk * CHUNK, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
 };
@@ -477,7 +510,14 @@ struct AmxAttention : AmxUnit<bf16> {
 }  // namespace
 
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
-    return attend_units<AmxAttention, Scratch>(s, queries, kv, out, num_rows, parallel);
+    switch (s.head_dim) {  // the commonest sizes have code of their own
+        case 2 * CHUNK:
+            return attend_units<AmxAttention<2>, Scratch>(s, queries, kv, out, num_rows, parallel);
+        case 4 * CHUNK:
+            return attend_units<AmxAttention<4>, Scratch>(s, queries, kv, out, num_rows, parallel);
+        default:
+            return attend_units<AmxAttention<0>, Scratch>(s, queries, kv, out, num_rows, parallel);
+    }
 }
 
 #else

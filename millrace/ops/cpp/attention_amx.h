@@ -8,7 +8,7 @@
 
 constexpr int RUN = 16;  // keys of one tile row block: they lie in one block of the cache, or are copied together
 constexpr int RUNS = KEYS / RUN;
-constexpr int MAX_GROUPS = 4;  // of 16 queries in a unit
+constexpr int MAX_GROUPS = 8;  // of 16 queries in a unit
 constexpr int PARTS = MAX_GROUPS > UNIT_HEADS ? MAX_GROUPS : UNIT_HEADS;
 constexpr float LOG2E = 1.44269504f;
 
@@ -51,6 +51,7 @@ struct Group {
     alignas(64) int32_t positions[QUERIES];  // -1 for lanes without a query
     int count;
     int64_t lowest, highest;  // positions that some of its queries see: lowest <= k < highest
+    bool begun;               // there is something in its sums
     __m512 base, total;       // per query: what its weights are relative to, in units of log2; and their sum
 };
 
@@ -113,6 +114,7 @@ struct AmxUnit {
             __mmask16 used = (1 << group.count) - 1;
             group.base = _mm512_mask_mov_ps(_mm512_setzero_ps(), used, _mm512_set1_ps(-INFINITY));
             group.total = _mm512_setzero_ps();
+            group.begun = unit.from > 0;
         }
         lowest = groups[0].lowest;
         highest = groups[num_groups - 1].highest;
@@ -247,9 +249,9 @@ struct AmxUnit {
     // Whether no score of a query is above its limit.
     static bool all_within(const float (*scores)[QUERIES], int keys, __m512 limit) {
         __mmask16 within[4] = {0xffff, 0xffff, 0xffff, 0xffff};
-        for (int k = 0; k < keys; k += 8)
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++)
+        for (int k = 0; k < keys; k += 16)
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++)
                 within[i % 4] = _mm512_mask_cmp_ps_mask(within[i % 4], _mm512_load_ps(scores[k + i]), limit, _CMP_LE_OQ);
         return (within[0] & within[1] & within[2] & within[3]) == 0xffff;
     }
@@ -266,7 +268,7 @@ struct AmxUnit {
     }
 };
 
-// Rows with few queries put several KV heads into one unit; those with many, up to four groups of 16 of one head. There
+// Rows with few queries put several KV heads into one unit; those with many, up to eight groups of 16 of one head. There
 // are several units per thread where there is work for that, and those with most keys come first.
 inline std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
     int64_t enough = pool::threads(), tokens = s.query_starts[num_rows];
