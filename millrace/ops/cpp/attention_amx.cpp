@@ -8,6 +8,7 @@
 // group: each head's products are added to the scores with zeros for the queries of the others, and of each head's sums
 // only the rows of its own queries are used.
 #include "attention_amx.h"
+#include "attention_weights.h"
 
 #if HAS_AMX
 
@@ -119,10 +120,10 @@ struct AmxAttention : AmxUnit<bf16> {
             store_scores(0);
             shape_scores(groups[0], tile, m.scores[0], KEYS);
             __m512 shrink = _mm512_set1_ps(1.0f);
-            if (follow(groups[0], m.scores[0], KEYS, shrink))
+            if (follow(groups[0], m.scores[0], KEYS, unit_scale(), shrink))
                 for (int head = 0; head < unit.heads; head++)
                     rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
-            weigh(groups[0], 0, KEYS / CHUNK, [](int, int) {});
+            weigh(groups[0], m.scores[0], unit_scale(), KEYS / CHUNK, m.weights[0], [](int, int) {});
             before_tile_loads();
             for (int head = 0; head < unit.heads; head++) {
                 if (head + 1 < unit.heads) pair_values(unit, tile, m.values[(head + 1) % 2], head + 1);
@@ -148,7 +149,6 @@ struct AmxAttention : AmxUnit<bf16> {
         return true;
     }
 
-    int halves_of(const Pair& pair) const { return groups[pair.group].highest - pair.tile > CHUNK ? 2 : 1; }
     bf16* values_of(const Pair& pair) { return m.values[pair.tile / KEYS % 2]; }
 
     // What the matrix unit has to do while the vector units weigh a pair: the scores of the pair after it, and the sums
@@ -167,8 +167,7 @@ struct AmxAttention : AmxUnit<bf16> {
         Pair now{first_tile(), -1}, next = now;
         Products products;
         bool more = advance(next);
-        find_all(unit, next.tile);
-        expect_after(unit, next.tile, following);
+        enter(unit, next.tile, following);
         plan_scores(products, unit, next, 0);
         for (int slot = 0; slot < SLOTS / 2; slot++) multiply(products, slot);
         store_last_scores(products);
@@ -178,42 +177,47 @@ struct AmxAttention : AmxUnit<bf16> {
             if (entered) pair_values(unit, now.tile, values_of(now), 0);
             more = advance(next);
             products.queries = nullptr;
-            if (more) {
-                if (next.tile != now.tile) {
-                    find_all(unit, next.tile);
-                    expect_after(unit, next.tile, following);
-                }
-                plan_scores(products, unit, next, turn ^ 1);
-            }
+            if (more && next.tile != now.tile) enter(unit, next.tile, following);
+            if (more) plan_scores(products, unit, next, turn ^ 1);
             before_tile_loads();
-            Group& group = groups[now.group];
-            int halves = halves_of(now);
-            shape_scores(group, now.tile, m.scores[turn], halves * CHUNK);
-            __m512 shrink = _mm512_set1_ps(1.0f);
-            bool shrinks = follow(group, m.scores[turn], halves * CHUNK, shrink);
-            weigh(group, turn, halves, [&](int half, int eighth) __attribute__((always_inline)) {
-                if (halves == 1) {
-                    multiply(products, 2 * eighth);
-                    multiply(products, 2 * eighth + 1);
-                } else if (half == 0) {
-                    multiply(products, eighth);
-                } else {
-                    multiply(products, SLOTS / 2 + eighth);
-                }
-            });
-            store_last_sums(products);
-            if (shrinks && group.begun) rescale(shrink, m.sums[now.group], 0, group.count);
-            products.fresh = !group.begun;
-            group.begun = true;
-            products.sums = m.sums[now.group];
-            products.values = values_of(now);
-            products.halves = halves;
-            products.turn = turn;
+            weigh_pair(now, turn, products);
         }
         before_tile_loads();
-        products.queries = nullptr;
         for (int slot = SLOTS / 2; slot < SLOTS; slot++) multiply(products, slot);
         store_last_sums(products);
+    }
+
+    void enter(const Unit& unit, int64_t tile, const Unit* following) {
+        find_all(unit, tile);
+        expect_after(unit, tile, following);
+    }
+
+    // Weigh a pair while the products are computed; then they have its own sums ahead.
+    __attribute__((always_inline)) void weigh_pair(const Pair& pair, int turn, Products& products) {
+        Group& group = groups[pair.group];
+        int halves = groups[pair.group].highest - pair.tile > CHUNK ? 2 : 1;
+        __m512 shrink = _mm512_set1_ps(1.0f);
+        shape_scores(group, pair.tile, m.scores[turn], halves * CHUNK);
+        bool shrinks = follow(group, m.scores[turn], halves * CHUNK, unit_scale(), shrink);
+        auto between = [&](int half, int eighth) __attribute__((always_inline)) {
+            if (halves == 1) {
+                multiply(products, 2 * eighth);
+                multiply(products, 2 * eighth + 1);
+            } else if (half == 0) {
+                multiply(products, eighth);
+            } else {
+                multiply(products, SLOTS / 2 + eighth);
+            }
+        };
+        weigh(group, m.scores[turn], unit_scale(), halves, m.weights[turn], between);
+        store_last_sums(products);
+        if (shrinks && group.begun) rescale(shrink, m.sums[pair.group], 0, group.count);
+        products.sums = m.sums[pair.group];
+        products.values = values_of(pair);
+        products.fresh = !group.begun;
+        products.halves = halves;
+        products.turn = turn;
+        group.begun = true;
     }
 
     void plan_scores(Products& products, const Unit& unit, const Pair& pair, int turn) {
@@ -277,28 +281,44 @@ struct AmxAttention : AmxUnit<bf16> {
             _tile_loadd(6, m.weights[p.turn][0], 64);
             if (p.halves > 1) _tile_loadd(7, m.weights[p.turn][1], 64);
         }
-        for (int64_t v = slot * num_chunks() / 4; v < (slot + 1) * num_chunks() / 4; v++) {
+        for (int64_t i = slot * num_chunks() / 2; i < (slot + 1) * num_chunks() / 2; i++) {
+            int64_t v = i / 2;
             const bf16* values = p.values + v * CHUNK;
-            _tile_loadd(2, values, stride);
-            if (p.halves > 1) _tile_loadd(3, values + later, stride);
-            if (v % 2 == 0) {
-                if (p.fresh)
-                    _tile_zero(0);
-                else
-                    _tile_loadd(0, p.sums[v], 64);
-                _tile_dpbf16ps(0, 6, 2);
-                if (p.halves > 1) _tile_dpbf16ps(0, 7, 3);
-                if (v) _tile_stored(1, p.sums[v - 1], 64);
+            if (i % 2 == 0) {
+                _tile_loadd(2, values, stride);
+                v % 2 == 0 ? begin_even(p, v) : begin_odd(p, v);
             } else {
-                if (p.fresh)
-                    _tile_zero(1);
-                else
-                    _tile_loadd(1, p.sums[v], 64);
-                _tile_dpbf16ps(1, 6, 2);
-                if (p.halves > 1) _tile_dpbf16ps(1, 7, 3);
-                _tile_stored(0, p.sums[v - 1], 64);
+                if (p.halves > 1) _tile_loadd(3, values + later, stride);
+                v % 2 == 0 ? end_even(p, v) : end_odd(p, v);
             }
         }
+    }
+
+    // The first and the second 32 keys of a vector of sums, which is in tile 0 or 1. The vector before it is stored.
+    __attribute__((always_inline)) void begin_even(const Products& p, int64_t v) {
+        if (p.fresh)
+            _tile_zero(0);
+        else
+            _tile_loadd(0, p.sums[v], 64);
+        _tile_dpbf16ps(0, 6, 2);
+    }
+
+    __attribute__((always_inline)) void begin_odd(const Products& p, int64_t v) {
+        if (p.fresh)
+            _tile_zero(1);
+        else
+            _tile_loadd(1, p.sums[v], 64);
+        _tile_dpbf16ps(1, 6, 2);
+    }
+
+    __attribute__((always_inline)) void end_even(const Products& p, int64_t v) {
+        if (p.halves > 1) _tile_dpbf16ps(0, 7, 3);
+        if (v) _tile_stored(1, p.sums[v - 1], 64);
+    }
+
+    __attribute__((always_inline)) void end_odd(const Products& p, int64_t v) {
+        if (p.halves > 1) _tile_dpbf16ps(1, 7, 3);
+        _tile_stored(0, p.sums[v - 1], 64);
     }
 
     void store_last_sums(const Products& p) {
@@ -366,63 +386,6 @@ struct AmxAttention : AmxUnit<bf16> {
         _tile_stored(1, m.scores[turn][16], 64);
         _tile_stored(2, m.scores[turn][32], 64);
         _tile_stored(3, m.scores[turn][48], 64);
-    }
-
-    // A query's weights are relative to its base, a whole number near a score that it has seen, which follows its largest
-    // once that is far above. True where a base has moved; then the sums so far have to `shrink`.
-    bool follow(Group& group, const float (*scores)[QUERIES], int keys, __m512& shrink) const {
-        const __m512 far = _mm512_set1_ps(8.0f);  // weights are at most 2^8, which costs them no precision
-        __m512 limit = _mm512_mul_ps(_mm512_add_ps(group.base, far), _mm512_set1_ps(1 / unit_scale()));
-        if (all_within(scores, keys, limit)) [[likely]]
-            return false;
-        __m512 top = largest(scores, keys);
-        __mmask16 follows = _mm512_cmp_ps_mask(top, limit, _CMP_GT_OQ);
-        __m512 next = _mm512_roundscale_ps(_mm512_mul_ps(top, scale_of()), _MM_FROUND_TO_NEAREST_INT);
-        next = _mm512_mask_mov_ps(group.base, follows, next);
-        shrink = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), follows, exp2(_mm512_sub_ps(group.base, next)));
-        group.base = next;
-        group.total = _mm512_mul_ps(group.total, shrink);
-        return true;
-    }
-
-    // Turn the scores into weights relative to each query's base. Keys from the end of `halves` on are not seen. In
-    // between, `between(half, eighth)` is called after every four keys.
-    template <typename F>
-    __attribute__((always_inline)) void weigh(Group& group, int turn, int halves, F between) {
-        const __m512 scale = scale_of(), offset = _mm512_sub_ps(_mm512_set1_ps(EXP2_AT), group.base);
-        const __m512i half_bit = _mm512_set1_epi32(0x8000);  // of what bfloat16 does not keep
-        __m512 sum[4] = {group.total, _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-        // Where the bytes of the upper halves of words are in each sixteen.
-        const vu word = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
-        const __m512i upper = (__m512i)(word * 0x0404 + 0x0302);
-        constexpr __mmask64 LOWER = 0x3333333333333333;
-        for (int half = 0; half < halves; half++) {
-            __m512i turning[4][4];  // as transpose.h says
-#pragma GCC unroll 4
-            for (int step = 0; step < 4; step++) {
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) {
-                    const float* scores = m.scores[turn][half * CHUNK + 8 * step + 2 * i];
-                    __m512 even = exp2_of_sum(_mm512_fmadd_ps(_mm512_load_ps(scores), scale, offset));
-                    __m512 odd = exp2_of_sum(_mm512_fmadd_ps(_mm512_load_ps(scores + QUERIES), scale, offset));
-                    sum[2 * (i % 2)] = _mm512_add_ps(sum[2 * (i % 2)], even);
-                    sum[2 * (i % 2) + 1] = _mm512_add_ps(sum[2 * (i % 2) + 1], odd);
-                    __m512i lower = _mm512_add_epi32(_mm512_castps_si512(even), half_bit);
-                    __m512i higher = _mm512_add_epi32(_mm512_castps_si512(odd), half_bit);
-                    turning[step][i] = _mm512_mask_shuffle_epi8(higher, LOWER, lower, upper);
-                    if (i % 2) between(half, step * 2 + i / 2);
-                }
-                gather_four(turning[step]);
-            }
-#pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) {
-                __m512i rows[4] = {turning[0][c], turning[1][c], turning[2][c], turning[3][c]};
-                spread_four(rows);
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) _mm512_store_si512(m.weights[turn][half][c + 4 * i], rows[i]);
-            }
-        }
-        group.total = _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]));
     }
 
     // Values of two keys interleaved, as the unit wants them. The halves of a chunk hold every other four dimensions.

@@ -27,25 +27,6 @@ inline __m512 exp2(__m512 x) {
     return _mm512_maskz_scalef_ps(normal, y, _mm512_sub_ps(x, r));
 }
 
-// 2^x from z = x + EXP2_AT, to 2^-13 of it, and exactly 0 for x < -127 or a NaN: for weights that become bfloat16. Of such
-// a sum the last eight bits of the exponent to be, and 15 bits of what is left of x, are the last 23; x must be below 129.
-// While the matrix unit is in use, the second of two ports has neither products nor maxima of floats: they are few here.
-constexpr float EXP2_AT = 256 + 127;
-
-inline __attribute__((always_inline)) __m512 exp2_of_sum(__m512 z) {
-    __mmask16 normal = _mm512_cmp_ps_mask(z, _mm512_set1_ps(256.0f), _CMP_GE_OQ);
-    __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(z), 8);
-    __m512 power = _mm512_castsi512_ps(_mm512_maskz_and_epi32(normal, bits, _mm512_set1_epi32(0x7f800000)));
-    constexpr int PART = 0xea;  // a & b | c
-    __m512 m = _mm512_castsi512_ps(
-        _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(0x007fffff), _mm512_set1_epi32(0x3f800000), PART));
-    __m512 y = _mm512_set1_ps(7.80246332e-2f);  // 2^(m - 1)
-    y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(-8.00663140e-3f));
-    y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(4.77772713e-1f));
-    y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(4.52134520e-1f));
-    return _mm512_mul_ps(y, power);
-}
-
 // Sixteen lanes of queries and what they have summed so far.
 struct Group {
     alignas(64) int32_t positions[QUERIES];  // -1 for lanes without a query
@@ -234,26 +215,6 @@ struct AmxUnit {
             __mmask16 seen = _mm512_cmple_epi32_mask(key, position) & _mm512_cmpgt_epi32_mask(key, before);
             _mm512_store_ps(scores[k], _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), x));
         }
-    }
-
-    // Each query's largest score.
-    static __m512 largest(const float (*scores)[QUERIES], int keys) {
-        __m512 top[4];
-        for (__m512& part : top) part = _mm512_set1_ps(-INFINITY);
-        for (int k = 0; k < keys; k += 4)
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) top[i] = _mm512_max_ps(top[i], _mm512_load_ps(scores[k + i]));
-        return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
-    }
-
-    // Whether no score of a query is above its limit.
-    static bool all_within(const float (*scores)[QUERIES], int keys, __m512 limit) {
-        __mmask16 within[4] = {0xffff, 0xffff, 0xffff, 0xffff};
-        for (int k = 0; k < keys; k += 16)
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++)
-                within[i % 4] = _mm512_mask_cmp_ps_mask(within[i % 4], _mm512_load_ps(scores[k + i]), limit, _CMP_LE_OQ);
-        return (within[0] & within[1] & within[2] & within[3]) == 0xffff;
     }
 
     float unit_scale() const { return s.softcap > 0 ? 1.0f : s.scale * LOG2E; }

@@ -5,6 +5,7 @@
 // whole numbers of 16 bits, as do the weights of a tile, and each goes through the unit in two halves, high and low. The
 // sums are exact; scales are applied to them. A weight carries the scale of its value.
 #include "attention_amx.h"
+#include "attention_weights.h"
 
 #if HAS_AMX && defined(__AMX_INT8__)
 
