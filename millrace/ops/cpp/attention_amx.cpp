@@ -3,7 +3,7 @@
 // Scores are computed transposed, keys by queries: keys then come straight from the cache, and the softmax runs down
 // the vectors with one query per lane. Weights are rounded to bfloat16 before they multiply the values.
 //
-// A unit of work has either up to 128 queries of one KV head, in groups of 16 lanes that share each tile of keys and
+// A unit of work has either up to 192 queries of one KV head, in groups of 16 lanes that share each tile of keys and
 // values while it is in the first-level cache; or few queries of each of several KV heads, which share the lanes of one
 // group: each head's products are added to the scores with zeros for the queries of the others, and of each head's sums
 // only the rows of its own queries are used.

@@ -8,7 +8,7 @@
 
 constexpr int RUN = 16;  // keys of one tile row block: they lie in one block of the cache, or are copied together
 constexpr int RUNS = KEYS / RUN;
-constexpr int MAX_GROUPS = 8;  // of 16 queries in a unit
+constexpr int MAX_GROUPS = 12;  // of 16 queries in a unit
 constexpr int PARTS = MAX_GROUPS > UNIT_HEADS ? MAX_GROUPS : UNIT_HEADS;
 constexpr float LOG2E = 1.44269504f;
 
@@ -229,7 +229,7 @@ struct AmxUnit {
     }
 };
 
-// Rows with few queries put several KV heads into one unit; those with many, up to eight groups of 16 of one head. There
+// Rows with few queries put several KV heads into one unit; those with many, up to twelve groups of 16 of one head. There
 // are several units per thread where there is work for that, and those with most keys come first.
 inline std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
     int64_t enough = pool::threads(), tokens = s.query_starts[num_rows];

@@ -33,7 +33,7 @@ struct Int8Attention : AmxUnit<int8_t> {
     Scratch& m;
     int64_t chunks;
     __m512 query_scales[MAX_GROUPS];
-    __mmask16 lanes_of[UNIT_HEADS];        // the lanes of each head's queries
+    __mmask16 lanes_of[PARTS];             // the lanes of each part's queries
     const int8_t* runs[UNIT_HEADS][RUNS];  // keys of the tile at hand; null where none is seen
 
     static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
