@@ -105,12 +105,14 @@ struct AmxAttention : AmxUnit<bf16> {
 
     // The sums of groups begin in tiles.
     void clear(const Unit& unit) {
-        if (unit.heads > 1 || unit.from) AmxUnit::clear(unit);
+        if (num_groups == 1 || unit.from) AmxUnit::clear(unit);
     }
 
-    // --- units of several heads: tile after tile ---
+    // --- units of one group, of one head or several: tile after tile ---
 
-    void several_heads(const Unit& unit, const Unit* following) {
+    // A step that decodes comes here with nothing in the caches, not even instructions: there are few of them.
+
+    void one_group(const Unit& unit, const Unit* following) {
         for (int64_t tile = first_tile(); tile < highest; tile += KEYS) {
             find_all(unit, tile);
             expect_after(unit, tile, following);

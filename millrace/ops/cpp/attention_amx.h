@@ -253,8 +253,8 @@ void attend_unit(A& a, const Unit& unit, const Unit* following) {
     a.begin(unit);
     a.load_queries(unit);
     a.clear(unit);
-    if (unit.heads > 1)
-        a.several_heads(unit, following);
+    if (a.num_groups == 1)
+        a.one_group(unit, following);
     else
         a.several_groups(unit, following);
     if (unit.members)

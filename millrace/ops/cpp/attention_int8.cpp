@@ -169,7 +169,7 @@ struct Int8Attention : AmxUnit<int8_t> {
 
     // --- one tile of keys ---
 
-    void several_heads(const Unit& unit, const Unit* following) {
+    void one_group(const Unit& unit, const Unit* following) {
         for (int64_t tile = first_tile(); tile < highest; tile += KEYS) {
             find_all(unit, tile);
             expect_after(unit, tile, following);
