@@ -153,6 +153,48 @@ def test_native_result_depends_on_nothing_but_the_query(
     assert torch.equal(attention(queries, other, attention.prepare(rows, 3, window)), whole)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "group", "window", "softcap", "scale"),
+    [
+        (64, 3, None, None, 0.125),
+        (64, 3, None, None, 4.0),  # largest scores keep growing, and with them what weights are relative to
+        (64, 1, 100, None, 0.5),
+        (128, 4, None, 20.0, 0.3),
+        (128, 2, 33, None, 2.0),
+        (80, 5, None, None, 0.2),
+        (256, 2, None, None, 0.3),
+    ],
+)
+def test_native_prompt_is_the_same_in_any_chunks(
+    head_dim: int, group: int, window: int | None, softcap: float | None, scale: float
+) -> None:
+    """Bit for bit, for chunks from one token, which shares its unit with other heads, to more than one unit."""
+    sizes: dict[str, Any] = {"heads": 3 * group, "kv_heads": 3, "head_dim": head_dim, "dtype": torch.bfloat16}
+    attention = NativeAttention(3 * group, 3, head_dim, scale, softcap)
+    queries, kv, batch = make_attention_case([(330, 330)], block_size=16, **sizes)
+    whole = attention(queries, kv, attention.prepare(batch, 16, window))
+    table = batch.block_tables[0].tolist()
+    cuts = [0, 1, 2, 5, 6, 37, 63, 64, 65, 100, 128, 131, 290, 329, 330]
+    for first, end in [*zip(cuts, cuts[1:], strict=False), (17, 330), (96, 290)]:
+        rows = make_batch([([0] * (end - first), first, table)], 16)
+        part = attention(queries[first:end], kv, attention.prepare(rows, 16, window))
+        assert torch.equal(part, whole[first:end]), (first, end)
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.125, 0.6])
+def test_native_weights_are_as_good_as_bfloat16(scale: float) -> None:
+    """Beside the rounding of its weights and results, native attention adds hardly any error."""
+    queries, kv, batch = make_attention_case(
+        [(200, 200)], heads=6, kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16
+    )
+    native, reference = NativeAttention(6, 2, 64, scale), ReferenceAttention(6, 2, 64, scale)
+    exact = attend(reference, (queries.float(), kv.float(), batch))
+    error = (attend(native, (queries, kv, batch)).float() - exact).double()
+    rounding = (exact.bfloat16().float() - exact).double()
+    assert error.pow(2).mean().sqrt() < 1.6 * rounding.pow(2).mean().sqrt()
+    assert abs(error.mean()) < 0.05 * rounding.pow(2).mean().sqrt()
+
+
 def test_batched_copies_no_more_of_the_cache_than_it_reads() -> None:
     """Two small rows in a cache of 4096 blocks: what is allocated on the way stays small."""
     attention = BatchedAttention(4, 2, 64, 0.1)

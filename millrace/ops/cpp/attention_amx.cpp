@@ -3,11 +3,12 @@
 // Scores are computed transposed, keys by queries: keys then come straight from the cache, and the softmax runs down
 // the vectors with one query per lane. Weights are rounded to bfloat16 before they multiply the values.
 //
-// A unit of work has either up to 64 queries of one KV head, in groups of 16 lanes that share each tile of keys and
+// A unit of work has either up to 192 queries of one KV head, in groups of 16 lanes that share each tile of keys and
 // values while it is in the first-level cache; or few queries of each of several KV heads, which share the lanes of one
 // group: each head's products are added to the scores with zeros for the queries of the others, and of each head's sums
 // only the rows of its own queries are used.
 #include "attention_amx.h"
+#include "attention_weights.h"
 
 #if HAS_AMX
 
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int CHUNK = 32;  // inner items of one tile product
 constexpr int MAX_CHUNKS = MAX_HEAD / CHUNK;
+constexpr int SLOTS = 16;  // parts into which a pair's products are divided
 
 struct Scratch {
     alignas(64) bf16 queries[PARTS][MAX_CHUNKS][16][CHUNK];  // [group or head][chunk][pair of dimensions][query][2]
@@ -33,9 +35,11 @@ struct Run {
     int from, to;
 };
 
+// Of a head of CHUNKS chunks, or, where that is 0, of any.
+template <int CHUNKS>
 struct AmxAttention : AmxUnit<bf16> {
     Scratch& m;
-    int64_t chunks;
+    const int64_t any_chunks;
     Run now[UNIT_HEADS][RUNS];  // those of the tile at hand, by head
 
     static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
@@ -45,7 +49,9 @@ struct AmxAttention : AmxUnit<bf16> {
         : AmxUnit(s, queries, kv, out, scratch.sums, vectors_of(s),
                   s.block_size % RUN == 0 && s.head_dim % CHUNK == 0),
           m(scratch),
-          chunks(chunks_of(s)) {}
+          any_chunks(chunks_of(s)) {}
+
+    int64_t num_chunks() const { return CHUNKS ? CHUNKS : any_chunks; }
 
     // --- which queries, and where their keys are ---
 
@@ -70,59 +76,258 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void load_queries(const Unit& unit) {
-        int64_t count = unit.each * unit.heads, each = unit.heads > 1 ? unit.each : QUERIES;
+        int64_t count = unit.count(), each = unit.heads > 1 ? unit.each : QUERIES;
         for (int64_t first = 0, part = 0; first < count; first += each, part++) {
+            const bf16* rows[QUERIES] = {};  // null where there is none
             int64_t lane = unit.heads > 1 ? first : 0, end = std::min(first + each, count);
-            for (int64_t chunk = 0; chunk < chunks; chunk++) {
-                vf rows[LANES] = {};
-                for (int64_t i = first; i < end; i++)
-                    rows[lane + i - first] = (vf)load_chunk(query(i), chunk);
-                transpose(rows);
-                memcpy(m.queries[part][chunk], rows, sizeof rows);
+            for (int64_t i = first; i < end; i++) rows[lane + i - first] = query(i);
+            for (int64_t chunk = 0; chunk < num_chunks(); chunk++) turn_queries(rows, chunk, m.queries[part][chunk]);
+        }
+    }
+
+    void turn_queries(const bf16* const (&rows)[QUERIES], int64_t chunk, bf16 (*target)[CHUNK]) const {
+        __m512i a[4][4];  // as transpose.h says
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+                a[i][j] = rows[4 * i + j] ? load_chunk(rows[4 * i + j], chunk) : _mm512_setzero_si512();
+            gather_four(a[i]);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+            __m512i turned[4] = {a[0][c], a[1][c], a[2][c], a[3][c]};
+            spread_four(turned);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) _mm512_store_si512(target[c + 4 * j], turned[j]);
+        }
+    }
+
+    // The sums of groups begin in tiles.
+    void clear(const Unit& unit) {
+        if (num_groups == 1 || unit.from) AmxUnit::clear(unit);
+    }
+
+    // --- units of one group, of one head or several: tile after tile ---
+
+    // A step that decodes comes here with nothing in the caches, not even instructions: there are few of them.
+
+    void one_group(const Unit& unit, const Unit* following) {
+        for (int64_t tile = first_tile(); tile < highest; tile += KEYS) {
+            find_all(unit, tile);
+            expect_after(unit, tile, following);
+            clear_scores();
+            for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
+            pair_values(unit, tile, m.values[0], 0);  // keeps the vector units busy while the products are computed
+            store_scores(0);
+            shape_scores(groups[0], tile, m.scores[0], KEYS);
+            __m512 shrink = _mm512_set1_ps(1.0f);
+            if (follow(groups[0], m.scores[0], KEYS, unit_scale(), shrink))
+                for (int head = 0; head < unit.heads; head++)
+                    rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
+            weigh(groups[0], m.scores[0], unit_scale(), KEYS / CHUNK, m.weights[0], [](int, int) {});
+            before_tile_loads();
+            for (int head = 0; head < unit.heads; head++) {
+                if (head + 1 < unit.heads) pair_values(unit, tile, m.values[(head + 1) % 2], head + 1);
+                before_tile_loads();
+                add(m.sums[head], m.values[head % 2], 0);
             }
         }
+    }
+
+    // --- units of several groups: pairs of a tile of keys and a group that sees some of it, tile after tile ---
+
+    struct Pair {
+        int64_t tile;
+        int group;
+    };
+
+    // The next pair; false where there is none.
+    bool advance(Pair& pair) const {
+        do {
+            if (++pair.group == num_groups) pair = {pair.tile + KEYS, 0};
+            if (pair.tile >= highest) return false;
+        } while (pair.tile >= groups[pair.group].highest || pair.tile + KEYS <= groups[pair.group].lowest);
+        return true;
+    }
+
+    bf16* values_of(const Pair& pair) { return m.values[pair.tile / KEYS % 2]; }
+
+    // What the matrix unit has to do while the vector units weigh a pair: the scores of the pair after it, and the sums
+    // of the pair before it.
+    struct Products {
+        const bf16 (*queries)[16][CHUNK] = nullptr;  // null where there is no pair after it
+        const bf16* keys[RUNS];
+        int64_t key_stride;
+        float (*sums)[QUERIES][LANES] = nullptr;  // null where there is no pair before it
+        const bf16* values;
+        bool fresh;        // the sums begin here
+        int halves, turn;  // of the weights; the scores go to the same turn
+    };
+
+    void several_groups(const Unit& unit, const Unit* following) {
+        Pair now{first_tile(), -1}, next = now;
+        Products products;
+        bool more = advance(next);
+        enter(unit, next.tile, following);
+        plan_scores(products, unit, next, 0);
+        for (int slot = 0; slot < SLOTS / 2; slot++) multiply(products, slot);
+        store_last_scores(products);
+        for (int turn = 0; more; turn ^= 1) {
+            bool entered = next.tile != now.tile || now.group < 0;
+            now = next;
+            if (entered) pair_values(unit, now.tile, values_of(now), 0);
+            more = advance(next);
+            products.queries = nullptr;
+            if (more && next.tile != now.tile) enter(unit, next.tile, following);
+            if (more) plan_scores(products, unit, next, turn ^ 1);
+            before_tile_loads();
+            weigh_pair(now, turn, products);
+        }
+        before_tile_loads();
+        for (int slot = SLOTS / 2; slot < SLOTS; slot++) multiply(products, slot);
+        store_last_sums(products);
+    }
+
+    void enter(const Unit& unit, int64_t tile, const Unit* following) {
+        find_all(unit, tile);
+        expect_after(unit, tile, following);
+    }
+
+    // Weigh a pair while the products are computed; then they have its own sums ahead.
+    __attribute__((always_inline)) void weigh_pair(const Pair& pair, int turn, Products& products) {
+        Group& group = groups[pair.group];
+        int halves = groups[pair.group].highest - pair.tile > CHUNK ? 2 : 1;
+        __m512 shrink = _mm512_set1_ps(1.0f);
+        shape_scores(group, pair.tile, m.scores[turn], halves * CHUNK);
+        bool shrinks = follow(group, m.scores[turn], halves * CHUNK, unit_scale(), shrink);
+        auto between = [&](int half, int eighth) __attribute__((always_inline)) {
+            if (halves == 1) {
+                multiply(products, 2 * eighth);
+                multiply(products, 2 * eighth + 1);
+            } else if (half == 0) {
+                multiply(products, eighth);
+            } else {
+                multiply(products, SLOTS / 2 + eighth);
+            }
+        };
+        weigh(group, m.scores[turn], unit_scale(), halves, m.weights[turn], between);
+        store_last_sums(products);
+        if (shrinks && group.begun) rescale(shrink, m.sums[pair.group], 0, group.count);
+        products.sums = m.sums[pair.group];
+        products.values = values_of(pair);
+        products.fresh = !group.begun;
+        products.halves = halves;
+        products.turn = turn;
+        group.begun = true;
+    }
+
+    void plan_scores(Products& products, const Unit& unit, const Pair& pair, int turn) {
+        products.queries = m.queries[pair.group];
+        products.turn = turn;
+        products.key_stride = in_place ? s.head_dim * 2 : MAX_HEAD * 2;
+        for (int run = 0; run < RUNS; run++)
+            products.keys[run] =
+                pair.tile + run * RUN < groups[pair.group].highest ? keys_at(unit, pair.tile, 0, run) : nullptr;
+    }
+
+    // The part of the products that belongs to a slot: in the first half of them scores, two slots for each run of keys;
+    // in the second half sums. What is complete is stored a slot later, and a little at a time: stores wait in a queue,
+    // in which there is room for seven tiles.
+    __attribute__((always_inline)) void multiply(const Products& p, int slot) {
+        if (slot < SLOTS / 2) {
+            if (p.queries) multiply_scores(p, slot / 2, slot % 2);
+        } else {
+            if (slot == SLOTS / 2 && p.queries) store_last_scores(p);
+            if (p.sums) multiply_sums(p, slot - SLOTS / 2);
+        }
+        fetch(8);
+    }
+
+    __attribute__((always_inline)) void multiply_scores(const Products& p, int run, int part) {
+        int64_t middle = (num_chunks() + 1) / 2, first = part ? middle : 0, end = part ? num_chunks() : middle;
+        bool reload = run == 0 || num_chunks() > 2;  // two chunks of queries stay in tiles
+        if (part == 0 && run % 2 == 0) _tile_zero(0);
+        if (part == 0 && run % 2 == 1) _tile_zero(1);
+        for (int64_t chunk = first; chunk < end; chunk++) {
+            if (chunk % 2 == 0 && reload) _tile_loadd(4, p.queries[chunk], 64);
+            if (chunk % 2 == 1 && reload) _tile_loadd(5, p.queries[chunk], 64);
+            if (!p.keys[run]) continue;
+            const bf16* keys = p.keys[run] + chunk * CHUNK;
+            if (chunk % 2 == 0) {
+                _tile_loadd(2, keys, p.key_stride);
+                if (run % 2 == 0)
+                    _tile_dpbf16ps(0, 2, 4);
+                else
+                    _tile_dpbf16ps(1, 2, 4);
+            } else {
+                _tile_loadd(3, keys, p.key_stride);
+                if (run % 2 == 0)
+                    _tile_dpbf16ps(0, 3, 5);
+                else
+                    _tile_dpbf16ps(1, 3, 5);
+            }
+        }
+        if (part == 1 || run == 0) return;
+        if (run % 2 == 0)
+            _tile_stored(1, m.scores[p.turn][(run - 1) * RUN], 64);
+        else
+            _tile_stored(0, m.scores[p.turn][(run - 1) * RUN], 64);
+    }
+
+    void store_last_scores(const Products& p) { _tile_stored(1, m.scores[p.turn][(RUNS - 1) * RUN], 64); }
+
+    __attribute__((always_inline)) void multiply_sums(const Products& p, int slot) {
+        int64_t stride = num_chunks() * 2 * CHUNK * sizeof(bf16), later = KEYS / 4 * num_chunks() * 2 * CHUNK;
+        if (slot == 0) {
+            _tile_loadd(6, m.weights[p.turn][0], 64);
+            if (p.halves > 1) _tile_loadd(7, m.weights[p.turn][1], 64);
+        }
+        for (int64_t i = slot * num_chunks() / 2; i < (slot + 1) * num_chunks() / 2; i++) {
+            int64_t v = i / 2;
+            const bf16* values = p.values + v * CHUNK;
+            if (i % 2 == 0) {
+                _tile_loadd(2, values, stride);
+                v % 2 == 0 ? begin_even(p, v) : begin_odd(p, v);
+            } else {
+                if (p.halves > 1) _tile_loadd(3, values + later, stride);
+                v % 2 == 0 ? end_even(p, v) : end_odd(p, v);
+            }
+        }
+    }
+
+    // The first and the second 32 keys of a vector of sums, which is in tile 0 or 1. The vector before it is stored.
+    __attribute__((always_inline)) void begin_even(const Products& p, int64_t v) {
+        if (p.fresh)
+            _tile_zero(0);
+        else
+            _tile_loadd(0, p.sums[v], 64);
+        _tile_dpbf16ps(0, 6, 2);
+    }
+
+    __attribute__((always_inline)) void begin_odd(const Products& p, int64_t v) {
+        if (p.fresh)
+            _tile_zero(1);
+        else
+            _tile_loadd(1, p.sums[v], 64);
+        _tile_dpbf16ps(1, 6, 2);
+    }
+
+    __attribute__((always_inline)) void end_even(const Products& p, int64_t v) {
+        if (p.halves > 1) _tile_dpbf16ps(0, 7, 3);
+        if (v) _tile_stored(1, p.sums[v - 1], 64);
+    }
+
+    __attribute__((always_inline)) void end_odd(const Products& p, int64_t v) {
+        if (p.halves > 1) _tile_dpbf16ps(1, 7, 3);
+        _tile_stored(0, p.sums[v - 1], 64);
+    }
+
+    void store_last_sums(const Products& p) {
+        if (p.sums) _tile_stored(1, p.sums[vectors - 1], 64);
     }
 
     // --- one tile of keys ---
-
-    void several_heads(const Unit& unit, int64_t tile) {
-        clear_scores();
-        for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
-        pair_values(unit, tile, 0);  // keeps the vector units busy while the products are computed
-        store_scores(0);
-        __m512 shrink = weigh(groups[0], tile, 0);
-        for (int head = 0; head < unit.heads; head++)
-            rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
-        for (int head = 0; head < unit.heads; head++) {
-            if (head + 1 < unit.heads) pair_values(unit, tile, head + 1);
-            add(m.sums[head], m.values[head % 2], 0);
-        }
-    }
-
-    // The matrix unit computes the next group's scores while the vector units weigh this group's, and adds the values of
-    // the group before.
-    void several_groups(const Unit& unit, int64_t tile) {
-        // Weights wait before they can be loaded as tiles. With few groups other work has to come in between.
-        bool few = num_groups <= 2;
-        if (!few) pair_values(unit, tile, 0);
-        int seeing[MAX_GROUPS], count = 0;
-        for (int index = 0; index < num_groups; index++)
-            if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
-        for (int i = -1; i <= count; i++) {
-            int turn = i & 1;
-            if (i + 1 < count) {
-                clear_scores();
-                multiply_keys(unit, tile, 0, m.queries[seeing[i + 1]]);
-            }
-            if (i >= 0 && i < count) {
-                Group& group = groups[seeing[i]];
-                rescale(weigh(group, tile, turn), m.sums[seeing[i]], 0, group.count);
-                if (few && i == 0) pair_values(unit, tile, 0);
-            }
-            if (i + 1 < count) store_scores(turn ^ 1);
-            if (i > 0) add(m.sums[seeing[i - 1]], m.values[0], turn ^ 1);
-        }
-    }
 
     // A run of keys as the rows of tiles: in place, or copied together. What is not seen is masked later.
     const bf16* keys_at(const Unit& unit, int64_t tile, int head, int run) {
@@ -133,7 +338,7 @@ struct AmxAttention : AmxUnit<bf16> {
         for (int k = 0; k < RUN; k++) {
             bool seen = k >= r.from && k < r.to;
             const bf16* row = seen ? place(unit, unit.kv_head + head, tile + run * RUN + k) : nullptr;
-            for (int64_t chunk = 0; chunk < chunks; chunk++)
+            for (int64_t chunk = 0; chunk < num_chunks(); chunk++)
                 _mm512_store_si512(copied[k] + chunk * CHUNK, seen ? load_chunk(row, chunk) : _mm512_setzero_si512());
         }
         return copied[0];
@@ -153,7 +358,7 @@ struct AmxAttention : AmxUnit<bf16> {
             keys[run] = keys_at(unit, tile, head, run);
             strides[run] = keys[run] == m.keys[run * RUN] ? MAX_HEAD * 2 : s.head_dim * 2;
         }
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++) {
             _tile_loadd(4, query[chunk], 64);
             if (keys[0]) {
                 _tile_loadd(5, keys[0] + chunk * CHUNK, strides[0]);
@@ -185,60 +390,15 @@ struct AmxAttention : AmxUnit<bf16> {
         _tile_stored(3, m.scores[turn][48], 64);
     }
 
-    // Turn the scores into weights relative to each query's base, which is a score that it has seen and follows its
-    // largest once that is far above; what earlier sums shrink by is returned.
-    __m512 weigh(Group& group, int64_t tile, int turn) {
-        const __m512 far = _mm512_set1_ps(8.0f);  // weights are at most 2^8, which costs them no precision
-        __m512 scale = scale_of();
-        __m512 top = _mm512_mul_ps(shape_scores(group, tile, m.scores[turn]), scale);
-        __mmask16 follows = _mm512_cmp_ps_mask(top, _mm512_add_ps(group.base, far), _CMP_GT_OQ);
-        __m512 next = _mm512_mask_mov_ps(group.base, follows, top);
-        // A query that has seen no key yet has -inf here; against a finite number all its weights become 0.
-        __m512 base = _mm512_max_ps(next, _mm512_set1_ps(-1e30f));
-        __m512 shrink = exp2(_mm512_sub_ps(group.base, base));
-        __m512 sum[4] = {_mm512_mul_ps(group.total, shrink), _mm512_setzero_ps(), _mm512_setzero_ps(),
-                         _mm512_setzero_ps()};
-        // Item i of the first sixteen next to item i of the second: word 2 i takes i, word 2 i + 1 takes 16 + i.
-        const vu index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const __m512i interleave = (__m512i)(index | (index + 16) << 16);
-        for (int half = 0; half < KEYS / CHUNK; half++) {
-            __m512i turning[4][4];  // as transpose.h says
-#pragma GCC unroll 4
-            for (int step = 0; step < 4; step++) {
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) {
-                    const float* scores = m.scores[turn][half * CHUNK + 8 * step + 2 * i];
-                    __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, base));
-                    __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + QUERIES), scale, base));
-                    sum[2 * (i % 2)] = _mm512_add_ps(sum[2 * (i % 2)], even);
-                    sum[2 * (i % 2) + 1] = _mm512_add_ps(sum[2 * (i % 2) + 1], odd);
-                    turning[step][i] =
-                        _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-                }
-                gather_four(turning[step]);
-            }
-#pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) {
-                __m512i rows[4] = {turning[0][c], turning[1][c], turning[2][c], turning[3][c]};
-                spread_four(rows);
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) _mm512_store_si512(m.weights[turn][half][c + 4 * i], rows[i]);
-            }
-        }
-        group.total = _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]));
-        group.base = next;
-        return shrink;
-    }
-
     // Values of two keys interleaved, as the unit wants them. The halves of a chunk hold every other four dimensions.
     // Those that are not seen count as zeros.
-    void pair_values(const Unit& unit, int64_t tile, int head) {
+    void pair_values(const Unit& unit, int64_t tile, bf16* to, int head) {
         for (int run = 0; run < RUNS; run++) {
             const Run& r = now[head][run];
             bool whole = in_place && r.from == 0 && r.to == RUN;
             for (int pair = 0; pair < RUN / 2; pair++) {
-                bf16* target = m.values[head % 2] + (run * RUN / 2 + pair) * chunks * 2 * CHUNK;
-                fetch(2 * chunks);
+                bf16* target = to + (run * RUN / 2 + pair) * num_chunks() * 2 * CHUNK;
+                fetch(2 * num_chunks());
                 if (whole)
                     pair_up(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
                 else
@@ -256,7 +416,7 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void pair_up(const bf16* first, const bf16* second, bf16* target) const {
-        for (int64_t chunk = 0; chunk < chunks; chunk++, target += 2 * CHUNK) {
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++, target += 2 * CHUNK) {
             __m512i even = load_chunk(first, chunk), odd = load_chunk(second, chunk);
             _mm512_store_si512(target, _mm512_unpacklo_epi16(even, odd));
             _mm512_store_si512(target + CHUNK, _mm512_unpackhi_epi16(even, odd));
@@ -264,11 +424,11 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void add(float (*sums)[QUERIES][LANES], const bf16* values, int turn) {
-        int64_t stride = chunks * 2 * CHUNK * sizeof(bf16);
-        const bf16* later = values + KEYS / 4 * chunks * 2 * CHUNK;  // of the second 32 keys
+        int64_t stride = num_chunks() * 2 * CHUNK * sizeof(bf16);
+        const bf16* later = values + KEYS / 4 * num_chunks() * 2 * CHUNK;  // of the second 32 keys
         _tile_loadd(4, m.weights[turn][0], 64);
         _tile_loadd(5, m.weights[turn][1], 64);
-        for (int64_t chunk = 0; chunk < chunks; chunk++, sums += 2) {
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++, sums += 2) {
             int64_t at = chunk * 2 * CHUNK;
             _tile_loadd(0, sums[0], 64);
             _tile_loadd(1, sums[1], 64);
@@ -290,23 +450,24 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void finish(const Unit& unit) {
-        for (int64_t i = 0; i < unit.count(); i++) {
-            float totals[LANES];
-            _mm512_storeu_ps(totals, group_of(unit, i).total);
-            write(m.sums[part_of(unit, i)], i % QUERIES, 1.0f / totals[i % QUERIES], target(i));
-        }
+        alignas(64) float shares[MAX_GROUPS][LANES];
+        for (int group = 0; group < num_groups; group++)
+            _mm512_store_ps(shares[group], _mm512_div_ps(_mm512_set1_ps(1.0f), groups[group].total));
+        for (int64_t i = 0; i < unit.count(); i++)
+            write(m.sums[part_of(unit, i)], i % QUERIES, shares[unit.heads > 1 ? 0 : i / QUERIES][i % QUERIES], target(i));
     }
 
-    void write(const float (*sums)[QUERIES][LANES], int64_t lane, float scale, bf16* target) const {
+    void write(const float (*sums)[QUERIES][LANES], int64_t lane, float share, bf16* target) const {
         const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
-            __m512 low = _mm512_load_ps(sums[2 * chunk][lane]), high = _mm512_load_ps(sums[2 * chunk + 1][lane]);
-            int64_t d = chunk * CHUNK;
-            store_upto(target + d, (vf)_mm512_permutex2var_ps(low, first, high) * scale, s.head_dim - d);
-            if (d + LANES < s.head_dim)
-                store_upto(target + d + LANES, (vf)_mm512_permutex2var_ps(low, second, high) * scale,
-                           s.head_dim - d - LANES);
+        const __m512 scale = _mm512_set1_ps(share);
+        for (int64_t chunk = 0; chunk < num_chunks(); chunk++) {
+            __m512 even = _mm512_load_ps(sums[2 * chunk][lane]), odd = _mm512_load_ps(sums[2 * chunk + 1][lane]);
+            __m512 low = _mm512_mul_ps(_mm512_permutex2var_ps(even, first, odd), scale);
+            __m512 high = _mm512_mul_ps(_mm512_permutex2var_ps(even, second, odd), scale);
+            int64_t left = s.head_dim - chunk * CHUNK;
+            __mmask32 mask = left >= CHUNK ? 0xffffffffu : (1u << left) - 1;
+            _mm512_mask_storeu_epi16(target + chunk * CHUNK, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
 };
@@ -314,7 +475,14 @@ struct AmxAttention : AmxUnit<bf16> {
 }  // namespace
 
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
-    return attend_units<AmxAttention, Scratch>(s, queries, kv, out, num_rows, parallel);
+    switch (s.head_dim) {  // the commonest sizes have code of their own
+        case 2 * CHUNK:
+            return attend_units<AmxAttention<2>, Scratch>(s, queries, kv, out, num_rows, parallel);
+        case 4 * CHUNK:
+            return attend_units<AmxAttention<4>, Scratch>(s, queries, kv, out, num_rows, parallel);
+        default:
+            return attend_units<AmxAttention<0>, Scratch>(s, queries, kv, out, num_rows, parallel);
+    }
 }
 
 #else

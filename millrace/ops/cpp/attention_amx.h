@@ -8,7 +8,7 @@
 
 constexpr int RUN = 16;  // keys of one tile row block: they lie in one block of the cache, or are copied together
 constexpr int RUNS = KEYS / RUN;
-constexpr int MAX_GROUPS = 4;  // of 16 queries in a unit
+constexpr int MAX_GROUPS = 12;  // of 16 queries in a unit
 constexpr int PARTS = MAX_GROUPS > UNIT_HEADS ? MAX_GROUPS : UNIT_HEADS;
 constexpr float LOG2E = 1.44269504f;
 
@@ -32,6 +32,7 @@ struct Group {
     alignas(64) int32_t positions[QUERIES];  // -1 for lanes without a query
     int count;
     int64_t lowest, highest;  // positions that some of its queries see: lowest <= k < highest
+    bool begun;               // there is something in its sums
     __m512 base, total;       // per query: what its weights are relative to, in units of log2; and their sum
 };
 
@@ -90,12 +91,17 @@ struct AmxUnit {
                 group.positions[i] = i < group.count ? lanes[index * QUERIES + i].position : -1;
             group.highest = std::min<int64_t>(unit.to, group.positions[group.count - 1] + 1);
             group.lowest = std::max(unit.from, s.window ? group.positions[0] - s.window + 1 : 0);
-            group.base = _mm512_set1_ps(-INFINITY);
+            // Lanes without a query have a base that their scores, of zeros, are near to.
+            __mmask16 used = (1 << group.count) - 1;
+            group.base = _mm512_mask_mov_ps(_mm512_setzero_ps(), used, _mm512_set1_ps(-INFINITY));
             group.total = _mm512_setzero_ps();
+            group.begun = unit.from > 0;
         }
         lowest = groups[0].lowest;
         highest = groups[num_groups - 1].highest;
     }
+
+    int64_t first_tile() const { return lowest / KEYS * KEYS; }
 
     const C* place(const Unit& unit, int64_t kv_head, int64_t position) const {
         int64_t block = s.tables[unit.row * s.table_width + position / s.block_size];
@@ -169,8 +175,10 @@ struct AmxUnit {
         expect(*unit, start / KEYS * KEYS, std::min(unit->to, last + 1));
     }
 
-    // What comes after a tile of a unit; `following`, or null, is likely to be this thread's next unit.
+    // What comes after a tile of a unit; `following`, or null, is likely to be this thread's next unit. Many queries
+    // compute for longer than they read.
     void expect_after(const Unit& unit, int64_t tile, const Unit* following) {
+        if (num_groups > 2) return;
         if (tile + KEYS < highest)
             expect(unit, tile + KEYS, highest);
         else
@@ -191,35 +199,26 @@ struct AmxUnit {
 
     // --- scores and sums ---
 
-    // Cap and mask the scores where they need it, and find each query's largest. What is left to multiply them with,
-    // to have them in units of log2, is returned by `scale_of`.
-    __m512 shape_scores(const Group& group, int64_t tile, float (*scores)[QUERIES]) {
+    // Cap and mask the scores where they need it. What is left to multiply them with, to have them in units of log2, is
+    // returned by `scale_of`. None of the queries sees more than `keys` of the tile.
+    void shape_scores(const Group& group, int64_t tile, float (*scores)[QUERIES], int keys) const {
         int32_t first = group.positions[0], last = group.positions[group.count - 1];
         bool all_seen = tile + KEYS - 1 <= first && (!s.window || last - tile < s.window);
-        __m512 top[4];
-        for (__m512& part : top) part = _mm512_set1_ps(-INFINITY);
-        if (all_seen && s.softcap <= 0) {
-            for (int k = 0; k < KEYS; k += 4)
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) top[i] = _mm512_max_ps(top[i], _mm512_load_ps(scores[k + i]));
-        } else {
-            __m512i position = _mm512_load_si512(group.positions);
-            __m512i before = s.window ? _mm512_sub_epi32(position, _mm512_set1_epi32(s.window)) : _mm512_set1_epi32(-1);
-            __m512 shrunk = _mm512_set1_ps(s.scale / s.softcap), cap = _mm512_set1_ps(s.softcap * LOG2E);
-            for (int k = 0; k < KEYS; k++) {
-                __m512 x = _mm512_load_ps(scores[k]);
-                if (s.softcap > 0) x = _mm512_mul_ps((__m512)tanh((vf)_mm512_mul_ps(x, shrunk)), cap);
-                __m512i key = _mm512_set1_epi32(tile + k);
-                __mmask16 seen = _mm512_cmple_epi32_mask(key, position) & _mm512_cmpgt_epi32_mask(key, before);
-                x = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), x);
-                _mm512_store_ps(scores[k], x);
-                top[0] = _mm512_max_ps(top[0], x);
-            }
+        if (all_seen && s.softcap <= 0) return;
+        __m512i position = _mm512_load_si512(group.positions);
+        __m512i before = s.window ? _mm512_sub_epi32(position, _mm512_set1_epi32(s.window)) : _mm512_set1_epi32(-1);
+        __m512 shrunk = _mm512_set1_ps(s.scale / s.softcap), cap = _mm512_set1_ps(s.softcap * LOG2E);
+        for (int k = 0; k < keys; k++) {
+            __m512 x = _mm512_load_ps(scores[k]);
+            if (s.softcap > 0) x = _mm512_mul_ps((__m512)tanh((vf)_mm512_mul_ps(x, shrunk)), cap);
+            __m512i key = _mm512_set1_epi32(tile + k);
+            __mmask16 seen = _mm512_cmple_epi32_mask(key, position) & _mm512_cmpgt_epi32_mask(key, before);
+            _mm512_store_ps(scores[k], _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), x));
         }
-        return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
     }
 
-    __m512 scale_of() const { return _mm512_set1_ps(s.softcap > 0 ? 1.0f : s.scale * LOG2E); }
+    float unit_scale() const { return s.softcap > 0 ? 1.0f : s.scale * LOG2E; }
+    __m512 scale_of() const { return _mm512_set1_ps(unit_scale()); }
 
     void rescale(__m512 shrink, float (*sums)[QUERIES][LANES], int first, int last) {
         if (_mm512_cmp_ps_mask(shrink, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) return;
@@ -230,7 +229,7 @@ struct AmxUnit {
     }
 };
 
-// Rows with few queries put several KV heads into one unit; those with many, up to four groups of 16 of one head. There
+// Rows with few queries put several KV heads into one unit; those with many, up to twelve groups of 16 of one head. There
 // are several units per thread where there is work for that, and those with most keys come first.
 inline std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
     int64_t enough = pool::threads(), tokens = s.query_starts[num_rows];
@@ -254,14 +253,10 @@ void attend_unit(A& a, const Unit& unit, const Unit* following) {
     a.begin(unit);
     a.load_queries(unit);
     a.clear(unit);
-    for (int64_t tile = a.lowest / KEYS * KEYS; tile < a.highest; tile += KEYS) {
-        a.find_all(unit, tile);
-        if (a.num_groups < 3) a.expect_after(unit, tile, following);  // many queries compute for longer than they read
-        if (unit.heads > 1)
-            a.several_heads(unit, tile);
-        else
-            a.several_groups(unit, tile);
-    }
+    if (a.num_groups == 1)
+        a.one_group(unit, following);
+    else
+        a.several_groups(unit, following);
     if (unit.members)
         a.leave(unit);
     else

@@ -5,6 +5,7 @@
 // whole numbers of 16 bits, as do the weights of a tile, and each goes through the unit in two halves, high and low. The
 // sums are exact; scales are applied to them. A weight carries the scale of its value.
 #include "attention_amx.h"
+#include "attention_weights.h"
 
 #if HAS_AMX && defined(__AMX_INT8__)
 
@@ -32,7 +33,7 @@ struct Int8Attention : AmxUnit<int8_t> {
     Scratch& m;
     int64_t chunks;
     __m512 query_scales[MAX_GROUPS];
-    __mmask16 lanes_of[UNIT_HEADS];        // the lanes of each head's queries
+    __mmask16 lanes_of[PARTS];             // the lanes of each part's queries
     const int8_t* runs[UNIT_HEADS][RUNS];  // keys of the tile at hand; null where none is seen
 
     static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
@@ -168,7 +169,23 @@ struct Int8Attention : AmxUnit<int8_t> {
 
     // --- one tile of keys ---
 
-    void several_heads(const Unit& unit, int64_t tile) {
+    void one_group(const Unit& unit, const Unit* following) {
+        for (int64_t tile = first_tile(); tile < highest; tile += KEYS) {
+            find_all(unit, tile);
+            expect_after(unit, tile, following);
+            tile_of_heads(unit, tile);
+        }
+    }
+
+    void several_groups(const Unit& unit, const Unit* following) {
+        for (int64_t tile = first_tile(); tile < highest; tile += KEYS) {
+            find_all(unit, tile);
+            expect_after(unit, tile, following);
+            tile_of_groups(unit, tile);
+        }
+    }
+
+    void tile_of_heads(const Unit& unit, int64_t tile) {
         score(unit, tile, 0, unit.heads, 0);
         Factors by = weigh(unit, groups[0], tile);
         for (int head = 0; head < unit.heads; head++) {
@@ -179,7 +196,7 @@ struct Int8Attention : AmxUnit<int8_t> {
 
     // Between a group's weights and their products comes other work: tiles cannot be loaded from what has just been
     // stored.
-    void several_groups(const Unit& unit, int64_t tile) {
+    void tile_of_groups(const Unit& unit, int64_t tile) {
         int seeing[MAX_GROUPS], count = 0;
         for (int index = 0; index < num_groups; index++)
             if (tile < groups[index].highest && tile + KEYS > groups[index].lowest) seeing[count++] = index;
@@ -274,7 +291,8 @@ struct Int8Attention : AmxUnit<int8_t> {
     // Turn the scores into weights that carry their values' scales. A tile's weights are relative to its own largest
     // score, and as whole numbers to the largest of them.
     Factors weigh(const Unit& unit, Group& group, int64_t tile) {
-        __m512 scale = scale_of(), top = _mm512_mul_ps(shape_scores(group, tile, m.scores), scale);
+        shape_scores(group, tile, m.scores, KEYS);
+        __m512 scale = scale_of(), top = _mm512_mul_ps(largest(m.scores, KEYS), scale);
         // A query that sees no key here has -inf; against a finite number all its weights become 0.
         const __m512 lowest_base = _mm512_set1_ps(-1e30f);
         __m512 own = _mm512_max_ps(top, lowest_base), sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
