@@ -1,6 +1,7 @@
-"""Which models `millrace bench gpu` runs: shapes with random weights, by name or path, with a suffix for number types.
+"""Which models `millrace bench gpu` runs: shapes with random weights, by name or path, with suffixes for settings.
 
-`llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights, `llama-3.1-8b+fp8+fp8kv` with an FP8 KV cache as well.
+`llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights, `llama-3.1-8b+fp8+fp8kv` with an FP8 KV cache as well;
+`qwen3-0.6b+deterministic` shows what the deterministic mode costs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from millrace.errors import ConfigError
 SHAPES_DIR = Path(__file__).with_name("shapes")
 DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.1-8b+fp8", "qwen3-0.6b", "qwen3-30b-a3b")
 
-SUFFIXES = {"fp8": ("model.quantization", "fp8"), "fp8kv": ("memory.kv_dtype", "fp8")}
+SUFFIXES: Mapping[str, tuple[str, object]] = {
+    "fp8": ("model.quantization", "fp8"),
+    "fp8kv": ("memory.kv_dtype", "fp8"),
+    "deterministic": ("run.deterministic", True),
+}
 """Each suffix is a setting and the value that it gets."""
 
 MAX_RUNNING, MAX_CONTEXT = 512, 33792

@@ -206,18 +206,6 @@ __attribute__((noinline)) void unpack_tile(const Panel& panel, int64_t tile, T* 
     portable_rows<F>(integers, scales, 0, ROWS, out);
 }
 
-template <int F, int QUARTER>
-void unpack_quarter(const Panel& panel, int64_t tile, const Scales& scales, bf16* out) {
-    constexpr int first = QUARTER * ROWS / 4;
-    const char* integers = panel.integers + tile * integer_bytes(format_of(F));
-#if HAS_FAST_TILES
-    two_rows<F, first>(integers, scales, out);
-    two_rows<F, first + 2>(integers, scales, out);
-#else
-    portable_rows<F>(integers, scales, first, first + ROWS / 4, out);
-#endif
-}
-
 template <int F>
 void unpack_pair(const Panel& left, const Panel& right, int64_t tile, bf16* out) {
     unpack_tile<F>(left, tile, out);
@@ -250,7 +238,6 @@ void unpack_one(const Panel& panel, int64_t k, int r, T* out) {
 // --- from the number of a format to the functions made for it ---
 
 struct Functions {
-    TileSteps steps;
     TilePair pair;
     void (*panel_f32)(const Panel&, int64_t, uint32_t*);
     void (*panel_bf16)(const Panel&, int64_t, uint32_t*);
@@ -260,9 +247,7 @@ struct Functions {
 
 template <int F>
 constexpr Functions functions() {
-    TileSteps steps{prepare_scales<F, bf16>,
-                    {unpack_quarter<F, 0>, unpack_quarter<F, 1>, unpack_quarter<F, 2>, unpack_quarter<F, 3>}};
-    return {steps, unpack_pair<F>, unpack_panel<F, float>, unpack_panel<F, bf16>, unpack_one<F, float>, unpack_one<F, bf16>};
+    return {unpack_pair<F>, unpack_panel<F, float>, unpack_panel<F, bf16>, unpack_one<F, float>, unpack_one<F, bf16>};
 }
 
 template <int... I>
@@ -282,8 +267,6 @@ Panel panel_at(int format, const void* packed, int64_t k, int64_t panel) {
     const char* start = (const char*)packed + panel * places.end;
     return {start, start + places.halves, start + places.smalls};
 }
-
-const TileSteps& tile_steps(int format) { return functions_of(format).steps; }
 
 TilePair tile_pair(int format) { return functions_of(format).pair; }
 

@@ -34,14 +34,6 @@ struct Scales {
     alignas(64) float offsets[2][16];
 };
 
-// One tile in little steps: its scales, then four outputs with each of `rows`.
-struct TileSteps {
-    void (*scales)(const Panel& panel, int64_t tile, Scales& out);
-    void (*rows[4])(const Panel& panel, int64_t tile, const Scales& scales, bf16* out);  // [16 outputs][32 inputs]
-};
-
-const TileSteps& tile_steps(int format);
-
 // One tile of two panels, each [16 outputs][32 inputs].
 using TilePair = void (*)(const Panel& left, const Panel& right, int64_t tile, bf16* out);
 TilePair tile_pair(int format);
