@@ -62,8 +62,8 @@ class Pair:
         self.ours.admit(plan)
 
     def expect(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-        drawn = self.reference.draw(logits.to(torch.float32, copy=True), np.array(rows, np.int32), np.array(positions, np.int32))
-        return drawn.tokens.tolist()
+        own = logits.to(torch.float32, copy=True)  # it is changed
+        return self.reference.draw(own, np.array(rows, np.int32), np.array(positions, np.int32)).tokens.tolist()
 
     def draw(self, logits: torch.Tensor, rows: list[int], positions: list[int], variant: str = "") -> list[int]:
         """Ours; what it leaves of the logits is in `self.left`."""
