@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from millrace.run.device import CpuDevice
-from millrace.time_slice import SHORT_NS, ask_for_short_slices, ask_for_usual_slices, own_slice_ns
+from millrace.time_slice import LONG_NS, SHORT_NS, ask_for_short_slices, ask_for_usual_slices, own_slice_ns
 
 
 def in_thread(work: Callable[[], None]) -> list[int | None]:
@@ -46,8 +46,9 @@ def test_a_thread_asks_for_itself(usual: int) -> None:
     assert own_slice_ns() == usual
 
 
-def test_threads_that_compute_have_usual_slices(usual: int) -> None:
-    """Also when the thread that starts them, an engine's loop, has short ones."""
+def test_threads_that_compute_have_long_slices(usual: int) -> None:
+    """Longer than those of all who ask for none, also when the thread that starts them has short ones."""
+    assert usual < LONG_NS
     device = CpuDevice(1)
     found: list[int | None] = []
 
@@ -56,7 +57,7 @@ def test_threads_that_compute_have_usual_slices(usual: int) -> None:
         found.append(device.launch(own_slice_ns, lambda slice_ns: slice_ns).wait())
 
     assert in_thread(loop) == [usual, SHORT_NS]
-    assert found == [usual]
+    assert found == [LONG_NS]
     device.close()
 
 

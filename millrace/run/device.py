@@ -21,7 +21,7 @@ from millrace.config import RunConfig
 from millrace.errors import ConfigError
 from millrace.ops.triton.prebuild import hash_ahead
 from millrace.run.cores import memory_nodes, usable_cores
-from millrace.time_slice import ask_for_usual_slices
+from millrace.time_slice import ask_for_long_slices
 
 CORES_TO_WATCH = 4
 """From this many cores on, a thread may spend one on watching the GPU while a step runs."""
@@ -79,7 +79,7 @@ class CpuDevice:
         if self._cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self._cores)  # of this thread and those that it starts
         torch.set_num_threads(self.threads)
-        ask_for_usual_slices()
+        ask_for_long_slices()
 
     def name(self) -> str:
         return f"cpu, {self.threads} threads"
