@@ -2,9 +2,9 @@
 
 A front, and an engine's loop, work for a fraction of a millisecond and wait again; a CPU step's threads want every core
 for as long as they get it. Linux (6.12 and later) lets a thread that has asked for shorter slices than the running one
-take its core at once, instead of waiting for a slice to end; what each of them gets in all is the same. With long slices
-for those that compute, this holds for everybody else on the machine, clients among them. Elsewhere, and where it is not
-allowed, nothing happens: only latency depends on it.
+take its core at once, instead of waiting for a slice to end; what each of them gets in all is the same. With long
+slices for those that compute, this holds for everybody else on the machine, clients among them. Elsewhere, and where it
+is not allowed, nothing happens: only latency depends on it.
 """
 
 from __future__ import annotations
