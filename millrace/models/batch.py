@@ -87,4 +87,4 @@ class ForwardBatch:
     drawn: DrawnStates | None = None
     """What of the hidden states is wanted; None for all."""
     decodes: npt.NDArray[np.bool_] | None = None
-    """[T], contiguous, on a CPU: whether the token was drawn in an earlier step; None where all were given."""
+    """[T], contiguous, on a CPU: whether the token comes after its request's prompt; None where none does."""

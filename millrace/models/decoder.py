@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
-from millrace.models.decoding import ALL_DECODE, Bools, by_kind, most_decode_rows, spans_of
+from millrace.models.decoding import ALL_DECODE, any_apart, by_kind, spans_of
 from millrace.models.native_stack import NativeStack, uncovered
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
@@ -137,8 +137,8 @@ class Decoder:
         choices: dict[str, Choice],
         decodes_apart: bool = False,
     ) -> None:
-        """With `decodes_apart` few rows that decode go through kernels of their own, where ops have such: faster, but a
-        token's result then depends on whether it was given or drawn, and on whether few or many rows decode."""
+        """With `decodes_apart` rows that decode go through kernels of their own, where ops have such: faster, but a
+        token's result then depends on whether it is part of a prompt."""
         self.spec = spec
         self.device = device
         self.dtype = dtype
@@ -149,7 +149,7 @@ class Decoder:
         self._weights = weights
         self._ops = ops
         self._decodes_apart = decodes_apart
-        self._most_decoding = most_decode_rows(_linears(weights)) if decodes_apart else 0
+        self._splits = decodes_apart and any_apart(_linears(weights))
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.angles = Angles(spec.ropes, weights.frequencies)
@@ -196,7 +196,7 @@ class Decoder:
         block_ids, offsets = batch.places or cache_places(batch.slots, block_size)
         rows = self.angles.of(batch.positions) if batch.angles is None else batch.angles
         prepared = [ops.attention.prepare(batch, block_size, window) for window in self.spec.windows]
-        decodes = self._decoding(batch)
+        decodes = batch.decodes if self._splits else None
         spans = spans_of(decodes)
 
         residual = self._embed(batch)
@@ -247,13 +247,6 @@ class Decoder:
             logits = head.wide(hidden, out)
         cap = self.spec.logit_softcap
         return logits if cap is None else softcap(logits, cap)
-
-    def _decoding(self, batch: ForwardBatch) -> Bools | None:
-        """Which tokens are multiplied as those that decode; None where none is."""
-        decodes = batch.decodes
-        if decodes is None or not self._most_decoding or not 0 < decodes.sum() <= self._most_decoding:
-            return None
-        return decodes
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         if batch.embedded is not None:

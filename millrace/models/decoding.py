@@ -1,7 +1,8 @@
-"""Rows that decode, multiplied apart from tokens that were given: what cpp/step.cpp does in a native stack.
+"""Rows that decode, multiplied apart from tokens of prompts: what cpp/step.cpp does in a native stack.
 
-Kernels made for few decoding rows round less than those made for prompts, so which of them multiplies a token must not
-depend on what else is in the step: it depends on where the token came from, and on whether few or many rows decode.
+Kernels made for decoding round less than those made for prompts, so which of them multiplies a token must not depend on
+what else is in the step, or on whether the token is computed anew after preemption: it depends on whether the token
+belongs to its request's prompt or comes after it.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def by_kind(module: Any, x: Any, spans: tuple[Span, ...]) -> Any:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def most_decode_rows(modules: Iterable[Any]) -> int:
-    """Up to how many decoding rows some of these linears multiply in their own way."""
-    return max((_most(module) for module in modules), default=0)
+def any_apart(modules: Iterable[Any]) -> bool:
+    """Whether some of these linears multiply rows that decode in a way of their own."""
+    return any(_is_apart(module) for module in modules)
 
 
-def _most(module: Any) -> int:
+def _is_apart(module: Any) -> bool:
     linear = module.linear if isinstance(module, ComposedGatedLinear) else module
-    return linear.most_decode_rows if isinstance(linear, NativeParts) else 0
+    return isinstance(linear, NativeParts) and linear.decodes_apart

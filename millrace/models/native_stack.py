@@ -80,7 +80,10 @@ class WholeStep(Structure):
     """A step as the runner knows it, field by field as in step.cpp; `NativeStack.step` adds what is about the model."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("rows", "starts", "counts", "samples", "tokens", "tables", "last_tokens")),
+        *(
+            (name, c_void_p)
+            for name in ("rows", "starts", "counts", "samples", "tokens", "tables", "prompts", "last_tokens")
+        ),
         *((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seeds")),
         ("angles", POINTER(c_void_p)),
         ("kv", POINTER(c_void_p)),

@@ -109,15 +109,15 @@ class NativeParts:
         """What the kernels read; valid as long as this object lives."""
         self._native_at = ctypes.addressof(self.native)
         self.num_bytes = sum(packed.nbytes for packed in self._held) + (0 if bias is None else bias.nbytes)
-        self.most_decode_rows = int(library.quick.most_decode_rows(self._native_at))
-        """Up to so many rows `decode` has results of its own."""
+        self.decodes_apart = bool(library.quick.decodes_apart(self._native_at))
+        """Whether `decode` has results of its own."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiply(x, self.dtype, False)
 
     def decode(self, x: Tensor) -> Tensor:
-        """The same for rows that decode: few of them are multiplied with quantised weights as cpp/linear_decode.h says,
-        faster and with less rounding, so with results that are not those of a call."""
+        """The same for rows that decode: they are multiplied with quantised weights as cpp/linear_decode.h says, faster
+        where they are few, and with less rounding, so with results that are not those of a call."""
         return self._multiply(x, self.dtype, True)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:

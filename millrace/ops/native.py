@@ -74,7 +74,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "quantised_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "quantised_pack": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64)),
     "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)),
-    "most_decode_rows": (c_int64, (c_void_p,)),
+    "decodes_apart": (c_int, (c_void_p,)),
     "gated_mlp": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p, c_int64)),
     "norm": (None, (c_int, *[c_void_p] * 5, c_int64, c_int64, c_float)),
     "gated": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),

@@ -93,7 +93,7 @@ VERSIONS = (
         name="native",
         make=StoredLinear,
         when="C++ over a GGUF file's own quantised numbers, unpacked on the way: fewer bytes to read, the same results;"
-        " few rows that decode are rounded less, unless deterministic",
+        " tokens after a prompt are rounded less, unless deterministic",
         devices=("cpu",),
         # In float32 unpacking costs more than reading: few rows were 1.1 to 1.5 times as slow.
         dtypes=(torch.bfloat16,),

@@ -75,7 +75,7 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
         max_seq_len=max_seq_len,
         query_starts_host=query_starts.tolist(),
         seq_lens_host=seq_lens.tolist(),
-        decodes=tokens == ON_DEVICE,
+        decodes=positions >= table.num_prompt[rows_of],
     )
 
 

@@ -37,6 +37,7 @@ class NativeStep:
             samples=self._samples.ctypes.data,
             tables=table.block_tables.data_ptr(),
             table_stride=table.block_tables.shape[1],
+            prompts=table.num_prompt.ctypes.data,
             last_tokens=table.last_tokens.data_ptr(),
             temperature=sampler.temperature.ctypes.data,
             top_p=sampler.top_p.ctypes.data,

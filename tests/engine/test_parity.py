@@ -96,18 +96,14 @@ def test_choices_share_the_prompt_and_follow_their_seeds() -> None:
         assert stats.prefix_hit_tokens >= 3 * 32
 
 
-@pytest.mark.parametrize(
-    ("dtype", "deterministic", "num_others"),
-    [("float32", False, 11), ("bfloat16", True, 11), ("bfloat16", False, 7)],
-)
-def test_a_seed_gives_the_same_text_whatever_else_runs(dtype: str, deterministic: bool, num_others: int) -> None:
-    """With quantised weights and more than eight rows that decode, this has to be asked for."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_seed_gives_the_same_text_whatever_else_runs(dtype: str) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=123, max_tokens=24)
     prompt = "Write a short story about a lighthouse keeper."
-    with LLM(dtype=dtype, kv_tokens=8000, deterministic=deterministic) as llm:
+    with LLM(dtype=dtype, kv_tokens=8000) as llm:
         alone = llm.generate([prompt], params)[0].text
-        others = [f"Story number {index}: " + "word " * (index * 7 % 50) for index in range(num_others)]
-        crowd = llm.generate([*others[:5], prompt, *others[5:]], [*[GREEDY] * 5, params, *[GREEDY] * (num_others - 5)])
+        others = [f"Story number {index}: " + "word " * (index * 7 % 50) for index in range(11)]
+        crowd = llm.generate([*others[:5], prompt, *others[5:]], [*[GREEDY] * 5, params, *[GREEDY] * 6])
         assert crowd[5].text == alone
 
 

@@ -1,4 +1,4 @@
-"""Products of few decoding rows over quantised weights: nothing of a weight is rounded, and company changes nothing."""
+"""Products of decoding rows over quantised weights: nothing of a weight is rounded, and company changes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer_of(
 
 def is_exact(layer: StoredLinear) -> bool:
     """Without a matrix unit decoding rows are multiplied as all others are."""
-    return layer.most_decode_rows > 0
+    return layer.decodes_apart
 
 
 def check_close(layer: StoredLinear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
@@ -119,18 +119,22 @@ def test_no_rows_are_no_rows() -> None:
     assert layer.decode(torch.zeros(0, 256).bfloat16()).shape == (0, 64)
 
 
-def test_many_rows_are_multiplied_as_prompts_are() -> None:
-    layer, _, _ = layer_of(["Q4_K", "Q8_0"], [64, 40], 512)
-    assert layer.most_decode_rows in (0, MOST_ROWS)
-    for rows in (layer.most_decode_rows + 1, 33, 100):
-        x = torch.randn(rows, 512).bfloat16()
-        assert torch.equal(layer.decode(x), layer(x))
+@pytest.mark.parametrize("kinds", [["Q4_K", "Q8_0"], ["Q6_K"], ["Q4_1"]], ids="+".join)
+def test_many_rows_are_each_as_alone(kinds: list[str]) -> None:
+    layer, weight, bias = layer_of(kinds, [64, 40][: len(kinds)], 512, with_bias=True)
+    x = torch.randn(150, 512).bfloat16()
+    alone = torch.cat([layer.decode(row[None]) for row in x])
+    scores = torch.cat([layer.wide(row[None], decode=True) for row in x])
+    for rows in (9, 15, 16, 17, 33, 64, 65, 128, 150):
+        assert torch.equal(layer.decode(x[:rows]), alone[:rows])
+        assert torch.equal(layer.wide(x[:rows], decode=True), scores[:rows])
+    check_close(layer, x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_weights_know_no_difference(dtype: torch.dtype) -> None:
     layer = NativeLinear(torch.randn(70, 96).to(dtype))
-    assert layer.most_decode_rows == 0
+    assert not layer.decodes_apart
     for rows in (1, 4, 20):
         x = torch.randn(rows, 96).to(dtype)
         assert torch.equal(layer.decode(x), layer(x))

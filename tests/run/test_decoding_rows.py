@@ -103,9 +103,9 @@ def make_runner(tmp_path: Path, config: dict[str, Any] = LLAMA, deterministic: b
     )
 
 
-def admission(row: int, tokens: list[int], **params: Any) -> Admission:
+def admission(row: int, tokens: list[int], num_prompt: int = 0, **params: Any) -> Admission:
     own = SamplingParams(temperature=1.0, seed=row, **params)
-    return Admission(row, 100 + row, np.asarray(tokens, np.int32), len(tokens), RowParams(own))
+    return Admission(row, 100 + row, np.asarray(tokens, np.int32), num_prompt or len(tokens), RowParams(own))
 
 
 def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tuple[Admission, ...] = ()) -> StepPlan:
@@ -191,14 +191,14 @@ def test_rows_with_wishes_of_their_own_see_the_same_scores(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
-def test_few_rows_that_decode_do_not_notice_each_other_or_prompts(config: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_that_decode_do_not_notice_each_other_or_prompts(config: dict[str, Any], tmp_path: Path) -> None:
     row, prompt = 3, prompt_of(3)
     alone, beside = make_runner(tmp_path, config), make_runner(tmp_path, config)
     first = plan_of(0, [(row, 0, len(prompt), True)], (admission(row, prompt),))
     steps = [plan_of(1 + i, [(row, len(prompt) + i, 1, True)]) for i in range(12)]
     expected = [tokens[0] for tokens in drawn_by(alone, [first, *steps])]
 
-    others = [other for other in range(8) if other != row]
+    others = [other for other in range(ROWS) if other != row]
     got = [drawn_by(beside, [first])[0][0]]
     computed = dict.fromkeys(others, 0)
     for i, step in enumerate(steps):
@@ -227,6 +227,17 @@ def decoded_and_given(runner: Runner) -> tuple[list[torch.Tensor], list[torch.Te
     return kv_of(runner, 1, len(text)), kv_of(runner, 2, len(text))
 
 
+def test_what_is_computed_anew_after_preemption_has_the_same_bits(tmp_path: Path) -> None:
+    runner, prompt = make_runner(tmp_path), prompt_of(1)
+    steps = [plan_of(0, [(1, 0, len(prompt), True)], (admission(1, prompt),))]
+    steps += [plan_of(1 + i, [(1, len(prompt) + i, 1, True)]) for i in range(8)]
+    text = prompt + [tokens[0] for tokens in drawn_by(runner, steps)][:-1]
+    cut = len(prompt) + 3
+    again = admission(2, text, num_prompt=len(prompt))
+    drawn_by(runner, [plan_of(9, [(2, 0, cut, False)], (again,)), plan_of(10, [(2, cut, len(text) - cut, True)])])
+    assert same_bits(kv_of(runner, 1, len(text)), kv_of(runner, 2, len(text)))
+
+
 def test_the_deterministic_mode_knows_no_kinds_of_rows(tmp_path: Path) -> None:
     decoded, given = decoded_and_given(make_runner(tmp_path, deterministic=True))
     assert same_bits(decoded, given)
@@ -235,7 +246,7 @@ def test_the_deterministic_mode_knows_no_kinds_of_rows(tmp_path: Path) -> None:
 def test_otherwise_what_was_drawn_is_multiplied_with_less_rounding(tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     decoded, given = decoded_and_given(runner)
-    assert same_bits(decoded, given) == (runner._decoder._most_decoding == 0)
+    assert same_bits(decoded, given) == (not runner._decoder._splits)
     for one, other in zip(decoded, given, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=0.1 * float(other.float().std()), rtol=0.1)
 

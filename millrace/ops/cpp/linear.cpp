@@ -173,11 +173,11 @@ void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, in
 
 #if HAS_AMX
 
-int64_t most_decode_rows(const LinearDesc& desc) {
-    if (desc.dtype == F32 || !use_amx()) return 0;
+bool decodes_apart(const LinearDesc& desc) {
+    if (desc.dtype == F32 || !use_amx()) return false;
     for (int64_t i = 0; i < desc.num_parts; i++)
-        if (desc.parts[i].format > FORMAT_BF16) return DECODE_ROWS;
-    return 0;
+        if (desc.parts[i].format > FORMAT_BF16) return true;
+    return false;
 }
 
 int64_t laid_out_bytes(const LinearDesc& next, int64_t rows) {
@@ -201,7 +201,7 @@ void linear_laid_out(const LinearDesc& layer, const void* laid_out, void* out, i
 
 #else
 
-int64_t most_decode_rows(const LinearDesc&) { return 0; }
+bool decodes_apart(const LinearDesc&) { return false; }
 
 int64_t laid_out_bytes(const LinearDesc&, int64_t) { return 0; }
 
@@ -243,7 +243,7 @@ int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* id
     return take_rows(*layer, out, ids, count);
 }
 
-int64_t millrace_most_decode_rows(const LinearDesc* layer) { return most_decode_rows(*layer); }
+int millrace_decodes_apart(const LinearDesc* layer) { return decodes_apart(*layer); }
 
 void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide,
                      int decode) {

@@ -40,14 +40,14 @@ struct LinearDesc {
 };
 
 // out [rows, n], contiguous, of x [rows, k], whose rows lie `stride` items apart. Each output is summed in one order
-// whatever `rows` is; `wide` ones are float32, not rounded to the layer's type. With `decode` few rows are multiplied as
-// linear_decode.h says, where that can be: faster, with results of their own. Uses the pool, so it must not be called
+// whatever `rows` is; `wide` ones are float32, not rounded to the layer's type. With `decode` rows are multiplied as
+// linear_decode.h says, where that can be: with results of their own, faster where they are few. Uses the pool, so it must not be called
 // from a piece of the pool's work.
 void linear(const LinearDesc& layer, const void* x, int64_t stride, void* out, int64_t rows, bool wide = false,
             bool decode = false);
 
-// Up to how many decoding rows of a step `decode` makes a difference for this layer; 0 where it makes none.
-int64_t most_decode_rows(const LinearDesc& layer);
+// Whether `decode` makes a difference for this layer.
+bool decodes_apart(const LinearDesc& layer);
 
 // A gated MLP for many rows, in two halves. act(gate) * up of a layer whose first half of outputs are gates, laid out for
 // the layer that comes `next`, into `laid_out`, which has room for `laid_out_bytes`; false, with nothing done, where these

@@ -281,7 +281,14 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
 
 void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode) {
     const Layer& any = parts[0];
-    decode = decode && rows > 0 && rows <= DECODE_ROWS;
+    if (decode && rows > FEW_ROWS) {
+        int64_t item = any.wide ? 2 : 1;  // outputs are counted in bfloat16
+        for (int64_t row = 0; row < rows; row += FEW_ROWS)
+            amx_linear(parts, x + row * stride, stride, out + row * any.out_stride * item,
+                       std::min(rows - row, FEW_ROWS), true);
+        return;
+    }
+    decode = decode && rows > 0;
     auto is_exact = [&](const Layer& part) { return decode && part.is_quantised(); };
     bool has_plain = false, has_quantised = false;
     for (const Layer& part : parts)

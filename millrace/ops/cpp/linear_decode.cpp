@@ -16,8 +16,9 @@ constexpr Order order_of(int format) {
 }
 
 constexpr int64_t groups_of(Order order) { return order == WHOLE ? 1 : 2; }
+constexpr int64_t rows_per_block(Order order) { return 16 / groups_of(order); }
 
-// A power of two.
+// A power of two; `rows` are those of one block.
 int64_t columns_for(Order order, int64_t rows) {
     int64_t columns = groups_of(order);
     while (columns < rows * groups_of(order)) columns *= 2;
@@ -197,24 +198,24 @@ inline __attribute__((always_inline)) void add_scaled(__m512 (&total)[COLUMNS], 
 
 // The sums [16 outputs][columns] of one panel as outputs of `rows` rows.
 __attribute__((noinline)) void finish_columns(const Layer& layer, const float* sums, int64_t columns, int64_t groups,
-                                              bf16* out, int rows, int64_t panel) {
+                                              bf16* out, int64_t row, int rows, int64_t panel) {
     alignas(64) float by_column[16][16];
     transpose16((const uint32_t*)sums, columns, (uint32_t*)by_column, 16);
     for (int r = 0; r < rows; r++) {
         vf sum = load(by_column[r]);
         if (groups == 2) sum += load(by_column[columns / 2 + r]);
-        finish(layer, out, r, panel, sum);
+        finish(layer, out, row + r, panel, sum);
     }
 }
 
 template <int F, int COLUMNS>
 inline __attribute__((always_inline)) void finish_panel(const Layer& layer, const __m512 (&total)[COLUMNS], bf16* out,
-                                                        int rows, int64_t panel) {
-    if constexpr (COLUMNS == 1) return finish(layer, out, 0, panel, (vf)total[0]);
+                                                        int64_t row, int rows, int64_t panel) {
+    if constexpr (COLUMNS == 1) return finish(layer, out, row, panel, (vf)total[0]);
     alignas(64) float sums[16 * COLUMNS + 16];  // whole vectors are read
 #pragma GCC unroll 16
     for (int v = 0; v < COLUMNS; v++) _mm512_store_ps(sums + 16 * v, total[v]);
-    finish_columns(layer, sums, COLUMNS, format_of(F).groups, out, rows, panel);
+    finish_columns(layer, sums, COLUMNS, format_of(F).groups, out, row, rows, panel);
 }
 
 // A tile's place among all those of a range of panels.
@@ -232,13 +233,13 @@ struct Place {
     }
 };
 
-// All columns against a range of panels.
+// A block of columns against a range of panels.
 struct Work {
     const Layer& layer;
     const uint32_t* x;
     const float* x_sums;
     bf16* out;
-    int64_t first, last;
+    int64_t first, last, row;
     int rows;
 };
 
@@ -273,7 +274,7 @@ void walk(const Work& w) {
         add_scaled<F>(total, behind.at, behind.tile, sums[i % RING], w.x_sums + behind.tile * COLUMNS);
         int64_t panel = behind.panel;
         if (!behind.next(tiles, bytes)) return;
-        finish_panel<F>(w.layer, total, w.out, w.rows, panel);
+        finish_panel<F>(w.layer, total, w.out, w.row, w.rows, panel);
 #pragma GCC unroll 16
         for (int v = 0; v < COLUMNS; v++) total[v] = _mm512_setzero_ps();
     };
@@ -296,11 +297,9 @@ using Walk = void (*)(const Work&);
 
 template <int F>
 constexpr Walk walk_of(int64_t columns) {
-    if (columns == 8) return walk<F, 8>;
-    if (columns == 4) return walk<F, 4>;
-    if (columns == 2) return walk<F, 2>;
-    if constexpr (format_of(F).groups == 1) return walk<F, 1>;
-    if constexpr (format_of(F).groups == 2) return walk<F, 16>;
+    if constexpr (format_of(F).groups == 1)
+        if (columns == 1) return walk<F, 1>;
+    return columns == 2 ? walk<F, 2> : columns == 4 ? walk<F, 4> : columns == 8 ? walk<F, 8> : walk<F, 16>;
 }
 
 template <int... I>
@@ -320,24 +319,30 @@ DecodeInputs::DecodeInputs(const std::vector<Layer>& parts, const bf16* x, int64
 void DecodeInputs::lay_out(Order order, const bf16* x, int64_t stride) {
     static thread_local std::vector<uint32_t> tiles[ORDERS];
     static thread_local std::vector<float> sums[ORDERS];
-    int64_t columns = columns_for(order, rows_);
-    sums[order].resize(tiles_per_row_ * columns);
+    int64_t size = rows_per_block(order), blocks = (rows_ + size - 1) / size;
+    sums[order].resize(blocks * tiles_per_row_ * 16);
     sums_[order] = sums[order].data();
-    if (columns == 1) {
+    if (order == WHOLE && rows_ == 1) {
         tiles_[order] = (const uint32_t*)x;
         return sum_single(x, tiles_per_row_, sums[order].data());
     }
-    tiles[order].resize(tiles_per_row_ * 16 * columns);
+    tiles[order].resize(blocks * tiles_per_row_ * 256);
     tiles_[order] = tiles[order].data();
-    lay_out_rows(x, stride, rows_, tiles_per_row_, order, tiles[order].data(), sums[order].data());
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t row = block * size, places = block * tiles_per_row_ * 16;
+        lay_out_rows(x + row * stride, stride, std::min(rows_ - row, size), tiles_per_row_, order,
+                     tiles[order].data() + places * 16, sums[order].data() + places);
+    }
 }
 
 void decode_panels(const Layer& layer, const DecodeInputs& inputs, bf16* out, int64_t first, int64_t last) {
     Order order = order_of(layer.format);
-    int64_t columns = columns_for(order, inputs.rows());
-    configure(columns);
-    Walk walk = walk_of(layer.format, columns, std::make_integer_sequence<int, quantised::NUM_FORMATS>{});
-    walk({layer, inputs.tiles(order), inputs.sums(order), out, first, last, (int)inputs.rows()});
+    for (int64_t row = 0, block = 0; row < inputs.rows(); row += rows_per_block(order), block++) {
+        int64_t rows = std::min(inputs.rows() - row, rows_per_block(order)), columns = columns_for(order, rows);
+        configure(columns);
+        Walk walk = walk_of(layer.format, columns, std::make_integer_sequence<int, quantised::NUM_FORMATS>{});
+        walk({layer, inputs.tiles(order, block), inputs.sums(order, block), out, first, last, row, (int)rows});
+    }
     _tile_release();
 }
 

@@ -1,4 +1,4 @@
-// Products of few rows with quantised weights at the speed of memory, for rows that decode.
+// Products with quantised weights for rows that decode; with few of them at the speed of memory.
 //
 // Over a group of inputs with one scale, sum x (a q + b) = a sum x q + b sum x. The matrix unit multiplies x with the
 // integers q, which are exact in bfloat16 and take two or four instructions per 32 of them to come by; scales and offsets
@@ -13,22 +13,19 @@
 
 namespace linear_layer {
 
-// With more rows, applying scales to sums costs more than applying them to weights.
-constexpr int64_t DECODE_ROWS = 8;
-
 // How the columns of a product are made of the rows of x: each whole, or split by the group of the inputs, which are the
 // first and the second half of a tile, or come by turns.
 enum Order { WHOLE, HALVES, TURNS, ORDERS };
 
-// Up to DECODE_ROWS rows of x as columns for the matrix unit: per tile [16 pairs of inputs][columns], and the sums
-// [columns] of what each column has of that tile, in each order that some part needs.
+// Rows of x as columns for the matrix unit, sixteen at most in a block: per block and tile [16 pairs of inputs][columns],
+// and the sums [columns] of what each column has of that tile, in each order that some part needs.
 class DecodeInputs {
   public:
     // Valid until this thread makes others.
     DecodeInputs(const std::vector<Layer>& parts, const bf16* x, int64_t stride, int64_t rows);
 
-    const uint32_t* tiles(Order order) const { return tiles_[order]; }
-    const float* sums(Order order) const { return sums_[order]; }
+    const uint32_t* tiles(Order order, int64_t block) const { return tiles_[order] + block * tiles_per_row_ * 256; }
+    const float* sums(Order order, int64_t block) const { return sums_[order] + block * tiles_per_row_ * 16; }
     int64_t rows() const { return rows_; }
 
   private:

@@ -47,7 +47,7 @@ struct Inputs {
     const int64_t* last_tokens;
     const int32_t *last_lens, *last_tables;
     int64_t lasts;
-    const uint8_t* decodes;  // [tokens]: whether it was drawn, not given; null where none was
+    const uint8_t* decodes;  // [tokens]: whether it is behind its row's prompt; null where none is
 };
 
 // A step as the runner knows it: rows of the request table and how their tokens are drawn.
@@ -56,6 +56,7 @@ struct WholeStep {
     const uint8_t* samples;                 // [num_rows]: whether a token is drawn
     const int32_t* tokens;                  // [tokens]: given ids, -1 for the row's last drawn token; null: all drawn
     const int32_t* tables;                  // [table rows, table_stride]: block ids
+    const int32_t* prompts;                 // [table rows]: tokens of the prompt
     int64_t* last_tokens;                   // [table rows]
     const float *temperature, *top_p, *min_p;  // [table rows], as all below
     const int64_t* top_k;
@@ -129,7 +130,7 @@ struct Stack {
     std::unique_ptr<LayerAt[]> layers;
     const float* final_norm;
     Buffer hidden, qkv, attended, gate_up, inner, places, rotations, inputs, embedded, logits;
-    int64_t most_decoding = 0;
+    bool splits = false;  // rows that decode from others
     std::vector<Span> spans;  // of the tokens at hand
 
     int item() const { return s.dtype == 0 ? 4 : 2; }
@@ -145,20 +146,12 @@ struct Stack {
                    span.decodes);
     }
 
-    // The most decoding rows that any layer multiplies in their own way; the same for all that do.
-    int64_t most_decode_rows() const {
-        int64_t most = 0;
+    // Whether any layer multiplies rows that decode in a way of their own.
+    bool knows_kinds() const {
         for (int64_t i = 0; i < s.layers; i++)
             for (const LinearDesc* layer : {layers[i].qkv, layers[i].out, layers[i].gate_up, layers[i].down})
-                most = std::max(most, ::most_decode_rows(*layer));
-        return most;
-    }
-
-    // Whether the tokens that decode are multiplied apart from the others.
-    bool splits(const Inputs& in) const {
-        if (!s.decodes_apart || !in.decodes) return false;
-        int64_t decoding = std::count_if(in.decodes, in.decodes + in.tokens, [](uint8_t it) { return it; });
-        return decoding && decoding <= most_decoding;
+                if (decodes_apart(*layer)) return true;
+        return false;
     }
 
     // `decodes` of a token, by its number.
@@ -192,7 +185,7 @@ struct Stack {
             at[token] = in.slots[token] / in.block_size;
             at[in.tokens + token] = in.slots[token] % in.block_size;
         }
-        bool split = splits(in);
+        bool split = splits && in.decodes;
         find_spans(in.tokens, [&](int64_t token) { return split && in.decodes[token]; });
         Watch watch(in.nanoseconds);
         Sharing sharing = shared_by(in);
@@ -336,7 +329,7 @@ struct Stack {
             for (int64_t position = w.starts[i]; position < lens[i]; position++, token++) {
                 int32_t given = w.tokens ? w.tokens[token] : -1;
                 ids[token] = given < 0 ? w.last_tokens[w.rows[i]] : given;
-                decodes[token] = given < 0;
+                decodes[token] = position >= w.prompts[w.rows[i]];
                 positions[token] = position;
                 slots[token] = table[position / w.block_size] * w.block_size + position % w.block_size;
             }
@@ -413,7 +406,7 @@ extern "C" {
 void* millrace_stack_new(const Shape* shape, const LayerAt* layers, const float* final_norm) {
     auto* stack = new Stack{*shape, std::make_unique<LayerAt[]>(shape->layers), final_norm};
     memcpy(stack->layers.get(), layers, shape->layers * sizeof(LayerAt));
-    stack->most_decoding = stack->most_decode_rows();
+    stack->splits = shape->decodes_apart && stack->knows_kinds();
     return stack;
 }
 
