@@ -19,9 +19,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from millrace.config import Config, as_dict
+from millrace.engine.bytecode import keep_bytecode
 from millrace.errors import MillraceError
 from millrace.link.channel import EngineChannel, FrontChannel, InProcessLink, ZmqFrontChannel
 from millrace.link.messages import EngineFailed, Stop
+from millrace.run.early_context import make_context_ahead
 from millrace.run.kernel_builder import start_builder
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
 def serve_engine(config: Config, channel: EngineChannel, on_hang: Callable[[], None] | None = None) -> None:
     """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
     builder = start_builder(config)
+    make_context_ahead(config.run)
     from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
 
     try:
@@ -111,6 +114,7 @@ class EngineProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="millrace-")
         environment = dict(os.environ)
         calm_threads(environment)
+        self._compiler = keep_bytecode(environment)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "millrace.engine.child", self._directory.name, str(max(1, config.server.fronts))],
             stdin=subprocess.PIPE,
@@ -150,6 +154,9 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self._compiler is not None:
+            self._compiler.kill()
+            self._compiler.wait()
         self._directory.cleanup()
 
 

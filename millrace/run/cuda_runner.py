@@ -21,7 +21,7 @@ from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
-from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
+from millrace.ops.triton.prebuild import current_target, rehearsal
 from millrace.ops.triton.sampling import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
@@ -349,17 +349,16 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _order(self, builder: KernelBuilder, buckets: list[Bucket], variants: tuple[Variant, ...]) -> None:
-        """Have the kernels compiled that these buckets launch and the cache does not hold."""
+        """Have the kernels compiled that these buckets launch, each as soon as it is met."""
         try:
-            with rehearsal() as noted:
+            target = current_target()
+            place = (target.backend, target.arch, target.warp_size)
+            with rehearsal(lambda kernel: builder.order(kernel, place)):
                 for bucket in buckets:
                     self._send(None, bucket)  # the library's own kernels do run, and read what is there
                     self._body(bucket)
                     for variant in variants if bucket.is_decode else ():
                         self._head(bucket.rows, variant)
-            target = current_target()
-            missing = [text for text, function in noted.kernels.items() if not is_cached(text, function, target)]
-            builder.order(missing, (target.backend, target.arch, target.warp_size))
         except Exception:
             log.warning("Kernels are compiled one by one, as they are met.", exc_info=True)
             self._to_build.clear()

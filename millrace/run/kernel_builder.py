@@ -18,18 +18,20 @@ from importlib import metadata, util
 from pathlib import Path
 
 from millrace.config import Config, as_dict, cache_dir
+from millrace.run.early_context import has_gpu
 
 log = logging.getLogger(__name__)
 
 REPLY_LIMIT_S = 90.0
 KEPT_MARKS = 64
+_READ_BYTES = 1 << 16
 
 
 class KernelBuilder:
     def __init__(self, mark: Path) -> None:
         self._mark = mark
         """Exists once every kernel of these settings has been compiled on this machine."""
-        self._ordered_at, self._num_ordered = 0.0, 0
+        self._last_order_at, self._num_open = 0.0, 0
         self._server = subprocess.Popen(
             [sys.executable, "-m", "millrace.ops.triton.build_server"],
             stdin=subprocess.PIPE,
@@ -37,35 +39,45 @@ class KernelBuilder:
             stderr=subprocess.DEVNULL,
         )
 
-    def order(self, kernels: list[str], target: tuple[str, int, int]) -> None:
-        """Have these compiled, side by side."""
-        if not kernels or self._server.stdin is None:
+    def order(self, kernel: str, target: tuple[str, int, int]) -> None:
+        """Have this one compiled beside the others, unless Triton's cache holds it."""
+        if self._server.stdin is None or self._server.stdin.closed:
             return
         try:
-            self._server.stdin.write(json.dumps({"target": target, "kernels": kernels}).encode() + b"\n")
+            self._server.stdin.write(json.dumps({"target": target, "kernel": kernel}).encode() + b"\n")
             self._server.stdin.flush()
-            self._ordered_at, self._num_ordered = time.monotonic(), len(kernels)
+            self._last_order_at = time.monotonic()
+            self._num_open += 1
         except OSError:
             self._give_up()
 
     def is_done(self, wait_s: float = 0.0) -> bool:
         """Whether what was ordered is there, or never will be, now or after waiting a while."""
-        if not self._num_ordered or self._server.stdout is None:
-            return True
-        answered, _, _ = select.select([self._server.stdout], [], [], wait_s)
-        if not answered and time.monotonic() < self._ordered_at + REPLY_LIMIT_S:
+        until = time.monotonic() + wait_s
+        while self._num_open:
+            left = until - time.monotonic()
+            if not self._hear(max(0.0, left)) and left <= 0:
+                break
+        return not self._num_open
+
+    def _hear(self, wait_s: float) -> bool:
+        """Count what has been answered; whether anything was."""
+        if self._server.stdout is None:
             return False
-        if not answered or not self._server.stdout.readline():
-            self._give_up()
+        answers = self._server.stdout.fileno()
+        if select.select([answers], [], [], wait_s)[0]:
+            told = os.read(answers, _READ_BYTES)
+            self._num_open -= told.count(b"\n")
+            if not told:
+                self._give_up()
             return True
-        took_s = time.monotonic() - self._ordered_at
-        log.info("Compiled %d kernels side by side in %.1f s.", self._num_ordered, took_s)
-        self._num_ordered = 0
-        return True
+        if time.monotonic() > self._last_order_at + REPLY_LIMIT_S:
+            self._give_up()
+        return False
 
     def _give_up(self) -> None:
         log.warning("Kernels are compiled one by one: the process that compiles them side by side does not answer.")
-        self._num_ordered = 0
+        self._num_open = 0
         self.close()
 
     def finish(self) -> None:
@@ -89,14 +101,10 @@ class KernelBuilder:
 
 def start_builder(config: Config) -> KernelBuilder | None:
     """None where there is no GPU, no Triton, or nothing left to compile."""
-    if config.run.device == "cpu" or not _has_gpu() or util.find_spec("triton") is None:
+    if config.run.device == "cpu" or not has_gpu() or util.find_spec("triton") is None:
         return None
     mark = cache_dir() / "kernels-built" / _fingerprint(config)
     return None if mark.exists() else KernelBuilder(mark)
-
-
-def _has_gpu() -> bool:
-    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")
 
 
 def _fingerprint(config: Config) -> str:

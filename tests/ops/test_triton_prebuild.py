@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from millrace.config import Config
-from millrace.run.kernel_builder import start_builder
+from millrace.run.kernel_builder import KernelBuilder, start_builder
 
 pytest.importorskip("triton")
 
@@ -39,12 +39,20 @@ def constants(block: int) -> list[object]:
 
 
 CHECK = """
-import json, sys
+import hashlib, json, sys
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.cache import get_cache_key, get_cache_manager
 from millrace.ops.triton import norm
-from millrace.ops.triton.prebuild import is_cached
+from millrace.ops.triton.prebuild import source_of
+
+backend = make_backend(GPUTarget("cuda", 90, 32))
 for text in json.loads(sys.argv[1]):
-    print(is_cached(text, norm._norm_kernel, GPUTarget("cuda", 90, 32)))
+    source, options = source_of(text, norm._norm_kernel)
+    key = get_cache_key(source, backend, backend.parse_options(options), get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    print(bool(manager.get_group(f"{source.name[:150]}.json")))
 """
 
 
@@ -53,19 +61,31 @@ def test_the_server_fills_the_cache(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    def run(*arguments: str, told: str = "") -> list[str]:
+    def run(*arguments: str, told: str = "") -> str:
         command = [sys.executable, *arguments]
         done = subprocess.run(
             command, input=told, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        return done.stdout
 
-    assert run("-c", CHECK, json.dumps([good, wide, bad])) == ["False"] * 3
-    orders = [{"target": ["cuda", 90, 32], "kernels": kernels} for kernels in ([good, bad], [wide])]
-    answers = run("-m", "millrace.ops.triton.build_server", told="".join(json.dumps(order) + "\n" for order in orders))
-    assert answers == ["done", "done"]
-    assert run("-c", CHECK, json.dumps([good, wide, bad])) == ["True", "True", "False"]
+    assert run("-c", CHECK, json.dumps([good, wide, bad])).split() == ["False"] * 3
+    orders = [{"target": ["cuda", 90, 32], "kernel": kernel} for kernel in (good, bad, wide)]
+    told = "".join(json.dumps(order) + "\n" for order in orders)
+    assert run("-m", "millrace.ops.triton.build_server", told=told) == "\n" * 3
+    assert run("-c", CHECK, json.dumps([good, wide, bad])).split() == ["True", "True", "False"]
+
+
+def test_a_builder_whose_server_died_has_nothing_left_to_wait_for(tmp_path: Path) -> None:
+    builder = KernelBuilder(tmp_path / "marks" / "mark")
+    builder.order("{}", ("cuda", 90, 32))
+    assert not builder.is_done()
+    builder._server.kill()
+    assert builder.is_done(20.0)
+    builder.order("{}", ("cuda", 90, 32))
+    assert builder.is_done()
+    builder.close()
+    assert not (tmp_path / "marks").exists()
 
 
 def test_no_builder_without_a_gpu() -> None:

@@ -1,8 +1,9 @@
 """A process that compiles kernels into Triton's cache: `python -m millrace.ops.triton.build_server`.
 
-Each line on standard input is one order, JSON: the GPU's target and Triton's descriptions of kernels; each is answered
-by a line. It imports everything first, while its client loads a model, and then forks a child per kernel, which is
-cheap for a process that has never touched a GPU. It ends when its input does.
+Each line on standard input is one kernel, JSON: the GPU's target and Triton's description of a launch; each is answered
+by an empty line when it is there, or cannot be had. It imports everything first, while its client loads a model, and
+then forks a child per kernel, which is cheap for a process that has never touched a GPU. It ends when its input has
+ended and the last kernel is done.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -21,6 +23,7 @@ from millrace.ops.triton.prebuild import source_of
 
 KERNEL_LIMIT_S = 60.0
 _POLL_S = 0.005
+_READ_BYTES = 1 << 20
 
 
 def main() -> None:
@@ -33,40 +36,62 @@ def main() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
-    for line in sys.stdin.buffer:
-        order = json.loads(line)
-        compile_all(order["kernels"], order["target"])
-        print("done", flush=True)
+    Workshop(sys.stdin.fileno(), sys.stdout.fileno()).run()
 
 
-def compile_all(kernels: list[str], target: list[Any]) -> None:
-    """A child for each kernel, as many at a time as there are cores, the longest sources first."""
-    functions = {kernel: _function(json.loads(kernel)["name"]) for kernel in kernels}
-    todo = sorted(functions.items(), key=lambda item: len(item[1].src))
-    most, children, until = len(os.sched_getaffinity(0)), set[int](), time.monotonic() + KERNEL_LIMIT_S
-    while (todo or children) and time.monotonic() < until:
-        while todo and len(children) < most:
-            children.add(_fork(*todo.pop(), target))
-        ended = {child for child in children if os.waitpid(child, os.WNOHANG)[0]}
-        children -= ended
-        if not ended:
+class Workshop:
+    """A child for each kernel, as many at a time as there are cores; of those that wait, the longest source first."""
+
+    def __init__(self, orders: int, answers: int) -> None:
+        self._orders, self._answers = orders, answers
+        self._is_open, self._unread = True, b""
+        self._todo: list[tuple[int, dict[str, Any]]] = []
+        self._children: dict[int, float] = {}
+        """When each has to be done."""
+
+    def run(self) -> None:
+        most = len(os.sched_getaffinity(0))
+        while self._is_open or self._todo or self._children:
+            self._take_orders()
+            while self._todo and len(self._children) < most:
+                self._children[_fork(self._todo.pop()[1])] = time.monotonic() + KERNEL_LIMIT_S
+            self._reap()
+
+    def _take_orders(self) -> None:
+        """Whatever has come; the next one only if there is nothing else to do."""
+        is_busy = bool(self._todo or self._children)
+        if not self._is_open:
             time.sleep(_POLL_S)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        elif select.select([self._orders], [], [], _POLL_S if is_busy else None)[0]:
+            told = os.read(self._orders, _READ_BYTES)
+            self._is_open = bool(told)
+            *lines, self._unread = (self._unread + told).split(b"\n")
+            orders = map(json.loads, lines)
+            self._todo += [(len(_function(order["kernel"]).src), order) for order in orders]
+            self._todo.sort(key=lambda item: item[0])
+
+    def _reap(self) -> None:
+        now = time.monotonic()
+        for child, until in list(self._children.items()):
+            is_late = until < now
+            if is_late:
+                os.kill(child, signal.SIGKILL)
+            if os.waitpid(child, 0 if is_late else os.WNOHANG)[0]:
+                del self._children[child]
+                os.write(self._answers, b"\n")
 
 
-def _function(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
+def _function(kernel: str) -> Any:
+    module, _, attribute = json.loads(kernel)["name"].rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
-def _fork(kernel: str, function: Any, target: list[Any]) -> int:
+def _fork(order: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         return child
     try:
-        _compile(kernel, function, target)
+        _compile(order["kernel"], _function(order["kernel"]), order["target"])
     except BaseException:  # when it is launched it is compiled again, and says what is wrong
         os._exit(1)
     os._exit(0)

@@ -1,48 +1,43 @@
 """Which kernels a step will launch, before any is compiled.
 
 Triton compiles a kernel, and a small C launcher for it, when it is first launched: one after the other, ten seconds for
-a model's first step. A step can be rehearsed instead: its launches are noted and not done, and what the cache on disk
-does not hold is handed to `build_server.py`, which compiles it side by side.
+a model's first step. A step can be rehearsed instead: its launches are noted and not done, and each goes to
+`build_server.py`, which compiles side by side what the cache on disk does not hold.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class Rehearsal:
-    """Launches that were noted, each kernel once."""
-
-    def __init__(self) -> None:
-        self.kernels: dict[str, Any] = {}
-        """From Triton's own description, JSON, to the jitted function."""
-
-    def note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """What Triton asks before it compiles; yes means that it shall not."""
-        self.kernels[compile["specialization_data"]] = fn.jit_function
-        return True
-
-
 @contextlib.contextmanager
-def rehearsal() -> Iterator[Rehearsal]:
-    """Inside, nothing of Triton's is launched: kernels that were compiled before are passed over, others are noted."""
+def rehearsal(met: Callable[[str], None]) -> Iterator[None]:
+    """Inside, nothing of Triton's is launched: kernels that were loaded before are passed over, others are `met`, each
+    once, with Triton's own description of the launch, JSON."""
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
-    noted, run, hook = Rehearsal(), JITFunction.run, knobs.runtime.jit_cache_hook
+    run, hook, known = JITFunction.run, knobs.runtime.jit_cache_hook, set[str]()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
+    def note(*, compile: dict[str, Any], **_: Any) -> bool:
+        """What Triton asks before it compiles; yes means that it shall not."""
+        description = compile["specialization_data"]
+        if description not in known:
+            known.add(description)
+            met(description)
+        return True
+
     JITFunction.run = compile_only
-    knobs.runtime.jit_cache_hook = noted.note
+    knobs.runtime.jit_cache_hook = note
     try:
-        yield noted
+        yield
     finally:
         JITFunction.run = run
         knobs.runtime.jit_cache_hook = hook
@@ -75,19 +70,6 @@ def _constant(value: Any, tl: Any) -> Any:
 def _as_tuple(value: Any) -> Any:
     """JSON knows no tuples, and neither signatures nor options have lists."""
     return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
-
-
-def is_cached(description: str, function: Any, target: Any) -> bool:
-    """Whether Triton's cache on disk holds the kernel for this target."""
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.compiler import make_backend
-    from triton.runtime.cache import get_cache_key, get_cache_manager
-
-    backend = make_backend(target)
-    source, options = source_of(description, function)
-    key = get_cache_key(source, backend, backend.parse_options(options), get_cache_invalidating_env_vars())
-    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return bool(manager.get_group(f"{source.name[:150]}.json"))
 
 
 def current_target() -> Any:
