@@ -6,8 +6,9 @@ of the latter two; nothing else in a layer would change.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -166,6 +167,15 @@ class Decoder:
         embedding = self._weights.embedding
         return embedding.weight if isinstance(embedding, PlainEmbedding) else None
 
+    def thin(self) -> Decoder:
+        """The same with one layer of each kind and the last one, which may differ in what it is asked for: a forward
+        launches the same kernels, and few of them twice."""
+        layers = self._weights.layers
+        kinds = {_kind_of(layer): layer for layer in layers}
+        thin = copy.copy(self)
+        thin._weights = replace(self._weights, layers=(*kinds.values(), layers[-1]))
+        return thin
+
     def _make_stack(self) -> NativeStack | None:
         if uncovered(self.spec, self.choices):
             return None
@@ -253,6 +263,12 @@ class Decoder:
             return batch.embedded
         rows = self._weights.embedding(batch.token_ids)
         return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+
+def _kind_of(layer: DecoderLayer) -> tuple[object, ...]:
+    """What decides which kernels a layer launches."""
+    norms = (layer.attention_out_norm is None, layer.mlp_out_norm is None)
+    return type(layer.mlp), layer.rope is None, layer.window, *norms
 
 
 def _linears(weights: DecoderWeights) -> Iterator[Any]:

@@ -145,7 +145,7 @@ class CudaRunner:
         bucket, exact = self._bucket_for(plan)
         self._send(plan, bucket, records)
         long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
-        hidden = self._run(bucket, lambda: self._body(bucket, long_rows, drawn_only=not exact), exact)
+        hidden = self._run(bucket, lambda: self._body(bucket, long_rows=long_rows, drawn_only=not exact), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
         return self._finish(plan, prompt_logprobs)
 
@@ -173,9 +173,17 @@ class CudaRunner:
     def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
         self._ring.send(self._writer.write(plan, self._table, bucket, self._ring.next(), records))
 
-    def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = (), *, drawn_only: bool = True) -> Tensor:
+    def _body(
+        self,
+        bucket: Bucket,
+        decoder: Decoder | None = None,
+        long_rows: tuple[LongRow, ...] = (),
+        *,
+        drawn_only: bool = True,
+    ) -> Tensor:
         """From the packet to hidden states: those that precede a draw, gathered for the head. Unless these are all that
         is wanted, those of all tokens, or of each row's last, are returned."""
+        decoder = decoder or self._decoder
         layout, packet = self._writer.layout(bucket), self._packet
 
         def part(section: Section) -> Tensor:
@@ -194,8 +202,8 @@ class CudaRunner:
         index, out = part(layout.sample_states)[:most], self._sampled[:most]
         if drawn_only:
             batch.drawn = DrawnStates(index, out)
-            return self._decoder.forward(batch, self._kv)
-        hidden = self._decoder.forward(batch, self._kv)
+            return decoder.forward(batch, self._kv)
+        hidden = decoder.forward(batch, self._kv)
         torch.index_select(hidden, 0, index, out=out)
         return hidden
 
@@ -352,11 +360,11 @@ class CudaRunner:
         """Have the kernels compiled that these buckets launch, each as soon as it is met."""
         try:
             target = current_target()
-            place = (target.backend, target.arch, target.warp_size)
+            place, thin = (target.backend, target.arch, target.warp_size), self._decoder.thin()
             with rehearsal(lambda kernel: builder.order(kernel, place)):
                 for bucket in buckets:
                     self._send(None, bucket)  # the library's own kernels do run, and read what is there
-                    self._body(bucket)
+                    self._body(bucket, thin)
                     for variant in variants if bucket.is_decode else ():
                         self._head(bucket.rows, variant)
         except Exception:

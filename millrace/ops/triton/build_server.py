@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _READ_BYTES = 1 << 20
 def main() -> None:
     import triton.compiler  # noqa: F401
 
+    driver = threading.Thread(target=_build_driver)
+    driver.start()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem not in ("__init__", Path(__file__).stem):
             importlib.import_module(f"{__package__}.{path.stem}")
@@ -36,7 +39,16 @@ def main() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+    driver.join()
     Workshop(sys.stdin.fileno(), sys.stdout.fileno()).run()
+
+
+def _build_driver() -> None:
+    """What Triton itself needs before it can launch anything is compiled as well, at its first use."""
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
 
 
 class Workshop:
