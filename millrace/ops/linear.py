@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops import cublaslt_table
 from millrace.ops.native import DTYPES, LinearDesc, LinearPart, native, native_missing
 from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Shape, Version
@@ -201,7 +202,8 @@ class TiledLinear:
 
 
 class TunedLinear:
-    """For each number of rows what was measured to be fastest for this size: the library, or a kernel and its tiles."""
+    """For each number of rows what was measured to be fastest for this size: a kernel of ours and its tiles, or the
+    library, with an algorithm that was measured or with its own choice."""
 
     takes_fp8 = False
 
@@ -214,19 +216,24 @@ class TunedLinear:
         self._multiply = gemm.multiply
         self._tiles = tiles or gemm_choice.measured(gemm_table.BF16, weight)
         self._counters = self._tiles.counters(weight.shape[0], weight.device)
+        self._chosen = cublaslt_table.measured(weight, bias)
+        self._chosen_wide = cublaslt_table.measured(weight, bias, wide=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         tiles = self._tiles.of(x.shape[0])
-        if tiles is None:
-            return F.linear(x, self.weight, self.bias)
-        return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
+        if tiles is not None:
+            return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
+        out = self._chosen(x)
+        return F.linear(x, self.weight, self.bias) if out is None else out
 
     def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         tiles = self._tiles.of(x.shape[0])
-        if tiles is None:
-            return multiply_wide(x, self.weight, self.bias, out)
-        wide = torch.float32
-        return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters, out_dtype=wide, out=out)
+        if tiles is not None:
+            return self._multiply(
+                x, self.weight, tiles, bias=self.bias, counters=self._counters, out_dtype=torch.float32, out=out
+            )
+        made = self._chosen_wide(x, out)
+        return multiply_wide(x, self.weight, self.bias, out) if made is None else made
 
 
 class InvariantLinear:
@@ -300,7 +307,8 @@ VERSIONS = (
         op="linear",
         name="tuned",
         make=TunedLinear,
-        when="by a table measured for each size and number of rows: the library, or Triton kernels made for few rows",
+        when="by tables measured for each size and number of rows: Triton kernels made for few rows, or the library, "
+        "with the algorithm that was fastest",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
         missing=hopper_missing,

@@ -28,15 +28,18 @@ class Shape:
 
 
 FEW = Shape(8, 4)
-MANY = Shape(64, 8)
-MANY_TOKENS = 1024
+SOME, SOME_TOKENS = Shape(16, 4), 384
+MANY, MANY_TOKENS = Shape(64, 8), 1024
+"""From more than so many tokens on."""
 
 
 def shape_for(tokens: int, heads: int, norm: bool) -> Shape:
     """Many programs for few tokens, large ones for many. Heads that are normed are spread over threads alike for any
     number of tokens, so that their sums are the same."""
-    if norm or tokens <= MANY_TOKENS:
+    if norm or tokens <= SOME_TOKENS:
         return FEW
+    if tokens <= MANY_TOKENS:
+        return SOME
     return Shape(min(MANY.heads, triton.next_power_of_2(heads)), MANY.warps)
 
 

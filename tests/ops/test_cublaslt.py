@@ -1,0 +1,149 @@
+"""The library's products with measured algorithms: the table is sound, every entry gives the library's own result on a
+GPU, also captured in a graph, and whatever has no entry is left to the library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops import cublaslt, cublaslt_table
+from millrace.ops.cublaslt import Algorithm, ChoicesByRows, ChosenProduct
+from millrace.ops.linear import TunedLinear
+
+TABLES = {"bf16": cublaslt_table.BF16, "wide": cublaslt_table.BF16_WIDE}
+CASES = [(name, size) for name, table in TABLES.items() for size in table]
+ROUNDED = 4e-3
+"""Relative error between two roundings to bf16 of sums in float32."""
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_entries_name_tiles_and_clusters_that_exist(name: str, size: tuple[int, int]) -> None:
+    entries = TABLES[name][size]
+    assert list(entries) == sorted(entries)
+    assert size[1] * 2 % cublaslt.ALIGNED_BYTES == 0
+    for choice in entries.values():
+        if choice is not None:
+            algorithm = Algorithm(*choice)
+            assert algorithm.tile_number > 0
+            assert algorithm.cluster_number in range(2, 11)
+            assert 0 <= algorithm.option < 8
+
+
+def test_every_tile_is_used_and_has_a_number_of_its_own() -> None:
+    used = {
+        choice[:2] for table in TABLES.values() for entries in table.values() for choice in entries.values() if choice
+    }
+    assert used == set(cublaslt.TILES)
+    assert len(set(cublaslt.TILES.values())) == len(cublaslt.TILES)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_without_a_gpu_or_a_choice_nothing_is_done(wide: bool) -> None:
+    weight = torch.randn(32, 16, dtype=torch.bfloat16)
+    product = ChosenProduct(weight, {8: (128, 128, 2, 1, 1)}, wide=wide)
+    assert product(torch.randn(8, 16, dtype=torch.bfloat16)) is None
+    assert cublaslt_table.measured(weight, wide=wide)(torch.randn(300, 16, dtype=torch.bfloat16)) is None
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library() -> cublaslt.Library:
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability(device) != cublaslt_table.MEASURED_ON:
+        pytest.skip(f"the algorithms are those of compute capability {cublaslt_table.MEASURED_ON}")
+    found = cublaslt.open_library(device)
+    if found is None:
+        pytest.skip(f"the algorithms are those of cuBLAS {cublaslt.MEASURED_MAJOR}")
+    return found
+
+
+def new(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    return x, torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02
+
+
+def poisoned(product: ChosenProduct, x: Tensor, wide: bool) -> Tensor:
+    shape = (x.shape[0], product.weight.shape[0])
+    out = torch.full(shape, float("nan"), device="cuda", dtype=torch.float32 if wide else torch.bfloat16)
+    assert product(x, out) is out
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_every_entry_is_taken_and_right(library: cublaslt.Library, name: str, size: tuple[int, int]) -> None:
+    wide = name == "wide"
+    entries = TABLES[name][size]
+    most_x, weight = new(max(entries), *size)
+    product = cublaslt_table.measured(weight, wide=wide)
+    for rows, choice in entries.items():
+        x = most_x[:rows]
+        if choice is None:
+            assert product(x) is None
+            continue
+        wanted = torch.mm(x, weight.t(), out_dtype=torch.float32) if wide else F.linear(x, weight)
+        assert error(poisoned(product, x, wide), wanted) < (1e-5 if wide else ROUNDED), (rows, choice)
+
+
+SMALL: ChoicesByRows = {100: None, 200: (128, 128, 2, 1, 1), 300: (128, 128, 1, 1, 0)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [101, 129, 200, 201, 299])
+@pytest.mark.parametrize("wide", [False, True])
+def test_odd_numbers_of_rows(library: cublaslt.Library, rows: int, wide: bool) -> None:
+    x, weight = new(rows, 520, 264)
+    found = poisoned(ChosenProduct(weight, SMALL, wide=wide), x, wide)
+    assert error(found, x.float() @ weight.float().t()) < ROUNDED
+
+
+@pytest.mark.gpu
+def test_what_is_left_to_the_library(library: cublaslt.Library) -> None:
+    x, weight = new(301, 512, 256)
+    product = ChosenProduct(weight, SMALL)
+    assert product(x[:200]) is not None
+    assert product(x[:100]) is None, "a size without a choice"
+    assert product(x) is None, "more rows than were measured"
+    assert product(x[:200].float()) is None, "another dtype"
+    assert product(torch.randn(150, 512, device="cuda", dtype=torch.bfloat16)[:, :256]) is None, "rows with gaps"
+    shifted = torch.randn(150 * 256 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(150, 256)
+    assert product(shifted) is None, "rows that begin between vectors"
+    odd_x, odd_weight = new(150, 511, 255)
+    odd = ChosenProduct(odd_weight, SMALL)
+    assert odd(odd_x) is None, "a size that the algorithm does not take"
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph_it_reads_what_is_there_at_the_replay(library: cublaslt.Library) -> None:
+    x, weight = new(200, 512, 256)
+    product = ChosenProduct(weight, SMALL)
+    product(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(x)
+    assert out is not None
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert error(out, F.linear(x, weight)) < ROUNDED
+
+
+@pytest.mark.gpu
+def test_linear_takes_it_and_falls_back(library: cublaslt.Library) -> None:
+    x, weight = new(448, 4096, 4096)
+    bias = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    plain, biased = TunedLinear(weight), TunedLinear(weight, bias)
+    for rows in (1, 100, 448):
+        assert error(plain(x[:rows]), F.linear(x[:rows], weight)) < ROUNDED
+        assert error(biased(x[:rows]), F.linear(x[:rows], weight, bias)) < ROUNDED
+        assert plain.wide(x[:rows]).dtype == torch.float32
+    gaps = torch.randn(448, 8192, device="cuda", dtype=torch.bfloat16)[:, :4096]
+    assert error(plain(gaps), F.linear(gaps, weight)) < ROUNDED
