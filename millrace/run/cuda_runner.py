@@ -87,8 +87,10 @@ class CudaRunner:
         self._kv = allocate_kv(
             spec, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=place, kv_dtype=kv_dtype
         )
+        # What the budget counts, and a token of each row that decodes beside it.
+        most_tokens = token_budget + max_rows
         # Padding rows read as many columns as they have tokens.
-        most_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-token_budget // block_size))
+        most_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-most_tokens // block_size))
         self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=most_blocks)
         self._sampler = DeviceSampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
         tile_singles, per_tile = attention.everything_tiled, attention.queries_per_tile
@@ -106,7 +108,6 @@ class CudaRunner:
             and can_take_long_rows(place, decoder.dtype, spec.head_dim, spec.attention_softcap)
         )
         self._max_rows = max_rows
-        most_tokens = max(token_budget, max_rows)
         words = 4 * max_rows + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
