@@ -1,4 +1,5 @@
-"""Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out, and the host is free.
+"""Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out beside the next step, and the host is
+free.
 
 A step is cut in two. The body turns the packet into hidden states of the rows that draw; the head turns those into
 tokens. Both work on buffers that never move, padded to a bucket, and are captured as CUDA graphs the second time their
@@ -31,7 +32,7 @@ from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
-from millrace.run.packet_ring import RING, PacketRing
+from millrace.run.packet_ring import DrawnRing, PacketRing
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
@@ -120,8 +121,7 @@ class CudaRunner:
         self._looked_up = token_tables(decoder, max(max_context, most_tokens))
         self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
-        self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
-        self._drawn_back = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._drawn = DrawnRing(max_rows, place)
         self._count = torch.arange(max_rows + 2, dtype=torch.int32, device=place)
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -137,7 +137,10 @@ class CudaRunner:
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue the step. Steps run in the order of their launches."""
-        return self._device.launch(lambda: self._execute(plan), bring_back)
+        return self._device.launch(lambda: self._execute(plan), self._bring_back)
+
+    def _bring_back(self, result: StepResult) -> StepResult:
+        return bring_back(result, self._drawn.host_line(self._ring.turn, len(result.tokens)))
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.note(plan)
@@ -172,7 +175,8 @@ class CudaRunner:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
 
     def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
-        self._ring.send(self._writer.write(plan, self._table, bucket, self._ring.next(), records))
+        packet, drawn_start = self._ring.next(), self._drawn.start(self._ring.turn)
+        self._ring.send(self._writer.write(plan, self._table, bucket, packet, records, drawn_start))
 
     def _body(self, bucket: Bucket, long_rows: tuple[LongRow, ...] = (), *, drawn_only: bool = True) -> Tensor:
         """From the packet to hidden states: those that precede a draw, gathered for the head. Unless these are all that
@@ -259,18 +263,19 @@ class CudaRunner:
         )
 
     def _head(self, size: int, variant: Variant) -> Tensor:
-        """Logits [size, vocab] of the gathered rows; what was drawn from them is in `_drawn`."""
+        """Logits [size, vocab] of the gathered rows; what was drawn from them is in the packet's line of `_drawn`."""
         layout = self._writer.layout(self._buckets.decode(1))
         rows = self._packet[layout.sample_rows.start :][:size]
         positions = self._packet[layout.sample_positions.start :][:size]
+        drawn_start = self._packet[layout.drawn_start.start :][:1]
         logits = self._decoder.logits(self._sampled[:size], self._logits[:size])
-        self._sampler.draw(logits, rows, positions, self._drawn[:size], variant)
+        self._sampler.draw(logits, rows, positions, self._drawn.on_device, variant, drawn_start)
         return logits
 
     def _finish(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...]) -> StepResult:
         due = np.flatnonzero(plan.samples)
         rows = plan.rows[due]
-        back = self._drawn_back[self._ring.turn][: len(due)]
+        drawn = self._drawn.line(self._ring.turn, len(due))
         logprobs: LogprobColumns | None = None
         wanted = np.flatnonzero(self._sampler.num_logprobs[rows] >= 0)
         counts = self._sampler.num_logprobs[rows[wanted]]
@@ -278,12 +283,10 @@ class CudaRunner:
             variant = self._sampler.variant_for(rows, (plan.starts + plan.counts)[due])
             size = self._buckets.decode(len(due)).rows
             logits = self._run((size, variant), lambda: self._head(size, variant), False)
-            back.copy_(self._drawn[: len(due)], non_blocking=True)
             if len(wanted):
                 index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
-                chosen = self._drawn[: len(due)].long()[index]
-                logprobs = score(logits[index], chosen, max(1, int(counts.max())))
-        return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
+                logprobs = score(logits[index], drawn.long()[index], max(1, int(counts.max())))
+        return StepResult(plan.step_no, drawn, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
         if not self._table.scores_prompts(plan.rows):

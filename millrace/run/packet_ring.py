@@ -1,4 +1,12 @@
-"""A step's packet on its way to the device: one place there, and a few pinned buffers here that are written in turn."""
+"""What a step sends and what it draws, on their way: buffers that are used in turn.
+
+A packet is copied from pinned memory to the one place that graphs read, when its step begins. What a step draws goes to
+the device's line of its turn and is copied back while the next step runs.
+
+A turn comes again after RING steps, and the host launches a step only when all but one of those before have completed.
+Of a turn that comes again it is therefore known that its packet was read and that its tokens are back. Steps of
+padding, which nobody waits for, are sent only while nothing else is in flight.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from torch import Tensor
 from millrace.plan.step import Int32s
 
 RING = 4
-"""Host buffers in turn: more than there are steps in flight, so none is written while a copy may read it."""
+"""Turns: more than there are steps in flight."""
 SEND_UNIT = 1024
 """Words are sent in multiples of this."""
 
@@ -17,6 +25,7 @@ class PacketRing:
     def __init__(self, words: int, place: torch.device) -> None:
         pinned = place.type == "cuda"
         self.on_device = torch.zeros(words, dtype=torch.int32, device=place)
+        """Where graphs read the packet of the step that runs."""
         self._words = words
         self._buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
         self._views: list[Int32s] = [buffer.numpy() for buffer in self._buffers]
@@ -29,7 +38,7 @@ class PacketRing:
         return self._views[self.turn]
 
     def send(self, used: int) -> None:
-        """Copy the first words of the buffer to the device, some more than are used: to cut tensors anew for every
+        """Bring the first words of the buffer to the device, some more than are used: to cut tensors anew for every
         step would take longer than to copy a few words that nobody reads."""
         words = min(-(-used // SEND_UNIT) * SEND_UNIT, self._words)
         parts = self._parts.get((self.turn, words))
@@ -37,3 +46,27 @@ class PacketRing:
             parts = self._parts[self.turn, words] = self.on_device[:words], self._buffers[self.turn][:words]
         target, source = parts
         target.copy_(source, non_blocking=True)
+
+
+class DrawnRing:
+    """The tokens that steps draw, int32: a line for each turn on the device, and a pinned one here.
+
+    Nothing is written to a line while it is copied back: the next step has the next turn.
+    """
+
+    def __init__(self, max_rows: int, place: torch.device) -> None:
+        self.on_device = torch.zeros(RING * max_rows, dtype=torch.int32, device=place)
+        self._max_rows = max_rows
+        self._lines = self.on_device.view(RING, max_rows).unbind()
+        pinned = place.type == "cuda"
+        self._host = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+
+    def start(self, turn: int) -> int:
+        """Where the turn's line begins in `on_device`."""
+        return turn * self._max_rows
+
+    def line(self, turn: int, count: int) -> Tensor:
+        return self._lines[turn][:count]
+
+    def host_line(self, turn: int, count: int) -> Tensor:
+        return self._host[turn][:count]

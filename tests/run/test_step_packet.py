@@ -125,7 +125,8 @@ def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
     packet = np.full(4096, 777, np.int32)
     layout = writer.layout(bucket := Bucket(16, 5, 9, is_decode=False))
-    assert writer.write(None, table, bucket, packet) == layout.updates_start
+    assert writer.write(None, table, bucket, packet, drawn_start=36) == layout.updates_start
+    assert layout.drawn_start.of(packet)[0] == 36
     assert layout.query_starts.of(packet).tolist() == [0, 16, 16, 16, 16, 16]
     assert layout.seq_lens.of(packet).tolist() == [16, 1, 1, 1, 1]
     assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
