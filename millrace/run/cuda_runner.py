@@ -1,5 +1,5 @@
-"""Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out beside the next step, and the host is
-free.
+"""Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out, and the host is free. The copies go
+beside the steps before and after.
 
 A step is cut in two. The body turns the packet into hidden states of the rows that draw; the head turns those into
 tokens. Both work on buffers that never move, padded to a bucket, and are captured as CUDA graphs the second time their

@@ -1,6 +1,7 @@
-"""A CUDA stream beside the one that steps run on, for the copies back.
+"""A CUDA stream beside the one that steps run on, for the copies to the device and back.
 
-Streams wait for each other on the device; the host waits for neither.
+Streams wait for each other on the device; the host waits for neither. Every buffer that two of them share lives as long
+as its owner, so that none is given to somebody else while a copy still uses it.
 """
 
 from __future__ import annotations
@@ -26,3 +27,12 @@ class SideStream:
         """What comes next here waits for all that has been queued on the steps' stream, the current one."""
         self._mark.record()
         self._stream.wait_event(self._mark)
+
+    def lead_steps(self) -> None:
+        """What comes next on the steps' stream waits for all that has been queued here."""
+        self._mark.record(self._stream)
+        torch.cuda.current_stream().wait_event(self._mark)
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """What comes next here waits for the event; not at all if nobody has recorded it yet."""
+        self._stream.wait_event(event)

@@ -60,6 +60,9 @@ class PlayedStream:
     def queue(self, work: Callable[[], object]) -> None:
         self.work.append(work)
 
+    def query(self) -> bool:
+        return not self.work
+
     def wait_event(self, event: PlayedEvent) -> None:
         awaited = event.recorded  # later records do not count
         self.queue(lambda: event.reached >= awaited)
