@@ -1,10 +1,10 @@
 """Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out, and the host is free. The copies go
 beside the steps before and after.
 
-A step is cut in two. The body turns the packet into hidden states of the rows that draw; the head turns those into
+A step has two parts. The body turns the packet into hidden states of the rows that draw; the head turns those into
 tokens. Both work on buffers that never move, padded to a bucket, and are captured as CUDA graphs the second time their
-bucket is met (the first run compiles and warms what they launch). A step that fits no bucket runs the same code
-uncaptured, in its exact size.
+bucket is met (the first run compiles and warms what they launch): one graph for both where every row has one token and
+draws, else one each. A step that fits no bucket runs the same code uncaptured, in its exact size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_ro
 from millrace.ops.triton.prebuild import current_target, is_cached, rehearsal
 from millrace.ops.triton.sampling import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
-from millrace.plan.step import Int32s, StepPlan
+from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
@@ -148,10 +149,22 @@ class CudaRunner:
         plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
         self._send(plan, bucket, records)
+        due = np.flatnonzero(plan.samples)
+        if bucket.is_decode and len(due) == len(plan.rows):
+            variant = self._variant_for(plan, due)
+            logits = self._run((bucket, variant), lambda: self._whole(bucket, variant), False)
+            return self._finish(plan, due, logits, ())
         long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
         hidden = self._run(bucket, lambda: self._body(bucket, long_rows, drawn_only=not exact), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
-        return self._finish(plan, prompt_logprobs)
+        if len(due) == 0:
+            return self._finish(plan, due, None, prompt_logprobs)
+        size, variant = self._buckets.decode(len(due)).rows, self._variant_for(plan, due)
+        logits = self._run((size, variant), lambda: self._head(size, variant), False)
+        return self._finish(plan, due, logits, prompt_logprobs)
+
+    def _variant_for(self, plan: StepPlan, due: Int64s) -> Variant:
+        return self._sampler.variant_for(plan.rows[due], (plan.starts + plan.counts)[due])
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
@@ -272,20 +285,23 @@ class CudaRunner:
         self._sampler.draw(logits, rows, positions, self._drawn.on_device, variant, drawn_start)
         return logits
 
-    def _finish(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...]) -> StepResult:
-        due = np.flatnonzero(plan.samples)
+    def _whole(self, bucket: Bucket, variant: Variant) -> Tensor:
+        """A step in which every row draws: logits, and tokens drawn from them."""
+        self._body(bucket)
+        return self._head(bucket.rows, variant)
+
+    def _finish(
+        self, plan: StepPlan, due: Int64s, logits: Tensor | None, prompt_logprobs: tuple[PromptLogprobs, ...]
+    ) -> StepResult:
+        """`due` are those of the plan's rows that drew, if any, and `logits` what they drew from."""
         rows = plan.rows[due]
         drawn = self._drawn.line(self._ring.turn, len(due))
         logprobs: LogprobColumns | None = None
         wanted = np.flatnonzero(self._sampler.num_logprobs[rows] >= 0)
         counts = self._sampler.num_logprobs[rows[wanted]]
-        if len(due):
-            variant = self._sampler.variant_for(rows, (plan.starts + plan.counts)[due])
-            size = self._buckets.decode(len(due)).rows
-            logits = self._run((size, variant), lambda: self._head(size, variant), False)
-            if len(wanted):
-                index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
-                logprobs = score(logits[index], drawn.long()[index], max(1, int(counts.max())))
+        if logits is not None and len(wanted):
+            index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
+            logprobs = score(logits[index], drawn.long()[index], max(1, int(counts.max())))
         return StepResult(plan.step_no, drawn, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
@@ -396,16 +412,18 @@ class CudaRunner:
 
     def _warm(self, bucket: Bucket) -> None:
         self._send(None, bucket)
-        self._run(bucket, lambda: self._body(bucket), False)
-        self._run(bucket, lambda: self._body(bucket), False)
-        if bucket.is_decode and not bucket.shares:
-            # Most requests are sampled; but a head holds its logits, so only the usual sizes are captured for that.
-            for variant in VARIANTS if bucket.rows in HOT_DECODE else VARIANTS[:1]:
-                self._warm_head(bucket.rows, variant)
+        if not bucket.is_decode:
+            return self._warm_run(bucket, lambda: self._body(bucket))
+        size = bucket.rows
+        # Most requests are sampled, but a graph takes memory and time: only the usual sizes are captured for that.
+        for variant in VARIANTS if size in HOT_DECODE else VARIANTS[:1]:
+            if not bucket.shares:  # the head alone is for steps of prompts
+                self._warm_run((size, variant), partial(self._head, size, variant))
+            self._warm_run((bucket, variant), partial(self._whole, bucket, variant))
 
-    def _warm_head(self, size: int, variant: Variant) -> None:
+    def _warm_run(self, key: object, work: Callable[[], Tensor]) -> None:
         for _ in range(2):
-            self._run((size, variant), lambda: self._head(size, variant), False)
+            self._run(key, work, False)
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:
