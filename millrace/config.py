@@ -98,9 +98,14 @@ class PlanConfig:
     max_waiting: int = setting(16384, "most requests that wait; more get a 429", minimum=1)
     policy: PolicyName = setting("fcfs", "who goes first within a class and a tenant")
     aging_s: float = setting(30.0, "a request counts as one class more urgent for each such wait", minimum=0.1)
-    token_budget: int = setting(0, "most tokens computed in one step; 0 chooses for the device", minimum=0)
+    token_budget: int = setting(
+        0, "most tokens of prompts in one step; running requests add one each; 0 chooses for the device", minimum=0
+    )
     mixed_budget: int = setting(
-        0, "most tokens in a step that also decodes, to keep streams smooth; 0 chooses", minimum=0
+        0,
+        "most tokens, all counted, in a step that also decodes, to keep streams smooth; 0 chooses; no limit from"
+        " token_budget on",
+        minimum=0,
     )
     block_size: int = setting(16, "tokens in one KV block", minimum=1)
     prefix_cache: bool = setting(True, "reuse the KV of equal prompt prefixes")
@@ -276,9 +281,9 @@ def _check_contradictions(config: Config) -> None:
     plan, memory, server = config.plan, config.memory, config.server
     if plan.token_budget and plan.token_budget < plan.max_running:
         raise ConfigError(
-            f"plan.token_budget is {plan.token_budget}, below plan.max_running {plan.max_running}: a step could not"
-            f" give every running request one token. Set token_budget to at least {plan.max_running},"
-            f" or max_running to at most {plan.token_budget}.",
+            f"plan.token_budget is {plan.token_budget}, below plan.max_running {plan.max_running}: every running"
+            f" request adds a token to a step, which could then be more than twice its budget. Set token_budget to at"
+            f" least {plan.max_running}, or max_running to at most {plan.token_budget}.",
             param="plan.token_budget",
         )
     if memory.fraction > 1.0:

@@ -87,13 +87,15 @@ def make_memory_plan(
 
 
 def _max_running(config: Config, device_kind: str) -> int:
-    """As asked; or what suits the device, as far as one step's budget can give each of them a token."""
+    """As asked; or what suits the device, but no more than the tokens of a budget that was asked for: rows that decode
+    come on top of it, and whoever wants short steps wants few of them."""
     chosen = CPU_RUNNING if device_kind == "cpu" else CUDA_RUNNING
     return config.plan.max_running or min(chosen, config.plan.token_budget or chosen)
 
 
 def _budgets(config: Config, spec: ModelSpec, device_kind: str, max_running: int) -> tuple[int, int]:
-    """Tokens per step. A budget below the number of rows could not give each of them one token."""
+    """Tokens per step: all but those of rows that decode, and all of a step that decodes. The first is no less than the
+    number of rows, so that these at most double it."""
     chosen, mixed = CPU_BUDGETS if device_kind == "cpu" else (CUDA_BUDGET, _smooth_budget(spec))
     token_budget = config.plan.token_budget or max(chosen, max_running)
     return token_budget, min(config.plan.mixed_budget or mixed, token_budget)
@@ -129,10 +131,11 @@ def _worst_step_bytes(
     widest_mlp = max(spec.inner_size, spec.moe.inner_size * spec.moe.top_k if spec.moe is not None else 0)
     qkv = spec.q_size + 2 * spec.kv_size
     per_token = 4 * spec.hidden_size + 2 * qkv + 3 * widest_mlp
-    logits = min(max_running, token_budget) * spec.vocab_size * 4
+    logits = max_running * spec.vocab_size * 4
+    most_tokens = token_budget + max_running
     # Sampling holds the scaled logits, their softmax and a float64 cumulative sum at once, and penalties a count and
     # a mark for every token of every row.
-    worst = token_budget * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
+    worst = most_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
     # A GPU holds them twice: once for captured steps, once for those that are not; and the graphs themselves.
     return worst if device_kind == "cpu" else 2 * worst + GRAPHS_BYTES
 

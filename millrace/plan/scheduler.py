@@ -1,8 +1,9 @@
 """The unified token-budget scheduler: lets `computed` catch up with `known`, under a budget, for all rows at once.
 
 There is no prefill phase and no decode phase. Each `plan` gives one token to every row that is one behind, then the
-rest of the budget to rows that are further behind, first in the queue first, then seats waiting requests. Each
-`apply` confirms the oldest launched step. Pure: no torch, no clock (time is an argument), no randomness.
+budget to rows that are further behind, first in the queue first, then seats waiting requests. So a step has at most
+`token_budget` tokens and one more for each row. Each `apply` confirms the oldest launched step. Pure: no torch, no
+clock (time is an argument), no randomness.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Scheduler:
         self.block_size = block_size
         self.token_budget = token_budget
         self.mixed_budget = min(mixed_budget or token_budget, token_budget)
+        self._keeps_short = self.mixed_budget < token_budget
         self.pool = BlockPool(num_blocks)
         self.rows = Rows(max_running, block_size)
         self.prefix = PrefixIndex(self.pool, block_size, prefix_cache)
@@ -224,7 +226,7 @@ class Scheduler:
         behind = known - rows.computed[order]
         # A row at its limit has drawn its last token and only waits for it to be confirmed.
         singles = order[(behind == 1) & (known < rows.limit[order])]
-        return singles[: self.token_budget], order[behind > 1]
+        return singles, order[behind > 1]
 
     def _crossing(self, singles: Int64s) -> Int64s:
         """Those of the rows whose next token needs a block that they do not hold."""
@@ -233,14 +235,16 @@ class Scheduler:
         return singles[self.rows.computed[singles] >= self.rows.num_blocks[singles] * self.block_size]
 
     def _budget_for_chunks(self, num_singles: int) -> int:
-        """Tokens left for catching up. A step that also decodes is kept short, so that streams stay smooth,
-        unless those that wait for their first token are many beside them."""
+        """Tokens for catching up, beside rows that get one. The token budget does not count those rows: prompts that
+        fill it exactly would be cut for their sake, and the last few tokens of one would take a step of their own. The
+        mixed budget does: it keeps a step that also decodes short, so that streams stay smooth, unless those that wait
+        for their first token are many beside them."""
         behind = self._num_behind()
-        if num_singles == 0 or (behind >= CROWD and behind > CROWD_SHARE * num_singles):
-            return self.token_budget - num_singles
+        is_crowd = behind >= CROWD and behind > CROWD_SHARE * num_singles
+        if num_singles == 0 or is_crowd or not self._keeps_short:
+            return self.token_budget
         # Even a full house leaves some tokens, so that prefills advance beside it.
-        wanted = max(self.mixed_budget - num_singles, self.mixed_budget // 4)
-        return min(wanted, self.token_budget - num_singles)
+        return max(self.mixed_budget - num_singles, self.mixed_budget // 4)
 
     def _num_behind(self) -> int:
         """Requests that have not got their first token: the long steps that streams feel are what those wait for."""

@@ -19,6 +19,9 @@ FEW_ROWS, FEW_ROWS_TOKENS = 4, 2048
 MIXED_ROWS = (32,)
 """Then the most rows there are. Rows that a step does not have cost next to nothing; a bucket that is met for the first
 time costs a capture."""
+BESIDE = (128, 256, 384)
+"""Rows that decode beside as many tokens of prompts as the budget allows; then the most rows there are. Products are
+computed in tiles of 128 tokens, so that finer sizes would save next to nothing."""
 PRUNED_SHARE = 2
 """Tokens per row from which most of the last layer is computed for each row's last token alone."""
 SPARE_TILES = 256
@@ -30,13 +33,14 @@ class Buckets:
         self._queries_per_tile = queries_per_tile
         self._tile_singles = tile_singles
         self.decode_sizes = _capped([*DECODE_SIZES, *range(160, 513, 32), *range(576, max_rows + 64, 64)], max_rows)
-        self.mixed_tokens = _capped(MIXED_TOKENS, token_budget)
+        within = _capped(MIXED_TOKENS, token_budget)
+        self.mixed_tokens = [*within, *(token_budget + rows for rows in _capped(BESIDE, max_rows))]
         # One row more than there can be, for the padding.
         self.mixed_rows = _capped(MIXED_ROWS, max_rows + 1)
-        self._few = {size: self._few_bucket(size) for size in self.mixed_tokens if self._has_few(size)}
-        self._mixed = {
-            (size, rows): self._mixed_bucket(size, rows) for rows in self.mixed_rows for size in self.mixed_tokens
-        }
+        self._few = {size: self._few_bucket(size) for size in within if self._has_few(size)}
+        few, most = self.mixed_rows[:-1], self.mixed_rows[-1]
+        self._mixed = {(size, rows): self._mixed_bucket(size, rows) for rows in few for size in within}
+        self._mixed |= {(size, most): self._mixed_bucket(size, most) for size in self.mixed_tokens}
 
     def decode(self, rows: int) -> Bucket:
         size = self.decode_sizes[bisect_left(self.decode_sizes, rows)]
@@ -53,7 +57,7 @@ class Buckets:
             return None
         size = self.mixed_tokens[at]
         few = self._few.get(size) if not has_singles and rows < FEW_ROWS else None
-        bucket = few or self._mixed[size, self.mixed_rows[place]]
+        bucket = few or self._mixed.get((size, self.mixed_rows[place])) or self._mixed[size, self.mixed_rows[-1]]
         padding = -(-(bucket.tokens - tokens) // self._queries_per_tile)
         return bucket if tiles + padding <= bucket.tiles else None
 

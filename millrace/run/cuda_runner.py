@@ -1,9 +1,10 @@
-"""Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out, and the host is free.
+"""Executes StepPlans on a GPU: one copy in, one or two graph replays, one copy out, and the host is free. The copies go
+beside the steps before and after.
 
-A step is cut in two. The body turns the packet into hidden states of the rows that draw; the head turns those into
+A step has two parts. The body turns the packet into hidden states of the rows that draw; the head turns those into
 tokens. Both work on buffers that never move, padded to a bucket, and are captured as CUDA graphs the second time their
-bucket is met (the first run compiles and warms what they launch). A step that fits no bucket runs the same code
-uncaptured, in its exact size.
+bucket is met (the first run compiles and warms what they launch): one graph for both where every row has one token and
+draws, else one each. A step that fits no bucket runs the same code uncaptured, in its exact size.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,14 +26,14 @@ from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_ro
 from millrace.ops.triton.prebuild import current_target, rehearsal
 from millrace.ops.triton.sampling import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
-from millrace.plan.step import Int32s, StepPlan
+from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
 from millrace.run.kv_pool import allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
-from millrace.run.packet_ring import RING, PacketRing
+from millrace.run.packet_ring import DrawnRing, PacketRing
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
@@ -87,8 +89,10 @@ class CudaRunner:
         self._kv = allocate_kv(
             spec, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=place, kv_dtype=kv_dtype
         )
+        # What the budget counts, and a token of each row that decodes beside it.
+        most_tokens = token_budget + max_rows
         # Padding rows read as many columns as they have tokens.
-        most_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-token_budget // block_size))
+        most_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-most_tokens // block_size))
         self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=most_blocks)
         self._sampler = DeviceSampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
         tile_singles, per_tile = attention.everything_tiled, attention.queries_per_tile
@@ -106,7 +110,6 @@ class CudaRunner:
             and can_take_long_rows(place, decoder.dtype, spec.head_dim, spec.attention_softcap)
         )
         self._max_rows = max_rows
-        most_tokens = max(token_budget, max_rows)
         words = 4 * max_rows + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
@@ -119,8 +122,7 @@ class CudaRunner:
         self._looked_up = token_tables(decoder, max(max_context, most_tokens))
         self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
-        self._drawn = torch.zeros(max_rows, dtype=torch.int32, device=place)
-        self._drawn_back = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._drawn = DrawnRing(max_rows, place)
         self._count = torch.arange(max_rows + 2, dtype=torch.int32, device=place)
         self._use_graphs = graphs
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -136,7 +138,10 @@ class CudaRunner:
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue the step. Steps run in the order of their launches."""
-        return self._device.launch(lambda: self._execute(plan), bring_back)
+        return self._device.launch(lambda: self._execute(plan), self._bring_back)
+
+    def _bring_back(self, result: StepResult) -> StepResult:
+        return bring_back(result, self._drawn.host_line(self._ring.turn, len(result.tokens)))
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.note(plan)
@@ -144,10 +149,22 @@ class CudaRunner:
         plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
         self._send(plan, bucket, records)
+        due = np.flatnonzero(plan.samples)
+        if bucket.is_decode and len(due) == len(plan.rows):
+            variant = self._variant_for(plan, due)
+            logits = self._run((bucket, variant), lambda: self._whole(bucket, variant), False)
+            return self._finish(plan, due, logits, ())
         long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
         hidden = self._run(bucket, lambda: self._body(bucket, long_rows=long_rows, drawn_only=not exact), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
-        return self._finish(plan, prompt_logprobs)
+        if len(due) == 0:
+            return self._finish(plan, due, None, prompt_logprobs)
+        size, variant = self._buckets.decode(len(due)).rows, self._variant_for(plan, due)
+        logits = self._run((size, variant), lambda: self._head(size, variant), False)
+        return self._finish(plan, due, logits, prompt_logprobs)
+
+    def _variant_for(self, plan: StepPlan, due: Int64s) -> Variant:
+        return self._sampler.variant_for(plan.rows[due], (plan.starts + plan.counts)[due])
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
@@ -171,7 +188,8 @@ class CudaRunner:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
 
     def _send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
-        self._ring.send(self._writer.write(plan, self._table, bucket, self._ring.next(), records))
+        packet, drawn_start = self._ring.next(), self._drawn.start(self._ring.turn)
+        self._ring.send(self._writer.write(plan, self._table, bucket, packet, records, drawn_start))
 
     def _body(
         self,
@@ -266,31 +284,33 @@ class CudaRunner:
         )
 
     def _head(self, size: int, variant: Variant) -> Tensor:
-        """Logits [size, vocab] of the gathered rows; what was drawn from them is in `_drawn`."""
+        """Logits [size, vocab] of the gathered rows; what was drawn from them is in the packet's line of `_drawn`."""
         layout = self._writer.layout(self._buckets.decode(1))
         rows = self._packet[layout.sample_rows.start :][:size]
         positions = self._packet[layout.sample_positions.start :][:size]
+        drawn_start = self._packet[layout.drawn_start.start :][:1]
         logits = self._decoder.logits(self._sampled[:size], self._logits[:size])
-        self._sampler.draw(logits, rows, positions, self._drawn[:size], variant)
+        self._sampler.draw(logits, rows, positions, self._drawn.on_device, variant, drawn_start)
         return logits
 
-    def _finish(self, plan: StepPlan, prompt_logprobs: tuple[PromptLogprobs, ...]) -> StepResult:
-        due = np.flatnonzero(plan.samples)
+    def _whole(self, bucket: Bucket, variant: Variant) -> Tensor:
+        """A step in which every row draws: logits, and tokens drawn from them."""
+        self._body(bucket)
+        return self._head(bucket.rows, variant)
+
+    def _finish(
+        self, plan: StepPlan, due: Int64s, logits: Tensor | None, prompt_logprobs: tuple[PromptLogprobs, ...]
+    ) -> StepResult:
+        """`due` are those of the plan's rows that drew, if any, and `logits` what they drew from."""
         rows = plan.rows[due]
-        back = self._drawn_back[self._ring.turn][: len(due)]
+        drawn = self._drawn.line(self._ring.turn, len(due))
         logprobs: LogprobColumns | None = None
         wanted = np.flatnonzero(self._sampler.num_logprobs[rows] >= 0)
         counts = self._sampler.num_logprobs[rows[wanted]]
-        if len(due):
-            variant = self._sampler.variant_for(rows, (plan.starts + plan.counts)[due])
-            size = self._buckets.decode(len(due)).rows
-            logits = self._run((size, variant), lambda: self._head(size, variant), False)
-            back.copy_(self._drawn[: len(due)], non_blocking=True)
-            if len(wanted):
-                index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
-                chosen = self._drawn[: len(due)].long()[index]
-                logprobs = score(logits[index], chosen, max(1, int(counts.max())))
-        return StepResult(plan.step_no, back, logprobs, wanted, counts, prompt_logprobs)
+        if logits is not None and len(wanted):
+            index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
+            logprobs = score(logits[index], drawn.long()[index], max(1, int(counts.max())))
+        return StepResult(plan.step_no, drawn, logprobs, wanted, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
         if not self._table.scores_prompts(plan.rows):
@@ -399,16 +419,18 @@ class CudaRunner:
 
     def _warm(self, bucket: Bucket) -> None:
         self._send(None, bucket)
-        self._run(bucket, lambda: self._body(bucket), False)
-        self._run(bucket, lambda: self._body(bucket), False)
-        if bucket.is_decode and not bucket.shares:
-            # Most requests are sampled; but a head holds its logits, so only the usual sizes are captured for that.
-            for variant in VARIANTS if bucket.rows in HOT_DECODE else VARIANTS[:1]:
-                self._warm_head(bucket.rows, variant)
+        if not bucket.is_decode:
+            return self._warm_run(bucket, lambda: self._body(bucket))
+        size = bucket.rows
+        # Most requests are sampled, but a graph takes memory and time: only the usual sizes are captured for that.
+        for variant in VARIANTS if size in HOT_DECODE else VARIANTS[:1]:
+            if not bucket.shares:  # the head alone is for steps of prompts
+                self._warm_run((size, variant), partial(self._head, size, variant))
+            self._warm_run((bucket, variant), partial(self._whole, bucket, variant))
 
-    def _warm_head(self, size: int, variant: Variant) -> None:
+    def _warm_run(self, key: object, work: Callable[[], Tensor]) -> None:
         for _ in range(2):
-            self._run((size, variant), lambda: self._head(size, variant), False)
+            self._run(key, work, False)
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:

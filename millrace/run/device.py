@@ -21,6 +21,7 @@ from millrace.config import RunConfig
 from millrace.errors import ConfigError
 from millrace.ops.triton.prebuild import hash_ahead
 from millrace.run.cores import memory_nodes, usable_cores
+from millrace.run.side_stream import SideStream
 from millrace.time_slice import ask_for_long_slices
 
 CORES_TO_WATCH = 4
@@ -120,6 +121,7 @@ class CudaDevice:
         # To be woken takes time that every token would wait; with a core to spare the host watches for the end instead.
         self._sleeps = usable_cores() < CORES_TO_WATCH
         self.watch_s = 0.0 if self._sleeps else WATCH_S
+        self._way_back = SideStream()
         hash_ahead()
 
     def name(self) -> str:
@@ -135,10 +137,13 @@ class CudaDevice:
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
         with torch.inference_mode():
             result = work()
-            # On the same stream: a few kilobytes are not worth handing over to a second one.
-            host = to_host(result)
+            # Beside the work launched next, which does not wait for it. What is copied must stay until `done`: tensors
+            # of the result are held by what is returned, and whoever copies from elsewhere sees to it.
+            self._way_back.follow_steps()
             done = torch.cuda.Event(blocking=self._sleeps)  # type: ignore[no-untyped-call]
-            done.record()
+            with self._way_back:
+                host = to_host(result)
+                done.record()
         return _CudaPending(host, result, done)
 
     def probe(self) -> None:

@@ -121,17 +121,27 @@ class DeviceSampler:
         early = ends_from > 0 if positions is None else ends_from > positions
         return "full" if early.any() else "greedy"
 
-    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, out_tokens: Tensor, variant: Variant) -> None:
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        out_tokens: Tensor,
+        variant: Variant,
+        out_start: Tensor | None = None,
+    ) -> None:
         """Capturable. `logits` [n, vocab]; `rows` int32, negative for padding; `positions` int32, those that the new
-        tokens take. Tokens go to `out_tokens` [n] and to the table's last tokens.
+        tokens take. Tokens go to the table's last tokens and to `out_tokens`, from the place on that `out_start` [1]
+        holds, else from its beginning.
 
         The logits stay as they are, but for end tokens hidden in rows without log-probabilities.
         """
         logits = logits[:, : self._vocab_size]  # a head may be padded
         if variant == "greedy":
-            draw_greedy(logits, rows, out_tokens, self._last_tokens, self._races, self._arrivals)
+            draw_greedy(logits, rows, out_tokens, self._last_tokens, self._races, self._arrivals, out_start)
         else:
-            draw_full(logits, rows, positions, self._columns, self._ends, out_tokens, self._last_tokens, self._cut)
+            known = self._columns, self._ends
+            draw_full(logits, rows, positions, *known, out_tokens, self._last_tokens, self._cut, out_start)
 
     def _release(self, row: int) -> None:
         for lines in (self._adjusted, self._marks, self._bias):

@@ -1,4 +1,14 @@
-"""A step's packet on its way to the device: one place there, and a few pinned buffers here that are written in turn."""
+"""What a step sends and what it draws, on their way: buffers that are used in turn.
+
+A packet is copied from pinned memory to the device's slot of its turn, on a stream of its own, while the step before
+still runs. Graphs read one fixed place, so the packet is moved there, on the device, when its step begins; one that
+finds the device idle goes there at once. What a step draws goes to the device's line of its turn and is copied back
+while the next step runs.
+
+A turn comes again after RING steps, and the host launches a step only when all but one of those before have completed.
+Of a turn that comes again it is therefore known that its packet was read and that its tokens are back. Steps of
+padding, which nobody waits for, are sent only while nothing else is in flight.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +16,10 @@ import torch
 from torch import Tensor
 
 from millrace.plan.step import Int32s
+from millrace.run.side_stream import SideStream
 
 RING = 4
-"""Host buffers in turn: more than there are steps in flight, so none is written while a copy may read it."""
+"""Turns: more than there are steps in flight."""
 SEND_UNIT = 1024
 """Words are sent in multiples of this."""
 
@@ -17,10 +28,12 @@ class PacketRing:
     def __init__(self, words: int, place: torch.device) -> None:
         pinned = place.type == "cuda"
         self.on_device = torch.zeros(words, dtype=torch.int32, device=place)
+        """Where graphs read the packet of the step that runs."""
         self._words = words
         self._buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
         self._views: list[Int32s] = [buffer.numpy() for buffer in self._buffers]
-        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._lane = _Lane(words, place) if place.type == "cuda" else None
         self.turn = 0
 
     def next(self) -> Int32s:
@@ -29,11 +42,65 @@ class PacketRing:
         return self._views[self.turn]
 
     def send(self, used: int) -> None:
-        """Copy the first words of the buffer to the device, some more than are used: to cut tensors anew for every
+        """Bring the first words of the buffer to the device, some more than are used: to cut tensors anew for every
         step would take longer than to copy a few words that nobody reads."""
         words = min(-(-used // SEND_UNIT) * SEND_UNIT, self._words)
         parts = self._parts.get((self.turn, words))
         if parts is None:
-            parts = self._parts[self.turn, words] = self.on_device[:words], self._buffers[self.turn][:words]
-        target, source = parts
-        target.copy_(source, non_blocking=True)
+            parts = self._parts[self.turn, words] = self._cut(words)
+        source, slot, target = parts
+        if self._lane is None:
+            target.copy_(source)
+        else:
+            self._lane.bring(source, slot, target, self.turn)
+
+    def _cut(self, words: int) -> tuple[Tensor, Tensor, Tensor]:
+        source, target = self._buffers[self.turn][:words], self.on_device[:words]
+        return source, (target if self._lane is None else self._lane.slots[self.turn][:words]), target
+
+
+class _Lane:
+    """The way of packets to a GPU, beside the stream of the steps."""
+
+    def __init__(self, words: int, place: torch.device) -> None:
+        self.slots = [torch.zeros(words, dtype=torch.int32, device=place) for _ in range(RING)]
+        self._side = SideStream()
+        self._moved = [torch.cuda.Event() for _ in range(RING)]  # type: ignore[no-untyped-call]
+        """Recorded on the steps' stream once a slot's packet is in the fixed place."""
+        self._side.follow_steps()  # the slots are zeroed there
+
+    def bring(self, source: Tensor, slot: Tensor, target: Tensor, turn: int) -> None:
+        if torch.cuda.current_stream().query():  # nothing to go beside, and somebody may wait for a first token
+            target.copy_(source, non_blocking=True)
+            return
+        self._side.wait_for(self._moved[turn])  # the slot's earlier packet has been read
+        with self._side:
+            slot.copy_(source, non_blocking=True)
+        self._side.lead_steps()
+        # In the steps' own order: behind the last kernel that reads the packet before, ahead of the first of this step.
+        target.copy_(slot, non_blocking=True)
+        self._moved[turn].record()
+
+
+class DrawnRing:
+    """The tokens that steps draw, int32: a line for each turn on the device, and a pinned one here.
+
+    Nothing is written to a line while it is copied back: the next step has the next turn.
+    """
+
+    def __init__(self, max_rows: int, place: torch.device) -> None:
+        self.on_device = torch.zeros(RING * max_rows, dtype=torch.int32, device=place)
+        self._max_rows = max_rows
+        self._lines = self.on_device.view(RING, max_rows).unbind()
+        pinned = place.type == "cuda"
+        self._host = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+
+    def start(self, turn: int) -> int:
+        """Where the turn's line begins in `on_device`."""
+        return turn * self._max_rows
+
+    def line(self, turn: int, count: int) -> Tensor:
+        return self._lines[turn][:count]
+
+    def host_line(self, turn: int, count: int) -> Tensor:
+        return self._host[turn][:count]

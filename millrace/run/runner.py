@@ -132,11 +132,12 @@ class Runner:
         )
 
 
-def bring_back(result: StepResult) -> StepResult:
-    """The result with its tensors on their way to the host."""
+def bring_back(result: StepResult, into: Tensor | None = None) -> StepResult:
+    """The result with its tensors on their way to the host; its tokens to `into`, if that is given."""
+    drawn = result.tokens
     return replace(
         result,
-        tokens=result.tokens.to("cpu", non_blocking=True),
+        tokens=drawn.to("cpu", non_blocking=True) if into is None else into.copy_(drawn, non_blocking=True),
         logprobs=result.logprobs.to_host() if result.logprobs is not None else None,
         prompt_logprobs=tuple(replace(part, columns=part.columns.to_host()) for part in result.prompt_logprobs),
     )

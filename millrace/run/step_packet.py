@@ -70,6 +70,8 @@ class PacketLayout:
         self.num_updates = self._take(1)
         self.num_records = self._take(1)
         self.shared_len = self._take(1)
+        self.drawn_start = self._take(1)
+        """Where in the ring of drawn tokens those of this step go."""
         self.sample_states = self._take(max_rows)
         """Which of the step's hidden states, of tokens or, with `last_only`, of rows, precede a draw."""
         self.sample_rows = self._take(max_rows)
@@ -146,12 +148,19 @@ class PacketWriter:
         ]
 
     def write(
-        self, plan: StepPlan | None, table: RequestTable, bucket: Bucket, packet: Int32s, records: Int32s | None = None
+        self,
+        plan: StepPlan | None,
+        table: RequestTable,
+        bucket: Bucket,
+        packet: Int32s,
+        records: Int32s | None = None,
+        drawn_start: int = 0,
     ) -> int:
         """Fill the packet and return the words used. No plan is a step of padding alone. `records` [n, words] are of
         rows that the step admits."""
         layout = self.layout(bucket)
         packet[: len(layout.blank)] = layout.blank
+        packet[layout.drawn_start.start] = drawn_start
         if plan is None:
             rows = starts = counts = np.zeros(0, np.int32)
         else:

@@ -53,6 +53,24 @@ def test_greedy_is_argmax_however_the_row_is_cut(vocab: int, dtype: torch.dtype)
         assert race.last_tokens[[4, 0, 9]].tolist() == tokens.tolist()
 
 
+def test_tokens_go_where_the_device_says() -> None:
+    """`out_start` is read when the kernel runs, so that a captured draw can write to another place each time."""
+    race, logits = Race([4, -1, 9]), torch.randn(3, 50, device=device)
+    expected = logits.argmax(-1).tolist()
+    columns = torch.zeros((16, ROW_WORDS), dtype=torch.int32, device=device)
+    for start in (0, 5, 9):
+        at = torch.tensor([start], dtype=torch.int32, device=device)
+        for draw in ("greedy", "full"):
+            out = torch.full((12,), -9, dtype=torch.int32, device=device)
+            if draw == "greedy":
+                draw_greedy(logits, race.rows, out, race.last_tokens, race.races, race.arrivals, at)
+            else:
+                draw_full(logits, race.rows, race.rows, columns, columns, out, race.last_tokens, WHOLE, at)
+            wanted = [-9] * 12
+            wanted[start], wanted[start + 2] = expected[0], expected[2]
+            assert out.tolist() == wanted
+
+
 def test_greedy_ties_go_to_the_lowest_token() -> None:
     logits = torch.zeros(5, 1000)
     logits[0, [77, 300, 999]] = 4.0

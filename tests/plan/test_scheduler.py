@@ -50,7 +50,7 @@ def test_a_prompt_is_cut_to_the_budget_and_decoding_goes_first() -> None:
     scheduler.submit(request(1, list(range(25))))
     second = scheduler.plan(1.0)
     assert second is not None
-    assert second.counts.tolist() == [1, 9]
+    assert second.counts.tolist() == [1, 10]
     assert second.samples.tolist() == [True, False]
 
 

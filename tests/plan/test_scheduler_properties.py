@@ -92,7 +92,9 @@ class World:
         plan = self.scheduler.plan(self.now)
         self.collect(self.scheduler.take_ended())
         if plan is not None:
-            assert plan.num_tokens <= self.scheduler.token_budget
+            caught_up = int(plan.counts[plan.counts > 1].sum())
+            assert caught_up <= self.scheduler.token_budget
+            assert plan.num_tokens - caught_up <= self.scheduler.rows.capacity
             self.launched.append(plan)
         while self.launched and (plan is None or len(self.launched) > self.depth):
             self.complete()

@@ -68,9 +68,12 @@ def requests(count: int, seed: int, params: list[SamplingParams]) -> list[Reques
     return made
 
 
-def drive(runner: Runner | CudaRunner, asked: list[Request]) -> tuple[dict[int, list[int]], list[float]]:
+def drive(
+    runner: Runner | CudaRunner, asked: list[Request], mixed_budget: int = 24
+) -> tuple[dict[int, list[int]], list[float]]:
     """All requests to their end, two steps in flight; tokens by request, and every log-probability on the way."""
-    scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=24)
+    limits = {"token_budget": BUDGET, "mixed_budget": mixed_budget}
+    scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, **limits)
     for request in asked:
         scheduler.submit(request)
     tokens: dict[int, list[int]] = {request.id: [] for request in asked}
@@ -127,7 +130,8 @@ def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with many rows: single queries come from a list, the longest first and cut, beside tiles of others or not."""
+    """As with many rows: single queries come from a list, the longest first and cut, beside tiles of others or not, and
+    on top of as many tokens as the budget allows."""
     monkeypatch.setattr(decode_rule, "FEW", 0)
     monkeypatch.setattr(step_packet, "LEAST_ROWS", 1)
     monkeypatch.setattr(single_queries, "LONG_TOKENS", 8)
@@ -135,15 +139,19 @@ def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
-    expected, _ = drive(plain, requests(7, 6, [GREEDY]))
+    sizes = []
+    write = fast._writer.write
+    monkeypatch.setattr(fast._writer, "write", lambda plan, *rest: sizes.append(plan.num_tokens) or write(plan, *rest))
+    expected, _ = drive(plain, requests(7, 6, [GREEDY]), mixed_budget=0)
     with quick_interpreter() if interpreted else nullcontext():
-        assert drive(fast, requests(7, 6, [GREEDY]))[0] == expected
+        assert drive(fast, requests(7, 6, [GREEDY]), mixed_budget=0)[0] == expected
+    assert max(sizes) > BUDGET
 
 
 @pytest.mark.skipif(not interpreted, reason="where there is no GPU, capturing is what fails")
 def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
-    asked = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
+    asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
     fast._use_graphs = True
@@ -151,3 +159,28 @@ def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) ->
     with quick_interpreter():
         assert drive(fast, requests(2, 3, asked))[0] == expected
     assert not fast._use_graphs
+
+
+def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And any other is two, or one if nobody draws."""
+    monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    fast = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
+    steps: list[tuple[bool, bool, list[object]]] = []
+    execute, run = fast._execute, fast._run
+
+    def executed(plan):
+        steps.append((int(plan.counts.max()) == 1 and bool(plan.samples.all()), bool(plan.samples.any()), []))
+        return execute(plan)
+
+    def ran(key, work, exact):
+        steps[-1][2].append(key)
+        return run(key, work, exact)
+
+    monkeypatch.setattr(fast, "_execute", executed)
+    monkeypatch.setattr(fast, "_run", ran)
+    with quick_interpreter() if interpreted else nullcontext():
+        drive(fast, requests(3, 3, [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]))
+    assert {(is_decode, len(keys)) for is_decode, _, keys in steps} >= {(True, 1), (False, 2)}
+    for is_decode, draws, keys in steps:
+        assert len(keys) == (1 if is_decode or not draws else 2)

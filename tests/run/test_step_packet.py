@@ -125,9 +125,26 @@ def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
     packet = np.full(4096, 777, np.int32)
     layout = writer.layout(bucket := Bucket(16, 5, 9, is_decode=False))
-    assert writer.write(None, table, bucket, packet) == layout.updates_start
+    assert writer.write(None, table, bucket, packet, drawn_start=36) == layout.updates_start
+    assert layout.drawn_start.of(packet)[0] == 36
     assert layout.query_starts.of(packet).tolist() == [0, 16, 16, 16, 16, 16]
     assert layout.seq_lens.of(packet).tolist() == [16, 1, 1, 1, 1]
     assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
     with pytest.raises(ValueError, match="records of rows do not fit"):
         writer.write(None, table, bucket, packet[: layout.updates_start + 8], np.zeros((1, 32), np.int32))
+
+
+@pytest.mark.parametrize(("token_budget", "max_rows"), [(8192, 512), (8192, 256), (700, 96), (40, 6), (16, 16)])
+def test_every_step_that_the_budget_allows_has_a_bucket(token_budget: int, max_rows: int) -> None:
+    buckets = Buckets(max_rows=max_rows, token_budget=token_budget, queries_per_tile=PER_TILE, tile_singles=False)
+    for num_singles in sorted({0, 1, 5, 31, 32, 100, max_rows - 1}):
+        if num_singles >= max_rows:
+            continue
+        for chunk in (2, token_budget // 2, token_budget):
+            tokens, tiles = num_singles + chunk, -(-chunk // PER_TILE)
+            bucket = buckets.mixed(tokens, num_singles + 1, tiles, has_singles=num_singles > 0)
+            assert bucket is not None
+            assert bucket.tokens >= tokens
+            assert bucket.tokens <= token_budget + max_rows
+            assert bucket.rows > num_singles + 1 or bucket.tokens == tokens
+            assert bucket in buckets.all_mixed()

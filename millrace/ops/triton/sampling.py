@@ -195,12 +195,15 @@ def scatter_rows(packed: Tensor, columns: Tensor) -> None:
 
 @triton.jit
 def _greedy_kernel(
-    logits, stride, rows, out, last_tokens, races, arrivals, vocab, part, TILE: tl.constexpr, EARLY: tl.constexpr
-):
+    logits, stride, rows, out, out_start, last_tokens, races, arrivals, vocab, part,
+    TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(1)
     row = tl.load(rows + at)
     if row < 0:
         return
+    if out_start is not None:
+        out += tl.load(out_start)
     wait_for_last(EARLY)
     line = logits + at.to(tl.int64) * stride
     lane = tl.arange(0, TILE)
@@ -229,8 +232,10 @@ def _greedy_kernel(
 
 
 def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, races: Tensor, arrivals: Tensor,
-                *, tile: int = 1024, warps: int = 4, programs: int = 132 * 6) -> None:  # fmt: skip
-    """The greatest logit of each row, the lowest token among equals; `out` [n] and `last_tokens[rows]`.
+                out_start: Tensor | None = None, *,
+                tile: int = 1024, warps: int = 4, programs: int = 132 * 6) -> None:  # fmt: skip
+    """The greatest logit of each row, the lowest token among equals; `out` [n] and `last_tokens[rows]`. With
+    `out_start` [1] int32, which is read on the device, `out` is filled from that place on.
 
     `races` int64 and `arrivals` int32, each of n or more, hold RACE_START and 0 before and after.
     """
@@ -241,7 +246,7 @@ def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, 
     parts = triton.cdiv(tiles, triton.cdiv(count * tiles, programs))
     part = tile * triton.cdiv(tiles, parts)
     _greedy_kernel[(triton.cdiv(vocab, part), count)](
-        logits, logits.stride(0), rows, out, last_tokens, races, arrivals, vocab, part,
+        logits, logits.stride(0), rows, out, out_start, last_tokens, races, arrivals, vocab, part,
         TILE=tile, num_warps=warps, **early_start(logits.device),
     )  # fmt: skip
 
@@ -592,7 +597,7 @@ def _random_token(logits, columns, row, position, vocab, peaks, sums, masses, gr
 
 @triton.jit
 def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, masses, group_peaks, group_lists,
-                 values, ids, out, last_tokens, vocab, tiles, groups,
+                 values, ids, out, out_start, last_tokens, vocab, tiles, groups,
                  SHIFT: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
                  GROUPS: tl.constexpr, CAPACITY: tl.constexpr, WANTED: tl.constexpr,
                  LISTS: tl.constexpr):  # fmt: skip
@@ -600,6 +605,8 @@ def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, m
     row = tl.load(rows + at)
     if row < 0:
         return
+    if out_start is not None:
+        out += tl.load(out_start)
     if _field(columns + row.to(tl.int64) * _WORDS, _TEMPERATURE) > 0:
         token = _random_token(
             logits + at * stride, columns, row, tl.load(positions + at), vocab, peaks + at * tiles, sums + at * tiles,
@@ -620,8 +627,9 @@ def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, m
 
 
 def draw_full(logits: Tensor, rows: Tensor, positions: Tensor, columns: Tensor, ends: Tensor, out: Tensor,
-              last_tokens: Tensor, cut: Cut | None = None) -> None:  # fmt: skip
-    """One token per row as its record in `columns` says; `out` [n] and `last_tokens[rows]`, and its line of marks.
+              last_tokens: Tensor, cut: Cut | None = None, out_start: Tensor | None = None) -> None:  # fmt: skip
+    """One token per row as its record in `columns` says; `out` [n] and `last_tokens[rows]`, and its line of marks. With
+    `out_start` [1] int32, which is read on the device, `out` is filled from that place on.
 
     In `logits` the end tokens of rows short of their minimum length are hidden where the row has no line of adjusted
     logits; nothing else in them is changed.
@@ -643,7 +651,7 @@ def draw_full(logits: Tensor, rows: Tensor, positions: Tensor, columns: Tensor, 
     )  # fmt: skip
     _draw_kernel[(count,)](
         logits, logits.stride(0), rows, positions, columns, peaks[0], bests, peaks[1], peaks[2], group_peaks,
-        group_lists, values, ids, out, last_tokens, vocab, tiles, groups,
+        group_lists, values, ids, out, out_start, last_tokens, vocab, tiles, groups,
         SHIFT=_EXACT_LOW_BITS[logits.dtype], ALIGN=16 if vocab % 16 == 0 else 1, TILE=tile,
         TILES=max(2, triton.next_power_of_2(tiles)), GROUP=cut.group,
         GROUPS=triton.next_power_of_2(groups), CAPACITY=cut.capacity, WANTED=cut.groups_wanted,

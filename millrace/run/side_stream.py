@@ -1,0 +1,38 @@
+"""A CUDA stream beside the one that steps run on, for the copies to the device and back.
+
+Streams wait for each other on the device; the host waits for neither. Every buffer that two of them share lives as long
+as its owner, so that none is given to somebody else while a copy still uses it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class SideStream:
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # A wait is for what its mark stood for at that moment, so one mark does for all.
+        self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._selected = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        """What is queued from here on is queued on this stream."""
+        self._selected.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self._selected.__exit__(*error)
+
+    def follow_steps(self) -> None:
+        """What comes next here waits for all that has been queued on the steps' stream, the current one."""
+        self._mark.record()
+        self._stream.wait_event(self._mark)
+
+    def lead_steps(self) -> None:
+        """What comes next on the steps' stream waits for all that has been queued here."""
+        self._mark.record(self._stream)
+        torch.cuda.current_stream().wait_event(self._mark)
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """What comes next here waits for the event; not at all if nobody has recorded it yet."""
+        self._stream.wait_event(event)

@@ -1,0 +1,97 @@
+"""What one step may hold: tokens of prompts up to the budget, rows that decode on top, less where streams want it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+from millrace.plan.step import StepPlan
+
+BUDGET, ROWS, PROMPT = 8192, 512, 512
+
+
+def a_prompt(request_id: int, length: int) -> Request:
+    tokens = np.arange(length, dtype=np.int32) + request_id * length
+    return Request(id=request_id, prompt=tokens, max_tokens=128)
+
+
+def a_scheduler(token_budget: int = BUDGET, mixed_budget: int = 0, max_running: int = ROWS) -> Scheduler:
+    return Scheduler(
+        num_blocks=16_384,
+        block_size=16,
+        max_running=max_running,
+        token_budget=token_budget,
+        mixed_budget=mixed_budget,
+    )
+
+
+def confirm(scheduler: Scheduler, plan: StepPlan) -> None:
+    scheduler.apply(plan.step_no, np.full(int(plan.samples.sum()), 7, np.int32))
+
+
+def steps_until_all_decode(scheduler: Scheduler, num_requests: int) -> list[StepPlan]:
+    """With the next step planned while one is in flight, as the engine does."""
+    for request_id in range(num_requests):
+        scheduler.submit(a_prompt(request_id, PROMPT))
+    steps: list[StepPlan] = []
+    for now in range(100):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        if len(plan.rows) == num_requests and plan.counts.max() == 1:
+            return steps
+        if steps:
+            confirm(scheduler, steps[-1])
+        steps.append(plan)
+    pytest.fail("some never decode")
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "mixed_budget", "num_steps"),
+    [(32, 0, 2), (32, 2048, 2), (128, 0, 8), (128, 3072, 8), (256, 0, 16), (256, 3072, 18), (256, 2048, 20)],
+)
+def test_prompts_that_fill_steps_are_not_cut_for_rows_that_decode(
+    num_requests: int, mixed_budget: int, num_steps: int
+) -> None:
+    steps = steps_until_all_decode(a_scheduler(mixed_budget=mixed_budget), num_requests)
+    assert len(steps) == num_steps
+    whole = steps if mixed_budget == 0 or num_requests < 256 else steps[:15]
+    assert all(step.counts[step.counts > 1].tolist() == [PROMPT] * 16 for step in whole)
+    short = steps[len(whole) :]
+    assert all(step.num_tokens <= mixed_budget for step in short)
+
+
+def test_every_row_that_decodes_is_in_every_step_however_small_the_budget() -> None:
+    scheduler = a_scheduler(token_budget=4, max_running=6)
+    for request_id in range(6):
+        scheduler.submit(a_prompt(request_id, 2))
+    for now in range(8):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        confirm(scheduler, plan)
+    assert plan.counts.tolist() == [1] * 6
+    scheduler.abort(0)
+    scheduler.submit(a_prompt(6, 11))
+    counts = []
+    for now in range(8, 11):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        counts.append(plan.counts.tolist())
+        confirm(scheduler, plan)
+    assert counts == [[1] * 5 + [4], [1] * 5 + [4], [1] * 5 + [3]]
+
+
+@pytest.mark.parametrize(("num_streams", "chunk"), [(1, 31), (8, 24), (30, 8), (40, 8)])
+def test_the_mixed_budget_counts_streams_and_leaves_a_quarter(num_streams: int, chunk: int) -> None:
+    scheduler = a_scheduler(token_budget=128, mixed_budget=32, max_running=64)
+    for request_id in range(num_streams):
+        scheduler.submit(a_prompt(request_id, 3))
+    for now in range(num_streams):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        confirm(scheduler, plan)
+    scheduler.submit(a_prompt(num_streams, 500))
+    plan = scheduler.plan(100.0)
+    assert plan is not None
+    assert plan.counts.tolist() == [1] * num_streams + [chunk]

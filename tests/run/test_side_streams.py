@@ -1,0 +1,98 @@
+"""Packets and drawn tokens on streams of their own: each step reads its packet and gives its own tokens back, in
+whatever order the streams get on. Played without a GPU; with one, also for real."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from helpers.played_streams import PLACE, Streams, played_streams
+
+from millrace.config import RunConfig
+from millrace.run.device import CudaDevice, Pending, open_device
+from millrace.run.packet_ring import DrawnRing, PacketRing
+
+WORDS, ROWS = 3000, 5
+
+
+class Steps:
+    """As the GPU's runner does it: a step reads the packet's first words in two kernels, and its last one draws."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr("millrace.run.device.hash_ahead", lambda: None)
+            self.device = CudaDevice()
+        self.ring, self.drawn = PacketRing(WORDS, PLACE), DrawnRing(ROWS, PLACE)
+        self.seen: list[tuple[int, int, int]] = []
+
+    def launch(self, number: int, rows: int) -> Pending[torch.Tensor]:
+        return self.device.launch(lambda: self._work(number, rows), self._bring_back)
+
+    def _work(self, number: int, rows: int) -> torch.Tensor:
+        packet = self.ring.next()
+        self.streams.run_some()
+        packet[0], packet[1], packet[2], packet[-1] = number, self.drawn.start(self.ring.turn), rows, number
+        self.ring.send(WORDS)
+        place = self.ring.on_device
+        self.streams.queue(lambda: self.seen.append((number, int(place[0]), int(place[-1]))))
+        self.streams.queue(lambda: self._draw(place))
+        return self.drawn.line(self.ring.turn, rows)
+
+    def _draw(self, packet: torch.Tensor) -> None:
+        number, start, rows = packet[:3].tolist()
+        self.drawn.on_device[start : start + rows] = number + torch.arange(rows, dtype=torch.int32)
+
+    def _bring_back(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.drawn.host_line(self.ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_steps_read_their_own_packets_and_give_their_own_tokens(in_flight: int) -> None:
+    for seed in range(60):
+        with played_streams(seed) as streams:
+            steps, flying = Steps(streams), deque()
+            for number in range(1, 14):
+                rows = streams.rng.randrange(ROWS + 1)
+                flying.append((number, rows, steps.launch(number * 100, rows)))
+                if len(flying) == in_flight:
+                    check(*flying.popleft())
+                streams.run_some()
+            while flying:
+                check(*flying.popleft())
+        assert steps.seen == [(number * 100,) * 3 for number in range(1, 14)]
+
+
+def check(number: int, rows: int, pending: Pending[torch.Tensor]) -> None:
+    assert pending.wait().tolist() == [number * 100 + row for row in range(rows)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_that_lags_behind() -> None:
+    device = open_device(RunConfig(device="cuda"))
+    place = device.torch_device
+    ring, drawn = PacketRing(WORDS, place), DrawnRing(ROWS, place)
+    heavy = torch.randn(2048, 2048, device=place)
+
+    def work(number: int) -> torch.Tensor:
+        ring.next()[:] = number
+        ring.send(WORDS)
+        for _ in range(20):
+            heavy @ heavy
+        line = drawn.line(ring.turn, ROWS)
+        torch.add(ring.on_device[-ROWS:], 1, out=line)
+        return line
+
+    def bring_back(tokens: torch.Tensor) -> torch.Tensor:
+        return drawn.host_line(ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
+
+    flying: deque[tuple[int, Pending[torch.Tensor]]] = deque()
+    for number in range(200):
+        flying.append((number, device.launch(lambda number=number: work(number), bring_back)))
+        if len(flying) > 2:
+            expected, pending = flying.popleft()
+            assert (pending.wait().numpy() == np.full(ROWS, expected + 1)).all()
