@@ -7,9 +7,11 @@ Millrace's cache instead.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from importlib import util
 from pathlib import Path
 
@@ -18,12 +20,13 @@ from millrace.run.cores import usable_cores
 
 CORES_TO_COMPILE = 8
 """From so many cores on a first start has the sources compiled side by side, ahead of their import."""
+LIMIT_S = 60.0
 _HARDLY_IMPORTED = r"/(_dynamo|_inductor|_numpy|_vendor|onnx|testing)/"
 
 
-def keep_bytecode(environment: dict[str, str], package: str = "torch") -> subprocess.Popen[bytes] | None:
+def keep_bytecode(environment: dict[str, str], package: str = "torch") -> threading.Thread | None:
     """Let a process with this environment find and leave bytecode in our cache, if the package has none and would get
-    none. Returns what compiles it meanwhile, if anything does: it ends by itself, in a second or two."""
+    none. Returns what waits until it has been compiled ahead, if that is done."""
     spec = util.find_spec(package)
     if spec is None or not spec.origin or "PYTHONPYCACHEPREFIX" in environment:
         return None
@@ -35,14 +38,16 @@ def keep_bytecode(environment: dict[str, str], package: str = "torch") -> subpro
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PYTHONPYCACHEPREFIX"] = str(kept)
     is_first = not (kept / origin.parent.relative_to(origin.anchor)).exists()
-    return _compile(origin.parent, environment) if is_first and usable_cores() >= CORES_TO_COMPILE else None
+    if not is_first or usable_cores() < CORES_TO_COMPILE:
+        return None
+    compiling = threading.Thread(target=_compile, args=(origin.parent, environment), name="bytecode", daemon=True)
+    compiling.start()
+    return compiling
 
 
-def _compile(package: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", _HARDLY_IMPORTED, str(package)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+def _compile(package: Path, environment: dict[str, str]) -> None:
+    """A second or two. Whatever goes wrong, an import compiles what it does not find."""
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", _HARDLY_IMPORTED, str(package)]
+    quiet = subprocess.DEVNULL
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False)

@@ -114,7 +114,7 @@ class EngineProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="millrace-")
         environment = dict(os.environ)
         calm_threads(environment)
-        self._compiler = keep_bytecode(environment)
+        keep_bytecode(environment)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "millrace.engine.child", self._directory.name, str(max(1, config.server.fronts))],
             stdin=subprocess.PIPE,
@@ -154,9 +154,6 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self._compiler is not None:
-            self._compiler.kill()
-            self._compiler.wait()
         self._directory.cleanup()
 
 

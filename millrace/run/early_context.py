@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from importlib import metadata
 
 from millrace.config import RunConfig
 
@@ -23,7 +24,9 @@ def make_context_ahead(config: RunConfig) -> None:
 
 def _retain_first() -> None:
     """Never released: the context that torch will use lives as long as the process."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, metadata.PackageNotFoundError):
+        if metadata.version("torch").endswith("+cpu"):
+            return
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 REPLY_LIMIT_S = 90.0
 KEPT_MARKS = 64
 _READ_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""Room for all that is ordered before the server has imported what it needs: an order must not wait for it."""
 
 
 class KernelBuilder:
@@ -37,6 +39,7 @@ class KernelBuilder:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            pipesize=_PIPE_BYTES,
         )
 
     def order(self, kernel: str, target: tuple[str, int, int]) -> None:

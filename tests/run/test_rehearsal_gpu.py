@@ -45,7 +45,9 @@ def met(runner: CudaRunner, decoder: Decoder) -> set[str]:
     return kernels
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "qwen2_window", "gemma2", "smollm3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3", "qwen2_window", "gemma2", "smollm3", "qwen3_moe", "qwen3_moe_sparse"]
+)
 def test_few_layers_launch_what_all_do(case: str) -> None:
     model = make_reference(case)
     device = open_device(RunConfig(device="cuda"))
