@@ -5,6 +5,9 @@ numbers (on a GPU), int8 with whole numbers (on a CPU). Each head's part of a bl
 tokens, one token after the other; their float32 scales follow. Every key and every value has a scale of its own: its
 largest item takes the largest number there is, so that no outlier of another token or head costs it range, and nothing
 has to be measured beforehand.
+
+A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 1] of int16: bfloat16 numbers in
+twelve bits, as `ops/packed.py` says, in the same order: a head's numbers first, then their bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millrace.ops.packed import pack, packed_items, unpack
 from millrace.ops.quantised import FP8, FP8_MAX
 
 SCALE_BYTES = 4
@@ -27,6 +31,10 @@ def cache_places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """Put keys_values [T, 2, kv_heads, head_dim] at each token's place. Places of one step are distinct,
     except in the scratch block 0, whose content is never read."""
+    if holds_packed(kv):
+        items, scales = packed_parts(kv)
+        items[:, block_ids, :, offsets], scales[:, block_ids, :, offsets] = pack(keys_values.to(torch.bfloat16))
+        return
     if not has_eight_bits(kv):
         kv[:, block_ids, :, offsets] = keys_values
         return
@@ -47,6 +55,9 @@ def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor
 
 def read_kv(kv: Tensor, block_ids: Tensor) -> Tensor:
     """Whole blocks [2, n, kv_heads, block_size, head_dim] in float32."""
+    if holds_packed(kv):
+        items, scales = packed_parts(kv)
+        return unpack(items[:, block_ids], scales[:, block_ids])
     if not has_eight_bits(kv):
         return kv[:, block_ids].float()
     if holds_fp8(kv):
@@ -66,23 +77,34 @@ def has_eight_bits(kv: Tensor) -> bool:
     return kv.dtype in (torch.uint8, torch.int8)
 
 
+def holds_packed(kv: Tensor) -> bool:
+    return kv.dtype == torch.int16
+
+
 def head_dim_of(kv: Tensor) -> int:
+    if holds_packed(kv):
+        return (kv.shape[4] - 1) * 4 // 3
     return kv.shape[4] - SCALE_BYTES if has_eight_bits(kv) else kv.shape[4]
 
 
 def fp8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a cache in eight bits: items float8 [2, blocks, kv_heads, block_size, head_dim], and scales float32
     without the last dimension."""
-    return _parts(kv, FP8)
+    return _parts(kv, head_dim_of(kv), FP8, torch.float32)
 
 
 def int8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     """The same with items int8."""
-    return _parts(kv, torch.int8)
+    return _parts(kv, head_dim_of(kv), torch.int8, torch.float32)
 
 
-def _parts(kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    block_size, head_dim = kv.shape[3], head_dim_of(kv)
+def packed_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of a packed cache: words int16, three for every four items, and scales bfloat16."""
+    return _parts(kv, packed_items(head_dim_of(kv)), torch.int16, torch.bfloat16)
+
+
+def _parts(kv: Tensor, width: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    block_size = kv.shape[3]
     flat = kv.flatten(3)
-    items = flat[..., : block_size * head_dim].view(dtype).view(*kv.shape[:4], head_dim)
-    return items, flat[..., block_size * head_dim :].view(torch.float32)
+    items = flat[..., : block_size * width].view(dtype).view(*kv.shape[:4], width)
+    return items, flat[..., block_size * width :].view(scale_dtype)
