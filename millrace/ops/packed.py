@@ -2,8 +2,8 @@
 
 Of a vector's numbers, each keeps its sign, its seven bits of mantissa, and in four bits how far its exponent is below
 the largest of the vector, whose power of two is kept beside it. Nothing is rounded: a number comes back as it was if it
-is at least 2^-15 of the largest power of two in its vector, and as 2^-15 of it, with its sign, if it is smaller. That is
-a 64th of what bfloat16 itself may round off the largest.
+is at least 2^-15 of the largest power of two in its vector, and as 2^-15 of it, with its sign, if it is smaller. That
+is a 64th of what bfloat16 itself may round off the largest. (Vectors below the normal range, 10^-38, are zeros.)
 
 A vector of D numbers is 3D/4 words of sixteen bits. Its first three quarters have a word each, with the sign and the
 eleven lowest bits where bfloat16 has them; the four bits that are left carry, nibble by nibble, the twelve bits of the
@@ -20,7 +20,6 @@ SIGN, MANTISSA_BITS, KEPT = 0x8000, 7, 0x07FF
 NIBBLE_AT = 11
 ONE = 0x3800
 """What the four bits between sign and exponent become, so that the largest numbers of a vector are from 1 to 2."""
-EXPONENT_OF_ONE = 127
 FURTHEST = 15
 """The lowest exponent that is kept, below the largest."""
 
@@ -39,13 +38,12 @@ def pack(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """bfloat16 [..., D] as int16 [..., 3D/4], and the scales bfloat16 [...], powers of two or zero."""
     bits = numbers.view(torch.int16).int() & 0xFFFF
     sizes = bits & (SIGN - 1)
-    largest = sizes.amax(dim=-1)
-    top = largest >> MANTISSA_BITS
+    top = sizes.amax(dim=-1) >> MANTISSA_BITS
     kept = (sizes - (top - FURTHEST << MANTISSA_BITS)[..., None]).clamp(0, KEPT)
     quarters = (kept | bits & SIGN).chunk(4, dim=-1)
     last = quarters[3] & KEPT | (quarters[3] & SIGN) >> 4
     words = [quarter | (last >> 4 * index & 15) << NIBBLE_AT for index, quarter in enumerate(quarters[:3])]
-    return _sixteen_bits(torch.cat(words, dim=-1)), _power_of_two(top, largest)
+    return _sixteen_bits(torch.cat(words, dim=-1)), _sixteen_bits(top << MANTISSA_BITS).view(torch.bfloat16)
 
 
 def unpack(words: Tensor, scales: Tensor) -> Tensor:
@@ -55,11 +53,6 @@ def unpack(words: Tensor, scales: Tensor) -> Tensor:
     last = nibbles[0] | nibbles[1] << 4 | (nibbles[2] & 7) << 8 | (nibbles[2] >> 3) * SIGN
     numbers = _sixteen_bits(torch.cat([*first, last], dim=-1) | ONE).view(torch.bfloat16)
     return numbers.float() * scales.float()[..., None]
-
-
-def _power_of_two(top: Tensor, largest: Tensor) -> Tensor:
-    """bfloat16: two to the power that a number of this exponent has; zero of a vector of zeros."""
-    return torch.where(largest > 0, torch.exp2((top - EXPONENT_OF_ONE).double()), 0.0).to(torch.bfloat16)
 
 
 def _sixteen_bits(bits: Tensor) -> Tensor:

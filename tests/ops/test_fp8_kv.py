@@ -180,6 +180,6 @@ def test_keys_and_values_copied_out_of_their_pages_are_widened() -> None:
     narrow = in_fp8(kv)
     one = torch.zeros(1, dtype=torch.int32, device=device)
     rows = PagedRows(batch.query_starts, batch.seq_lens, one, batch.block_tables)
-    found = contiguous_kv(narrow, rows, 0, 69, torch.float32)
+    found = contiguous_kv(narrow, rows, 0, 69, HeadShape(2, 2, 32, 1.0), torch.float32)
     expected = read_kv(narrow, batch.block_tables[0].long()).permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :69]
     torch.testing.assert_close(found, expected)

@@ -47,7 +47,7 @@ def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, 
     own, own_lse = _cudnn(mine, keys, values, shape.scale, causal=True)
     if not row.context:
         return own.transpose(0, 1).reshape(row.num_queries, -1)
-    before_keys, before_values = contiguous_kv(kv, rows, row.row, row.context, queries.dtype)
+    before_keys, before_values = contiguous_kv(kv, rows, row.row, row.context, shape, queries.dtype)
     before, before_lse = _cudnn(mine, before_keys, before_values, shape.scale, causal=False)
     out = torch.empty((row.num_queries, shape.num_heads * shape.head_dim), dtype=queries.dtype, device=queries.device)
     join(own, own_lse, before, before_lse, out)

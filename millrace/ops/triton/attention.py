@@ -1,9 +1,9 @@
 """Paged causal attention over tiles of many queries (prefill), and what goes with it.
 
-Both read the same paged cache and share their inner step. The query heads of one KV head are packed into one tile, so
-each key and value is loaded once for all of them. Every size that changes from step to step is read on the device:
-a launch is described by upper bounds alone, and programs without work return at once, so a captured launch serves
-every step of its bucket.
+They read the same paged cache as single queries do and share their inner step. The query heads of one KV head are
+packed into one tile, so each key and value is loaded once for all of them. Every size that changes from step to step is
+read on the device: a launch is described by upper bounds alone, and programs without work return at once, so a captured
+launch serves every step of its bucket.
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import head_dim_of, holds_fp8
-from millrace.ops.quantised import FP8
 from millrace.ops.triton import early_start
 from millrace.ops.triton.attention_decode import SHARED_PARTS, DecodeTuning, SharedPrefix, SplitWorkspace, decode
 from millrace.ops.triton.attention_parts import (
+    EIGHT,
+    PACKED,
     TRITON_TYPES,
     HeadShape,
     PagedRows,
     _accumulate,
     _blocks_of,
+    _load_all_quarters,
     _load_keys,
+    _load_packed,
+    _load_quarters,
+    _load_queries,
     _load_scales,
     _load_values,
     _places,
     _scores,
+    _whole,
+    _zeros,
     cache_pointers,
-    head_items,
+    cache_sizes,
     is_wide,
     padded_dim,
     precision,
@@ -59,8 +65,8 @@ SHARED_UNIT = 128
 def _shared_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, partial_ptr, lse_ptr, shared_len_ptr, table_rows, tables,
     softmax_scale, q_stride, table_stride, block_stride, num_rows,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr,
+    BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, CAP: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -78,49 +84,165 @@ def _shared_kernel(
 
     ROWS: tl.constexpr = BLOCK_M // GROUP
     i = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, DP)
+    d = tl.arange(0, PART)
     row = tl.program_id(0) * ROWS + i // GROUP
     g = i % GROUP
     real = (i < ROWS * GROUP) & (row < num_rows)
     q_at = row.to(tl.int64)[:, None] * q_stride + (head * GROUP + g)[:, None] * D + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    q = _load_queries(q_ptr + q_at, real[:, None], d, D, FORMAT)
     table = tables + tl.load(table_rows).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    acc = _zeros(BLOCK_M, DP, FORMAT)
     # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), end, BS)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
-        where = _places(blocks, keys, head_offset, block_stride, d, D, BS, WIDE)
+        where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
         inside = keys < end
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
         blocks = _blocks_of(table, keys + TILE, end, BS)
-        k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, False)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
+        k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
 
     cell = (row * KV_HEADS + head) * PARTS + part
-    to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + d[None, :]
-    tl.store(partial_ptr + to, acc / tl.where(z == 0.0, 1.0, z)[:, None], mask=real[:, None])
+    to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + tl.arange(0, DP)[None, :]
+    sums = _whole(acc, BLOCK_M, DP, FORMAT)
+    tl.store(partial_ptr + to, sums / tl.where(z == 0.0, 1.0, z)[:, None], mask=real[:, None])
     tl.store(lse_ptr + cell * GROUP + g, m + tl.math.log2(z), mask=real)
+
+
+@triton.jit
+def _attend_pages(
+    acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, first_position, end, positions,
+    softmax_scale, block_stride, head_offset, d,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries over all their keys, which are in the cache."""
+    # Keys [begin, full) are seen by every query of the tile; [full, end) need the mask.
+    full = (first_position + 1) // TILE * TILE
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+        full = begin
+    # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
+    blocks = _blocks_of(table, begin + tl.arange(0, TILE), full, BS)
+    for at in tl.range(begin, full, TILE, num_stages=STAGES):
+        keys = at + tl.arange(0, TILE)
+        where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
+        inside = keys < full
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        blocks = _blocks_of(table, keys + TILE, full, BS)
+        k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
+    for at in tl.range(full, end, TILE, num_stages=1):
+        keys = at + tl.arange(0, TILE)
+        inside = keys < end
+        here = _blocks_of(table, keys, end, BS)
+        where = _places(here, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
+        k_scales = _load_scales(k_scales_ptr, here, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, here, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, d, D, DP, True, DTYPE, FORMAT, EARLY)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
+        seen = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen = seen & (positions[:, None] - keys[None, :] < WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
+    return acc, m, z
+
+
+@triton.jit
+def _attend_cached(
+    acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, first_position, positions,
+    softmax_scale, block_stride, head_offset, d,
+    D: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries over the packed keys of earlier steps, which all of them see but for a window."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+    blocks = _blocks_of(table, begin + tl.arange(0, TILE), context, BS)
+    for at in tl.range(begin, context, TILE, num_stages=STAGES):
+        keys = at + tl.arange(0, TILE)
+        inside = keys < context
+        where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, PACKED)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, PACKED)
+        blocks = _blocks_of(table, keys + TILE, context, BS)
+        k = _load_packed(k_ptr, where, D, DTYPE, EARLY)
+        v = _load_packed(v_ptr, where, D, DTYPE, EARLY)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, PACKED)
+        seen = inside[None, :]
+        if WINDOW > 0:
+            seen = seen & (positions[:, None] - keys[None, :] < WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, PACKED, EARLY)
+    return acc, m, z
+
+
+@triton.jit
+def _attend_beside(
+    acc, m, z, q, k_ptr, v_ptr, stride, first_query, end, queries, softmax_scale, d,
+    D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries over the keys of their own step, which lie beside them as they were computed."""
+    full = (first_query + 1) // TILE * TILE
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_query - WINDOW + 1, 0) // TILE * TILE
+        full = begin
+    ones = tl.full([TILE], 1.0, tl.float32)
+    for at in tl.range(begin, full, TILE, num_stages=STAGES):
+        where = (at + tl.arange(0, TILE)).to(tl.int64)[:, None] * stride + d[None, :]
+        k = _load_all_quarters(k_ptr + where, D // 4)
+        v = _load_all_quarters(v_ptr + where, D // 4)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PACKED)
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PACKED, EARLY)
+    for at in tl.range(full, end, TILE, num_stages=1):
+        keys = at + tl.arange(0, TILE)
+        inside = (keys < end)[:, None]
+        where = keys.to(tl.int64)[:, None] * stride + d[None, :]
+        k = _load_quarters(k_ptr + where, inside, D // 4)
+        v = _load_quarters(v_ptr + where, inside, D // 4)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PACKED)
+        seen = keys[None, :] <= queries[:, None]
+        if WINDOW > 0:
+            seen = seen & (queries[:, None] - keys[None, :] < WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PACKED, EARLY)
+    return acc, m, z
 
 
 @triton.jit
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, tiles, query_starts, seq_lens, table_rows, tables,
     softmax_scale, q_stride, table_stride, block_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
-    HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr,
+    BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, kv head). A tile holds BLOCK_M // GROUP queries of one row, all heads of the group."""
+    """Program (tile of queries, kv head). A tile holds BLOCK_M // GROUP queries of one row, all heads of the group.
+
+    Where the cache is packed, the keys and values of this step are read beside the queries, where they are as they were
+    computed, and only earlier ones from the cache."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -138,63 +260,41 @@ def _prefill_kernel(
 
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     i = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, DP)
+    d = tl.arange(0, PART)
     local = offset + i // GROUP
     heads = head * GROUP + i % GROUP
     real = (i < QUERIES * GROUP) & (local < num_queries)
     token = (start + local).to(tl.int64)
-    q = tl.load(
-        q_ptr + token[:, None] * q_stride + heads[:, None] * D + d[None, :],
-        mask=real[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    q = _load_queries(q_ptr + token[:, None] * q_stride + heads[:, None] * D + d[None, :], real[:, None], d, D, FORMAT)
     positions = context + local
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
 
-    # Keys [begin, full) are seen by every query of the tile; [full, end) need the mask.
-    end = tl.minimum(context + offset + QUERIES, length)
-    full = (context + offset + 1) // TILE * TILE
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(context + offset - WINDOW + 1, 0) // TILE * TILE
-        full = begin
-
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DP], tl.float32)
-    # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
-    blocks = _blocks_of(table, begin + tl.arange(0, TILE), full, BS)
-    for at in tl.range(begin, full, TILE, num_stages=STAGES):
-        keys = at + tl.arange(0, TILE)
-        where = _places(blocks, keys, head_offset, block_stride, d, D, BS, WIDE)
-        inside = keys < full
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
-        blocks = _blocks_of(table, keys + TILE, full, BS)
-        k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, False)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
-    for at in tl.range(full, end, TILE, num_stages=1):
-        keys = at + tl.arange(0, TILE)
-        inside = keys < end
-        here = _blocks_of(table, keys, end, BS)
-        where = _places(here, keys, head_offset, block_stride, d, D, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, here, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
-        v_scales = _load_scales(v_scales_ptr, here, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
-        k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, True)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
-        seen = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            seen = seen & (positions[:, None] - keys[None, :] < WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
+    acc = _zeros(BLOCK_M, DP, FORMAT)
+    if FORMAT == PACKED:
+        acc, m, z = _attend_cached(
+            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, context + offset, positions,
+            softmax_scale, block_stride, head_offset, d,
+            D, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, EARLY,
+        )  # fmt: skip
+        own = q_ptr + start.to(tl.int64) * q_stride + (KV_HEADS * GROUP + head) * D
+        acc, m, z = _attend_beside(
+            acc, m, z, q, own, own + KV_HEADS * D, q_stride, offset, tl.minimum(offset + QUERIES, num_queries), local,
+            softmax_scale, d, D, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, EARLY,
+        )  # fmt: skip
+    else:
+        acc, m, z = _attend_pages(
+            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context + offset,
+            tl.minimum(context + offset + QUERIES, length), positions, softmax_scale, block_stride, head_offset, d,
+            D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, EARLY,
+        )  # fmt: skip
 
-    out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
-    out = (acc / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_at, out, mask=real[:, None] & (d < D)[None, :])
+    items = tl.arange(0, DP)
+    out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + items[None, :]
+    out = (_whole(acc, BLOCK_M, DP, FORMAT) / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, out, mask=real[:, None] & (items < D)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +316,7 @@ def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: HeadShape
     _shared_kernel[(triton.cdiv(num_rows, block_m // shape.group), shape.num_kv_heads, SHARED_PARTS)](
         queries, *cache_pointers(kv), shared.partial, shared.lse, shared.length, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), num_rows,
-        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, D=shape.head_dim,
-        DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, **cache_sizes(kv, shape),
         BLOCK_M=block_m, TILE=tile, PARTS=SHARED_PARTS,
         CAP=shape.softcap or 0.0, WIDE=is_wide(kv), PRECISION=precision(queries),
         DTYPE=TRITON_TYPES[queries.dtype], STAGES=stages, num_warps=8,
@@ -235,12 +334,12 @@ def prefill(
     tuning: PrefillTuning,
     window: int = 0,
 ) -> None:
-    """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none."""
+    """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none. With a packed cache,
+    `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated."""
     _prefill_kernel[(tiles.shape[0], shape.num_kv_heads)](
         queries, *cache_pointers(kv), out, tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
-        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, D=shape.head_dim,
-        DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, **cache_sizes(kv, shape),
         BLOCK_M=tuning.block_m, TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
@@ -251,26 +350,32 @@ def prefill(
 @triton.jit
 def _contiguous_kernel(
     kv_ptr, scales_ptr, out_ptr, table_rows, tables, row, table_stride, block_stride, kind_stride, num_keys,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr, BS: tl.constexpr,
+    ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (keys, kv head, keys or values): from the row's pages to [2, kv heads, keys, D]."""
     keys = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     kind = tl.program_id(2).to(tl.int64)
     inside = keys < num_keys
-    d = tl.arange(0, DP)
+    d = tl.arange(0, PART)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    blocks = tl.load(table + keys // BS, mask=inside, other=0).to(tl.int64)
-    part = kind * kind_stride + blocks * block_stride + head * HEAD_ITEMS
-    at = part + (keys % BS) * D
-    mask = inside[:, None] & (d < D)[None, :]
-    tile = tl.load(kv_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
-    if FP8:
-        scales = tl.load(scales_ptr + (part + BS * D) // 4 + keys % BS, mask=inside, other=0.0)
-        tile = tile.to(tl.float32) * scales[:, None]
-    to = ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64) * D
-    tl.store(out_ptr + to[:, None] + d[None, :], tile.to(out_ptr.dtype.element_ty), mask=mask)
+    blocks = _blocks_of(table, keys, num_keys, BS).to(tl.int64)
+    offset = head * HEAD_ITEMS + kind * kind_stride
+    where = _places(blocks, keys, offset, block_stride, d, ITEMS, BS, True)
+    scales = _load_scales(scales_ptr, blocks, keys, inside, offset, block_stride, ITEMS, BS, True, FORMAT)
+    to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + d[None, :]
+    if FORMAT == PACKED:
+        numbers = _load_packed(kv_ptr, where, D, tl.float32, False)
+        for quarter in tl.static_range(4):
+            wide = numbers[quarter] * scales[:, None]
+            tl.store(to + quarter * PART, wide.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    else:
+        mask = inside[:, None] & (d < D)[None, :]
+        tile = tl.load(kv_ptr + where, mask=mask, other=0.0)
+        if FORMAT == EIGHT:
+            tile = tile.to(tl.float32) * scales[:, None]
+        tl.store(to, tile.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -294,16 +399,14 @@ def _join_kernel(
     tl.store(out_ptr + wide * (HEADS * D) + head * D + d[None, :], joined.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, shape: HeadShape, dtype: torch.dtype) -> Tensor:
     """Keys and values of one row out of their pages: [2, kv_heads, keys, head_dim]."""
-    kv_heads, block_size, head_dim, fp8 = kv.shape[2], kv.shape[3], head_dim_of(kv), holds_fp8(kv)
-    items, scales = (kv.view(FP8), kv.view(torch.float32)) if fp8 else (kv, None)
-    out = torch.empty((2, kv_heads, num_keys, head_dim), dtype=dtype, device=kv.device)
+    items, _, scales, _ = cache_pointers(kv)
+    out = torch.empty((2, shape.num_kv_heads, num_keys, shape.head_dim), dtype=dtype, device=kv.device)
     block = 64
-    _contiguous_kernel[(triton.cdiv(num_keys, block), kv_heads, 2)](
+    _contiguous_kernel[(triton.cdiv(num_keys, block), shape.num_kv_heads, 2)](
         items, scales, out, rows.table_rows, rows.block_tables, row, rows.block_tables.stride(0), kv.stride(1),
-        kv.stride(0), num_keys, KV_HEADS=kv_heads, D=head_dim, DP=padded_dim(head_dim), BS=block_size,
-        HEAD_ITEMS=head_items(kv), FP8=fp8, BLOCK=block,
+        kv.stride(0), num_keys, KV_HEADS=shape.num_kv_heads, **cache_sizes(kv, shape), BLOCK=block,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import holds_fp8
+from millrace.ops.kv_cache import holds_packed
 from millrace.ops.triton import early_start
 from millrace.ops.triton.attention_parts import (
     TRITON_TYPES,
@@ -25,12 +25,15 @@ from millrace.ops.triton.attention_parts import (
     _accumulate_swapped,
     _blocks_of,
     _load_keys,
+    _load_queries,
     _load_scales,
     _load_values,
     _places,
     _scores,
+    _whole,
+    _zeros,
     cache_pointers,
-    head_items,
+    cache_sizes,
     is_wide,
     padded_dim,
     padded_group,
@@ -101,7 +104,8 @@ def _decode_kernel(
     listed_ptr, query_starts, seq_lens, table_rows, tables, shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
     softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FP8: tl.constexpr, TILE: tl.constexpr,
+    PART: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, LISTED: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr,
     MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
@@ -168,64 +172,68 @@ def _decode_kernel(
     if not is_single:
         return
 
-    d = tl.arange(0, DP)
+    part = tl.arange(0, PART)
     g = tl.arange(0, GP)
     heads = head * GROUP + g
-    out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
     q_row = q_ptr + start.to(tl.int64) * q_stride
     m = tl.full([GP], float("-inf"), tl.float32)
     if SWAP:
-        q = tl.load(q_row + heads[None, :] * D + d[:, None], mask=(g < GROUP)[None, :] & (d < D)[:, None], other=0.0)
+        mine = (g < GROUP)[None, :] & (part < D)[:, None]
+        q = (tl.load(q_row + heads[None, :] * D + part[:, None], mask=mine, other=0.0),)
         z = tl.zeros([TILE, GP], tl.float32)
-        acc = tl.zeros([DP, GP], tl.float32)
+        acc = (tl.zeros([DP, GP], tl.float32),)
     else:
-        q = tl.load(q_row + heads[:, None] * D + d[None, :], mask=out_mask, other=0.0)
+        q = _load_queries(q_row + heads[:, None] * D + part[None, :], (g < GROUP)[:, None], part, D, FORMAT)
         z = tl.zeros([GP], tl.float32)
-        acc = tl.zeros([GP, DP], tl.float32)
+        acc = _zeros(GP, DP, FORMAT)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
         inside = keys < last
-        where = _places(blocks, keys, head_offset, block_stride, d, D, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, D, BS, WIDE, FP8)
+        where = _places(blocks, keys, head_offset, block_stride, part, ITEMS, BS, WIDE)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
         blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
         blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
-        k = _load_keys(k_ptr, where, d, D, DP, DTYPE)
-        v = _load_values(v_ptr, where, inside, d, D, DP, True)
+        k = _load_keys(k_ptr, where, part, D, DP, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, part, D, DP, True, DTYPE, FORMAT, EARLY)
         if WINDOW > 0:
             inside = inside & (keys >= first)
         if SWAP:
             acc, m, z = _accumulate_swapped(acc, m, z, q, k, v, inside, softmax_scale, CAP, DTYPE, PRECISION)
         else:
-            s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FP8)
+            s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
             s = tl.where(inside[None, :], s, float("-inf"))
-            acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FP8, EARLY)
+            acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
     if SWAP:
-        acc = tl.trans(acc)
+        sums = tl.trans(acc[0])
         z = tl.sum(z, 0)
+    else:
+        sums = _whole(acc, GP, DP, FORMAT)
+    d = tl.arange(0, DP)
+    out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
 
     if SHARED_PARTS > 0:
         shared_cell = (row * KV_HEADS + head) * SHARED_PARTS
-        for part in tl.static_range(SHARED_PARTS):
-            lse = tl.load(shared_lse_ptr + (shared_cell + part) * GROUP + g, mask=g < GROUP, other=float("-inf"))
-            shared_at = (shared_cell + part).to(tl.int64) * (GROUP * DP) + g[:, None] * DP + d[None, :]
+        for index in tl.static_range(SHARED_PARTS):
+            lse = tl.load(shared_lse_ptr + (shared_cell + index) * GROUP + g, mask=g < GROUP, other=float("-inf"))
+            shared_at = (shared_cell + index).to(tl.int64) * (GROUP * DP) + g[:, None] * DP + d[None, :]
             shared = tl.load(shared_partial_ptr + shared_at, mask=(g < GROUP)[:, None], other=0.0)
             top_now = tl.maximum(m, lse)
             mine, theirs_share = tl.math.exp2(m - top_now), tl.math.exp2(lse - top_now)
-            acc = acc * mine[:, None] + shared * theirs_share[:, None]
+            sums = sums * mine[:, None] + shared * theirs_share[:, None]
             z = z * mine + theirs_share
             m = top_now
     out_row = out_ptr + start.to(tl.int64) * (KV_HEADS * GROUP * D)
     if active == 1:
         tl.store(
             out_row + heads[:, None] * D + d[None, :],
-            (acc / z[:, None]).to(out_ptr.dtype.element_ty),
+            (sums / z[:, None]).to(out_ptr.dtype.element_ty),
             mask=out_mask,
         )
         return
     cell = first_cell * KV_HEADS + head * splits
     part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
-    tl.store(partial_ptr + part_at, acc / z[:, None], mask=out_mask)
+    tl.store(partial_ptr + part_at, sums / z[:, None], mask=out_mask)
     tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < GROUP)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + cell, 1, sem="acq_rel")
@@ -326,12 +334,11 @@ def decode(
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
         tuning.min_tiles if listed is None else 1,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
-        GJ=triton.next_power_of_2(shape.group), D=shape.head_dim,
-        DP=padded_dim(shape.head_dim), BS=kv.shape[3], HEAD_ITEMS=head_items(kv), FP8=holds_fp8(kv),
+        GJ=triton.next_power_of_2(shape.group), **cache_sizes(kv, shape),
         TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
-        SWAP=tuning.swap, LISTED=listed is not None,
+        SWAP=tuning.swap and not holds_packed(kv), LISTED=listed is not None,
         ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
         SHARED_PARTS=0 if shared is None else SHARED_PARTS,
         num_warps=tuning.warps, **early_start(queries.device),

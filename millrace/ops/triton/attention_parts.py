@@ -1,4 +1,8 @@
-"""What the kernels of paged attention share: their inner step, and the descriptions of rows and heads."""
+"""What the kernels of paged attention share: reading the cache, their inner step, descriptions of rows and heads.
+
+Vectors of a head go through these functions as tuples of parts: the whole vector where the cache holds it as it is or
+in eight bits, its quarters where it is packed (`ops/packed.py`), whose sums are computed one after the other.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import holds_fp8
+from millrace.ops.kv_cache import holds_fp8, holds_packed
+from millrace.ops.packed import packed_items
 from millrace.ops.quantised import FP8
+
+PLAIN, EIGHT, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""How a cache holds its numbers."""
 
 
 @triton.jit
-def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.constexpr, FP8: tl.constexpr):
+def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr):
     """In units of log2, capped if the model caps."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if FP8:
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
+    for part in tl.static_range(1, len(k)):
+        s = tl.dot(q[part], tl.trans(k[part]), s, input_precision=PRECISION)
+    if FORMAT != PLAIN:
         s = s * k_scales[None, :]
     return _capped(s, softmax_scale, CAP)
 
@@ -47,8 +57,34 @@ def _widen(x):
 
 
 @triton.jit
+def _own_word(w, HOPPER: tl.constexpr):
+    """The number that a packed word has in its own bits, as bfloat16 from 2^-15 to 2."""
+    if HOPPER:  # pure, and of sixteen bits: so it is done where the product takes its operand
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x87FF87FF, 0x38003800, 0xEA;", "=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return ((w.to(tl.int32) & 0x87FF) | 0x3800).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _carried_word(a, b, c, HOPPER: tl.constexpr):
+    """The number whose twelve bits three packed words carry, nibble by nibble, the lowest first."""
+    if HOPPER:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.u32 t, $1, 11; lop3.b32 $0, t, 0x000F000F, 0x38003800, 0xEA; "
+            "shr.u32 t, $2, 7; lop3.b32 $0, t, 0x00F000F0, $0, 0xEA; "
+            "shr.u32 t, $3, 3; lop3.b32 $0, t, 0x07000700, $0, 0xEA; "
+            "shl.b32 t, $3, 1; lop3.b32 $0, t, 0x80008000, $0, 0xEA; }",
+            "=&r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    low, middle, high = a.to(tl.int32) >> 11 & 0xF, b.to(tl.int32) >> 7 & 0xF0, c.to(tl.int32)
+    bits = low | middle | (high >> 3 & 0x700) | (high << 1 & 0x8000) | 0x3800
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _accumulate(
-    acc, m, z, s, v, v_scales, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FP8: tl.constexpr, HOPPER: tl.constexpr
+    acc, m, z, s, v, v_scales, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr, HOPPER: tl.constexpr
 ):  # fmt: skip
     """One step of the running softmax. A row that has seen no key yet keeps a maximum of -inf and weights of 0."""
     m_new = tl.maximum(m, tl.max(s, 1))
@@ -56,14 +92,21 @@ def _accumulate(
     p = tl.math.exp2(s - safe[:, None])
     alpha = tl.math.exp2(m - safe)
     z = z * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
-    if FP8:
+    if FORMAT != PLAIN:
         p = p * v_scales[None, :]
-        if HOPPER and DTYPE == tl.bfloat16:
-            v = _widen(v)
-    v = v.to(DTYPE)
-    acc = tl.dot(p.to(DTYPE), v, acc, input_precision=PRECISION)
-    return acc, m_new, z
+    p = p.to(DTYPE)
+    if FORMAT == PACKED:
+        first = tl.dot(p, v[0], acc[0] * alpha[:, None], input_precision=PRECISION)
+        second = tl.dot(p, v[1], acc[1] * alpha[:, None], input_precision=PRECISION)
+        third = tl.dot(p, v[2], acc[2] * alpha[:, None], input_precision=PRECISION)
+        fourth = tl.dot(p, v[3], acc[3] * alpha[:, None], input_precision=PRECISION)
+        return (first, second, third, fourth), m_new, z
+    else:
+        values = v[0]
+        if FORMAT == EIGHT and HOPPER and DTYPE == tl.bfloat16:
+            values = _widen(values)
+        values = values.to(DTYPE)
+        return (tl.dot(p, values, acc[0] * alpha[:, None], input_precision=PRECISION),), m_new, z
 
 
 @triton.jit
@@ -72,16 +115,57 @@ def _accumulate_swapped(
 ):  # fmt: skip
     """One step with keys, not queries, along the longer side of the matrix unit, which then takes them from where they
     were loaded to: q [D, GP], acc [D, GP], m [GP]; and z [TILE, GP], to be summed over keys in the end."""
-    s = _capped(tl.dot(k, q, input_precision=PRECISION), softmax_scale, CAP)
+    s = _capped(tl.dot(k[0], q[0], input_precision=PRECISION), softmax_scale, CAP)
     s = tl.where(inside[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 0))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.math.exp2(s - safe[None, :])
     alpha = tl.math.exp2(m - safe)
     z = z * alpha[None, :] + p
-    acc = acc * alpha[None, :]
-    acc = tl.dot(tl.trans(v), p.to(DTYPE), acc, input_precision=PRECISION)
-    return acc, m_new, z
+    return (tl.dot(tl.trans(v[0]), p.to(DTYPE), acc[0] * alpha[None, :], input_precision=PRECISION),), m_new, z
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
+    """The sums of no values yet."""
+    if FORMAT == PACKED:
+        zeros = tl.zeros([ROWS, DP // 4], tl.float32)
+        return zeros, zeros, zeros, zeros
+    else:
+        return (tl.zeros([ROWS, DP], tl.float32),)
+
+
+@triton.jit
+def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
+    """[ROWS, DP] of the parts of each row's vector."""
+    if FORMAT == PACKED:
+        halves = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
+        return tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [ROWS, DP])
+    else:
+        return parts[0]
+
+
+@triton.jit
+def _load_queries(at, mask, d, D: tl.constexpr, FORMAT: tl.constexpr):
+    """The parts of queries whose items `d` are at `at`."""
+    if FORMAT == PACKED:
+        return _load_quarters(at, mask, D // 4)
+    else:
+        return (tl.load(at, mask=mask & (d < D)[None, :], other=0.0),)
+
+
+@triton.jit
+def _load_quarters(at, mask, QUARTER: tl.constexpr):
+    """Vectors that lie as they are, in quarters."""
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + QUARTER, mask=mask, other=0.0)
+    third = tl.load(at + 2 * QUARTER, mask=mask, other=0.0)
+    return first, second, third, tl.load(at + 3 * QUARTER, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_all_quarters(at, QUARTER: tl.constexpr):
+    return tl.load(at), tl.load(at + QUARTER), tl.load(at + 2 * QUARTER), tl.load(at + 3 * QUARTER)
 
 
 @triton.jit
@@ -91,49 +175,64 @@ def _blocks_of(table, keys, end, BS: tl.constexpr):
 
 
 @triton.jit
-def _places(blocks, keys, head_offset, block_stride, d, D: tl.constexpr, BS: tl.constexpr, WIDE: tl.constexpr):
-    """[keys, d]: where one head's keys, or values, are inside the cache."""
+def _places(blocks, keys, head_offset, block_stride, d, ITEMS: tl.constexpr, BS: tl.constexpr, WIDE: tl.constexpr):
+    """[keys, d]: where one head's keys, or values, of ITEMS each are inside the cache."""
     if WIDE:
         blocks = blocks.to(tl.int64)
-    return (blocks * block_stride + head_offset + (keys % BS) * D)[:, None] + d[None, :]
+    return (blocks * block_stride + head_offset + (keys % BS) * ITEMS)[:, None] + d[None, :]
 
 
 @triton.jit
-def _load_scales(ptr, blocks, keys, inside, head_offset, block_stride, D: tl.constexpr, BS: tl.constexpr,
-                 WIDE: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
-    """The scales [keys] that follow a head's items in each block; offsets count bytes. Ones where there are none."""
-    if FP8:
+def _load_scales(ptr, blocks, keys, inside, head_offset, block_stride, ITEMS: tl.constexpr, BS: tl.constexpr,
+                 WIDE: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+    """The scales [keys] that follow a head's items in each block. Ones where there are none."""
+    if FORMAT == PLAIN:
+        return tl.full(keys.shape, 1.0, tl.float32)
+    else:
         if WIDE:
             blocks = blocks.to(tl.int64)
-        at = ((blocks * block_stride + head_offset + BS * D) >> 2) + keys % BS
-        return tl.load(ptr + at, mask=inside, other=0.0)
-    else:
-        return tl.full(keys.shape, 1.0, tl.float32)
+        first = blocks * block_stride + head_offset + BS * ITEMS
+        if FORMAT == EIGHT:  # offsets count bytes
+            first = first >> 2
+        return tl.load(ptr + (first + keys % BS), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.constexpr):
-    """Keys [TILE, DP]. Those beyond the row's last may be anything: their scores are masked."""
-    if DP == D:
-        k = tl.load(k_ptr + where)
-    else:
-        k = tl.load(k_ptr + where, mask=(d < D)[None, :], other=0.0)
-    return k.to(DTYPE)
+def _load_packed(ptr, where, D: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
+    """The quarters of packed vectors. Any words make finite numbers, which a scale of 0 leaves out."""
+    QUARTER: tl.constexpr = D // 4
+    a, b, c = tl.load(ptr + where), tl.load(ptr + where + QUARTER), tl.load(ptr + where + 2 * QUARTER)
+    first, second, third = _own_word(a, HOPPER), _own_word(b, HOPPER), _own_word(c, HOPPER)
+    return first.to(DTYPE), second.to(DTYPE), third.to(DTYPE), _carried_word(a, b, c, HOPPER).to(DTYPE)
 
 
 @triton.jit
-def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
-    """Values [TILE, DP], with MASKED zero where not `inside`: a value of NaN would spread even with no weight."""
-    if MASKED:
-        if DP == D:
-            v = tl.load(v_ptr + where, mask=inside[:, None], other=0.0)
-        else:
-            v = tl.load(v_ptr + where, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
+               HOPPER: tl.constexpr):  # fmt: skip
+    """The parts of keys. Those beyond the row's last may be anything: their scores are masked."""
+    if FORMAT == PACKED:
+        return _load_packed(k_ptr, where, D, DTYPE, HOPPER)
     elif DP == D:
-        v = tl.load(v_ptr + where)
+        return (tl.load(k_ptr + where).to(DTYPE),)
     else:
-        v = tl.load(v_ptr + where, mask=(d < D)[None, :], other=0.0)
-    return v
+        return (tl.load(k_ptr + where, mask=(d < D)[None, :], other=0.0).to(DTYPE),)
+
+
+@triton.jit
+def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
+                 DTYPE: tl.constexpr, FORMAT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """The parts of values, with MASKED zero where not `inside`: a value of NaN would spread even with no weight."""
+    if FORMAT == PACKED:
+        return _load_packed(v_ptr, where, D, DTYPE, HOPPER)
+    elif MASKED:
+        if DP == D:
+            return (tl.load(v_ptr + where, mask=inside[:, None], other=0.0),)
+        else:
+            return (tl.load(v_ptr + where, mask=inside[:, None] & (d < D)[None, :], other=0.0),)
+    elif DP == D:
+        return (tl.load(v_ptr + where),)
+    else:
+        return (tl.load(v_ptr + where, mask=(d < D)[None, :], other=0.0),)
 
 
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -178,11 +277,34 @@ def is_wide(kv: Tensor) -> bool:
 
 
 def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache holds eight bits."""
+    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some."""
+    if holds_packed(kv):
+        scales = kv.view(torch.bfloat16)
+        return kv[0], kv[1], scales[0], scales[1]
     if not holds_fp8(kv):
         return kv[0], kv[1], None, None
     items, words = kv.view(FP8), kv.view(torch.float32)
     return items[0], items[1], words[0], words[1]
+
+
+def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int]:
+    """What a kernel is told about how a layer lies in memory. Queries and sums come in parts of PART items."""
+    width = padded_dim(shape.head_dim)
+    return {
+        "D": shape.head_dim,
+        "DP": width,
+        "PART": width // 4 if holds_packed(kv) else width,
+        "BS": kv.shape[3],
+        "ITEMS": packed_items(shape.head_dim) if holds_packed(kv) else shape.head_dim,
+        "HEAD_ITEMS": head_items(kv),
+        "FORMAT": cache_format(kv),
+    }
+
+
+def cache_format(kv: Tensor) -> int:
+    if holds_packed(kv):
+        return int(PACKED.value)
+    return int(EIGHT.value if holds_fp8(kv) else PLAIN.value)
 
 
 def head_items(kv: Tensor) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import holds_fp8
-from millrace.ops.quantised import FP8, FP8_MAX
+from millrace.ops.kv_cache import holds_packed
+from millrace.ops.packed import can_pack, packed_items
+from millrace.ops.quantised import FP8_MAX
 from millrace.ops.triton import early_start
+from millrace.ops.triton.attention_parts import EIGHT, PACKED, cache_format, cache_pointers, head_items
 from millrace.ops.triton.early import wait_for_last
 
 
@@ -65,12 +66,51 @@ def _to_fp8(x, scales, MOST: tl.constexpr):
 
 
 @triton.jit
+def _bits(x):
+    return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _quarters(half, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """The two quarters [heads, D / 4] in a half [heads, D / 2] of each vector."""
+    return tl.split(tl.permute(tl.reshape(half, [HEADS, 2, HALF // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _kept(bits, top):
+    """Sign, mantissa and four bits of exponent of each number, below a largest exponent `top` of each head."""
+    size = (bits & 0x7FFF) - ((top[:, None] - 15) << 7)
+    return tl.minimum(tl.maximum(size, 0), 0x07FF) | (bits & 0x8000)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """bfloat16, from its bits of exponent."""
+    return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _pack(left, right, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """As `ops/packed.py` says, from bfloat16 halves [heads, D / 2]: three words int16 [heads, D / 4], and the scales
+    [heads]."""
+    left, right = _bits(left), _bits(right)
+    top = tl.maximum(tl.max(left & 0x7FFF, 1), tl.max(right & 0x7FFF, 1)) >> 7
+    first, second = _quarters(_kept(left, top), HEADS, HALF)
+    third, last = _quarters(_kept(right, top), HEADS, HALF)
+    last = (last & 0x07FF) | ((last & 0x8000) >> 4)
+    first = first | (last & 0xF) << 11
+    second = second | (last >> 4 & 0xF) << 11
+    third = third | (last >> 8) << 11
+    return first.to(tl.int16), second.to(tl.int16), third.to(tl.int16), _power_of_two(top)
+
+
+@triton.jit
 def _qkv_kernel(
     qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
     qkv_stride, value_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
-    FP8: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
+    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
     ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
@@ -120,25 +160,33 @@ def _qkv_kernel(
 
     kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
     part = (block * KV_HEADS + kv_head) * HEAD_ITEMS + tl.where(is_value, value_stride, 0)
-    places = kv_ptr + (part + offset * D)[:, None]
-    cached = pair & (heads >= HEADS)[:, None]
+    places = kv_ptr + (part + offset * ITEMS)[:, None]
     if REST > 0:
         rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
         tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
-    if FP8:
-        largest = tl.maximum(_largest(left), _largest(right))
+    stored = exists & (heads >= HEADS)
+    if FORMAT == PACKED:
+        first, second, third, scales = _pack(left, right, BLOCK_H, HALF)
+        places += tl.arange(0, HALF // 2)[None, :]
+        tl.store(places, first, mask=stored[:, None])
+        tl.store(places + HALF // 2, second, mask=stored[:, None])
+        tl.store(places + HALF, third, mask=stored[:, None])
+        tl.store(scales_ptr + part + BS * ITEMS + offset, scales, mask=stored)
+    else:
+        if FORMAT == EIGHT:
+            largest = tl.maximum(_largest(left), _largest(right))
+            if REST > 0:
+                largest = tl.maximum(largest, _largest(rest))
+            scales = tl.where(largest > 0, tl.div_rn(largest, tl.full([BLOCK_H], MOST, tl.float32)), 1.0)
+            left, right = _to_fp8(left, scales, MOST), _to_fp8(right, scales, MOST)
+            if REST > 0:
+                rest = _to_fp8(rest, scales, MOST)
+            tl.store(scales_ptr + (part + BS * D) // 4 + offset, scales, mask=stored)
+        kind = kv_ptr.dtype.element_ty
+        tl.store(places + i[None, :], left.to(kind), mask=stored[:, None] & (i < HALF)[None, :])
+        tl.store(places + HALF + i[None, :], right.to(kind), mask=stored[:, None] & (i < HALF)[None, :])
         if REST > 0:
-            largest = tl.maximum(largest, _largest(rest))
-        scales = tl.where(largest > 0, tl.div_rn(largest, tl.full([BLOCK_H], MOST, tl.float32)), 1.0)
-        left, right = _to_fp8(left, scales, MOST), _to_fp8(right, scales, MOST)
-        if REST > 0:
-            rest = _to_fp8(rest, scales, MOST)
-        tl.store(scales_ptr + (part + BS * D) // 4 + offset, scales, mask=exists & (heads >= HEADS))
-    kind = kv_ptr.dtype.element_ty
-    tl.store(places + i[None, :], left.to(kind), mask=cached)
-    tl.store(places + HALF + i[None, :], right.to(kind), mask=cached)
-    if REST > 0:
-        tl.store(places + 2 * HALF + r[None, :], rest.to(kind), mask=tail & (heads >= HEADS)[:, None])
+            tl.store(places + 2 * HALF + r[None, :], rest.to(kind), mask=stored[:, None] & (r < REST)[None, :])
 
 
 class PrepareQkvKernel:
@@ -173,16 +221,19 @@ class PrepareQkvKernel:
         half = head_dim // 2 if rows is None else rows.shape[1] // 2
         rest = head_dim - 2 * half
         q_norm, k_norm = self._norms
-        fp8 = holds_fp8(kv)
-        cache, scales = (kv.view(FP8), kv.view(torch.float32)) if fp8 else (kv, None)
+        packed = holds_packed(kv)
+        if packed and (rest or not can_pack(head_dim)):
+            raise ValueError(f"a packed cache holds whole heads of 64, 128 or 256 items, not {2 * half} of {head_dim}")
+        cache, _, scales, _ = cache_pointers(kv)
         shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None)
         block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
             qkv, rows, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
-            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3], HEAD_ITEMS=kv.shape[3] * kv.shape[4],
-            FP8=fp8, MOST=FP8_MAX, BLOCK_H=block_h,
+            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
+            ITEMS=packed_items(head_dim) if packed else head_dim, HEAD_ITEMS=head_items(kv),
+            FORMAT=cache_format(kv), MOST=FP8_MAX, BLOCK_H=block_h,
             NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **early_start(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]
