@@ -117,8 +117,8 @@ class MemoryConfig:
     kv_tokens: int = setting(0, "tokens the KV pool holds; overrides kv_gib; 0 leaves it to kv_gib", minimum=0)
     kv_dtype: KvDtype = setting(
         "auto",
-        "how KV is kept; full: in the model's dtype; packed: bfloat16 in 12 bits, on a GPU; auto: packed where it can"
-        " be, else full; half: fp8 on a GPU, int8 on a CPU",
+        "how KV is kept; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); auto: packed, else full;"
+        " half the size: fp8 (GPU), int8 (CPU)",
     )
     fraction: float = setting(0.0, "share of the free memory to use; 0 is 0.9 on a GPU, 0.25 on a CPU", minimum=0.0)
 

@@ -6,8 +6,8 @@ tokens, one token after the other; their float32 scales follow. Every key and ev
 largest item takes the largest number there is, so that no outlier of another token or head costs it range, and nothing
 has to be measured beforehand.
 
-A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 1] of int16: bfloat16 numbers in
-twelve bits, as `ops/packed.py` says, in the same order: a head's numbers first, then their bfloat16 scales.
+A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 1] of int16: bfloat16 numbers
+in twelve bits, as `ops/packed.py` says, in the same order: a head's numbers first, then their bfloat16 scales.
 """
 
 from __future__ import annotations
