@@ -22,7 +22,7 @@ from millrace.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
-KvDtype = Literal["auto", "fp8", "int8"]
+KvDtype = Literal["auto", "full", "packed", "fp8", "int8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -115,7 +115,11 @@ class PlanConfig:
 class MemoryConfig:
     kv_gib: float = setting(0.0, "memory of the KV pool in GiB; 0 takes what the fraction leaves", minimum=0.0)
     kv_tokens: int = setting(0, "tokens the KV pool holds; overrides kv_gib; 0 leaves it to kv_gib", minimum=0)
-    kv_dtype: KvDtype = setting("auto", "type of KV; auto: the model's own; half: fp8 on a GPU, int8 on a CPU")
+    kv_dtype: KvDtype = setting(
+        "auto",
+        "how KV is kept; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); auto: packed, else full;"
+        " half the size: fp8 (GPU), int8 (CPU)",
+    )
     fraction: float = setting(0.0, "share of the free memory to use; 0 is 0.9 on a GPU, 0.25 on a CPU", minimum=0.0)
 
 

@@ -1,7 +1,7 @@
 """Which models `millrace bench gpu` runs: shapes with random weights, by name or path, with suffixes for settings.
 
 `llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights, `llama-3.1-8b+fp8+fp8kv` with an FP8 KV cache as well;
-`qwen3-0.6b+deterministic` shows what the deterministic mode costs.
+`llama-3.1-8b+fullkv` shows what packing the cache gives, `qwen3-0.6b+deterministic` what the deterministic mode costs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.1-8b+fp8", "qwen3-0.6b", "qwen3-30b-a
 SUFFIXES: Mapping[str, tuple[str, object]] = {
     "fp8": ("model.quantization", "fp8"),
     "fp8kv": ("memory.kv_dtype", "fp8"),
+    "fullkv": ("memory.kv_dtype", "full"),
     "deterministic": ("run.deterministic", True),
 }
 """Each suffix is a setting and the value that it gets."""

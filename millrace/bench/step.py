@@ -21,6 +21,7 @@ from millrace.models.native_stack import KINDS
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.device import CpuDevice, fast_dtype
+from millrace.run.kv_pool import resolve_kv_dtype
 from millrace.run.native_step import NativeStep
 from millrace.run.request_table import RowParams
 from millrace.run.runner import Runner
@@ -75,6 +76,7 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
     spec = spec_from_config(files.config)
     device = CpuDevice(config.run.threads)
     dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    kv_dtype = resolve_kv_dtype(config.memory.kv_dtype, spec, dtype=dtype, device=device.torch_device)
     decoder = load_decoder(files, device=device.torch_device, dtype=dtype, seed=config.model.seed)
     stack = decoder.native_stack
     if stack is None or not stack.takes_whole_steps:
@@ -95,7 +97,7 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
                 block_size=BLOCK_SIZE,
                 max_rows=case.num_rows,
                 max_context=blocks * BLOCK_SIZE,
-                kv_dtype=config.memory.kv_dtype,
+                kv_dtype=kv_dtype,
             )
             assert runner.native_step is not None
             report(_measure(runner, runner.native_step, case, blocks, spec.vocab_size))

@@ -37,7 +37,7 @@ PROFILE_BATCHES = (1, 128)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench gpu")
     group.add_argument(
-        "--models", default="", metavar="NAMES", help="shapes by name or path, separated by commas; +fp8, +fp8kv"
+        "--models", default="", metavar="NAMES", help="shapes by name or path, with commas; +fp8, +fp8kv, +fullkv"
     )
     group.add_argument("--shapes", type=Path, metavar="DIR", help="a directory of further shapes (config.json files)")
     group.add_argument("--cases", default="", metavar="NAMES", help="startup,decode,ttft,mixed,prefix,host")

@@ -18,7 +18,7 @@ from millrace.plan.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device import Device, fast_dtype, open_device
 from millrace.run.kernel_builder import KernelBuilder
-from millrace.run.kv_pool import check_kv_dtype
+from millrace.run.kv_pool import resolve_kv_dtype
 from millrace.run.make import make_runner
 from millrace.sources.resolve import ModelFiles, resolve_model
 
@@ -37,7 +37,13 @@ def build_engine(
     device = open_device(config.run)
     dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     check_quantization(config.model.quantization, device.torch_device, dtype)
-    check_kv_dtype(config.memory.kv_dtype, device.torch_device, spec.head_dim)
+    kv_dtype = resolve_kv_dtype(
+        config.memory.kv_dtype,
+        spec,
+        dtype=dtype,
+        device=device.torch_device,
+        deterministic=config.run.deterministic,
+    )
     plan = make_memory_plan(
         config,
         spec,
@@ -45,6 +51,7 @@ def build_engine(
         weights_bytes=weight_bytes(files, dtype, config.model.quantization, device.torch_device),
         device_kind=device.kind,
         free_bytes=device.free_bytes(),
+        kv_dtype=kv_dtype,
     )
     decoder = load_decoder(
         files,
@@ -64,7 +71,7 @@ def build_engine(
         max_context=plan.max_context,
         token_budget=plan.token_budget,
         graphs=config.run.graphs,
-        kv_dtype=config.memory.kv_dtype,
+        kv_dtype=kv_dtype,
         builder=builder,
     )
     scheduler = Scheduler(
@@ -86,7 +93,7 @@ def _ready(
 ) -> EngineReady:
     dtype_name = str(dtype).removeprefix("torch.")
     identity = [millrace.__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
-    identity += [config.model.quantization, config.memory.kv_dtype]
+    identity += [config.model.quantization, plan.kv_dtype]
     identity += [f"{path.name}:{path.stat().st_size}" for path in files.weights]
     return EngineReady(
         model_name=config.model.served_name or files.name,

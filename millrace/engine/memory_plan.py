@@ -12,7 +12,7 @@ import torch
 from millrace.config import MOST_RUNNING, Config
 from millrace.errors import MemoryPlanError
 from millrace.models.spec import ModelSpec
-from millrace.run.kv_pool import bytes_per_token
+from millrace.run.kv_pool import KvFormat, bytes_per_token
 
 GIB = 1 << 30
 MIN_KV_TOKENS = 256
@@ -34,6 +34,7 @@ class MemoryPlan:
     weights_bytes: int
     activation_bytes: int
     kv_bytes: int
+    kv_dtype: KvFormat
     kv_tokens: int
     num_blocks: int
     max_context: int
@@ -43,23 +44,31 @@ class MemoryPlan:
     free_bytes: int
 
     def parts(self) -> dict[str, int]:
-        """Name of each part to its bytes, as a person reads it."""
+        """Name of each part to its bytes, as a person reads it. A pool that is not full says what it is."""
+        kept = "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
         return {
             "weights": self.weights_bytes,
             "activations, worst step": self.activation_bytes,
-            f"KV pool, {self.kv_tokens:,} tokens": self.kv_bytes,
+            f"KV pool, {self.kv_tokens:,} tokens{kept}": self.kv_bytes,
             "left free": self.free_bytes - self.weights_bytes - self.activation_bytes - self.kv_bytes,
         }
 
 
 def make_memory_plan(
-    config: Config, spec: ModelSpec, *, dtype: torch.dtype, weights_bytes: int, device_kind: str, free_bytes: int
+    config: Config,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    weights_bytes: int,
+    device_kind: str,
+    free_bytes: int,
+    kv_dtype: KvFormat = "full",
 ) -> MemoryPlan:
     max_running = _max_running(config, device_kind)
     token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running)
     max_context = _max_context(config, spec)
     activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
-    per_token = bytes_per_token(spec, dtype, config.memory.kv_dtype)
+    per_token = bytes_per_token(spec, dtype, kv_dtype)
     fixed = weights_bytes + activation_bytes
     if fixed + MIN_KV_TOKENS * per_token > free_bytes:
         raise _too_big(spec, dtype, weights_bytes, activation_bytes, free_bytes)
@@ -76,6 +85,7 @@ def make_memory_plan(
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
         kv_bytes=kv_tokens * per_token,
+        kv_dtype=kv_dtype,
         kv_tokens=kv_tokens,
         num_blocks=num_blocks,
         max_context=max_context,

@@ -98,6 +98,11 @@ class ModelSpec:
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
     @property
+    def rotates_whole_heads(self) -> bool:
+        """Whether every layer rotates all of a head's dimensions, or none."""
+        return all(layer.rope is None or self.ropes[layer.rope].rotary_dim == self.head_dim for layer in self.layers)
+
+    @property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with in the layers: of the experts, only those it chooses."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)

@@ -7,7 +7,8 @@ largest item takes the largest number there is, so that no outlier of another to
 has to be measured beforehand.
 
 A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 1] of int16: bfloat16 numbers
-in twelve bits, as `ops/packed.py` says, in the same order: a head's numbers first, then their bfloat16 scales.
+in twelve bits, as `ops/packed.py` says. A block begins with the words of all its heads and tokens, which are then read
+in whole lines of memory, one head after the other; their bfloat16 scales follow in the same order.
 """
 
 from __future__ import annotations
@@ -90,21 +91,24 @@ def head_dim_of(kv: Tensor) -> int:
 def fp8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a cache in eight bits: items float8 [2, blocks, kv_heads, block_size, head_dim], and scales float32
     without the last dimension."""
-    return _parts(kv, head_dim_of(kv), FP8, torch.float32)
+    return _eight_bit_parts(kv, FP8)
 
 
 def int8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     """The same with items int8."""
-    return _parts(kv, head_dim_of(kv), torch.int8, torch.float32)
+    return _eight_bit_parts(kv, torch.int8)
+
+
+def _eight_bit_parts(kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    block_size, head_dim = kv.shape[3], head_dim_of(kv)
+    flat = kv.flatten(3)
+    items = flat[..., : block_size * head_dim].view(dtype).view(*kv.shape[:4], head_dim)
+    return items, flat[..., block_size * head_dim :].view(torch.float32)
 
 
 def packed_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     """The same of a packed cache: words int16, three for every four items, and scales bfloat16."""
-    return _parts(kv, packed_items(head_dim_of(kv)), torch.int16, torch.bfloat16)
-
-
-def _parts(kv: Tensor, width: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    block_size = kv.shape[3]
-    flat = kv.flatten(3)
-    items = flat[..., : block_size * width].view(dtype).view(*kv.shape[:4], width)
-    return items, flat[..., block_size * width :].view(scale_dtype)
+    words, flat = packed_items(head_dim_of(kv)), kv.flatten(2)
+    first_scale = flat.shape[2] - kv.shape[2] * kv.shape[3]
+    items = flat[..., :first_scale].view(*kv.shape[:4], words)
+    return items, flat[..., first_scale:].view(torch.bfloat16).view(kv.shape[:4])

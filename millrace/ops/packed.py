@@ -3,7 +3,8 @@
 Of a vector's numbers, each keeps its sign, its seven bits of mantissa, and in four bits how far its exponent is below
 the largest of the vector, whose power of two is kept beside it. Nothing is rounded: a number comes back as it was if it
 is at least 2^-15 of the largest power of two in its vector, and as 2^-15 of it, with its sign, if it is smaller. That
-is a 64th of what bfloat16 itself may round off the largest. (Vectors below the normal range, 10^-38, are zeros.)
+is a 128th of what bfloat16 itself may round off the largest. Only numbers below 2^-126, which have no exponent of their
+own, may be off by as much in a vector that is nearly as small. Infinity or NaN makes all of its vector infinite.
 
 A vector of D numbers is 3D/4 words of sixteen bits. Its first three quarters have a word each, with the sign and the
 eleven lowest bits where bfloat16 has them; the four bits that are left carry, nibble by nibble, the twelve bits of the

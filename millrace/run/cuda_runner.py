@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.config import KvDtype
 from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
@@ -31,7 +30,7 @@ from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
 from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
-from millrace.run.kv_pool import allocate_kv
+from millrace.run.kv_pool import KvFormat, allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
 from millrace.run.packet_ring import DrawnRing, PacketRing
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
@@ -73,7 +72,7 @@ class CudaRunner:
         max_context: int,
         token_budget: int,
         graphs: bool = True,
-        kv_dtype: KvDtype = "auto",
+        kv_dtype: KvFormat = "full",
         builder: KernelBuilder | None = None,
     ) -> None:
         attention = decoder.attention

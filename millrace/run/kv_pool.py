@@ -1,8 +1,8 @@
 """The KV cache on the device: one tensor per layer, cut into blocks that the scheduler hands out by number.
 
-Layout per layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; with eight bits as `ops/kv_cache.py`
-says. A head's tokens within a block lie side by side, so attention streams them. Block 0 is scratch: padding may write
-there, nobody reads it.
+Layout per layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; packed and in eight bits as
+`ops/kv_cache.py` says. A head's tokens within a block lie side by side, so attention streams them. Block 0 is scratch:
+padding may write there, nobody reads it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,27 +21,58 @@ from millrace.errors import ConfigError
 from millrace.models.spec import ModelSpec
 from millrace.ops.fp8_linear import FP8_CAPABILITY, fp8_missing
 from millrace.ops.kv_cache import SCALE_BYTES
+from millrace.ops.packed import can_pack, packed_items
 from millrace.ops.triton import triton_missing
 
+KvFormat = Literal["full", "packed", "fp8", "int8"]
+"""What memory.kv_dtype comes to on a device: all but `auto`."""
 HEAD_UNIT = 16
 """Heads in eight bits are multiples of this many items, so that they are read in whole words."""
 
 
-NARROW = {"fp8": torch.uint8, "int8": torch.int8}
-"""What the bytes of a cache in eight bits are."""
-
-
-def check_kv_dtype(kv_dtype: KvDtype, device: torch.device, head_dim: int) -> None:
-    """Refuse what this device or model cannot do."""
-    if kv_dtype == "auto":
-        return
-    objection = _fp8_objection(device) if kv_dtype == "fp8" else _int8_objection(device)
-    if not objection and head_dim % HEAD_UNIT:
-        objection = (
-            f"needs heads in multiples of {HEAD_UNIT} items, but the model's have {head_dim}. Set --kv-dtype auto."
-        )
+def resolve_kv_dtype(
+    asked: KvDtype, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+) -> KvFormat:
+    """What `auto` takes, or what was asked for; refuses what this device or model cannot do."""
+    if asked == "full":
+        return asked
+    if asked == "auto":
+        return "full" if _packed_objection(spec, dtype, device, deterministic) else "packed"
+    if asked == "packed":
+        objection = _packed_objection(spec, dtype, device, deterministic)
+    else:
+        objection = _eight_bits_objection(asked, device, spec.head_dim)
     if objection:
-        raise ConfigError(f"memory.kv_dtype is {kv_dtype}, which {objection}", param="memory.kv_dtype")
+        raise ConfigError(f"memory.kv_dtype is {asked}, which {objection}", param="memory.kv_dtype")
+    return asked
+
+
+def _packed_objection(spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool) -> str:
+    if device.type != "cuda":
+        return "is for a GPU, but the model would run on the CPU. Set --kv-dtype auto, or int8, which takes less."
+    missing = triton_missing(device)
+    if missing:
+        return f"{missing}. Install it, or set --kv-dtype auto."
+    if deterministic:
+        return (
+            "changes tiny numbers, so that results could show how a prompt was cut into steps, but run.deterministic is"
+            " on. Set --kv-dtype auto, which changes none there, or leave out --deterministic."
+        )
+    if dtype != torch.bfloat16:
+        named = str(dtype).removeprefix("torch.")
+        return f"holds bfloat16, but the model would run in {named}. Set --kv-dtype auto, or --dtype bfloat16."
+    if not can_pack(spec.head_dim):
+        return f"needs heads of 64, 128 or 256 items, but the model's have {spec.head_dim}. Set --kv-dtype auto."
+    if not spec.rotates_whole_heads:
+        return "needs heads that are rotated whole or not at all, but the model rotates a part. Set --kv-dtype auto."
+    return ""
+
+
+def _eight_bits_objection(asked: Literal["fp8", "int8"], device: torch.device, head_dim: int) -> str:
+    objection = _fp8_objection(device) if asked == "fp8" else _int8_objection(device)
+    if not objection and head_dim % HEAD_UNIT:
+        return f"needs heads in multiples of {HEAD_UNIT} items, but the model's have {head_dim}. Set --kv-dtype auto."
+    return objection
 
 
 def _fp8_objection(device: torch.device) -> str:
@@ -65,9 +97,20 @@ def _int8_objection(device: torch.device) -> str:
     )
 
 
-def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> int:
-    head_bytes = spec.head_dim * dtype.itemsize if kv_dtype == "auto" else spec.head_dim + SCALE_BYTES
-    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
+def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvFormat = "full") -> int:
+    width, held_in = _head_of(spec.head_dim, dtype, kv_dtype)
+    return 2 * spec.num_layers * spec.num_kv_heads * width * held_in.itemsize
+
+
+def _head_of(head_dim: int, dtype: torch.dtype, kv_dtype: KvFormat) -> tuple[int, torch.dtype]:
+    """A key or a value in the cache, with its scale: how many items of which dtype."""
+    if kv_dtype == "packed":
+        return packed_items(head_dim) + 1, torch.int16
+    if kv_dtype == "fp8":
+        return head_dim + SCALE_BYTES, torch.uint8
+    if kv_dtype == "int8":
+        return head_dim + SCALE_BYTES, torch.int8
+    return head_dim, dtype
 
 
 def allocate_kv(
@@ -77,15 +120,14 @@ def allocate_kv(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    kv_dtype: KvDtype = "auto",
+    kv_dtype: KvFormat = "full",
 ) -> list[Tensor]:
     """Room for `num_blocks` blocks and the scratch block. On a CPU pages become resident only when written."""
-    shape = spec.kv_shape(num_blocks + 1, block_size)
-    if kv_dtype != "auto":
-        shape, dtype = (*shape[:4], shape[4] + SCALE_BYTES), NARROW[kv_dtype]
+    width, held_in = _head_of(spec.head_dim, dtype, kv_dtype)
+    shape = (*spec.kv_shape(num_blocks + 1, block_size)[:4], width)
     if device.type == "cpu":
-        return [_untouched_zeros(shape, dtype) for _ in range(spec.num_layers)]
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        return [_untouched_zeros(shape, held_in) for _ in range(spec.num_layers)]
+    return [torch.zeros(shape, dtype=held_in, device=device) for _ in range(spec.num_layers)]
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

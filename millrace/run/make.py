@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from millrace.config import KvDtype
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device import Device
 from millrace.run.kernel_builder import KernelBuilder
+from millrace.run.kv_pool import KvFormat
 from millrace.run.runner import AnyRunner, Runner
 
 
@@ -20,7 +20,7 @@ def make_runner(
     max_context: int,
     token_budget: int,
     graphs: bool = True,
-    kv_dtype: KvDtype = "auto",
+    kv_dtype: KvFormat = "full",
     builder: KernelBuilder | None = None,
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):

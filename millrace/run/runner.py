@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.config import KvDtype
 from millrace.models.decoder import Decoder
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device import Device, Pending
 from millrace.run.inputs import gather_inputs, last_tokens
-from millrace.run.kv_pool import allocate_kv
+from millrace.run.kv_pool import KvFormat, allocate_kv
 from millrace.run.logprobs import LogprobColumns
 from millrace.run.native_step import NativeStep
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
@@ -76,7 +75,7 @@ class Runner:
         block_size: int,
         max_rows: int,
         max_context: int,
-        kv_dtype: KvDtype = "auto",
+        kv_dtype: KvFormat = "full",
     ) -> None:
         self._decoder = decoder
         self._device = device

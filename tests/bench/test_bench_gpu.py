@@ -228,7 +228,7 @@ def test_shapes_directory_adds_names(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--models", "gpt-9"], "There is no model shape 'gpt-9'. Give one of llama-3.1-8b"),
-        (["--models", "qwen3-0.6b+int3"], "ends in '+int3'; there are: +fp8, +fp8kv, +deterministic."),
+        (["--models", "qwen3-0.6b+int3"], "ends in '+int3'; there are: +fp8, +fp8kv, +fullkv, +deterministic."),
         (["--cases", "decod"], "There is no case 'decod'. There are: startup, decode"),
         (["--batches", "1,x"], "--batches has 'x'"),
         (["--batches", "0"], "--batches has '0'"),

@@ -18,7 +18,7 @@ from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
 
 from millrace.bench.gpu_models import known_shapes, make_model
-from millrace.config import RunConfig, load_config
+from millrace.config import KvDtype, RunConfig, load_config
 from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError
 from millrace.models import load
@@ -33,7 +33,7 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
-from millrace.run.kv_pool import allocate_kv, bytes_per_token, check_kv_dtype
+from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 from millrace.run.request_table import RowParams
 
 CPU = torch.device("cpu")
@@ -145,21 +145,25 @@ def test_the_pool_takes_a_byte_an_item_and_a_scale_for_each_head() -> None:
 def test_the_memory_plan_has_room_for_nearly_twice_the_tokens() -> None:
     spec = spec_from_config(json.loads(known_shapes()["llama-3.1-8b"].read_text(encoding="utf-8")))
 
-    def plan(kv_dtype: str) -> MemoryPlan:
-        config = load_config(None, {"memory.kv_gib": 20.0, "memory.kv_dtype": kv_dtype}).config
-        return make_memory_plan(
-            config, spec, dtype=torch.bfloat16, weights_bytes=16 * GIB, device_kind="cuda", free_bytes=130 * GIB
-        )
+    def plan(kv_dtype: KvFormat) -> MemoryPlan:
+        config = load_config(None, {"memory.kv_gib": 20.0}).config
+        sizes = {"weights_bytes": 16 * GIB, "free_bytes": 130 * GIB}
+        return make_memory_plan(config, spec, dtype=torch.bfloat16, device_kind="cuda", kv_dtype=kv_dtype, **sizes)
 
-    assert plan("fp8").kv_tokens / plan("auto").kv_tokens == pytest.approx(256 / 132, rel=1e-3)
+    assert plan("fp8").kv_tokens / plan("full").kv_tokens == pytest.approx(256 / 132, rel=1e-3)
+    assert [name for name in plan("fp8").parts() if name.endswith(" tokens, fp8")]
+
+
+def resolve(asked: KvDtype, head_dim: int) -> KvFormat:
+    spec = dataclasses.replace(spec_from_config(config_of(make_reference("llama"))), head_dim=head_dim)
+    return resolve_kv_dtype(asked, spec, dtype=torch.bfloat16, device=CPU)
 
 
 def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
-    check_kv_dtype("auto", CPU, 64)
     with pytest.raises(
         ConfigError, match=r"memory\.kv_dtype is fp8, which needs a GPU .* run on the CPU\. Set --kv-dtype"
     ):
-        check_kv_dtype("fp8", CPU, 64)
+        resolve("fp8", 64)
     with pytest.raises(ConfigError, match="kv_dtype"):
         load_config(None, {"memory.kv_dtype": "int3"})
 
@@ -167,12 +171,12 @@ def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
 def test_heads_of_odd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.run.kv_pool.fp8_missing", lambda device: "")
     monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "")
-    check_kv_dtype("fp8", CPU, 80)
+    assert resolve("fp8", 80) == "fp8"
     with pytest.raises(ConfigError, match="multiples of 16 items, but the model's have 72"):
-        check_kv_dtype("fp8", CPU, 72)
+        resolve("fp8", 72)
     monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "needs the package triton")
     with pytest.raises(ConfigError, match="needs the package triton"):
-        check_kv_dtype("fp8", CPU, 80)
+        resolve("fp8", 80)
 
 
 def test_the_benchmark_has_a_suffix_for_it() -> None:

@@ -11,7 +11,7 @@ import torch
 from helpers.paged import PagedDriver
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
-from millrace.config import load_config
+from millrace.config import KvDtype, load_config
 from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError
 from millrace.models import load
@@ -19,7 +19,7 @@ from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.ops.kv_cache import SCALE_BYTES
 from millrace.run import kv_pool
-from millrace.run.kv_pool import allocate_kv, bytes_per_token, check_kv_dtype
+from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU = torch.device("cpu")
 TOKENS = 80
@@ -85,21 +85,26 @@ def test_the_memory_plan_has_room_for_nearly_twice_the_tokens() -> None:
     spec = spec_from_config(config_of(make_reference("llama")))
     spec = dataclasses.replace(spec, head_dim=64, max_context=1 << 20)
 
-    def plan(kv_dtype: str) -> MemoryPlan:
-        config = load_config(None, {"memory.kv_gib": 1.0, "memory.kv_dtype": kv_dtype}).config
-        return make_memory_plan(
-            config, spec, dtype=torch.bfloat16, weights_bytes=GIB, device_kind="cpu", free_bytes=20 * GIB
-        )
+    def plan(kv_dtype: KvFormat) -> MemoryPlan:
+        config = load_config(None, {"memory.kv_gib": 1.0}).config
+        sizes = {"weights_bytes": GIB, "free_bytes": 20 * GIB}
+        return make_memory_plan(config, spec, dtype=torch.bfloat16, device_kind="cpu", kv_dtype=kv_dtype, **sizes)
 
-    assert plan("int8").kv_tokens / plan("auto").kv_tokens == pytest.approx(128 / 68, rel=1e-3)
+    assert plan("int8").kv_tokens / plan("full").kv_tokens == pytest.approx(128 / 68, rel=1e-3)
 
 
 def test_what_cannot_be_done_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_kv_dtype("int8", CPU, 64)
+    whole = spec_from_config(config_of(make_reference("llama")))
+
+    def resolve(asked: KvDtype, device: torch.device, head_dim: int) -> KvFormat:
+        spec = dataclasses.replace(whole, head_dim=head_dim)
+        return resolve_kv_dtype(asked, spec, dtype=torch.bfloat16, device=device)
+
+    assert resolve("int8", CPU, 64) == "int8"
     with pytest.raises(ConfigError, match=r"int8, which needs heads in multiples of 16 items, .* have 72\. Set"):
-        check_kv_dtype("int8", CPU, 72)
+        resolve("int8", CPU, 72)
     with pytest.raises(ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which takes as little"):
-        check_kv_dtype("fp8", CPU, 64)
+        resolve("fp8", CPU, 64)
     monkeypatch.setattr(kv_pool.torch.cuda, "get_device_name", lambda device: "a GPU of ours")
     with pytest.raises(ConfigError, match=r"int8, which is for a CPU, .* run on a GPU of ours\. Set --kv-dtype fp8"):
-        check_kv_dtype("int8", torch.device("cuda"), 64)
+        resolve("int8", torch.device("cuda"), 64)

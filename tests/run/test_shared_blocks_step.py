@@ -7,13 +7,14 @@ import pytest
 import torch
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
-from millrace.config import KvDtype, RunConfig
+from millrace.config import RunConfig
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
 from millrace.ops import native
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.device import open_device
+from millrace.run.kv_pool import KvFormat
 from millrace.run.request_table import RowParams
 from millrace.run.runner import Runner
 
@@ -22,12 +23,13 @@ BLOCK, SHARED, WIDTH, ROWS, STEPS = 16, 192, 15, 7, 6
 pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
 
-def make_runner(case: str, dtype: torch.dtype, kv_dtype: KvDtype) -> Runner:
+def make_runner(case: str, dtype: torch.dtype, kv_dtype: KvFormat) -> Runner:
     model = make_reference(case)
     device = open_device(RunConfig(device="cpu", threads=2))
     spec = spec_from_config(config_of(model))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device.torch_device, dtype=dtype)
-    return Runner(decoder, device, num_blocks=ROWS * WIDTH, block_size=BLOCK, max_rows=ROWS, max_context=WIDTH * BLOCK)
+    sizes = {"num_blocks": ROWS * WIDTH, "block_size": BLOCK, "max_rows": ROWS, "max_context": WIDTH * BLOCK}
+    return Runner(decoder, device, kv_dtype=kv_dtype, **sizes)
 
 
 def prompts() -> list[np.ndarray]:
@@ -71,11 +73,11 @@ def drawn_together(runner: Runner, shares: bool) -> list[list[int]]:
     return drawn
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["full", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama_tied", "gemma3"])
 def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(
-    case: str, dtype: torch.dtype, kv_dtype: KvDtype
+    case: str, dtype: torch.dtype, kv_dtype: KvFormat
 ) -> None:
     whole, apart = make_runner(case, dtype, kv_dtype), make_runner(case, dtype, kv_dtype)
     assert whole.native_step is not None

@@ -20,19 +20,20 @@ from millrace.ops.triton.attention_decode import SHARED_PARTS, DecodeTuning, Sha
 from millrace.ops.triton.attention_parts import (
     EIGHT,
     PACKED,
+    PLAIN,
     TRITON_TYPES,
     HeadShape,
     PagedRows,
     _accumulate,
     _blocks_of,
-    _load_all_quarters,
+    _load_beside,
     _load_keys,
     _load_packed,
-    _load_quarters,
     _load_queries,
     _load_scales,
     _load_values,
     _places,
+    _scales_of,
     _scores,
     _whole,
     _zeros,
@@ -92,6 +93,7 @@ def _shared_kernel(
     q = _load_queries(q_ptr + q_at, real[:, None], d, D, FORMAT)
     table = tables + tl.load(table_rows).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
+    scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
@@ -102,8 +104,8 @@ def _shared_kernel(
         keys = at + tl.arange(0, TILE)
         where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
         inside = keys < end
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = _blocks_of(table, keys + TILE, end, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
         v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
@@ -120,7 +122,7 @@ def _shared_kernel(
 @triton.jit
 def _attend_pages(
     acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, first_position, end, positions,
-    softmax_scale, block_stride, head_offset, d,
+    softmax_scale, block_stride, head_offset, scale_offset, d,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
@@ -138,8 +140,8 @@ def _attend_pages(
         keys = at + tl.arange(0, TILE)
         where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
         inside = keys < full
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = _blocks_of(table, keys + TILE, full, BS)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
         v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
@@ -150,8 +152,8 @@ def _attend_pages(
         inside = keys < end
         here = _blocks_of(table, keys, end, BS)
         where = _places(here, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, here, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, here, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        k_scales = _load_scales(k_scales_ptr, here, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, here, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
         v = _load_values(v_ptr, where, inside, d, D, DP, True, DTYPE, FORMAT, EARLY)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
@@ -166,7 +168,7 @@ def _attend_pages(
 @triton.jit
 def _attend_cached(
     acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, first_position, positions,
-    softmax_scale, block_stride, head_offset, d,
+    softmax_scale, block_stride, head_offset, scale_offset, d,
     D: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -180,8 +182,8 @@ def _attend_cached(
         keys = at + tl.arange(0, TILE)
         inside = keys < context
         where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, PACKED)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, PACKED)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, PACKED)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, PACKED)
         blocks = _blocks_of(table, keys + TILE, context, BS)
         k = _load_packed(k_ptr, where, D, DTYPE, EARLY)
         v = _load_packed(v_ptr, where, D, DTYPE, EARLY)
@@ -198,7 +200,7 @@ def _attend_cached(
 def _attend_beside(
     acc, m, z, q, k_ptr, v_ptr, stride, first_query, end, queries, softmax_scale, d,
     D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
-    DTYPE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    DTYPE: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries over the keys of their own step, which lie beside them as they were computed."""
     full = (first_query + 1) // TILE * TILE
@@ -209,22 +211,22 @@ def _attend_beside(
     ones = tl.full([TILE], 1.0, tl.float32)
     for at in tl.range(begin, full, TILE, num_stages=STAGES):
         where = (at + tl.arange(0, TILE)).to(tl.int64)[:, None] * stride + d[None, :]
-        k = _load_all_quarters(k_ptr + where, D // 4)
-        v = _load_all_quarters(v_ptr + where, D // 4)
-        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PACKED)
-        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PACKED, EARLY)
+        k = _load_beside(k_ptr + where, D, FORMAT)
+        v = _load_beside(v_ptr + where, D, FORMAT)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, FORMAT)
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, FORMAT, EARLY)
     for at in tl.range(full, end, TILE, num_stages=1):
         keys = at + tl.arange(0, TILE)
         inside = (keys < end)[:, None]
         where = keys.to(tl.int64)[:, None] * stride + d[None, :]
-        k = _load_quarters(k_ptr + where, inside, D // 4)
-        v = _load_quarters(v_ptr + where, inside, D // 4)
-        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PACKED)
+        k = _load_queries(k_ptr + where, inside, d, D, FORMAT)
+        v = _load_queries(v_ptr + where, inside, d, D, FORMAT)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, FORMAT)
         seen = keys[None, :] <= queries[:, None]
         if WINDOW > 0:
             seen = seen & (queries[:, None] - keys[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PACKED, EARLY)
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, FORMAT, EARLY)
     return acc, m, z
 
 
@@ -260,41 +262,54 @@ def _prefill_kernel(
 
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     i = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, PART)
+    d = tl.arange(0, DP)
+    part = tl.arange(0, PART)
     local = offset + i // GROUP
     heads = head * GROUP + i % GROUP
     real = (i < QUERIES * GROUP) & (local < num_queries)
     token = (start + local).to(tl.int64)
-    q = _load_queries(q_ptr + token[:, None] * q_stride + heads[:, None] * D + d[None, :], real[:, None], d, D, FORMAT)
+    mine = q_ptr + token[:, None] * q_stride + heads[:, None] * D
     positions = context + local
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
-
+    scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
-    acc = _zeros(BLOCK_M, DP, FORMAT)
     if FORMAT == PACKED:
-        acc, m, z = _attend_cached(
-            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, context + offset, positions,
-            softmax_scale, block_stride, head_offset, d,
-            D, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, EARLY,
-        )  # fmt: skip
         own = q_ptr + start.to(tl.int64) * q_stride + (KV_HEADS * GROUP + head) * D
-        acc, m, z = _attend_beside(
-            acc, m, z, q, own, own + KV_HEADS * D, q_stride, offset, tl.minimum(offset + QUERIES, num_queries), local,
-            softmax_scale, d, D, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, EARLY,
-        )  # fmt: skip
+        own_end = tl.minimum(offset + QUERIES, num_queries)
+        if context == 0:  # whole vectors, which is faster
+            q = _load_queries(mine + d[None, :], real[:, None], d, D, PLAIN)
+            acc, m, z = _attend_beside(
+                _zeros(BLOCK_M, DP, PLAIN), m, z, q, own, own + KV_HEADS * D, q_stride, offset, own_end, local,
+                softmax_scale, d, D, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, PLAIN, EARLY,
+            )  # fmt: skip
+            sums = acc[0]
+        else:
+            quarters = _load_queries(mine + part[None, :], real[:, None], part, D, PACKED)
+            parts, m, z = _attend_cached(
+                _zeros(BLOCK_M, DP, PACKED), m, z, quarters, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context,
+                context + offset, positions, softmax_scale, block_stride, head_offset, scale_offset, part,
+                D, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, EARLY,
+            )  # fmt: skip
+            parts, m, z = _attend_beside(
+                parts, m, z, quarters, own, own + KV_HEADS * D, q_stride, offset, own_end, local,
+                softmax_scale, part, D, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, PACKED, EARLY,
+            )  # fmt: skip
+            sums = _whole(parts, BLOCK_M, DP, PACKED)
     else:
+        q = _load_queries(mine + d[None, :], real[:, None], d, D, FORMAT)
         acc, m, z = _attend_pages(
-            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context + offset,
-            tl.minimum(context + offset + QUERIES, length), positions, softmax_scale, block_stride, head_offset, d,
+            _zeros(BLOCK_M, DP, FORMAT), m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context + offset,
+            tl.minimum(context + offset + QUERIES, length), positions,
+            softmax_scale, block_stride, head_offset, scale_offset, d,
             D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, EARLY,
         )  # fmt: skip
+        sums = acc[0]
 
-    items = tl.arange(0, DP)
-    out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + items[None, :]
-    out = (_whole(acc, BLOCK_M, DP, FORMAT) / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_at, out, mask=real[:, None] & (items < D)[None, :])
+    out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
+    out = (sums / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, out, mask=real[:, None] & (d < D)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +377,9 @@ def _contiguous_kernel(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     blocks = _blocks_of(table, keys, num_keys, BS).to(tl.int64)
     offset = head * HEAD_ITEMS + kind * kind_stride
+    scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT) + kind * kind_stride
     where = _places(blocks, keys, offset, block_stride, d, ITEMS, BS, True)
-    scales = _load_scales(scales_ptr, blocks, keys, inside, offset, block_stride, ITEMS, BS, True, FORMAT)
+    scales = _load_scales(scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, True, FORMAT)
     to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + d[None, :]
     if FORMAT == PACKED:
         numbers = _load_packed(kv_ptr, where, D, tl.float32, False)

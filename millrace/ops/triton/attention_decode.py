@@ -29,6 +29,7 @@ from millrace.ops.triton.attention_parts import (
     _load_scales,
     _load_values,
     _places,
+    _scales_of,
     _scores,
     _whole,
     _zeros,
@@ -162,6 +163,7 @@ def _decode_kernel(
     begin = (first_tile + split * per_split) * TILE
     end = tl.minimum(begin + per_split * TILE, last)
     head_offset = head * HEAD_ITEMS
+    scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
     # The loop looks up its blocks two tiles ahead: loads that depend on one of the same round would not be pipelined.
     keys = begin + tl.arange(0, TILE)
     blocks = _blocks_of(table, keys, last, BS)
@@ -190,8 +192,8 @@ def _decode_kernel(
         keys = at + tl.arange(0, TILE)
         inside = keys < last
         where = _places(blocks, keys, head_offset, block_stride, part, ITEMS, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, head_offset, block_stride, ITEMS, BS, WIDE, FORMAT)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
         blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
         k = _load_keys(k_ptr, where, part, D, DP, DTYPE, FORMAT, EARLY)

@@ -147,25 +147,25 @@ def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_queries(at, mask, d, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The parts of queries whose items `d` are at `at`."""
+    """The parts of queries, or of other vectors that lie as they are, whose items `d` are at `at`."""
     if FORMAT == PACKED:
-        return _load_quarters(at, mask, D // 4)
+        QUARTER: tl.constexpr = D // 4
+        first = tl.load(at, mask=mask, other=0.0)
+        second = tl.load(at + QUARTER, mask=mask, other=0.0)
+        third = tl.load(at + 2 * QUARTER, mask=mask, other=0.0)
+        return first, second, third, tl.load(at + 3 * QUARTER, mask=mask, other=0.0)
     else:
         return (tl.load(at, mask=mask & (d < D)[None, :], other=0.0),)
 
 
 @triton.jit
-def _load_quarters(at, mask, QUARTER: tl.constexpr):
-    """Vectors that lie as they are, in quarters."""
-    first = tl.load(at, mask=mask, other=0.0)
-    second = tl.load(at + QUARTER, mask=mask, other=0.0)
-    third = tl.load(at + 2 * QUARTER, mask=mask, other=0.0)
-    return first, second, third, tl.load(at + 3 * QUARTER, mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_all_quarters(at, QUARTER: tl.constexpr):
-    return tl.load(at), tl.load(at + QUARTER), tl.load(at + 2 * QUARTER), tl.load(at + 3 * QUARTER)
+def _load_beside(at, D: tl.constexpr, FORMAT: tl.constexpr):
+    """The same without a mask, of vectors as long as they are padded."""
+    if FORMAT == PACKED:
+        QUARTER: tl.constexpr = D // 4
+        return tl.load(at), tl.load(at + QUARTER), tl.load(at + 2 * QUARTER), tl.load(at + 3 * QUARTER)
+    else:
+        return (tl.load(at),)
 
 
 @triton.jit
@@ -183,15 +183,25 @@ def _places(blocks, keys, head_offset, block_stride, d, ITEMS: tl.constexpr, BS:
 
 
 @triton.jit
-def _load_scales(ptr, blocks, keys, inside, head_offset, block_stride, ITEMS: tl.constexpr, BS: tl.constexpr,
-                 WIDE: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
-    """The scales [keys] that follow a head's items in each block. Ones where there are none."""
+def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
+               FORMAT: tl.constexpr):  # fmt: skip
+    """Where in a block one head's scales begin: in eight bits after its own items, packed after those of all heads."""
+    if FORMAT == EIGHT:
+        return head * HEAD_ITEMS + BS * ITEMS
+    else:
+        return KV_HEADS * HEAD_ITEMS + head * BS
+
+
+@triton.jit
+def _load_scales(ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.constexpr, WIDE: tl.constexpr,
+                 FORMAT: tl.constexpr):  # fmt: skip
+    """The scales [keys] of a head's items. Ones where there are none."""
     if FORMAT == PLAIN:
         return tl.full(keys.shape, 1.0, tl.float32)
     else:
         if WIDE:
             blocks = blocks.to(tl.int64)
-        first = blocks * block_stride + head_offset + BS * ITEMS
+        first = blocks * block_stride + scale_offset
         if FORMAT == EIGHT:  # offsets count bytes
             first = first >> 2
         return tl.load(ptr + (first + keys % BS), mask=inside, other=0.0).to(tl.float32)
@@ -308,8 +318,8 @@ def cache_format(kv: Tensor) -> int:
 
 
 def head_items(kv: Tensor) -> int:
-    """Items, scales included, of one head in a block: how far one head is from the next."""
-    return kv.shape[3] * kv.shape[4]
+    """How far one head is from the next in a block, in items."""
+    return kv.shape[3] * (kv.shape[4] - 1 if holds_packed(kv) else kv.shape[4])
 
 
 def precision(queries: Tensor) -> str:

@@ -16,7 +16,7 @@ from millrace.ops.kv_cache import holds_packed
 from millrace.ops.packed import can_pack, packed_items
 from millrace.ops.quantised import FP8_MAX
 from millrace.ops.triton import early_start
-from millrace.ops.triton.attention_parts import EIGHT, PACKED, cache_format, cache_pointers, head_items
+from millrace.ops.triton.attention_parts import EIGHT, PACKED, _scales_of, cache_format, cache_pointers, head_items
 from millrace.ops.triton.early import wait_for_last
 
 
@@ -107,7 +107,7 @@ def _pack(left, right, HEADS: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def _qkv_kernel(
     qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
-    qkv_stride, value_stride,
+    qkv_stride, value_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
     REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
@@ -159,7 +159,9 @@ def _qkv_kernel(
     tl.store(base + HALF + i[None, :], right, mask=mine)
 
     kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
-    part = (block * KV_HEADS + kv_head) * HEAD_ITEMS + tl.where(is_value, value_stride, 0)
+    start = block * block_stride + tl.where(is_value, value_stride, 0)
+    part = start + kv_head * HEAD_ITEMS
+    first_scale = start + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
     places = kv_ptr + (part + offset * ITEMS)[:, None]
     if REST > 0:
         rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
@@ -171,7 +173,7 @@ def _qkv_kernel(
         tl.store(places, first, mask=stored[:, None])
         tl.store(places + HALF // 2, second, mask=stored[:, None])
         tl.store(places + HALF, third, mask=stored[:, None])
-        tl.store(scales_ptr + part + BS * ITEMS + offset, scales, mask=stored)
+        tl.store(scales_ptr + first_scale + offset, scales, mask=stored)
     else:
         if FORMAT == EIGHT:
             largest = tl.maximum(_largest(left), _largest(right))
@@ -181,7 +183,7 @@ def _qkv_kernel(
             left, right = _to_fp8(left, scales, MOST), _to_fp8(right, scales, MOST)
             if REST > 0:
                 rest = _to_fp8(rest, scales, MOST)
-            tl.store(scales_ptr + (part + BS * D) // 4 + offset, scales, mask=stored)
+            tl.store(scales_ptr + first_scale // 4 + offset, scales, mask=stored)
         kind = kv_ptr.dtype.element_ty
         tl.store(places + i[None, :], left.to(kind), mask=stored[:, None] & (i < HALF)[None, :])
         tl.store(places + HALF + i[None, :], right.to(kind), mask=stored[:, None] & (i < HALF)[None, :])
@@ -229,7 +231,8 @@ class PrepareQkvKernel:
         block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
-            qkv, rows, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps, qkv.stride(0), kv.stride(0),
+            qkv, rows, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps,
+            qkv.stride(0), kv.stride(0), kv.stride(1),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
             ITEMS=packed_items(head_dim) if packed else head_dim, HEAD_ITEMS=head_items(kv),
