@@ -6,9 +6,9 @@ tokens, one token after the other; their float32 scales follow. Every key and ev
 largest item takes the largest number there is, so that no outlier of another token or head costs it range, and nothing
 has to be measured beforehand.
 
-A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 1] of int16: bfloat16 numbers
+A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 2] of int16: bfloat16 numbers
 in twelve bits, as `ops/packed.py` says. A block begins with the words of all its heads and tokens, which are then read
-in whole lines of memory, one head after the other; their bfloat16 scales follow in the same order.
+in whole lines of memory, one head after the other; their float32 scales follow in the same order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from millrace.ops.quantised import FP8, FP8_MAX
 
 SCALE_BYTES = 4
 """What a key or a value in eight bits takes beside its items."""
+SCALE_WORDS = 2
+"""The same of a packed one, in words of sixteen bits."""
 INT8_MAX = 127
 
 
@@ -84,7 +86,7 @@ def holds_packed(kv: Tensor) -> bool:
 
 def head_dim_of(kv: Tensor) -> int:
     if holds_packed(kv):
-        return (kv.shape[4] - 1) * 4 // 3
+        return (kv.shape[4] - SCALE_WORDS) * 4 // 3
     return kv.shape[4] - SCALE_BYTES if has_eight_bits(kv) else kv.shape[4]
 
 
@@ -107,8 +109,8 @@ def _eight_bit_parts(kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def packed_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of a packed cache: words int16, three for every four items, and scales bfloat16."""
+    """The same of a packed cache: words int16, three for every four items, and scales float32."""
     words, flat = packed_items(head_dim_of(kv)), kv.flatten(2)
-    first_scale = flat.shape[2] - kv.shape[2] * kv.shape[3]
+    first_scale = kv.shape[2] * kv.shape[3] * words
     items = flat[..., :first_scale].view(*kv.shape[:4], words)
-    return items, flat[..., first_scale:].view(torch.bfloat16).view(kv.shape[:4])
+    return items, flat[..., first_scale:].view(torch.float32).view(kv.shape[:4])

@@ -19,6 +19,7 @@ from torch import Tensor
 SIGN, MANTISSA_BITS, KEPT = 0x8000, 7, 0x07FF
 """Of bfloat16: the sign; bits of mantissa; the mantissa and four bits of exponent."""
 NIBBLE_AT = 11
+FLOAT32_MANTISSA = 23
 ONE = 0x3800
 """What the four bits between sign and exponent become, so that the largest numbers of a vector are from 1 to 2."""
 FURTHEST = 15
@@ -36,7 +37,7 @@ def packed_items(head_dim: int) -> int:
 
 
 def pack(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """bfloat16 [..., D] as int16 [..., 3D/4], and the scales bfloat16 [...], powers of two or zero."""
+    """bfloat16 [..., D] as int16 [..., 3D/4], and the scales float32 [...], powers of two or zero."""
     bits = numbers.view(torch.int16).int() & 0xFFFF
     sizes = bits & (SIGN - 1)
     top = sizes.amax(dim=-1) >> MANTISSA_BITS
@@ -44,7 +45,7 @@ def pack(numbers: Tensor) -> tuple[Tensor, Tensor]:
     quarters = (kept | bits & SIGN).chunk(4, dim=-1)
     last = quarters[3] & KEPT | (quarters[3] & SIGN) >> 4
     words = [quarter | (last >> 4 * index & 15) << NIBBLE_AT for index, quarter in enumerate(quarters[:3])]
-    return _sixteen_bits(torch.cat(words, dim=-1)), _sixteen_bits(top << MANTISSA_BITS).view(torch.bfloat16)
+    return _sixteen_bits(torch.cat(words, dim=-1)), (top << FLOAT32_MANTISSA).view(torch.float32)
 
 
 def unpack(words: Tensor, scales: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def unpack(words: Tensor, scales: Tensor) -> Tensor:
     nibbles = [word >> NIBBLE_AT & 15 for word in (words.int() & 0xFFFF).chunk(3, dim=-1)]
     last = nibbles[0] | nibbles[1] << 4 | (nibbles[2] & 7) << 8 | (nibbles[2] >> 3) * SIGN
     numbers = _sixteen_bits(torch.cat([*first, last], dim=-1) | ONE).view(torch.bfloat16)
-    return numbers.float() * scales.float()[..., None]
+    return numbers.float() * scales[..., None]
 
 
 def _sixteen_bits(bits: Tensor) -> Tensor:

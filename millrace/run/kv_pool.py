@@ -20,7 +20,7 @@ from millrace.config import KvDtype
 from millrace.errors import ConfigError
 from millrace.models.spec import ModelSpec
 from millrace.ops.fp8_linear import FP8_CAPABILITY, fp8_missing
-from millrace.ops.kv_cache import SCALE_BYTES
+from millrace.ops.kv_cache import SCALE_BYTES, SCALE_WORDS
 from millrace.ops.packed import can_pack, packed_items
 from millrace.ops.triton import triton_missing
 
@@ -105,7 +105,7 @@ def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvFormat = "f
 def _head_of(head_dim: int, dtype: torch.dtype, kv_dtype: KvFormat) -> tuple[int, torch.dtype]:
     """A key or a value in the cache, with its scale: how many items of which dtype."""
     if kv_dtype == "packed":
-        return packed_items(head_dim) + 1, torch.int16
+        return packed_items(head_dim) + SCALE_WORDS, torch.int16
     if kv_dtype == "fp8":
         return head_dim + SCALE_BYTES, torch.uint8
     if kv_dtype == "int8":

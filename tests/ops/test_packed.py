@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace.ops.kv_cache import head_dim_of, packed_parts, read_kv, write_kv
+from millrace.ops.kv_cache import SCALE_WORDS, head_dim_of, packed_parts, read_kv, write_kv
 from millrace.ops.packed import can_pack, pack, packed_items, unpack
 
 EXPONENT_AT, LARGEST_EXPONENT = 7, 254
@@ -37,7 +37,7 @@ def exponent_of(numbers: Tensor) -> Tensor:
 
 def there_and_back(numbers: Tensor) -> Tensor:
     words, scales = pack(numbers)
-    assert (words.dtype, scales.dtype) == (torch.int16, torch.bfloat16)
+    assert (words.dtype, scales.dtype) == (torch.int16, torch.float32)
     assert words.shape == (*numbers.shape[:-1], packed_items(numbers.shape[-1]))
     assert scales.shape == numbers.shape[:-1]
     return unpack(words, scales)
@@ -128,7 +128,9 @@ def test_it_takes_three_quarters_of_the_words() -> None:
 
 def empty(num_blocks: int, kv_heads: int, block_size: int, head_dim: int) -> Tensor:
     """Every bit is set: NaN as a scale."""
-    return torch.full((2, num_blocks, kv_heads, block_size, packed_items(head_dim) + 1), -1, dtype=torch.int16)
+    return torch.full(
+        (2, num_blocks, kv_heads, block_size, packed_items(head_dim) + SCALE_WORDS), -1, dtype=torch.int16
+    )
 
 
 @settings(max_examples=60)
@@ -156,7 +158,7 @@ def test_the_cache_keeps_each_token_at_its_place(
     assert same_bits(found[:, mine // block_size, :, mine % block_size].contiguous(), keys_values)
     items, scales = packed_parts(kv)
     assert (items[:, others // block_size, :, others % block_size] == -1).all()
-    assert (scales.view(torch.int16)[:, others // block_size, :, others % block_size] == -1).all()
+    assert (scales.view(torch.int32)[:, others // block_size, :, others % block_size] == -1).all()
 
 
 def test_a_token_is_written_over() -> None:
@@ -176,5 +178,5 @@ def test_the_layout_is_as_described() -> None:
     flat = kv[1, 1].flatten()
     for head in range(2):
         assert torch.equal(flat[(4 * head + 2) * 48 : (4 * head + 3) * 48], words[0, 1, head])
-        assert torch.equal(flat[2 * 4 * 48 + 4 * head + 2].view(torch.bfloat16), scales[0, 1, head])
+        assert torch.equal(flat[2 * 4 * 48 :].view(torch.float32)[4 * head + 2], scales[0, 1, head])
     assert torch.equal(flat[:48], torch.full((48,), -1, dtype=torch.int16))

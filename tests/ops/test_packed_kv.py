@@ -15,7 +15,7 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.models.batch import ForwardBatch
 from millrace.ops.attention import PagedAttention, ReferenceAttention
-from millrace.ops.kv_cache import packed_parts, read_kv, write_kv
+from millrace.ops.kv_cache import SCALE_WORDS, packed_parts, read_kv, write_kv
 from millrace.ops.packed import packed_items
 from millrace.ops.qkv import TorchPrepareQkv
 from millrace.ops.triton.attention import (
@@ -34,7 +34,7 @@ DTYPE = torch.float32 if interpreted else BF16
 """Of queries: Triton's interpreter multiplies no bfloat16 numbers. Keys and values are such numbers all the same."""
 SAME = 2e-2
 NEVER = 0x7FC1
-"""Words of places that were never written: as a scale, NaN."""
+"""Words of places that were never written: two of them, as a scale, are NaN."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,9 @@ def attention_case(rows: list[tuple[int, int]], **sizes: Any) -> tuple[torch.Ten
 
 
 def empty_packed(kv: torch.Tensor) -> torch.Tensor:
-    return torch.full((*kv.shape[:4], packed_items(kv.shape[4]) + 1), NEVER, dtype=torch.int16, device=kv.device)
+    return torch.full(
+        (*kv.shape[:4], packed_items(kv.shape[4]) + SCALE_WORDS), NEVER, dtype=torch.int16, device=kv.device
+    )
 
 
 def in_packed(kv: torch.Tensor) -> torch.Tensor:
@@ -108,7 +110,7 @@ def test_the_kernel_writes_what_the_reference_writes(head_dim: int, norm: bool, 
 
 
 def test_part_of_a_head_rotated_is_refused() -> None:
-    kv = torch.zeros((2, 2, 1, 16, packed_items(64) + 1), dtype=torch.int16, device=device)
+    kv = torch.zeros((2, 2, 1, 16, packed_items(64) + SCALE_WORDS), dtype=torch.int16, device=device)
     qkv, one = torch.zeros(1, 3 * 64, dtype=BF16, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="whole heads"):
         PrepareQkvKernel(1, 1, 64, 1e-6, None, None)(qkv, torch.zeros(1, 32, device=device), kv, one, one)

@@ -22,7 +22,7 @@ from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.spec import LayerSpec, ModelSpec
 from millrace.ops import registry
-from millrace.ops.kv_cache import head_dim_of
+from millrace.ops.kv_cache import SCALE_WORDS, head_dim_of
 from millrace.ops.packed import packed_items
 from millrace.ops.version import Choice
 from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
@@ -112,11 +112,11 @@ def test_layers_that_rotate_nothing_are_packed() -> None:
 def test_the_pool_takes_twelve_bits_an_item_and_a_scale_for_each_head(head_dim: int) -> None:
     spec = dataclasses.replace(spec_from_config(config_of(make_reference("llama"))), head_dim=head_dim)
     per_token = bytes_per_token(spec, torch.bfloat16, "packed")
-    assert per_token == 2 * spec.num_layers * spec.num_kv_heads * (head_dim * 12 // 8 + 2)
+    assert per_token == 2 * spec.num_layers * spec.num_kv_heads * (head_dim * 12 // 8 + 4)
     kv = allocate_kv(spec, num_blocks=3, block_size=8, dtype=torch.bfloat16, device=CPU, kv_dtype="packed")
     assert len(kv) == spec.num_layers
     assert {(layer.dtype, tuple(layer.shape)) for layer in kv} == {
-        (torch.int16, (2, 4, spec.num_kv_heads, 8, packed_items(head_dim) + 1))
+        (torch.int16, (2, 4, spec.num_kv_heads, 8, packed_items(head_dim) + SCALE_WORDS))
     }
     assert head_dim_of(kv[0]) == head_dim
     assert sum(layer.nbytes for layer in kv) == 4 * 8 * per_token
@@ -139,7 +139,7 @@ def test_the_memory_plan_has_room_for_a_third_more_tokens_and_says_why() -> None
         return make_memory_plan(config, spec, dtype=torch.bfloat16, device_kind="cuda", kv_dtype=kv_dtype, **sizes)
 
     full, packed = plan("full"), plan("packed")
-    assert packed.kv_tokens / full.kv_tokens == pytest.approx(256 / 194, rel=1e-3)
+    assert packed.kv_tokens / full.kv_tokens == pytest.approx(256 / 196, rel=1e-3)
     assert f"KV pool, {full.kv_tokens:,} tokens" in full.parts()
     assert f"KV pool, {packed.kv_tokens:,} tokens, packed" in packed.parts()
 
@@ -155,7 +155,7 @@ class PackedDriver(PagedDriver):
 
     def __init__(self, decoder: Decoder, block_size: int = 4) -> None:
         super().__init__(decoder, block_size)
-        width = packed_items(decoder.spec.head_dim) + 1
+        width = packed_items(decoder.spec.head_dim) + SCALE_WORDS
         self.kv = [torch.full((*kv.shape[:4], width), -1, dtype=torch.int16) for kv in self.kv]
 
 

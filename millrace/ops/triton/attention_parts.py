@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import holds_fp8, holds_packed
+from millrace.ops.kv_cache import SCALE_WORDS, holds_fp8, holds_packed
 from millrace.ops.packed import packed_items
 from millrace.ops.quantised import FP8
 
@@ -189,7 +189,7 @@ def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constex
     if FORMAT == EIGHT:
         return head * HEAD_ITEMS + BS * ITEMS
     else:
-        return KV_HEADS * HEAD_ITEMS + head * BS
+        return KV_HEADS * HEAD_ITEMS + head * (2 * BS)
 
 
 @triton.jit
@@ -202,9 +202,9 @@ def _load_scales(ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.c
         if WIDE:
             blocks = blocks.to(tl.int64)
         first = blocks * block_stride + scale_offset
-        if FORMAT == EIGHT:  # offsets count bytes
-            first = first >> 2
-        return tl.load(ptr + (first + keys % BS), mask=inside, other=0.0).to(tl.float32)
+        # Offsets count items: bytes, or words of sixteen bits.
+        first = first >> 2 if FORMAT == EIGHT else first >> 1
+        return tl.load(ptr + (first + keys % BS), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -288,13 +288,10 @@ def is_wide(kv: Tensor) -> bool:
 
 def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some."""
-    if holds_packed(kv):
-        scales = kv.view(torch.bfloat16)
-        return kv[0], kv[1], scales[0], scales[1]
-    if not holds_fp8(kv):
+    if not holds_fp8(kv) and not holds_packed(kv):
         return kv[0], kv[1], None, None
-    items, words = kv.view(FP8), kv.view(torch.float32)
-    return items[0], items[1], words[0], words[1]
+    items, scales = kv.view(FP8) if holds_fp8(kv) else kv, kv.view(torch.float32)
+    return items[0], items[1], scales[0], scales[1]
 
 
 def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int]:
@@ -319,7 +316,7 @@ def cache_format(kv: Tensor) -> int:
 
 def head_items(kv: Tensor) -> int:
     """How far one head is from the next in a block, in items."""
-    return kv.shape[3] * (kv.shape[4] - 1 if holds_packed(kv) else kv.shape[4])
+    return kv.shape[3] * (kv.shape[4] - SCALE_WORDS if holds_packed(kv) else kv.shape[4])
 
 
 def precision(queries: Tensor) -> str:

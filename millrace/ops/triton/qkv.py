@@ -85,8 +85,8 @@ def _kept(bits, top):
 
 @triton.jit
 def _power_of_two(exponent):
-    """bfloat16, from its bits of exponent."""
-    return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    """float32, from its bits of exponent."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _qkv_kernel(
         tl.store(places, first, mask=stored[:, None])
         tl.store(places + HALF // 2, second, mask=stored[:, None])
         tl.store(places + HALF, third, mask=stored[:, None])
-        tl.store(scales_ptr + first_scale + offset, scales, mask=stored)
+        tl.store(scales_ptr + first_scale // 2 + offset, scales, mask=stored)
     else:
         if FORMAT == EIGHT:
             largest = tl.maximum(_largest(left), _largest(right))
