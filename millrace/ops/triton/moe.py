@@ -89,6 +89,7 @@ def _route(
             logits.stride(0),
             tokens,
             tokens,
+            shares // 2,
             EXPERTS=num_experts,
             EXPERT_BLOCK=power_of_two(num_experts),
             TOP_K=top_k,

@@ -86,7 +86,7 @@ first enough weights on their way to keep its memory busy, then tiles that fill 
 JOINT_SLOTS = 10.0
 """Mean slots per expert up to which both products are one launch: 4 of 250 us a layer at 8 to 128 tokens, none at
 256."""
-AHEAD_BYTES = 8 << 20
+AHEAD_BYTES = 16 << 20
 """Of gate_up, asked for while tokens are routed: a third of a microsecond a layer, and twice as many gain nothing."""
 
 EARLY_TOKENS = 512
