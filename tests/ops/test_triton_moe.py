@@ -14,7 +14,7 @@ from millrace.ops.experts import ExpertWeights, FixedTritonExperts, RoutingExper
 from millrace.ops.linear import PlainLinear
 from millrace.ops.registry import choose
 from millrace.ops.router import route as route_reference
-from millrace.ops.triton import moe, moe_config
+from millrace.ops.triton import moe, moe_config, moe_route_kernels
 from millrace.ops.triton.moe_config import Gpu, MoeConfig, MoeShape, Tile, Way
 
 # The interpreter multiplies the bits of bfloat16 matrices instead of their values.
@@ -174,6 +174,34 @@ def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: in
     assert torch.equal(groups.counts, alone.counts)
     for expert, count in enumerate(counts.tolist()):
         assert sorted(groups.table[expert, :count].tolist()) == alone.table[expert, :count].tolist()
+
+
+@pytest.mark.skipif(not interpreted, reason="what kernels ask for is seen in the interpreter only")
+@pytest.mark.parametrize(
+    ("num_bytes", "ahead", "shares"), [(1 << 20, 1 << 19, 2), (700_000, 1 << 20, 2), (9_000, 1 << 20, 0)]
+)
+def test_weights_asked_for_ahead_are_the_first_ones_and_none_beyond(
+    num_bytes: int, ahead: int, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    waits: list[int] = []
+    monkeypatch.setattr(moe, "_early", lambda *_: {"EARLY": True})
+    monkeypatch.setattr(moe_route_kernels, "wait_for_last", lambda _: waits.append(len(asked)))
+    monkeypatch.setattr(
+        moe_route_kernels,
+        "prefetch_kept",
+        lambda pieces, size: asked.extend((int(at), int(size)) for at in pieces.handle.data),
+    )
+    logits, gate_up = torch.randn(5, 8), torch.zeros(num_bytes, dtype=torch.int8)
+    counts = torch.zeros(8, dtype=torch.int32)
+    weights, _ = moe.route_and_group(logits, 2, True, counts, gate_up, ahead)
+    torch.testing.assert_close(weights, route_reference(logits, 2, True)[0])
+    assert int(counts.sum()) == 10
+    places = [place - gate_up.data_ptr() for place, _ in asked]
+    ends = [place + size for place, (_, size) in zip(places, asked, strict=True)]
+    assert [0, *ends] == [*places, shares * moe.SHARE_AHEAD]
+    # Every token waits for the router, and so does the second half of those who ask.
+    assert waits == [0] * 5 + [len(asked) // 2] * (shares // 2)
 
 
 @pytest.mark.parametrize(

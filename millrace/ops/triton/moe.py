@@ -27,7 +27,7 @@ KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 LOOKS = 1 << 22
 """A program of the down product looks so often for the end of those it needs: some seconds."""
 SHARE_AHEAD = 1 << 18
-"""Bytes of weights that one program asks for while tokens are routed."""
+"""Bytes of weights that one program asks for before the choices are known."""
 
 
 def _early(device: torch.device, early: bool = True) -> dict[str, bool]:
@@ -56,7 +56,7 @@ def route_and_group(
     logits: Tensor, top_k: int, renormalise: bool, counts: Tensor, gate_up: Tensor | None = None, ahead: int = 0
 ) -> tuple[Tensor, Groups]:
     """The weights of all choices, and their slots by experts. `counts` [E] are zero, and whoever has no more use for
-    the groups sets them back to zero. `ahead`: bytes of gate_up to ask for meanwhile."""
+    the groups sets them back to zero. `ahead`: bytes of gate_up to ask for meanwhile and while the router runs."""
     weights, _, table = _route(logits, top_k, renormalise, counts, gate_up, ahead)
     return weights, Groups(weights.numel(), top_k, counts, table)
 
@@ -89,6 +89,7 @@ def _route(
             logits.stride(0),
             tokens,
             tokens,
+            shares // 2,
             EXPERTS=num_experts,
             EXPERT_BLOCK=power_of_two(num_experts),
             TOP_K=top_k,

@@ -101,6 +101,20 @@ def prefetch(rows, BYTES: tl.constexpr):
 
 
 @triton.jit
+def prefetch_kept(rows, BYTES: tl.constexpr):
+    """The same, and they are the last to leave the cache, whatever streams through it before they are read."""
+    tl.inline_asm_elementwise(
+        "{ .reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;"
+        " cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], $2, kept; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [rows, tl.full(rows.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def weight_starts(
     w, expert, first_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr
 ):

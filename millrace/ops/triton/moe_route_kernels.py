@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from millrace.ops.triton.early import wait_for_last
-from millrace.ops.triton.moe_kernels import prefetch
+from millrace.ops.triton.moe_kernels import prefetch_kept
 
 
-@triton.jit(do_not_specialize=["tokens", "capacity"])
+@triton.jit(do_not_specialize=["tokens", "capacity", "at_once"])
 def route_kernel(
     logits,
     weights,
@@ -20,6 +20,7 @@ def route_kernel(
     row_stride,
     tokens,
     capacity,
+    at_once,
     EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -34,17 +35,20 @@ def route_kernel(
     GROUP: its slots are also counted for their experts, and put into those experts' rows of the table [E, capacity], in
     whatever order tokens come; nobody's result depends on it. `counts` are zero before.
     AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other: with
-    many tokens nearly every expert is chosen, and while tokens are routed memory would have nothing to do. Not before
-    the router has ended: its own weights would have to queue behind them.
+    many tokens nearly every expert is chosen, and until that is known memory would have nothing to do. The first
+    `at_once` of them do so while the router still runs, which has asked for its own weights before. What comes is kept:
+    the experts' kernel would push out what it has not yet read.
     """
-    wait_for_last(EARLY)
     if AHEAD > 0:
         share = tl.program_id(0) - tokens
         if share >= 0:
+            if share >= at_once:
+                wait_for_last(EARLY)
             PIECE: tl.constexpr = AHEAD // 64
             pieces = gate_up.to(tl.pointer_type(tl.int8)) + share.to(tl.int64) * AHEAD + tl.arange(0, 64) * PIECE
-            prefetch(pieces, PIECE)
+            prefetch_kept(pieces, PIECE)
             return
+    wait_for_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERT_BLOCK)
     choices = tl.arange(0, CHOICES)
