@@ -7,9 +7,13 @@ counts, over rows of 576 tokens and over rows of 100 to 1,500 (docs/performance.
 from __future__ import annotations
 
 import functools
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+from millrace.ops.kv_cache import holds_fp8, holds_packed
 
 if TYPE_CHECKING:
     from millrace.ops.triton.attention import DecodeTuning, HeadShape
@@ -26,50 +30,76 @@ Tile = tuple[int, int, int]
 """Keys in a tile, warps, stages."""
 
 
-def takes_list(streams: int, fp8: bool) -> bool:
-    """Whether rows are best taken from a list. Fewer are all split, so that the chip is filled at all; those in eight
-    bits, where a tile is more work, up to three to a multiprocessor."""
-    return streams > (3 * SMS if fp8 else FEW)
+class Holds(Enum):
+    """How the cache that is read holds its numbers."""
+
+    PLAIN = auto()
+    PACKED = auto()
+    EIGHT_BITS = auto()
+
+    @classmethod
+    def of(cls, kv: Tensor) -> Holds:
+        if holds_packed(kv):
+            return cls.PACKED
+        return cls.EIGHT_BITS if holds_fp8(kv) else cls.PLAIN
+
+
+LIST_FROM = {Holds.PLAIN: FEW, Holds.PACKED: 3 * SMS // 2, Holds.EIGHT_BITS: 3 * SMS}
+"""Streams beyond which rows are best taken from a list. Fewer are all split, so that the chip is filled at all: more of
+them where a tile is more work."""
+
+
+def takes_list(streams: int, holds: Holds) -> bool:
+    return streams > LIST_FROM[holds]
 
 
 def decode_tuning(
-    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, fp8: bool, listed: bool
+    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, holds: Holds, listed: bool
 ) -> DecodeTuning:
     from millrace.ops.triton.attention import DecodeTuning
 
     streams = num_rows * shape.num_kv_heads
-    splits, least_keys = (LISTED_PARTS, 1) if listed else _splits(streams, fp8)
+    splits, least_keys = (LISTED_PARTS, 1) if listed else _splits(streams, holds)
     swap = False
     if shape.head_dim > 128 or dtype == torch.float32:
         tile, warps, stages = 32, 2, 2
-    elif FEW < streams <= 4 * SMS and not fp8 and shape.head_dim > 64 and shape.group <= 16 and _has_wide_unit(device):
+    elif holds is Holds.PLAIN and _takes_wide_unit(shape, streams) and _has_wide_unit(device):
         # Two programs to a multiprocessor, each with as many tiles under way as it has room for.
         tile, warps, stages, swap = 64, 4, 3, True
     else:
-        tile, warps, stages = _tile(streams, fp8)
+        tile, warps, stages = _tile(streams, holds)
     if shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
         warps = 4 if shape.group <= 32 else 8
     return DecodeTuning(tile, splits, max(1, least_keys // tile), warps, stages, swap)
 
 
-def _splits(streams: int, fp8: bool) -> tuple[int, int]:
+def _takes_wide_unit(shape: HeadShape, streams: int) -> bool:
+    return FEW < streams <= 4 * SMS and shape.head_dim > 64 and shape.group <= 16
+
+
+def _splits(streams: int, holds: Holds) -> tuple[int, int]:
     """(most splits of a row, keys below which none is made) where all rows are split alike.
 
     A join of splits costs as much as some hundred keys. Few streams are split so that the chip is filled at all, many
     only so that long rows do not keep it waiting at the end."""
     if streams <= VERY_FEW:
-        return max(1, min(16, PROGRAMS_WANTED * 3 // 5 // max(streams, 1))), 64
+        wanted = PROGRAMS_WANTED * 2 // 5 if holds is Holds.PACKED else PROGRAMS_WANTED * 3 // 5
+        return max(1, min(16, wanted // max(streams, 1))), 64
     if streams <= FEW:
         return max(1, PROGRAMS_WANTED // streams), 96
+    if holds is Holds.PACKED:
+        return (3, 96) if streams <= LIST_FROM[holds] else (1, 2048)
     if streams <= 3 * SMS:
-        return (4, 384) if fp8 else (2, 640)
+        return (4, 384) if holds is Holds.EIGHT_BITS else (2, 640)
     return 2 if streams <= 4 * SMS else 1, 2048
 
 
-def _tile(streams: int, fp8: bool) -> Tile:
+def _tile(streams: int, holds: Holds) -> Tile:
     """Three programs with tiles of 64 fit a multiprocessor, and four with tiles of 32: what fills it better is
     better."""
-    if fp8:
+    if holds is Holds.PACKED:
+        return (32, 1, 3) if VERY_FEW < streams <= LIST_FROM[holds] else (64, 2, 3)
+    if holds is Holds.EIGHT_BITS:
         return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
     if VERY_FEW < streams <= FEW:
         return 32, 1, 3

@@ -26,16 +26,15 @@ from millrace.ops.triton.attention_parts import (
     PagedRows,
     _accumulate,
     _blocks_of,
-    _load_beside,
     _load_keys,
     _load_packed,
     _load_queries,
     _load_scales,
+    _load_unpacked,
     _load_values,
     _places,
     _scales_of,
     _scores,
-    _whole,
     _zeros,
     cache_pointers,
     cache_sizes,
@@ -85,37 +84,43 @@ def _shared_kernel(
 
     ROWS: tl.constexpr = BLOCK_M // GROUP
     i = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, PART)
+    d = tl.arange(0, DP)
+    words = tl.arange(0, PART)
     row = tl.program_id(0) * ROWS + i // GROUP
     g = i % GROUP
     real = (i < ROWS * GROUP) & (row < num_rows)
     q_at = row.to(tl.int64)[:, None] * q_stride + (head * GROUP + g)[:, None] * D + d[None, :]
-    q = _load_queries(q_ptr + q_at, real[:, None], d, D, FORMAT)
+    q = _load_queries(q_ptr + q_at, real[:, None], d, D, PLAIN)
     table = tables + tl.load(table_rows).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
-    acc = _zeros(BLOCK_M, DP, FORMAT)
+    acc = _zeros(BLOCK_M, DP, PLAIN)
     # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), end, BS)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
-        where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
+        where = _places(blocks, keys, head_offset, block_stride, words, ITEMS, BS, WIDE)
         inside = keys < end
         k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = _blocks_of(table, keys + TILE, end, BS)
-        k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
-        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
+        if FORMAT == PACKED:
+            k = _load_unpacked(k_ptr, where, k_scales, D, DTYPE, EARLY)
+            v = _load_unpacked(v_ptr, where, v_scales, D, DTYPE, EARLY)
+        else:
+            k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
+            v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, EIGHT if FORMAT == EIGHT else PLAIN)
+        acc, m, z = _accumulate(
+            acc, m, z, s, v, v_scales, DTYPE, PRECISION, EIGHT if FORMAT == EIGHT else PLAIN, EARLY
+        )  # fmt: skip
 
     cell = (row * KV_HEADS + head) * PARTS + part
-    to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + tl.arange(0, DP)[None, :]
-    sums = _whole(acc, BLOCK_M, DP, FORMAT)
-    tl.store(partial_ptr + to, sums / tl.where(z == 0.0, 1.0, z)[:, None], mask=real[:, None])
+    to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + d[None, :]
+    tl.store(partial_ptr + to, acc[0] / tl.where(z == 0.0, 1.0, z)[:, None], mask=real[:, None])
     tl.store(lse_ptr + cell * GROUP + g, m + tl.math.log2(z), mask=real)
 
 
@@ -168,7 +173,7 @@ def _attend_pages(
 @triton.jit
 def _attend_cached(
     acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, first_position, positions,
-    softmax_scale, block_stride, head_offset, scale_offset, d,
+    softmax_scale, block_stride, head_offset, scale_offset, part,
     D: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -177,30 +182,31 @@ def _attend_cached(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+    # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), context, BS)
     for at in tl.range(begin, context, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
         inside = keys < context
-        where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
+        where = _places(blocks, keys, head_offset, block_stride, part, ITEMS, BS, WIDE)
         k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, PACKED)
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, PACKED)
         blocks = _blocks_of(table, keys + TILE, context, BS)
-        k = _load_packed(k_ptr, where, D, DTYPE, EARLY)
-        v = _load_packed(v_ptr, where, D, DTYPE, EARLY)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, PACKED)
+        k = _load_unpacked(k_ptr, where, k_scales, D, DTYPE, EARLY)
+        v = _load_unpacked(v_ptr, where, v_scales, D, DTYPE, EARLY)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, PLAIN)
         seen = inside[None, :]
         if WINDOW > 0:
             seen = seen & (positions[:, None] - keys[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, PACKED, EARLY)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, PLAIN, EARLY)
     return acc, m, z
 
 
 @triton.jit
 def _attend_beside(
     acc, m, z, q, k_ptr, v_ptr, stride, first_query, end, queries, softmax_scale, d,
-    D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
-    DTYPE: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries over the keys of their own step, which lie beside them as they were computed."""
     full = (first_query + 1) // TILE * TILE
@@ -208,25 +214,28 @@ def _attend_beside(
     if WINDOW > 0:
         begin = tl.maximum(first_query - WINDOW + 1, 0) // TILE * TILE
         full = begin
+    i = tl.arange(0, TILE)
+    where = i[:, None] * stride + d[None, :]
+    far = tl.zeros([1], tl.int64)  # distances over many tokens need 64 bits
     ones = tl.full([TILE], 1.0, tl.float32)
     for at in tl.range(begin, full, TILE, num_stages=STAGES):
-        where = (at + tl.arange(0, TILE)).to(tl.int64)[:, None] * stride + d[None, :]
-        k = _load_beside(k_ptr + where, D, FORMAT)
-        v = _load_beside(v_ptr + where, D, FORMAT)
-        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, FORMAT)
-        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, FORMAT, EARLY)
+        first = (at + far)[:, None] * stride
+        k = (tl.load(k_ptr + first + where),)
+        v = (tl.load(v_ptr + first + where),)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PLAIN)
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PLAIN, EARLY)
     for at in tl.range(full, end, TILE, num_stages=1):
-        keys = at + tl.arange(0, TILE)
+        keys = at + i
         inside = (keys < end)[:, None]
-        where = keys.to(tl.int64)[:, None] * stride + d[None, :]
-        k = _load_queries(k_ptr + where, inside, d, D, FORMAT)
-        v = _load_queries(v_ptr + where, inside, d, D, FORMAT)
-        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, FORMAT)
+        first = (at + far)[:, None] * stride
+        k = (tl.load(k_ptr + first + where, mask=inside, other=0.0),)
+        v = (tl.load(v_ptr + first + where, mask=inside, other=0.0),)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PLAIN)
         seen = keys[None, :] <= queries[:, None]
         if WINDOW > 0:
             seen = seen & (queries[:, None] - keys[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, FORMAT, EARLY)
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PLAIN, EARLY)
     return acc, m, z
 
 
@@ -263,7 +272,6 @@ def _prefill_kernel(
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     i = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DP)
-    part = tl.arange(0, PART)
     local = offset + i // GROUP
     heads = head * GROUP + i % GROUP
     real = (i < QUERIES * GROUP) & (local < num_queries)
@@ -273,42 +281,31 @@ def _prefill_kernel(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
+    q = _load_queries(mine + d[None, :], real[:, None], d, D, PLAIN)
+    acc = _zeros(BLOCK_M, DP, PLAIN)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     if FORMAT == PACKED:
+        acc, m, z = _attend_cached(
+            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, context + offset, positions,
+            softmax_scale, block_stride, head_offset, scale_offset, tl.arange(0, PART),
+            D, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, EARLY,
+        )  # fmt: skip
         own = q_ptr + start.to(tl.int64) * q_stride + (KV_HEADS * GROUP + head) * D
-        own_end = tl.minimum(offset + QUERIES, num_queries)
-        if context == 0:  # whole vectors, which is faster
-            q = _load_queries(mine + d[None, :], real[:, None], d, D, PLAIN)
-            acc, m, z = _attend_beside(
-                _zeros(BLOCK_M, DP, PLAIN), m, z, q, own, own + KV_HEADS * D, q_stride, offset, own_end, local,
-                softmax_scale, d, D, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, PLAIN, EARLY,
-            )  # fmt: skip
-            sums = acc[0]
-        else:
-            quarters = _load_queries(mine + part[None, :], real[:, None], part, D, PACKED)
-            parts, m, z = _attend_cached(
-                _zeros(BLOCK_M, DP, PACKED), m, z, quarters, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context,
-                context + offset, positions, softmax_scale, block_stride, head_offset, scale_offset, part,
-                D, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, EARLY,
-            )  # fmt: skip
-            parts, m, z = _attend_beside(
-                parts, m, z, quarters, own, own + KV_HEADS * D, q_stride, offset, own_end, local,
-                softmax_scale, part, D, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, PACKED, EARLY,
-            )  # fmt: skip
-            sums = _whole(parts, BLOCK_M, DP, PACKED)
+        acc, m, z = _attend_beside(
+            acc, m, z, q, own, own + KV_HEADS * D, q_stride, offset, tl.minimum(offset + QUERIES, num_queries), local,
+            softmax_scale, d, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, EARLY,
+        )  # fmt: skip
     else:
-        q = _load_queries(mine + d[None, :], real[:, None], d, D, FORMAT)
         acc, m, z = _attend_pages(
-            _zeros(BLOCK_M, DP, FORMAT), m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context + offset,
+            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context + offset,
             tl.minimum(context + offset + QUERIES, length), positions,
             softmax_scale, block_stride, head_offset, scale_offset, d,
             D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, EARLY,
         )  # fmt: skip
-        sums = acc[0]
 
     out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
-    out = (sums / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc[0] / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at, out, mask=real[:, None] & (d < D)[None, :])
 
 

@@ -210,7 +210,7 @@ def _decode_kernel(
         sums = tl.trans(acc[0])
         z = tl.sum(z, 0)
     else:
-        sums = _whole(acc, GP, DP, FORMAT)
+        sums = _whole(acc, GP, DP)
     d = tl.arange(0, DP)
     out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
 

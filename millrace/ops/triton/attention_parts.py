@@ -95,7 +95,7 @@ def _accumulate(
     if FORMAT != PLAIN:
         p = p * v_scales[None, :]
     p = p.to(DTYPE)
-    if FORMAT == PACKED:
+    if len(acc) == 4:
         first = tl.dot(p, v[0], acc[0] * alpha[:, None], input_precision=PRECISION)
         second = tl.dot(p, v[1], acc[1] * alpha[:, None], input_precision=PRECISION)
         third = tl.dot(p, v[2], acc[2] * alpha[:, None], input_precision=PRECISION)
@@ -127,7 +127,7 @@ def _accumulate_swapped(
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
-    """The sums of no values yet."""
+    """The sums of no values yet, in parts."""
     if FORMAT == PACKED:
         zeros = tl.zeros([ROWS, DP // 4], tl.float32)
         return zeros, zeros, zeros, zeros
@@ -136,9 +136,9 @@ def _zeros(ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
+def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr):
     """[ROWS, DP] of the parts of each row's vector."""
-    if FORMAT == PACKED:
+    if len(parts) == 4:
         halves = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
         return tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [ROWS, DP])
     else:
@@ -147,7 +147,7 @@ def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_queries(at, mask, d, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The parts of queries, or of other vectors that lie as they are, whose items `d` are at `at`."""
+    """The parts of queries whose items `d` are at `at`."""
     if FORMAT == PACKED:
         QUARTER: tl.constexpr = D // 4
         first = tl.load(at, mask=mask, other=0.0)
@@ -156,16 +156,6 @@ def _load_queries(at, mask, d, D: tl.constexpr, FORMAT: tl.constexpr):
         return first, second, third, tl.load(at + 3 * QUARTER, mask=mask, other=0.0)
     else:
         return (tl.load(at, mask=mask & (d < D)[None, :], other=0.0),)
-
-
-@triton.jit
-def _load_beside(at, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The same without a mask, of vectors as long as they are padded."""
-    if FORMAT == PACKED:
-        QUARTER: tl.constexpr = D // 4
-        return tl.load(at), tl.load(at + QUARTER), tl.load(at + 2 * QUARTER), tl.load(at + 3 * QUARTER)
-    else:
-        return (tl.load(at),)
 
 
 @triton.jit
@@ -214,6 +204,15 @@ def _load_packed(ptr, where, D: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.co
     a, b, c = tl.load(ptr + where), tl.load(ptr + where + QUARTER), tl.load(ptr + where + 2 * QUARTER)
     first, second, third = _own_word(a, HOPPER), _own_word(b, HOPPER), _own_word(c, HOPPER)
     return first.to(DTYPE), second.to(DTYPE), third.to(DTYPE), _carried_word(a, b, c, HOPPER).to(DTYPE)
+
+
+@triton.jit
+def _load_unpacked(ptr, where, scales, D: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
+    """Packed vectors as they were: whole, and scaled, which is exact. For kernels with many queries, which bring them
+    to shared memory again in any case."""
+    a, b, c, e = _load_packed(ptr, where, D, DTYPE, HOPPER)
+    scales = scales.to(DTYPE)[:, None]
+    return (_whole((a * scales, b * scales, c * scales, e * scales), where.shape[0], D),)
 
 
 @triton.jit
