@@ -105,6 +105,39 @@ def _pack(left, right, HEADS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _store_packed(left, right, places, scales_ptr, cached, HEADS: tl.constexpr, HALF: tl.constexpr):
+    first, second, third, scales = _pack(left, right, HEADS, HALF)
+    to = places + tl.arange(0, HALF // 2)[None, :]
+    tl.store(to, first, mask=cached[:, None])
+    tl.store(to + HALF // 2, second, mask=cached[:, None])
+    tl.store(to + HALF, third, mask=cached[:, None])
+    tl.store(scales_ptr, scales, mask=cached)
+
+
+@triton.jit
+def _store_fp8(left, right, rest, places, scales_ptr, cached, HEADS: tl.constexpr, HALF: tl.constexpr,
+               HP: tl.constexpr, REST: tl.constexpr, RP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    largest = tl.maximum(_largest(left), _largest(right))
+    if REST > 0:
+        largest = tl.maximum(largest, _largest(rest))
+    scales = tl.where(largest > 0, tl.div_rn(largest, tl.full([HEADS], MOST, tl.float32)), 1.0)
+    tl.store(scales_ptr, scales, mask=cached)
+    left, right, rest = _to_fp8(left, scales, MOST), _to_fp8(right, scales, MOST), _to_fp8(rest, scales, MOST)
+    _store_items(left, right, rest, places, cached, HALF, HP, REST, RP)
+
+
+@triton.jit
+def _store_items(left, right, rest, places, cached, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
+                 RP: tl.constexpr):  # fmt: skip
+    i, r = tl.arange(0, HP), tl.arange(0, RP)
+    kind = places.dtype.element_ty
+    tl.store(places + i[None, :], left.to(kind), mask=cached[:, None] & (i < HALF)[None, :])
+    tl.store(places + HALF + i[None, :], right.to(kind), mask=cached[:, None] & (i < HALF)[None, :])
+    if REST > 0:
+        tl.store(places + 2 * HALF + r[None, :], rest.to(kind), mask=cached[:, None] & (r < REST)[None, :])
+
+
+@triton.jit
 def _qkv_kernel(
     qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
     qkv_stride, value_stride, block_stride,
@@ -158,37 +191,24 @@ def _qkv_kernel(
     tl.store(base + i[None, :], left, mask=mine)
     tl.store(base + HALF + i[None, :], right, mask=mine)
 
-    kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
-    start = block * block_stride + tl.where(is_value, value_stride, 0)
-    part = start + kv_head * HEAD_ITEMS
-    first_scale = start + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
-    places = kv_ptr + (part + offset * ITEMS)[:, None]
     if REST > 0:
         rest = tl.where(is_value[:, None], rest_raw, rest.to(dtype))
         tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
-    stored = exists & (heads >= HEADS)
-    if FORMAT == PACKED:
-        first, second, third, scales = _pack(left, right, BLOCK_H, HALF)
-        places += tl.arange(0, HALF // 2)[None, :]
-        tl.store(places, first, mask=stored[:, None])
-        tl.store(places + HALF // 2, second, mask=stored[:, None])
-        tl.store(places + HALF, third, mask=stored[:, None])
-        tl.store(scales_ptr + first_scale // 2 + offset, scales, mask=stored)
     else:
-        if FORMAT == EIGHT:
-            largest = tl.maximum(_largest(left), _largest(right))
-            if REST > 0:
-                largest = tl.maximum(largest, _largest(rest))
-            scales = tl.where(largest > 0, tl.div_rn(largest, tl.full([BLOCK_H], MOST, tl.float32)), 1.0)
-            left, right = _to_fp8(left, scales, MOST), _to_fp8(right, scales, MOST)
-            if REST > 0:
-                rest = _to_fp8(rest, scales, MOST)
-            tl.store(scales_ptr + first_scale // 4 + offset, scales, mask=stored)
-        kind = kv_ptr.dtype.element_ty
-        tl.store(places + i[None, :], left.to(kind), mask=stored[:, None] & (i < HALF)[None, :])
-        tl.store(places + HALF + i[None, :], right.to(kind), mask=stored[:, None] & (i < HALF)[None, :])
-        if REST > 0:
-            tl.store(places + 2 * HALF + r[None, :], rest.to(kind), mask=stored[:, None] & (r < REST)[None, :])
+        rest = left
+    if (tl.program_id(1) + 1) * BLOCK_H > HEADS:  # else there are queries alone
+        kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
+        start = block * block_stride + tl.where(is_value, value_stride, 0)
+        places = kv_ptr + (start + kv_head * HEAD_ITEMS + offset * ITEMS)[:, None]
+        first_scale = start + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
+        cached = exists & (heads >= HEADS)
+        if FORMAT == PACKED:
+            _store_packed(left, right, places, scales_ptr + first_scale // 2 + offset, cached, BLOCK_H, HALF)
+        elif FORMAT == EIGHT:
+            to = scales_ptr + first_scale // 4 + offset
+            _store_fp8(left, right, rest, places, to, cached, BLOCK_H, HALF, HP, REST, RP, MOST)
+        else:
+            _store_items(left, right, rest, places, cached, HALF, HP, REST, RP)
 
 
 class PrepareQkvKernel:
