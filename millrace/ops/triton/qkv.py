@@ -34,12 +34,13 @@ MANY, MANY_TOKENS = Shape(64, 8), 1024
 """From more than so many tokens on."""
 
 
-def shape_for(tokens: int, heads: int, norm: bool) -> Shape:
-    """Many programs for few tokens, large ones for many. Heads that are normed are spread over threads alike for any
-    number of tokens, so that their sums are the same."""
+def shape_for(tokens: int, heads: int, norm: bool, packed: bool = False) -> Shape:
+    """Many programs for few tokens, large ones for many; not so large where the cache is packed that programs of queries
+    alone, which are spared that work, are none. Heads that are normed are spread over threads alike for any number of
+    tokens, so that their sums are the same."""
     if norm or tokens <= SOME_TOKENS:
         return FEW
-    if tokens <= MANY_TOKENS:
+    if tokens <= MANY_TOKENS or packed:
         return SOME
     return Shape(min(MANY.heads, triton.next_power_of_2(heads)), MANY.warps)
 
@@ -247,7 +248,7 @@ class PrepareQkvKernel:
         if packed and (rest or not can_pack(head_dim)):
             raise ValueError(f"a packed cache holds whole heads of 64, 128 or 256 items, not {2 * half} of {head_dim}")
         cache, _, scales, _ = cache_pointers(kv)
-        shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None)
+        shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None, packed)
         block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
