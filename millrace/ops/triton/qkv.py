@@ -35,8 +35,8 @@ MANY, MANY_TOKENS = Shape(64, 8), 1024
 
 
 def shape_for(tokens: int, heads: int, norm: bool, packed: bool = False) -> Shape:
-    """Many programs for few tokens, large ones for many; not so large where the cache is packed that programs of queries
-    alone, which are spared that work, are none. Heads that are normed are spread over threads alike for any number of
+    """Many programs for few tokens, large ones for many; where the cache is packed only so large that there are some of
+    queries alone, which are spared that work. Heads that are normed are spread over threads alike for any number of
     tokens, so that their sums are the same."""
     if norm or tokens <= SOME_TOKENS:
         return FEW
