@@ -185,3 +185,10 @@ def test_keys_and_values_copied_out_of_their_pages_are_as_they_were() -> None:
     found = contiguous_kv(packed, rows, 0, 69, HeadShape(2, 2, 64, 1.0), BF16)
     expected = read_kv(packed, batch.block_tables[0].long()).permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :69]
     assert torch.equal(found.float(), expected)
+
+
+def test_queries_without_their_keys_beside_them_are_refused() -> None:
+    queries, kv, batch = attention_case([(5, 40)], heads=4, kv_heads=2, head_dim=64, block_size=16)
+    paged = PagedAttention(4, 2, 64, 0.2)
+    with pytest.raises(ValueError, match="beside them"):
+        paged(queries.contiguous(), in_packed(kv), paged.prepare(batch, 16, None))

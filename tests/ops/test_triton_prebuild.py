@@ -56,10 +56,15 @@ for text in json.loads(sys.argv[1]):
 """
 
 
+def compiling() -> dict[str, str]:
+    """The environment of a process in which Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def test_the_server_fills_the_cache(tmp_path: Path) -> None:
     good, wide, bad = (json.dumps({**NORM, "constant_vals": constants(block)}) for block in (1024, 2048, 1000))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**compiling(), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
 
     def run(*arguments: str, told: str = "") -> str:
         command = [sys.executable, *arguments]
@@ -92,3 +97,30 @@ def test_no_builder_without_a_gpu() -> None:
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("this machine has a GPU")
     assert start_builder(Config()) is None
+
+
+KEYS = """
+import importlib, json, pkgutil, sys
+from triton.runtime.jit import JITFunction
+import millrace.ops.triton as room
+
+names = [info.name for info in pkgutil.iter_modules(room.__path__) if info.name != "build_server"]
+modules = [importlib.import_module(f"{room.__name__}.{name}") for name in names]
+kernels = {f"{f.module}.{f.__name__}": f for m in modules for f in vars(m).values() if isinstance(f, JITFunction)}
+for name in sorted(kernels, reverse=sys.argv[1] == "backwards"):
+    kernels[name].cache_key
+print(json.dumps({name: kernel.cache_key for name, kernel in kernels.items()}))
+"""
+
+
+def test_a_kernels_key_does_not_depend_on_what_was_compiled_before() -> None:
+    """Else the server would compile under one name what the engine looks for under another."""
+
+    def keys(order: str) -> dict[str, str]:
+        command = [sys.executable, "-c", KEYS, order]
+        found: dict[str, str] = json.loads(subprocess.check_output(command, env=compiling(), timeout=60))
+        return found
+
+    one, two = keys("forwards"), keys("backwards")
+    assert len(one) > 20
+    assert one == two

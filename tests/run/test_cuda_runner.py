@@ -22,12 +22,15 @@ from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
 from millrace.ops.attention import PagedAttention, decode_rule
+from millrace.ops.qkv import NativePrepareQkv
+from millrace.ops.triton.qkv import PrepareQkvKernel
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.run import single_queries, step_packet
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
+from millrace.run.kv_pool import KvFormat
 from millrace.run.request_table import RowParams
 from millrace.run.runner import Runner
 
@@ -146,6 +149,39 @@ def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
     with quick_interpreter() if interpreted else nullcontext():
         assert drive(fast, requests(7, 6, [GREEDY]), mixed_budget=0)[0] == expected
     assert max(sizes) > BUDGET
+
+
+def test_a_packed_cache_gives_what_the_full_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts whole and in chunks, and rows that decode beside them. Here keys and values are rounded to bfloat16, as
+    they come from a model in it."""
+    if interpreted:
+        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+
+    def run(kv_dtype: KvFormat) -> tuple[dict[int, list[int]], list[float]]:
+        decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
+        runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES)
+        few = dataclasses.replace(GREEDY, max_tokens=3)
+        asked = [dataclasses.replace(few, logprobs=0), dataclasses.replace(few, prompt_logprobs=0)]
+        with quick_interpreter() if interpreted else nullcontext():
+            return drive(runner, requests(5, 2, asked))
+
+    (full, full_scores), (packed, packed_scores) = run("full"), run("packed")
+    assert packed == full
+    assert packed_scores == pytest.approx(full_scores, abs=0.1)
+    assert packed_scores != full_scores
+
+
+def with_kernels(decoder: Decoder) -> Decoder:
+    """The same with the kernel that packs keys and values, wherever it is."""
+    spec = decoder.spec
+    for layer in decoder._weights.layers:
+        own = layer.prepare_qkv
+        if not isinstance(own, PrepareQkvKernel):
+            assert isinstance(own, NativePrepareQkv)
+            kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own._norms)
+            object.__setattr__(layer, "prepare_qkv", kernel)
+    return decoder
 
 
 @pytest.mark.skipif(not interpreted, reason="where there is no GPU, capturing is what fails")

@@ -98,7 +98,9 @@ def _tile(streams: int, holds: Holds) -> Tile:
     """Three programs with tiles of 64 fit a multiprocessor, and four with tiles of 32: what fills it better is
     better."""
     if holds is Holds.PACKED:
-        return (32, 1, 3) if VERY_FEW < streams <= LIST_FROM[holds] else (64, 2, 3)
+        if VERY_FEW < streams <= LIST_FROM[holds]:
+            return 32, 1, 3
+        return 64, 2, 3 if streams <= 2 * SMS else 4
     if holds is Holds.EIGHT_BITS:
         return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
     if VERY_FEW < streams <= FEW:

@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.kv_cache import holds_packed
 from millrace.ops.triton import early_start
 from millrace.ops.triton.attention_decode import SHARED_PARTS, DecodeTuning, SharedPrefix, SplitWorkspace, decode
 from millrace.ops.triton.attention_parts import (
-    EIGHT,
-    PACKED,
-    PLAIN,
     TRITON_TYPES,
     HeadShape,
     PagedRows,
@@ -90,14 +88,14 @@ def _shared_kernel(
     g = i % GROUP
     real = (i < ROWS * GROUP) & (row < num_rows)
     q_at = row.to(tl.int64)[:, None] * q_stride + (head * GROUP + g)[:, None] * D + d[None, :]
-    q = _load_queries(q_ptr + q_at, real[:, None], d, D, PLAIN)
+    q = _load_queries(q_ptr + q_at, real[:, None], d, D, "plain")
     table = tables + tl.load(table_rows).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
-    acc = _zeros(BLOCK_M, DP, PLAIN)
+    acc = _zeros(BLOCK_M, DP, "plain")
     # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), end, BS)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -107,15 +105,15 @@ def _shared_kernel(
         k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = _blocks_of(table, keys + TILE, end, BS)
-        if FORMAT == PACKED:
+        if FORMAT == "packed":
             k = _load_unpacked(k_ptr, where, k_scales, D, DTYPE, EARLY)
             v = _load_unpacked(v_ptr, where, v_scales, D, DTYPE, EARLY)
         else:
             k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
             v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, EIGHT if FORMAT == EIGHT else PLAIN)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, "eight" if FORMAT == "eight" else "plain")
         acc, m, z = _accumulate(
-            acc, m, z, s, v, v_scales, DTYPE, PRECISION, EIGHT if FORMAT == EIGHT else PLAIN, EARLY
+            acc, m, z, s, v, v_scales, DTYPE, PRECISION, "eight" if FORMAT == "eight" else "plain", EARLY
         )  # fmt: skip
 
     cell = (row * KV_HEADS + head) * PARTS + part
@@ -188,17 +186,17 @@ def _attend_cached(
         keys = at + tl.arange(0, TILE)
         inside = keys < context
         where = _places(blocks, keys, head_offset, block_stride, part, ITEMS, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, PACKED)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, PACKED)
+        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, "packed")
+        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, "packed")
         blocks = _blocks_of(table, keys + TILE, context, BS)
         k = _load_unpacked(k_ptr, where, k_scales, D, DTYPE, EARLY)
         v = _load_unpacked(v_ptr, where, v_scales, D, DTYPE, EARLY)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, PLAIN)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, "plain")
         seen = inside[None, :]
         if WINDOW > 0:
             seen = seen & (positions[:, None] - keys[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, PLAIN, EARLY)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, "plain", EARLY)
     return acc, m, z
 
 
@@ -222,20 +220,20 @@ def _attend_beside(
         first = (at + far)[:, None] * stride
         k = (tl.load(k_ptr + first + where),)
         v = (tl.load(v_ptr + first + where),)
-        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PLAIN)
-        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PLAIN, EARLY)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, "plain")
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, "plain", EARLY)
     for at in tl.range(full, end, TILE, num_stages=1):
         keys = at + i
         inside = (keys < end)[:, None]
         first = (at + far)[:, None] * stride
         k = (tl.load(k_ptr + first + where, mask=inside, other=0.0),)
         v = (tl.load(v_ptr + first + where, mask=inside, other=0.0),)
-        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, PLAIN)
+        s = _scores(q, k, ones, softmax_scale, CAP, PRECISION, "plain")
         seen = keys[None, :] <= queries[:, None]
         if WINDOW > 0:
             seen = seen & (queries[:, None] - keys[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, PLAIN, EARLY)
+        acc, m, z = _accumulate(acc, m, z, s, v, ones, DTYPE, PRECISION, "plain", EARLY)
     return acc, m, z
 
 
@@ -281,11 +279,11 @@ def _prefill_kernel(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
-    q = _load_queries(mine + d[None, :], real[:, None], d, D, PLAIN)
-    acc = _zeros(BLOCK_M, DP, PLAIN)
+    q = _load_queries(mine + d[None, :], real[:, None], d, D, "plain")
+    acc = _zeros(BLOCK_M, DP, "plain")
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
-    if FORMAT == PACKED:
+    if FORMAT == "packed":
         acc, m, z = _attend_cached(
             acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, context + offset, positions,
             softmax_scale, block_stride, head_offset, scale_offset, tl.arange(0, PART),
@@ -348,6 +346,8 @@ def prefill(
 ) -> None:
     """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none. With a packed cache,
     `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated."""
+    if holds_packed(kv) and queries.stride(0) < (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim:
+        raise ValueError("over a packed cache, queries have the step's own keys and values beside them")
     _prefill_kernel[(tiles.shape[0], shape.num_kv_heads)](
         queries, *cache_pointers(kv), out, tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
@@ -378,7 +378,7 @@ def _contiguous_kernel(
     where = _places(blocks, keys, offset, block_stride, d, ITEMS, BS, True)
     scales = _load_scales(scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, True, FORMAT)
     to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + d[None, :]
-    if FORMAT == PACKED:
+    if FORMAT == "packed":
         numbers = _load_packed(kv_ptr, where, D, tl.float32, False)
         for quarter in tl.static_range(4):
             wide = numbers[quarter] * scales[:, None]
@@ -386,7 +386,7 @@ def _contiguous_kernel(
     else:
         mask = inside[:, None] & (d < D)[None, :]
         tile = tl.load(kv_ptr + where, mask=mask, other=0.0)
-        if FORMAT == EIGHT:
+        if FORMAT == "eight":
             tile = tile.to(tl.float32) * scales[:, None]
         tl.store(to, tile.to(out_ptr.dtype.element_ty), mask=mask)
 

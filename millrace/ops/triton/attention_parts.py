@@ -17,9 +17,6 @@ from millrace.ops.kv_cache import SCALE_WORDS, holds_fp8, holds_packed
 from millrace.ops.packed import packed_items
 from millrace.ops.quantised import FP8
 
-PLAIN, EIGHT, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""How a cache holds its numbers."""
-
 
 @triton.jit
 def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr):
@@ -27,7 +24,7 @@ def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.cons
     s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
     for part in tl.static_range(1, len(k)):
         s = tl.dot(q[part], tl.trans(k[part]), s, input_precision=PRECISION)
-    if FORMAT != PLAIN:
+    if FORMAT != "plain":
         s = s * k_scales[None, :]
     return _capped(s, softmax_scale, CAP)
 
@@ -92,7 +89,7 @@ def _accumulate(
     p = tl.math.exp2(s - safe[:, None])
     alpha = tl.math.exp2(m - safe)
     z = z * alpha + tl.sum(p, 1)
-    if FORMAT != PLAIN:
+    if FORMAT != "plain":
         p = p * v_scales[None, :]
     p = p.to(DTYPE)
     if len(acc) == 4:
@@ -103,7 +100,7 @@ def _accumulate(
         return (first, second, third, fourth), m_new, z
     else:
         values = v[0]
-        if FORMAT == EIGHT and HOPPER and DTYPE == tl.bfloat16:
+        if FORMAT == "eight" and HOPPER and DTYPE == tl.bfloat16:
             values = _widen(values)
         values = values.to(DTYPE)
         return (tl.dot(p, values, acc[0] * alpha[:, None], input_precision=PRECISION),), m_new, z
@@ -128,7 +125,7 @@ def _accumulate_swapped(
 @triton.jit
 def _zeros(ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
     """The sums of no values yet, in parts."""
-    if FORMAT == PACKED:
+    if FORMAT == "packed":
         zeros = tl.zeros([ROWS, DP // 4], tl.float32)
         return zeros, zeros, zeros, zeros
     else:
@@ -148,7 +145,7 @@ def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def _load_queries(at, mask, d, D: tl.constexpr, FORMAT: tl.constexpr):
     """The parts of queries whose items `d` are at `at`."""
-    if FORMAT == PACKED:
+    if FORMAT == "packed":
         QUARTER: tl.constexpr = D // 4
         first = tl.load(at, mask=mask, other=0.0)
         second = tl.load(at + QUARTER, mask=mask, other=0.0)
@@ -176,7 +173,7 @@ def _places(blocks, keys, head_offset, block_stride, d, ITEMS: tl.constexpr, BS:
 def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
                FORMAT: tl.constexpr):  # fmt: skip
     """Where in a block one head's scales begin: in eight bits after its own items, packed after those of all heads."""
-    if FORMAT == EIGHT:
+    if FORMAT == "eight":
         return head * HEAD_ITEMS + BS * ITEMS
     else:
         return KV_HEADS * HEAD_ITEMS + head * (2 * BS)
@@ -186,14 +183,14 @@ def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constex
 def _load_scales(ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.constexpr, WIDE: tl.constexpr,
                  FORMAT: tl.constexpr):  # fmt: skip
     """The scales [keys] of a head's items. Ones where there are none."""
-    if FORMAT == PLAIN:
+    if FORMAT == "plain":
         return tl.full(keys.shape, 1.0, tl.float32)
     else:
         if WIDE:
             blocks = blocks.to(tl.int64)
         first = blocks * block_stride + scale_offset
         # Offsets count items: bytes, or words of sixteen bits.
-        first = first >> 2 if FORMAT == EIGHT else first >> 1
+        first = first >> 2 if FORMAT == "eight" else first >> 1
         return tl.load(ptr + (first + keys % BS), mask=inside, other=0.0)
 
 
@@ -219,7 +216,7 @@ def _load_unpacked(ptr, where, scales, D: tl.constexpr, DTYPE: tl.constexpr, HOP
 def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
                HOPPER: tl.constexpr):  # fmt: skip
     """The parts of keys. Those beyond the row's last may be anything: their scores are masked."""
-    if FORMAT == PACKED:
+    if FORMAT == "packed":
         return _load_packed(k_ptr, where, D, DTYPE, HOPPER)
     elif DP == D:
         return (tl.load(k_ptr + where).to(DTYPE),)
@@ -231,7 +228,7 @@ def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.con
 def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
                  DTYPE: tl.constexpr, FORMAT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """The parts of values, with MASKED zero where not `inside`: a value of NaN would spread even with no weight."""
-    if FORMAT == PACKED:
+    if FORMAT == "packed":
         return _load_packed(v_ptr, where, D, DTYPE, HOPPER)
     elif MASKED:
         if DP == D:
@@ -293,7 +290,7 @@ def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
     return items[0], items[1], scales[0], scales[1]
 
 
-def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int]:
+def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
     """What a kernel is told about how a layer lies in memory. Queries and sums come in parts of PART items."""
     width = padded_dim(shape.head_dim)
     return {
@@ -307,10 +304,12 @@ def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int]:
     }
 
 
-def cache_format(kv: Tensor) -> int:
+def cache_format(kv: Tensor) -> str:
+    """How the cache holds its numbers. A name that kernels are handed: one that their helpers found among a module's
+    names would make Triton's key of a kernel depend on what was compiled before it."""
     if holds_packed(kv):
-        return int(PACKED.value)
-    return int(EIGHT.value if holds_fp8(kv) else PLAIN.value)
+        return "packed"
+    return "eight" if holds_fp8(kv) else "plain"
 
 
 def head_items(kv: Tensor) -> int:

@@ -16,7 +16,7 @@ from millrace.ops.kv_cache import holds_packed
 from millrace.ops.packed import can_pack, packed_items
 from millrace.ops.quantised import FP8_MAX
 from millrace.ops.triton import early_start
-from millrace.ops.triton.attention_parts import EIGHT, PACKED, _scales_of, cache_format, cache_pointers, head_items
+from millrace.ops.triton.attention_parts import _scales_of, cache_format, cache_pointers, head_items
 from millrace.ops.triton.early import wait_for_last
 
 
@@ -68,7 +68,7 @@ def _to_fp8(x, scales, MOST: tl.constexpr):
 
 @triton.jit
 def _bits(x):
-    return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
@@ -203,9 +203,9 @@ def _qkv_kernel(
         places = kv_ptr + (start + kv_head * HEAD_ITEMS + offset * ITEMS)[:, None]
         first_scale = start + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
         cached = exists & (heads >= HEADS)
-        if FORMAT == PACKED:
+        if FORMAT == "packed":
             _store_packed(left, right, places, scales_ptr + first_scale // 2 + offset, cached, BLOCK_H, HALF)
-        elif FORMAT == EIGHT:
+        elif FORMAT == "eight":
             to = scales_ptr + first_scale // 4 + offset
             _store_fp8(left, right, rest, places, to, cached, BLOCK_H, HALF, HP, REST, RP, MOST)
         else:
