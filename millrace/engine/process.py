@@ -20,10 +20,11 @@ from typing import Protocol
 
 from millrace.config import Config, as_dict
 from millrace.engine.bytecode import keep_bytecode
+from millrace.engine.libraries_ahead import read_libraries_ahead
 from millrace.errors import MillraceError
 from millrace.link.channel import EngineChannel, FrontChannel, InProcessLink, ZmqFrontChannel
 from millrace.link.messages import EngineFailed, Stop
-from millrace.run.early_context import make_context_ahead
+from millrace.run.early_context import has_gpu, make_context_ahead
 from millrace.run.kernel_builder import start_builder
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class EngineHandle(Protocol):
 
 
 def start_engine(config: Config) -> EngineHandle:
+    if config.run.device != "cpu" and has_gpu():
+        read_libraries_ahead()
     return EngineThread(config) if config.server.in_process else EngineProcess(config)
 
 
