@@ -2,9 +2,9 @@
 
 A library that is not in memory comes by page faults: the process waits for each, the disk rests while the process
 computes, and a fault brings a whole window of the disk's read-ahead, needed or not. With windows of 8 MiB the import of
-torch with CUDA reads 890 MB and touches 240. So a process of its own (`page_reader.py`) reads, from the moment an engine
-is started, what a start is known to touch, in the order in which it does. It looks before it reads: when everything is
-in memory it is gone after some milliseconds.
+torch with CUDA reads 890 MB and touches 240. So a process of its own (`page_reader.py`) reads, from the moment an
+engine is started, what a start is known to touch, in the order in which it does. It looks before it reads: when
+everything is in memory it is gone after some milliseconds.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def read_libraries_ahead(package: str = "torch") -> threading.Thread | None:
     spec = util.find_spec(package)
     if spec is None or not spec.origin:
         return None
-    wishes = _wishes(os.path.dirname(os.path.dirname(spec.origin)))
-    reading = threading.Thread(target=_read_beside, args=(wishes,), name="libraries-ahead", daemon=True)
+    folder = os.path.dirname(os.path.dirname(spec.origin))
+    reading = threading.Thread(target=_read_beside, args=(folder,), name="libraries-ahead", daemon=True)
     reading.start()
     return reading
 
@@ -72,8 +72,8 @@ def _wishes(folder: str) -> list[str]:
     return wishes
 
 
-def _read_beside(wishes: list[str]) -> None:
+def _read_beside(folder: str) -> None:
     """Whatever goes wrong, the libraries come when they are asked for."""
-    quiet, command = subprocess.DEVNULL, [sys.executable, "-I", "-S", page_reader.__file__, *wishes]
+    quiet, command = subprocess.DEVNULL, [sys.executable, "-I", "-S", page_reader.__file__, *_wishes(folder)]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False)
