@@ -25,7 +25,8 @@ _CODE = b".text"
 _UNTOUCHED = (b".nv_fatbin", b"__nv_relfatbin", b".cask_resource", b".eh_frame", b".eh_frame_hdr", b".gcc_except_table")
 """Binaries for the GPU, fetched one by one when they are launched, and tables for exceptions."""
 _NOT_IN_FILE, _LOADED = 8, 2
-_ROW = struct.Struct("<IIQ8xQQ")
+_ROW_BYTES, _NAMES_BYTES = 64, 1 << 16
+_ROW = struct.Struct("<IIQ8xQQ24x")
 """A section of an ELF file of 64 bits: where its name is, its type, its flags, where it is in the file, its size."""
 
 
@@ -63,19 +64,19 @@ def touched_spans(file: int, code_bytes: int, data_bytes: int) -> list[tuple[int
 
 
 def _loaded_sections(file: int) -> list[tuple[bytes, int, int]]:
-    """Name, begin and size."""
-    header = os.pread(file, 64, 0)
+    """Name, begin and size of those that lie within the file."""
+    header, file_bytes = os.pread(file, 64, 0), os.fstat(file).st_size
     if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
         return []
     (table_at,) = struct.unpack_from("<Q", header, 40)
     row_bytes, num_rows, names_row = struct.unpack_from("<HHH", header, 58)
-    table = os.pread(file, row_bytes * num_rows, table_at)
-    rows = [_ROW.unpack_from(table, row * row_bytes) for row in range(num_rows)]
-    names = os.pread(file, rows[names_row][4], rows[names_row][3])
+    table = os.pread(file, row_bytes * num_rows, table_at) if row_bytes == _ROW_BYTES else b""
+    rows = [_ROW.unpack_from(table, at) for at in range(0, len(table), _ROW_BYTES)]
+    names = os.pread(file, min(rows[names_row][4], _NAMES_BYTES), rows[names_row][3])
     return [
         (names[name_at : names.index(b"\0", name_at)], begin, num_bytes)
         for name_at, kind, flags, begin, num_bytes in rows
-        if kind != _NOT_IN_FILE and flags & _LOADED
+        if kind != _NOT_IN_FILE and flags & _LOADED and begin + num_bytes <= file_bytes
     ]
 
 
@@ -103,7 +104,7 @@ def main() -> None:
     for code_bytes, data_bytes, path in zip(wishes, wishes, wishes, strict=True):
         try:
             num_bytes += bring(path, int(code_bytes), int(data_bytes), MOST_BYTES - num_bytes)
-        except (OSError, struct.error, IndexError, ValueError):  # gone, or not what its name says
+        except (OSError, OverflowError, struct.error, IndexError, ValueError):  # gone, or not what its name says
             continue
 
 
