@@ -49,9 +49,10 @@ class EngineHandle(Protocol):
 
 
 def start_engine(config: Config) -> EngineHandle:
+    engine: EngineHandle = EngineThread(config) if config.server.in_process else EngineProcess(config)
     if config.run.device != "cpu" and has_gpu():
         read_libraries_ahead()
-    return EngineThread(config) if config.server.in_process else EngineProcess(config)
+    return engine
 
 
 def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:

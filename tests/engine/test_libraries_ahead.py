@@ -215,4 +215,4 @@ def test_only_an_engine_on_a_gpu_asks_for_them(
     monkeypatch.setattr(process, "read_libraries_ahead", lambda: calls.append("read"))
     monkeypatch.setattr(process, "EngineProcess", lambda config: calls.append("engine"))
     process.start_engine(load_config(None, {"run.device": device}).config)
-    assert calls == ["read"] * expected + ["engine"], "reading begins before the engine does"
+    assert calls == ["engine"] + ["read"] * expected, "an engine does not wait for what is read for it"
