@@ -37,8 +37,10 @@ def bring(path: str, code_bytes: int, data_bytes: int, most_bytes: int = MOST_BY
     try:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # what is asked for and no more
         for piece in _pieces(file, code_bytes, data_bytes):
-            if num_bytes < most_bytes and (piece == 0 or not is_in_memory(file, piece * PIECE_BYTES)):
-                num_bytes += os.preadv(file, [buffer], piece * PIECE_BYTES)
+            begin = piece * PIECE_BYTES
+            is_held = piece and is_in_memory(file, begin) and is_in_memory(file, begin + PIECE_BYTES - 1)
+            if num_bytes < most_bytes and not is_held:
+                num_bytes += os.preadv(file, [buffer], begin)
     finally:
         os.close(file)
     return num_bytes
@@ -81,7 +83,8 @@ def _loaded_sections(file: int) -> list[tuple[bytes, int, int]]:
 
 
 def is_in_memory(file: int, offset: int) -> bool:
-    """Whether this page is. No, where the file system cannot tell: reading what is there costs little."""
+    """Whether this page is. No, where the file system cannot tell: reading what is there costs little. To ask for a
+    page that is not has it read, so that one answer in some hundreds comes late enough to be yes."""
     try:
         return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
     except OSError:
