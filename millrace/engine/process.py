@@ -20,10 +20,11 @@ from typing import Protocol
 
 from millrace.config import Config, as_dict
 from millrace.engine.bytecode import keep_bytecode
+from millrace.engine.libraries_ahead import read_libraries_ahead
 from millrace.errors import MillraceError
 from millrace.link.channel import EngineChannel, FrontChannel, InProcessLink, ZmqFrontChannel
 from millrace.link.messages import EngineFailed, Stop
-from millrace.run.early_context import make_context_ahead
+from millrace.run.early_context import has_gpu, make_context_ahead
 from millrace.run.kernel_builder import start_builder
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ class EngineHandle(Protocol):
 
 
 def start_engine(config: Config) -> EngineHandle:
-    return EngineThread(config) if config.server.in_process else EngineProcess(config)
+    engine: EngineHandle = EngineThread(config) if config.server.in_process else EngineProcess(config)
+    if config.run.device != "cpu" and has_gpu():
+        read_libraries_ahead()
+    return engine
 
 
 def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
