@@ -109,7 +109,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, LISTED: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
     where there are more. LISTED: a list says which rows there are."""
@@ -170,8 +170,7 @@ def _decode_kernel(
     blocks_ahead = _blocks_of(table, keys + TILE, last, BS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     if not is_single:
         return
 
@@ -207,8 +206,6 @@ def _decode_kernel(
             s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
             s = tl.where(inside[None, :], s, float("-inf"))
             acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
-    if EARLY and LATE:
-        tl.extra.cuda.gdc_launch_dependents()
     if SWAP:
         sums = tl.trans(acc[0])
         z = tl.sum(z, 0)
@@ -268,8 +265,6 @@ class DecodeTuning:
     stages: int = 3
     swap: bool = False
     """Keys along the longer side of the matrix unit: with 4 warps and tiles of 64, Hopper's wide instruction."""
-    late: bool = False
-    """Let the next kernel start only when the keys have been read: one that waits beside this one may hold it up."""
 
 
 class SplitWorkspace:
@@ -347,6 +342,6 @@ def decode(
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
         SWAP=tuning.swap and not holds_packed(kv), LISTED=listed is not None,
         ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
-        SHARED_PARTS=0 if shared is None else SHARED_PARTS, LATE=tuning.late,
+        SHARED_PARTS=0 if shared is None else SHARED_PARTS,
         num_warps=tuning.warps, **early_start(queries.device),
     )  # fmt: skip
