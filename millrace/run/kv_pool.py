@@ -22,7 +22,7 @@ from millrace.models.spec import ModelSpec
 from millrace.ops.fp8_linear import FP8_CAPABILITY, fp8_missing
 from millrace.ops.kv_cache import SCALE_BYTES, SCALE_WORDS
 from millrace.ops.packed import can_pack, packed_items
-from millrace.ops.triton import triton_missing
+from millrace.ops.triton import hopper_missing, triton_missing
 
 KvFormat = Literal["full", "packed", "fp8", "int8"]
 """What memory.kv_dtype comes to on a device: all but `auto`."""
@@ -37,7 +37,8 @@ def resolve_kv_dtype(
     if asked == "full":
         return asked
     if asked == "auto":
-        return "full" if _packed_objection(spec, dtype, device, deterministic) else "packed"
+        pays = not _packed_objection(spec, dtype, device, deterministic) and not hopper_missing(device)
+        return "packed" if pays else "full"
     if asked == "packed":
         objection = _packed_objection(spec, dtype, device, deterministic)
     else:

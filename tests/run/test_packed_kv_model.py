@@ -55,6 +55,13 @@ def half_rotated() -> ModelSpec:
 @pytest.fixture
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "")
+    monkeypatch.setattr("millrace.run.kv_pool.hopper_missing", lambda device: "")
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_where_it_was_not_measured_auto_is_full_and_packed_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.run.kv_pool.hopper_missing", lambda device: "was measured elsewhere")
+    assert (resolve("auto"), resolve("packed")) == ("full", "packed")
 
 
 @pytest.mark.usefixtures("with_triton")

@@ -100,7 +100,7 @@ def _tile(streams: int, holds: Holds) -> Tile:
     if holds is Holds.PACKED:
         if VERY_FEW < streams <= LIST_FROM[holds]:
             return 32, 1, 3
-        # With many, programs so large that the product which comes next has no room beside two of them: it holds them up.
+        # With many, programs so large that the next product has no room beside two of them: it would hold them up.
         return 64, 2, 3 if streams <= VERY_FEW else 4
     if holds is Holds.EIGHT_BITS:
         return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
