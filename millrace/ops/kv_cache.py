@@ -13,12 +13,17 @@ in whole lines of memory, one head after the other; their float32 scales follow 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from millrace.ops.packed import pack, packed_items, unpack
 from millrace.ops.quantised import FP8, FP8_MAX
 
+CacheFormat = Literal["plain", "packed", "eight"]
+"""How a cache on a GPU holds its numbers: as they are, packed, in eight bits. Kernels are handed this: a constant that
+their helpers found among a module's names would make Triton's key of a kernel depend on what was compiled before."""
 SCALE_BYTES = 4
 """What a key or a value in eight bits takes beside its items."""
 SCALE_WORDS = 2
@@ -82,6 +87,12 @@ def has_eight_bits(kv: Tensor) -> bool:
 
 def holds_packed(kv: Tensor) -> bool:
     return kv.dtype == torch.int16
+
+
+def format_of(kv: Tensor) -> CacheFormat:
+    if holds_packed(kv):
+        return "packed"
+    return "eight" if holds_fp8(kv) else "plain"
 
 
 def head_dim_of(kv: Tensor) -> int:

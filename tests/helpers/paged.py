@@ -9,6 +9,7 @@ import torch
 
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
+from millrace.ops.kv_cache import write_kv
 
 
 def make_batch(
@@ -64,6 +65,15 @@ def make_attention_case(
             kv[:, own[position // block_size], :, position % block_size] = torch.randn(2, kv_heads, head_dim)
     queries = torch.randn(sum(q for q, _ in rows), heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
     return queries.to(device), kv.to(device), batch
+
+
+def rewritten(kv: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """`cache`, of another format, with the same tokens in it; places that were never written stay so."""
+    _, blocks, _, block_size, _ = kv.shape
+    tokens = kv.permute(1, 3, 0, 2, 4).flatten(0, 1)
+    slots = torch.arange(blocks * block_size, device=kv.device)[~tokens.isnan().flatten(1).any(1)]
+    write_kv(tokens[slots], cache, slots // block_size, slots % block_size)
+    return cache
 
 
 class PagedDriver:

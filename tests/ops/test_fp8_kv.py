@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.paged import make_attention_case
+from helpers.paged import make_attention_case, rewritten
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
@@ -22,9 +22,9 @@ from millrace.ops.triton.attention import (
     HeadShape,
     PagedRows,
     SplitWorkspace,
-    contiguous_kv,
     decode,
 )
+from millrace.ops.triton.long_rows import contiguous_kv
 from millrace.ops.triton.qkv import PrepareQkvKernel
 from millrace.run.single_queries import COLUMNS, num_words, write_singles
 
@@ -48,12 +48,7 @@ def empty_fp8(kv: torch.Tensor) -> torch.Tensor:
 
 def in_fp8(kv: torch.Tensor) -> torch.Tensor:
     """The same cache in eight bits; places that were never written stay so."""
-    narrow = empty_fp8(kv)
-    _, blocks, _, block_size, _ = kv.shape
-    tokens = kv.permute(1, 3, 0, 2, 4).flatten(0, 1)
-    slots = torch.arange(blocks * block_size, device=kv.device)[~tokens.isnan().flatten(1).any(1)]
-    write_kv(tokens[slots], narrow, slots // block_size, slots % block_size)
-    return narrow
+    return rewritten(kv, empty_fp8(kv))
 
 
 def test_a_key_or_value_comes_back_within_half_a_step_of_its_largest_item() -> None:

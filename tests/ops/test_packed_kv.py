@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.paged import make_attention_case
+from helpers.paged import make_attention_case, rewritten
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
@@ -23,9 +23,9 @@ from millrace.ops.triton.attention import (
     HeadShape,
     PagedRows,
     SplitWorkspace,
-    contiguous_kv,
     decode,
 )
+from millrace.ops.triton.long_rows import contiguous_kv
 from millrace.ops.triton.qkv import PrepareQkvKernel
 from millrace.run.single_queries import COLUMNS, num_words, write_singles
 
@@ -56,12 +56,7 @@ def empty_packed(kv: torch.Tensor) -> torch.Tensor:
 
 def in_packed(kv: torch.Tensor) -> torch.Tensor:
     """The same cache, packed; places that were never written stay so."""
-    packed = empty_packed(kv)
-    _, blocks, _, block_size, _ = kv.shape
-    tokens = kv.permute(1, 3, 0, 2, 4).flatten(0, 1)
-    slots = torch.arange(blocks * block_size, device=kv.device)[~tokens.isnan().flatten(1).any(1)]
-    write_kv(tokens[slots], packed, slots // block_size, slots % block_size)
-    return packed
+    return rewritten(kv, empty_packed(kv))
 
 
 def fused(queries: torch.Tensor, kv: torch.Tensor, batch: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
-from millrace.ops.attention.decode_rule import Holds, decode_tuning, takes_list
+from millrace.ops.attention.decode_rule import decode_tuning, takes_list
 from millrace.ops.triton.attention import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
 from millrace.run.single_queries import COLUMNS, num_words, write_singles
 
@@ -219,13 +219,13 @@ def test_which_sizes_take_swapped_tiles_and_lists() -> None:
     """Up to four streams to a multiprocessor, in sixteen bits, but for so few that all of them are split."""
     cpu, half = torch.device("cpu"), torch.bfloat16
     shape = HeadShape(16, 8, 128, 0.1)
-    swapped = [rows for rows in range(1, 80) if decode_tuning(shape, rows, half, cpu, Holds.PLAIN, True).swap]
+    swapped = [rows for rows in range(1, 80) if decode_tuning(shape, rows, half, cpu, "plain", True).swap]
     assert swapped == list(range(13, 67))
-    assert not decode_tuning(shape, 32, half, cpu, Holds.EIGHT_BITS, True).swap
-    assert not decode_tuning(shape, 32, torch.float32, cpu, Holds.PLAIN, True).swap
-    assert not takes_list(64, Holds.PLAIN)
-    assert takes_list(256, Holds.PLAIN)
-    assert not takes_list(256, Holds.EIGHT_BITS)
+    assert not decode_tuning(shape, 32, half, cpu, "eight", True).swap
+    assert not decode_tuning(shape, 32, torch.float32, cpu, "plain", True).swap
+    assert not takes_list(64, "plain")
+    assert takes_list(256, "plain")
+    assert not takes_list(256, "eight")
 
 
 @pytest.mark.gpu
@@ -234,5 +234,5 @@ def test_which_sizes_take_swapped_tiles_and_lists() -> None:
 def test_listed_rows_of_real_sizes(rows: int, kv_heads: int, dtype: torch.dtype) -> None:
     lengths = [(1, 1 + (137 * row) % 1501) for row in range(rows - 1)] + [(1, 9000)]
     real = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128, "dtype": dtype}
-    tuning = decode_tuning(HeadShape(32, kv_heads, 128, 0.3), rows, dtype, torch.device("cuda"), Holds.PLAIN, True)
+    tuning = decode_tuning(HeadShape(32, kv_heads, 128, 0.3), rows, dtype, torch.device("cuda"), "plain", True)
     compare_singles(lengths, tuning, **real)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.paged import PagedDriver
 from helpers.quick_interpreter import quick_interpreter
+from helpers.reference_ops import use_reference_ops
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -24,10 +24,8 @@ from millrace.errors import ConfigError
 from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
-from millrace.ops import registry
 from millrace.ops.attention import PagedAttention, decode_rule
 from millrace.ops.kv_cache import SCALE_BYTES
-from millrace.ops.version import Choice
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
@@ -56,14 +54,7 @@ class Fp8Driver(PagedDriver):
 
 @pytest.fixture
 def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention and cache writes by the versions that define them, which know eight bits on any device."""
-
-    def chosen(op: str, *args: Any, **shape: Any) -> Choice:
-        if op in ("attention", "qkv"):
-            return Choice(registry.OPS[op][-1], ())
-        return registry.choose(op, *args, **shape)
-
-    monkeypatch.setattr(load, "choose", chosen)
+    use_reference_ops(monkeypatch)
 
 
 def decoder_of(case: str, device: torch.device = CPU) -> Decoder:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.paged import PagedDriver
+from helpers.reference_ops import use_reference_ops
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.bench.gpu_models import known_shapes, make_model
@@ -21,10 +22,8 @@ from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.spec import LayerSpec, ModelSpec
-from millrace.ops import registry
 from millrace.ops.kv_cache import SCALE_WORDS, head_dim_of
 from millrace.ops.packed import packed_items
-from millrace.ops.version import Choice
 from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -168,14 +167,7 @@ class PackedDriver(PagedDriver):
 
 @pytest.fixture
 def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention and cache writes by the versions that define them, which know every format on any device."""
-
-    def chosen(op: str, *args: Any, **shape: Any) -> Choice:
-        if op in ("attention", "qkv"):
-            return Choice(registry.OPS[op][-1], ())
-        return registry.choose(op, *args, **shape)
-
-    monkeypatch.setattr(load, "choose", chosen)
+    use_reference_ops(monkeypatch)
 
 
 def decoder_of(case: str) -> Decoder:

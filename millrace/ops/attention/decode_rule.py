@@ -7,13 +7,11 @@ counts, over rows of 576 tokens and over rows of 100 to 1,500 (docs/performance.
 from __future__ import annotations
 
 import functools
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from millrace.ops.kv_cache import holds_fp8, holds_packed
+from millrace.ops.kv_cache import CacheFormat
 
 if TYPE_CHECKING:
     from millrace.ops.triton.attention import DecodeTuning, HeadShape
@@ -30,44 +28,30 @@ Tile = tuple[int, int, int]
 """Keys in a tile, warps, stages."""
 
 
-class Holds(Enum):
-    """How the cache that is read holds its numbers."""
-
-    PLAIN = auto()
-    PACKED = auto()
-    EIGHT_BITS = auto()
-
-    @classmethod
-    def of(cls, kv: Tensor) -> Holds:
-        if holds_packed(kv):
-            return cls.PACKED
-        return cls.EIGHT_BITS if holds_fp8(kv) else cls.PLAIN
-
-
-LIST_FROM = {Holds.PLAIN: FEW, Holds.PACKED: 3 * SMS // 2, Holds.EIGHT_BITS: 3 * SMS}
+LIST_FROM: dict[CacheFormat, int] = {"plain": FEW, "packed": 3 * SMS // 2, "eight": 3 * SMS}
 """Streams beyond which rows are best taken from a list. Fewer are all split, so that the chip is filled at all: more of
 them where a tile is more work."""
 
 
-def takes_list(streams: int, holds: Holds) -> bool:
-    return streams > LIST_FROM[holds]
+def takes_list(streams: int, held: CacheFormat) -> bool:
+    return streams > LIST_FROM[held]
 
 
 def decode_tuning(
-    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, holds: Holds, listed: bool
+    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, held: CacheFormat, listed: bool
 ) -> DecodeTuning:
     from millrace.ops.triton.attention import DecodeTuning
 
     streams = num_rows * shape.num_kv_heads
-    splits, least_keys = (LISTED_PARTS, 1) if listed else _splits(streams, holds)
+    splits, least_keys = (LISTED_PARTS, 1) if listed else _splits(streams, held)
     swap = False
     if shape.head_dim > 128 or dtype == torch.float32:
         tile, warps, stages = 32, 2, 2
-    elif holds is Holds.PLAIN and _takes_wide_unit(shape, streams) and _has_wide_unit(device):
+    elif held == "plain" and _takes_wide_unit(shape, streams) and _has_wide_unit(device):
         # Two programs to a multiprocessor, each with as many tiles under way as it has room for.
         tile, warps, stages, swap = 64, 4, 3, True
     else:
-        tile, warps, stages = _tile(streams, holds)
+        tile, warps, stages = _tile(streams, held)
     if shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
         warps = 4 if shape.group <= 32 else 8
     return DecodeTuning(tile, splits, max(1, least_keys // tile), warps, stages, swap)
@@ -77,32 +61,32 @@ def _takes_wide_unit(shape: HeadShape, streams: int) -> bool:
     return FEW < streams <= 4 * SMS and shape.head_dim > 64 and shape.group <= 16
 
 
-def _splits(streams: int, holds: Holds) -> tuple[int, int]:
+def _splits(streams: int, held: CacheFormat) -> tuple[int, int]:
     """(most splits of a row, keys below which none is made) where all rows are split alike.
 
     A join of splits costs as much as some hundred keys. Few streams are split so that the chip is filled at all, many
     only so that long rows do not keep it waiting at the end."""
     if streams <= VERY_FEW:
-        wanted = PROGRAMS_WANTED * 2 // 5 if holds is Holds.PACKED else PROGRAMS_WANTED * 3 // 5
+        wanted = PROGRAMS_WANTED * 2 // 5 if held == "packed" else PROGRAMS_WANTED * 3 // 5
         return max(1, min(16, wanted // max(streams, 1))), 64
     if streams <= FEW:
         return max(1, PROGRAMS_WANTED // streams), 96
-    if holds is Holds.PACKED:
-        return (3, 96) if streams <= LIST_FROM[holds] else (1, 2048)
+    if held == "packed":
+        return (3, 96) if streams <= LIST_FROM[held] else (1, 2048)
     if streams <= 3 * SMS:
-        return (4, 384) if holds is Holds.EIGHT_BITS else (2, 640)
+        return (4, 384) if held == "eight" else (2, 640)
     return 2 if streams <= 4 * SMS else 1, 2048
 
 
-def _tile(streams: int, holds: Holds) -> Tile:
+def _tile(streams: int, held: CacheFormat) -> Tile:
     """Three programs with tiles of 64 fit a multiprocessor, and four with tiles of 32: what fills it better is
     better."""
-    if holds is Holds.PACKED:
-        if VERY_FEW < streams <= LIST_FROM[holds]:
+    if held == "packed":
+        if VERY_FEW < streams <= LIST_FROM[held]:
             return 32, 1, 3
         # With many, programs so large that the next product has no room beside two of them: it would hold them up.
         return 64, 2, 3 if streams <= VERY_FEW else 4
-    if holds is Holds.EIGHT_BITS:
+    if held == "eight":
         return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
     if VERY_FEW < streams <= FEW:
         return 32, 1, 3

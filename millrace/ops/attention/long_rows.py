@@ -39,7 +39,7 @@ def can_take_long_rows(device: torch.device, dtype: torch.dtype, head_dim: int, 
 def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, shape: HeadShape) -> Tensor:
     """The row's attention [queries, heads · head_dim]. `queries` are a view of the fused projection, whose key and
     value heads hold the step's own, rotated."""
-    from millrace.ops.triton.attention import contiguous_kv, join
+    from millrace.ops.triton.long_rows import contiguous_kv, join
 
     tokens = slice(row.first_token, row.first_token + row.num_queries)
     mine = queries[tokens].transpose(0, 1)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from millrace.ops.attention.decode_rule import Holds, decode_tuning, takes_list
+from millrace.ops.attention.decode_rule import decode_tuning, takes_list
 from millrace.ops.attention.long_rows import LongRow, attend_long_row
 from millrace.ops.attention.rows import Rows
-from millrace.ops.kv_cache import holds_fp8
+from millrace.ops.kv_cache import format_of, holds_fp8
 
 if TYPE_CHECKING:
     from millrace.ops.triton.attention import DecodeTuning, PagedRows, PrefillTuning, SharedPrefix, SplitWorkspace
@@ -117,7 +117,7 @@ class PagedAttention:
         from millrace.ops.triton import attention as kernels
 
         shape, num_rows = self._shape, prepared.rows.seq_lens.shape[0]
-        listed = prepared.singles if takes_list(num_rows * shape.num_kv_heads, Holds.of(kv)) else None
+        listed = prepared.singles if takes_list(num_rows * shape.num_kv_heads, format_of(kv)) else None
         kernels.decode(
             queries,
             kv,
@@ -152,7 +152,7 @@ class PagedAttention:
         return self._workspace
 
     def _decode_tuning(self, num_rows: int, queries: Tensor, kv: Tensor, listed: bool = False) -> DecodeTuning:
-        return decode_tuning(self._shape, num_rows, queries.dtype, queries.device, Holds.of(kv), listed)
+        return decode_tuning(self._shape, num_rows, queries.dtype, queries.device, format_of(kv), listed)
 
     def _prefill_tuning(self, dtype: torch.dtype, fp8: bool = False) -> PrefillTuning:
         """`block_m` is the same for every dtype: the host cuts rows into tiles without asking for it."""

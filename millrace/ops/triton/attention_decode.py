@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import holds_packed
+from millrace.ops.kv_cache import format_of
 from millrace.ops.triton import early_start
 from millrace.ops.triton.attention_parts import (
     TRITON_TYPES,
@@ -323,6 +323,8 @@ def decode(
     num_rows = rows.seq_lens.shape[0]
     if shared is not None and (tuning.splits > 1 or window or listed is not None):
         raise ValueError("a shared prefix goes with neither splits nor a window nor a list")
+    if tuning.swap and format_of(kv) != "plain":
+        raise ValueError("keys go along the longer side of the matrix unit only from a plain cache")
     if tuning.splits > MOST_SPLITS:
         raise ValueError(f"{tuning.splits} splits are more than {MOST_SPLITS}")
     if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
@@ -340,7 +342,7 @@ def decode(
         TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
-        SWAP=tuning.swap and not holds_packed(kv), LISTED=listed is not None,
+        SWAP=tuning.swap, LISTED=listed is not None,
         ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
         SHARED_PARTS=0 if shared is None else SHARED_PARTS,
         num_warps=tuning.warps, **early_start(queries.device),

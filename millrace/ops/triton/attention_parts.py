@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import SCALE_WORDS, holds_fp8, holds_packed
+from millrace.ops.kv_cache import SCALE_WORDS, format_of, holds_fp8, holds_packed
 from millrace.ops.packed import packed_items
 from millrace.ops.quantised import FP8
 
@@ -300,16 +300,8 @@ def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
         "BS": kv.shape[3],
         "ITEMS": packed_items(shape.head_dim) if holds_packed(kv) else shape.head_dim,
         "HEAD_ITEMS": head_items(kv),
-        "FORMAT": cache_format(kv),
+        "FORMAT": format_of(kv),
     }
-
-
-def cache_format(kv: Tensor) -> str:
-    """How the cache holds its numbers. A name that kernels are handed: one that their helpers found among a module's
-    names would make Triton's key of a kernel depend on what was compiled before it."""
-    if holds_packed(kv):
-        return "packed"
-    return "eight" if holds_fp8(kv) else "plain"
 
 
 def head_items(kv: Tensor) -> int:

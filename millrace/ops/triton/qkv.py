@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv_cache import holds_packed
+from millrace.ops.kv_cache import format_of, holds_packed
 from millrace.ops.packed import can_pack, packed_items
 from millrace.ops.quantised import FP8_MAX
 from millrace.ops.triton import early_start
-from millrace.ops.triton.attention_parts import _scales_of, cache_format, cache_pointers, head_items
+from millrace.ops.triton.attention_parts import _scales_of, cache_pointers, head_items
 from millrace.ops.triton.early import wait_for_last
 
 
@@ -257,7 +257,7 @@ class PrepareQkvKernel:
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
             ITEMS=packed_items(head_dim) if packed else head_dim, HEAD_ITEMS=head_items(kv),
-            FORMAT=cache_format(kv), MOST=FP8_MAX, BLOCK_H=block_h,
+            FORMAT=format_of(kv), MOST=FP8_MAX, BLOCK_H=block_h,
             NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **early_start(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]
