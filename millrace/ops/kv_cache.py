@@ -7,8 +7,9 @@ largest item takes the largest number there is, so that no outlier of another to
 has to be measured beforehand.
 
 A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 2] of int16: bfloat16 numbers
-in twelve bits, as `ops/packed.py` says. A block begins with the words of all its heads and tokens, which are then read
-in whole lines of memory, one head after the other; their float32 scales follow in the same order.
+in twelve bits, as `ops/packed.py` says. A block begins with the words of all its heads, one head after the other, each
+in three planes: the first third of every token's words, the second, the last. What is read at once is then in whole
+lines of memory. The float32 scales of all heads and tokens follow.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor
     except in the scratch block 0, whose content is never read."""
     if holds_packed(kv):
         items, scales = packed_parts(kv)
-        items[:, block_ids, :, offsets], scales[:, block_ids, :, offsets] = pack(keys_values.to(torch.bfloat16))
+        words, scales[:, block_ids, :, offsets] = pack(keys_values.to(torch.bfloat16))
+        items[:, block_ids, :, offsets] = words.view(*words.shape[:-1], *items.shape[-2:])
         return
     if not has_eight_bits(kv):
         kv[:, block_ids, :, offsets] = keys_values
@@ -65,7 +67,7 @@ def read_kv(kv: Tensor, block_ids: Tensor) -> Tensor:
     """Whole blocks [2, n, kv_heads, block_size, head_dim] in float32."""
     if holds_packed(kv):
         items, scales = packed_parts(kv)
-        return unpack(items[:, block_ids], scales[:, block_ids])
+        return unpack(items[:, block_ids].flatten(-2), scales[:, block_ids])
     if not has_eight_bits(kv):
         return kv[:, block_ids].float()
     if holds_fp8(kv):
@@ -120,8 +122,9 @@ def _eight_bit_parts(kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def packed_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of a packed cache: words int16, three for every four items, and scales float32."""
+    """Views of a packed cache: words int16 [2, blocks, kv_heads, block_size, 3, head_dim / 4], and scales float32
+    without the last two dimensions."""
     words, flat = packed_items(head_dim_of(kv)), kv.flatten(2)
     first_scale = kv.shape[2] * kv.shape[3] * words
-    items = flat[..., :first_scale].view(*kv.shape[:4], words)
-    return items, flat[..., first_scale:].view(torch.float32).view(kv.shape[:4])
+    planes = flat[..., :first_scale].view(*kv.shape[:3], 3, kv.shape[3], words // 3)
+    return planes.transpose(3, 4), flat[..., first_scale:].view(torch.float32).view(kv.shape[:4])

@@ -170,13 +170,14 @@ def test_a_token_is_written_over() -> None:
 
 
 def test_the_layout_is_as_described() -> None:
-    """In a block the words of all heads and tokens come first, then their scales."""
+    """In a block the words of all heads come first, each in three planes of all tokens; then the scales."""
     kv = empty(3, 2, 4, 64)
     keys_values = vectors_of(127, FURTHEST, (1, 2, 2, 64), 3)
     write_kv(keys_values, kv, torch.tensor([1]), torch.tensor([2]))
     words, scales = pack(keys_values)
     flat = kv[1, 1].flatten()
     for head in range(2):
-        assert torch.equal(flat[(4 * head + 2) * 48 : (4 * head + 3) * 48], words[0, 1, head])
+        planes = flat[4 * 48 * head : 4 * 48 * (head + 1)].view(3, 4, 16)
+        assert torch.equal(planes[:, 2].flatten(), words[0, 1, head])
         assert torch.equal(flat[2 * 4 * 48 :].view(torch.float32)[4 * head + 2], scales[0, 1, head])
-    assert torch.equal(flat[:48], torch.full((48,), -1, dtype=torch.int16))
+    assert torch.equal(flat[:32], torch.full((32,), -1, dtype=torch.int16))

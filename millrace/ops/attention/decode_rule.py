@@ -72,7 +72,7 @@ def _splits(streams: int, held: CacheFormat) -> tuple[int, int]:
     if streams <= FEW:
         return max(1, PROGRAMS_WANTED // streams), 96
     if held == "packed":
-        return (3, 96) if streams <= LIST_FROM[held] else (1, 2048)
+        return (8, 192) if streams <= LIST_FROM[held] else (1, 2048)
     if streams <= 3 * SMS:
         return (4, 384) if held == "eight" else (2, 640)
     return 2 if streams <= 4 * SMS else 1, 2048
@@ -84,8 +84,9 @@ def _tile(streams: int, held: CacheFormat) -> Tile:
     if held == "packed":
         if VERY_FEW < streams <= LIST_FROM[held]:
             return 32, 1, 3
-        # With many, programs so large that the next product has no room beside two of them: it would hold them up.
-        return 64, 2, 3 if streams <= VERY_FEW else 4
+        # Up to four to a multiprocessor are so large that the next product has no room beside two of them: it would
+        # hold them up.
+        return 64, 2, 4 if LIST_FROM[held] < streams <= 4 * SMS else 3
     if held == "eight":
         return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
     if VERY_FEW < streams <= FEW:

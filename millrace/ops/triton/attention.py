@@ -84,7 +84,7 @@ def _shared_kernel(
     g = i % GROUP
     real = (i < ROWS * GROUP) & (row < num_rows)
     q_at = row.to(tl.int64)[:, None] * q_stride + (head * GROUP + g)[:, None] * D + d[None, :]
-    q = _load_queries(q_ptr + q_at, real[:, None], d, D, "plain")
+    q = _load_queries(q_ptr + q_at, real[:, None] & (d < D)[None, :], D, "plain")
     table = tables + tl.load(table_rows).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
@@ -102,11 +102,11 @@ def _shared_kernel(
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = _blocks_of(table, keys + TILE, end, BS)
         if FORMAT == "packed":
-            k = _load_unpacked(k_ptr, where, k_scales, D, DTYPE, EARLY)
-            v = _load_unpacked(v_ptr, where, v_scales, D, DTYPE, EARLY)
+            k = _load_unpacked(k_ptr, where, k_scales, D, BS, DTYPE, EARLY)
+            v = _load_unpacked(v_ptr, where, v_scales, D, BS, DTYPE, EARLY)
         else:
-            k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
-            v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
+            k = _load_keys(k_ptr, where, d, D, DP, BS, DTYPE, FORMAT, EARLY)
+            v = _load_values(v_ptr, where, inside, d, D, DP, BS, False, DTYPE, FORMAT, EARLY)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, "eight" if FORMAT == "eight" else "plain")
         acc, m, z = _accumulate(
             acc, m, z, s, v, v_scales, DTYPE, PRECISION, "eight" if FORMAT == "eight" else "plain", EARLY
@@ -142,8 +142,8 @@ def _attend_pages(
         k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = _blocks_of(table, keys + TILE, full, BS)
-        k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
-        v = _load_values(v_ptr, where, inside, d, D, DP, False, DTYPE, FORMAT, EARLY)
+        k = _load_keys(k_ptr, where, d, D, DP, BS, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, d, D, DP, BS, False, DTYPE, FORMAT, EARLY)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
         acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
     for at in tl.range(full, end, TILE, num_stages=1):
@@ -153,8 +153,8 @@ def _attend_pages(
         where = _places(here, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
         k_scales = _load_scales(k_scales_ptr, here, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         v_scales = _load_scales(v_scales_ptr, here, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
-        k = _load_keys(k_ptr, where, d, D, DP, DTYPE, FORMAT, EARLY)
-        v = _load_values(v_ptr, where, inside, d, D, DP, True, DTYPE, FORMAT, EARLY)
+        k = _load_keys(k_ptr, where, d, D, DP, BS, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, d, D, DP, BS, True, DTYPE, FORMAT, EARLY)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
@@ -185,8 +185,8 @@ def _attend_cached(
         k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, "packed")
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, "packed")
         blocks = _blocks_of(table, keys + TILE, context, BS)
-        k = _load_unpacked(k_ptr, where, k_scales, D, DTYPE, EARLY)
-        v = _load_unpacked(v_ptr, where, v_scales, D, DTYPE, EARLY)
+        k = _load_unpacked(k_ptr, where, k_scales, D, BS, DTYPE, EARLY)
+        v = _load_unpacked(v_ptr, where, v_scales, D, BS, DTYPE, EARLY)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, "plain")
         seen = inside[None, :]
         if WINDOW > 0:
@@ -275,7 +275,7 @@ def _prefill_kernel(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
-    q = _load_queries(mine + d[None, :], real[:, None], d, D, "plain")
+    q = _load_queries(mine + d[None, :], real[:, None] & (d < D)[None, :], D, "plain")
     acc = _zeros(BLOCK_M, DP, "plain")
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)

@@ -181,13 +181,14 @@ def _decode_kernel(
     m = tl.full([GP], float("-inf"), tl.float32)
     if SWAP:
         mine = (g < GROUP)[None, :] & (part < D)[:, None]
-        q = (tl.load(q_row + heads[None, :] * D + part[:, None], mask=mine, other=0.0),)
+        q = _load_queries(q_row + heads[None, :] * D + part[:, None], mine, D, FORMAT)
         z = tl.zeros([TILE, GP], tl.float32)
-        acc = (tl.zeros([DP, GP], tl.float32),)
+        acc = _zeros(DP, GP, FORMAT)
     else:
-        q = _load_queries(q_row + heads[:, None] * D + part[None, :], (g < GROUP)[:, None], part, D, FORMAT)
+        mine = (g < GROUP)[:, None] & (part < D)[None, :]
+        q = _load_queries(q_row + heads[:, None] * D + part[None, :], mine, D, FORMAT)
         z = tl.zeros([GP], tl.float32)
-        acc = _zeros(GP, DP, FORMAT)
+        acc = _zeros(GP, PART, FORMAT)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
         inside = keys < last
@@ -196,8 +197,8 @@ def _decode_kernel(
         v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
         blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
         blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
-        k = _load_keys(k_ptr, where, part, D, DP, DTYPE, FORMAT, EARLY)
-        v = _load_values(v_ptr, where, inside, part, D, DP, True, DTYPE, FORMAT, EARLY)
+        k = _load_keys(k_ptr, where, part, D, DP, BS, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, part, D, DP, BS, True, DTYPE, FORMAT, EARLY)
         if WINDOW > 0:
             inside = inside & (keys >= first)
         if SWAP:

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.kv_cache import SCALE_WORDS, format_of, holds_fp8, holds_packed
-from millrace.ops.packed import packed_items
 from millrace.ops.quantised import FP8
 
 
@@ -123,13 +122,13 @@ def _accumulate_swapped(
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, DP: tl.constexpr, FORMAT: tl.constexpr):
-    """The sums of no values yet, in parts."""
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
+    """The sums of no values yet, in parts [ROWS, COLUMNS]."""
+    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
     if FORMAT == "packed":
-        zeros = tl.zeros([ROWS, DP // 4], tl.float32)
         return zeros, zeros, zeros, zeros
     else:
-        return (tl.zeros([ROWS, DP], tl.float32),)
+        return (zeros,)
 
 
 @triton.jit
@@ -143,8 +142,8 @@ def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(at, mask, d, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The parts of queries whose items `d` are at `at`."""
+def _load_queries(at, mask, D: tl.constexpr, FORMAT: tl.constexpr):
+    """The parts of queries, of which the first is at `at`."""
     if FORMAT == "packed":
         QUARTER: tl.constexpr = D // 4
         first = tl.load(at, mask=mask, other=0.0)
@@ -152,7 +151,7 @@ def _load_queries(at, mask, d, D: tl.constexpr, FORMAT: tl.constexpr):
         third = tl.load(at + 2 * QUARTER, mask=mask, other=0.0)
         return first, second, third, tl.load(at + 3 * QUARTER, mask=mask, other=0.0)
     else:
-        return (tl.load(at, mask=mask & (d < D)[None, :], other=0.0),)
+        return (tl.load(at, mask=mask, other=0.0),)
 
 
 @triton.jit
@@ -195,29 +194,29 @@ def _load_scales(ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.c
 
 
 @triton.jit
-def _load_packed(ptr, where, D: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
+def _load_packed(ptr, where, D: tl.constexpr, BS: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
     """The quarters of packed vectors. Any words make finite numbers, which a scale of 0 leaves out."""
-    QUARTER: tl.constexpr = D // 4
-    a, b, c = tl.load(ptr + where), tl.load(ptr + where + QUARTER), tl.load(ptr + where + 2 * QUARTER)
+    PLANE: tl.constexpr = BS * D // 4
+    a, b, c = tl.load(ptr + where), tl.load(ptr + where + PLANE), tl.load(ptr + where + 2 * PLANE)
     first, second, third = _own_word(a, HOPPER), _own_word(b, HOPPER), _own_word(c, HOPPER)
     return first.to(DTYPE), second.to(DTYPE), third.to(DTYPE), _carried_word(a, b, c, HOPPER).to(DTYPE)
 
 
 @triton.jit
-def _load_unpacked(ptr, where, scales, D: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
+def _load_unpacked(ptr, where, scales, D: tl.constexpr, BS: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
     """Packed vectors as they were: whole, and scaled, which is exact. For kernels with many queries, which bring them
     to shared memory again in any case."""
-    a, b, c, e = _load_packed(ptr, where, D, DTYPE, HOPPER)
+    a, b, c, e = _load_packed(ptr, where, D, BS, DTYPE, HOPPER)
     scales = scales.to(DTYPE)[:, None]
     return (_whole((a * scales, b * scales, c * scales, e * scales), where.shape[0], D),)
 
 
 @triton.jit
-def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
-               HOPPER: tl.constexpr):  # fmt: skip
+def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, DTYPE: tl.constexpr,
+               FORMAT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """The parts of keys. Those beyond the row's last may be anything: their scores are masked."""
     if FORMAT == "packed":
-        return _load_packed(k_ptr, where, D, DTYPE, HOPPER)
+        return _load_packed(k_ptr, where, D, BS, DTYPE, HOPPER)
     elif DP == D:
         return (tl.load(k_ptr + where).to(DTYPE),)
     else:
@@ -225,11 +224,11 @@ def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, DTYPE: tl.con
 
 
 @triton.jit
-def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
+def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr,
                  DTYPE: tl.constexpr, FORMAT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """The parts of values, with MASKED zero where not `inside`: a value of NaN would spread even with no weight."""
     if FORMAT == "packed":
-        return _load_packed(v_ptr, where, D, DTYPE, HOPPER)
+        return _load_packed(v_ptr, where, D, BS, DTYPE, HOPPER)
     elif MASKED:
         if DP == D:
             return (tl.load(v_ptr + where, mask=inside[:, None], other=0.0),)
@@ -298,10 +297,15 @@ def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
         "DP": width,
         "PART": width // 4 if holds_packed(kv) else width,
         "BS": kv.shape[3],
-        "ITEMS": packed_items(shape.head_dim) if holds_packed(kv) else shape.head_dim,
+        "ITEMS": items_apart(kv, shape.head_dim),
         "HEAD_ITEMS": head_items(kv),
         "FORMAT": format_of(kv),
     }
+
+
+def items_apart(kv: Tensor, head_dim: int) -> int:
+    """How far a key is from the next of its head in a block, in items. Packed ones lie in three planes."""
+    return head_dim // 4 if holds_packed(kv) else head_dim
 
 
 def head_items(kv: Tensor) -> int:

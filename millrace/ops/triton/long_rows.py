@@ -43,7 +43,7 @@ def _contiguous_kernel(
     scales = _load_scales(scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, True, FORMAT)
     to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + d[None, :]
     if FORMAT == "packed":
-        numbers = _load_packed(kv_ptr, where, D, tl.float32, False)
+        numbers = _load_packed(kv_ptr, where, D, BS, tl.float32, False)
         for quarter in tl.static_range(4):
             wide = numbers[quarter] * scales[:, None]
             tl.store(to + quarter * PART, wide.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.kv_cache import format_of, holds_packed
-from millrace.ops.packed import can_pack, packed_items
+from millrace.ops.packed import can_pack
 from millrace.ops.quantised import FP8_MAX
 from millrace.ops.triton import early_start
-from millrace.ops.triton.attention_parts import _scales_of, cache_pointers, head_items
+from millrace.ops.triton.attention_parts import _scales_of, cache_pointers, head_items, items_apart
 from millrace.ops.triton.early import wait_for_last
 
 
@@ -106,12 +106,14 @@ def _pack(left, right, HEADS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store_packed(left, right, places, scales_ptr, cached, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _store_packed(left, right, places, scales_ptr, cached, HEADS: tl.constexpr, HALF: tl.constexpr,
+                  BS: tl.constexpr):  # fmt: skip
+    PLANE: tl.constexpr = BS * HALF // 2
     first, second, third, scales = _pack(left, right, HEADS, HALF)
     to = places + tl.arange(0, HALF // 2)[None, :]
     tl.store(to, first, mask=cached[:, None])
-    tl.store(to + HALF // 2, second, mask=cached[:, None])
-    tl.store(to + HALF, third, mask=cached[:, None])
+    tl.store(to + PLANE, second, mask=cached[:, None])
+    tl.store(to + 2 * PLANE, third, mask=cached[:, None])
     tl.store(scales_ptr, scales, mask=cached)
 
 
@@ -204,7 +206,7 @@ def _qkv_kernel(
         first_scale = start + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
         cached = exists & (heads >= HEADS)
         if FORMAT == "packed":
-            _store_packed(left, right, places, scales_ptr + first_scale // 2 + offset, cached, BLOCK_H, HALF)
+            _store_packed(left, right, places, scales_ptr + first_scale // 2 + offset, cached, BLOCK_H, HALF, BS)
         elif FORMAT == "eight":
             to = scales_ptr + first_scale // 4 + offset
             _store_fp8(left, right, rest, places, to, cached, BLOCK_H, HALF, HP, REST, RP, MOST)
@@ -256,7 +258,7 @@ class PrepareQkvKernel:
             qkv.stride(0), kv.stride(0), kv.stride(1),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
-            ITEMS=packed_items(head_dim) if packed else head_dim, HEAD_ITEMS=head_items(kv),
+            ITEMS=items_apart(kv, head_dim), HEAD_ITEMS=head_items(kv),
             FORMAT=format_of(kv), MOST=FP8_MAX, BLOCK_H=block_h,
             NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **early_start(qkv.device),
         )  # fmt: skip
