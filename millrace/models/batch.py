@@ -81,7 +81,7 @@ class ForwardBatch:
     places: tuple[Tensor, Tensor] | None = None
     """int64 [T] each: block ids and offsets of `slots`, where these are known already."""
     embedded: Tensor | None = None
-    """[T, hidden]: the tokens' embeddings, where they were looked up with the other inputs."""
+    """[T, hidden]: the tokens' embeddings, where they were looked up with the other inputs; overwritten."""
     angles: Sequence[Tensor] | None = None
     """float32 [T, rotary_dim] of each rope: the positions' angles, likewise."""
     drawn: DrawnStates | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
-from millrace.models.decoding import ALL_DECODE, any_apart, by_kind, spans_of
+from millrace.models.decoding import ALL_DECODE, Span, any_apart, by_kind, spans_of
 from millrace.models.native_stack import NativeStack, uncovered
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
@@ -24,7 +24,7 @@ from millrace.ops.embedding import Embedding, PlainEmbedding
 from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
-from millrace.ops.linear import Head, Linear, NativeParts
+from millrace.ops.linear import Adding, Head, Linear, NativeParts
 from millrace.ops.norm import add_rms_norm_of
 from millrace.ops.qkv import PrepareQkv
 from millrace.ops.softcap import softcap
@@ -77,6 +77,13 @@ class DenseMlp:
         result: Tensor = by_kind(self.down, gated, ALL_DECODE)
         return result
 
+    def adds(self, rows: int) -> bool:
+        return isinstance(self.down, Adding) and self.down.adds(rows)
+
+    def add_to(self, x: Any, total: Tensor) -> None:
+        assert isinstance(self.down, Adding)
+        self.down.add_to(self.gate_up(x), total)
+
 
 @dataclass(frozen=True, slots=True)
 class MoeMlp:
@@ -112,6 +119,15 @@ class DecoderLayer:
     rope: int | None
     window: int
     """Index into the step's prepared attentions, one per distinct window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What is added to the residual: a linear or an MLP, and the norm of its result where the family has one."""
+
+    module: Any
+    norm: Tensor | None
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +238,25 @@ class Decoder:
                 queries, residual = queries.index_select(0, last.index), residual.index_select(0, last.index)
                 spans = spans_of(None if decodes is None else decodes[last.index.numpy()])
                 attended = ops.attention.prepare(last, block_size, self.spec.windows[layer.window])
-            hidden = by_kind(layer.out, ops.attention(queries, kv[index], attended), spans)
-            if layer.attention_out_norm is not None:
-                hidden = ops.rms_norm(hidden, layer.attention_out_norm, eps)
-            hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps, quantise=layer.mlp.takes_fp8)
-            hidden = by_kind(layer.mlp, hidden, spans)
-            if layer.mlp_out_norm is not None:
-                hidden = ops.rms_norm(hidden, layer.mlp_out_norm, eps)
+            out, mlp = Branch(layer.out, layer.attention_out_norm, spans), Branch(layer.mlp, layer.mlp_out_norm, spans)
+            hidden = ops.attention(queries, kv[index], attended)
+            hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, layer.mlp.takes_fp8)
             if index + 1 < len(layers):
                 following = layers[index + 1]
-                hidden, residual = ops.add_rms_norm(
-                    hidden, residual, following.input_norm, eps, quantise=following.qkv.takes_fp8
-                )
-        return self._final(hidden, residual, batch)
+                hidden, residual = self._add(mlp, hidden, residual, following.input_norm, following.qkv.takes_fp8)
+        return self._final(self._result(mlp, hidden), residual, batch)
+
+    def _result(self, branch: Branch, x: Any) -> Any:
+        result = by_kind(branch.module, x, branch.spans)
+        return result if branch.norm is None else self._ops.rms_norm(result, branch.norm, self.spec.norm_eps)
+
+    def _add(self, branch: Branch, x: Any, residual: Tensor, norm: Tensor, quantise: bool) -> tuple[Any, Tensor]:
+        """The branch's result for x, added to the residual, which may be overwritten: (the sum's norm, the sum)."""
+        ops, eps, module = self._ops, self.spec.norm_eps, branch.module
+        if branch.norm is None and isinstance(module, Adding) and module.adds(residual.shape[0]):
+            module.add_to(x, residual)
+            return ops.rms_norm(residual, norm, eps, quantise=quantise), residual
+        return ops.add_rms_norm(self._result(branch, x), residual, norm, eps, quantise=quantise)
 
     def _final(self, hidden: Tensor | Unsummed, residual: Tensor, batch: ForwardBatch) -> Tensor:
         norm, eps, drawn = self._weights.final_norm, self.spec.norm_eps, batch.drawn

@@ -149,7 +149,8 @@ def open_library(device: torch.device) -> Library | None:
 
 
 class Plan:
-    """y [rows, outputs] = x [rows, inputs] · weight [outputs, inputs]^T with one algorithm: everything but addresses.
+    """y [rows, outputs] = x [rows, inputs] · weight [outputs, inputs]^T with one algorithm: everything but addresses,
+    and whether it is added to what is in y.
 
     The library thinks in columns: what lies in memory as y is to it an outputs × rows matrix, the product of the
     weight, transposed, with x. Raises LibraryError where the algorithm does not take this size.
@@ -186,12 +187,12 @@ class Plan:
         if found.state != _SUCCESS or found.workspace_bytes > WORKSPACE_BYTES:
             raise LibraryError(f"{choice} wants {found.workspace_bytes} bytes, state {found.state}")
 
-    def launch(self, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor) -> int:
+    def launch(self, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *, adds: bool = False) -> int:
         """On the current stream. 0, or the library's refusal."""
-        at = out.data_ptr()
+        at, kept = out.data_ptr(), self._one if adds else self._zero
         status: int = self._launch(
             self._library.handle, self._product, byref(self._one), weight.data_ptr(), self._weight,
-            x.data_ptr(), self._x, byref(self._zero), at, self._out, at, self._out, byref(self._algo),
+            x.data_ptr(), self._x, byref(kept), at, self._out, at, self._out, byref(self._algo),
             workspace.data_ptr(), WORKSPACE_BYTES, torch._C._cuda_getCurrentRawStream(out.get_device()),
         )  # fmt: skip
         return status
@@ -214,28 +215,40 @@ class ChosenProduct:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """[T, K] -> [T, N], in `out` if that is given; None, and nothing done, where the library should choose."""
         rows = x.shape[0]
-        plan = self._plans[rows] if rows in self._plans else self._make(rows)
+        plan = self._plan_of(rows)
         if plan is None or not self._is_plain(x) or (out is not None and not out.is_contiguous()):
             return None
         if out is None:
             dtype = torch.float32 if self._wide else x.dtype
             out = torch.empty((rows, self.weight.shape[0]), dtype=dtype, device=x.device)
-        status = plan.launch(x, self.weight, out, self._workspace)
+        return out if self._launch(plan, x, out, adds=False) else None
+
+    def add_to(self, x: Tensor, total: Tensor) -> bool:
+        """total [T, N] += x · weight^T, summed in float32 and rounded once. False, and nothing done, where the library
+        should choose."""
+        plan = self._plan_of(x.shape[0])
+        if plan is None or not self._is_plain(x) or not total.is_contiguous():
+            return False
+        return self._launch(plan, x, total, adds=True)
+
+    def _launch(self, plan: Plan, x: Tensor, out: Tensor, *, adds: bool) -> bool:
+        rows, status = x.shape[0], plan.launch(x, self.weight, out, self._workspace, adds=adds)
         if status == _SUCCESS:
-            return out
+            return True
         log.warning("The library refused a product of %d rows (%d); it chooses for them itself.", rows, status)
         self._plans[rows] = None
-        return None
+        return False
 
     def _is_plain(self, x: Tensor) -> bool:
         is_whole = x.stride() == (self.weight.shape[1], 1)
         return is_whole and x.dtype == self.weight.dtype and x.data_ptr() % ALIGNED_BYTES == 0
 
-    def _make(self, rows: int) -> Plan | None:
-        self._plans[rows] = plan = self._plan_for(rows)
-        return plan
+    def _plan_of(self, rows: int) -> Plan | None:
+        if rows not in self._plans:
+            self._plans[rows] = self._make(rows)
+        return self._plans[rows]
 
-    def _plan_for(self, rows: int) -> Plan | None:
+    def _make(self, rows: int) -> Plan | None:
         at = bisect_left(self._limits, rows)
         choice = self._choices[at] if at < len(self._choices) else None
         if choice is None or self._library is None:

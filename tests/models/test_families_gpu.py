@@ -12,6 +12,7 @@ from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_r
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
+from millrace.ops import linear
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +34,12 @@ def test_logits(case: str, dtype: torch.dtype, tolerance: float) -> None:
         ours = PagedDriver(decoder, block_size=4).run(0, tokens, chunk).cpu()
         errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
         assert errors.median() < tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_with_sums_in_the_products(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "ADDS_FROM", 5)
+    test_logits(case, torch.bfloat16, 0.08)
 
 
 @pytest.mark.parametrize("case", CASES)

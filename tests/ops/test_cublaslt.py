@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from millrace.ops import cublaslt, cublaslt_table
 from millrace.ops.cublaslt import Algorithm, ChoicesByRows, ChosenProduct
-from millrace.ops.linear import TunedLinear
+from millrace.ops.linear import ADDS_FROM, TunedLinear
 
 TABLES = {"bf16": cublaslt_table.BF16, "wide": cublaslt_table.BF16_WIDE}
 CASES = [(name, size) for name, table in TABLES.items() for size in table]
@@ -48,6 +48,9 @@ def test_without_a_gpu_or_a_choice_nothing_is_done(wide: bool) -> None:
     weight = torch.randn(32, 16, dtype=torch.bfloat16)
     product = ChosenProduct(weight, {8: (128, 128, 2, 1, 1)}, wide=wide)
     assert product(torch.randn(8, 16, dtype=torch.bfloat16)) is None
+    total = torch.ones(8, 32, dtype=torch.bfloat16)
+    assert not product.add_to(torch.randn(8, 16, dtype=torch.bfloat16), total)
+    assert (total == 1).all()
     assert cublaslt_table.measured(weight, wide=wide)(torch.randn(300, 16, dtype=torch.bfloat16)) is None
 
 
@@ -91,6 +94,39 @@ def test_every_entry_is_taken_and_right(library: cublaslt.Library, name: str, si
             continue
         wanted = torch.mm(x, weight.t(), out_dtype=torch.float32) if wide else F.linear(x, weight)
         assert error(poisoned(product, x, wide), wanted) < (1e-5 if wide else ROUNDED), (rows, choice)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", cublaslt_table.BF16)
+def test_entries_of_many_rows_add_to_what_is_there(library: cublaslt.Library, size: tuple[int, int]) -> None:
+    entries = cublaslt_table.BF16[size]
+    most_x, weight = new(max(entries), *size)
+    product, linear = cublaslt_table.measured(weight), TunedLinear(weight)
+    for rows in (rows for rows in entries if rows >= ADDS_FROM):
+        assert linear.adds(rows)
+        x, total = most_x[:rows], torch.randn(rows, size[0], device="cuda", dtype=torch.bfloat16)
+        wanted = torch.mm(x, weight.t(), out_dtype=torch.float32) + total
+        again = total.clone()
+        assert product.add_to(x, total) == (entries[rows] is not None)
+        linear.add_to(x, again)
+        assert error(again, wanted) < ROUNDED, rows
+        assert entries[rows] is None or torch.equal(total, again)
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph_it_adds_at_every_replay(library: cublaslt.Library) -> None:
+    x, weight = new(200, 512, 256)
+    product, total = ChosenProduct(weight, SMALL), torch.zeros(200, 512, device="cuda", dtype=torch.bfloat16)
+    assert product.add_to(x, total)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert product.add_to(x, total)
+    for _ in range(3):
+        x.normal_()
+        wanted = total.float() + x.float() @ weight.float().t()
+        graph.replay()
+        assert error(total, wanted) < ROUNDED
+    assert not product.add_to(x, total.t().contiguous().t()), "results that do not lie row by row"
 
 
 SMALL: ChoicesByRows = {100: None, 200: (128, 128, 2, 1, 1), 300: (128, 128, 1, 1, 0)}

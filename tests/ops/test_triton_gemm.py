@@ -8,6 +8,7 @@ from helpers.triton_mode import device, interpreted
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops import linear
 from millrace.ops.activation import Activation, activate, gated_reference
 from millrace.ops.gated_linear import ComposedGatedLinear, TunedGatedLinear
 from millrace.ops.linear import InvariantLinear, PlainLinear, TunedLinear
@@ -169,6 +170,21 @@ def test_tuned_linear_follows_its_table() -> None:
     for rows in (1, 2, 3, 20, 40):
         check(layer(x[:rows]), expected(x[:rows], weight, bias), dtype)
     assert torch.equal(layer(x), F.linear(x, weight, bias)), "beyond the table it is the library"
+
+
+def test_tuned_linear_adds_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "ADDS_FROM", 10)
+    dtype = DTYPES[-1]
+    x, weight, bias = tensors(40, 64, 96, dtype)
+    tiles = TilesByRows((12, 20), (None, Tiles("dot", 16, 32, 32, stages=2)))
+    layer = TunedLinear(weight, tiles=tiles)
+    assert [layer.adds(rows) for rows in (9, 10, 12, 13, 20, 21)] == [False, True, True, False, False, True]
+    assert not TunedLinear(weight, bias, tiles).adds(40), "a bias would be a second thing to add"
+    for rows in (12, 21, 40):
+        total = torch.randn(rows, 64, device=device).to(dtype)
+        wanted = expected(x[:rows], weight, None) + total.double()
+        layer.add_to(x[:rows], total)
+        check(total, wanted, dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 40])
