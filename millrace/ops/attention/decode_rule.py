@@ -26,11 +26,24 @@ LISTED_PARTS = 8
 
 Tile = tuple[int, int, int]
 """Keys in a tile, warps, stages."""
-
-
 LIST_FROM: dict[CacheFormat, int] = {"plain": FEW, "packed": 3 * SMS // 2, "eight": 3 * SMS}
 """Streams beyond which rows are best taken from a list. Fewer are all split, so that the chip is filled at all: more of
 them where a tile is more work."""
+MANY_PACKED: Tile = (64, 2, 3)
+PACKED_TILES: tuple[tuple[int, Tile], ...] = (
+    (VERY_FEW, MANY_PACKED),
+    (LIST_FROM["packed"], (32, 1, 3)),
+    (4 * SMS, (64, 2, 4)),
+    (640, (64, 2, 2)),
+    (768, (64, 2, 4)),
+    (1024, MANY_PACKED),
+    (1280, (64, 2, 2)),
+    (1536, MANY_PACKED),
+    (1792, (32, 1, 3)),
+)
+"""(most streams, their tile) over a packed cache. Six, four or two programs of 64 keys in two, three or four stages fit
+a multiprocessor, and seven of 32: best is what leaves the last round of programs fullest. Up to 528 streams, programs
+are also so large that the next product has no room beside two of them, where it would hold them up."""
 
 
 def takes_list(streams: int, held: CacheFormat) -> bool:
@@ -79,14 +92,10 @@ def _splits(streams: int, held: CacheFormat) -> tuple[int, int]:
 
 
 def _tile(streams: int, held: CacheFormat) -> Tile:
-    """Three programs with tiles of 64 fit a multiprocessor, and four with tiles of 32: what fills it better is
-    better."""
+    """Three programs with tiles of 64 over a full cache fit a multiprocessor, and four with tiles of 32: what fills it
+    better is better."""
     if held == "packed":
-        if VERY_FEW < streams <= LIST_FROM[held]:
-            return 32, 1, 3
-        # Up to four to a multiprocessor are so large that the next product has no room beside two of them: it would
-        # hold them up.
-        return 64, 2, 4 if LIST_FROM[held] < streams <= 4 * SMS else 3
+        return next((tile for most, tile in PACKED_TILES if streams <= most), MANY_PACKED)
     if held == "eight":
         return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
     if VERY_FEW < streams <= FEW:
