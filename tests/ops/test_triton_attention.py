@@ -16,6 +16,8 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.attention.decode_rule import decode_tuning, takes_list
+from millrace.ops.attention.paged import SPLIT_CELLS
+from millrace.ops.kv_cache import CacheFormat
 from millrace.ops.triton.attention import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
 from millrace.run.single_queries import COLUMNS, num_words, write_singles
 
@@ -226,6 +228,15 @@ def test_which_sizes_take_swapped_tiles_and_lists() -> None:
     assert not takes_list(64, "plain")
     assert takes_list(256, "plain")
     assert not takes_list(256, "eight")
+
+
+@pytest.mark.parametrize("held", ["plain", "packed", "eight"])
+def test_splits_of_rows_without_a_list_fit_the_workspace(held: CacheFormat) -> None:
+    shape = HeadShape(8, 4, 128, 0.1)
+    for rows in range(1, 600):
+        if not takes_list(streams := rows * shape.num_kv_heads, held):
+            tuning = decode_tuning(shape, rows, torch.bfloat16, torch.device("cpu"), held, listed=False)
+            assert tuning.splits == 1 or streams * tuning.splits <= SPLIT_CELLS, rows
 
 
 @pytest.mark.gpu

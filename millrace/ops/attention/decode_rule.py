@@ -41,9 +41,9 @@ PACKED_TILES: tuple[tuple[int, Tile], ...] = (
     (1536, MANY_PACKED),
     (1792, (32, 1, 3)),
 )
-"""(most streams, their tile) over a packed cache. Six, four or two programs of 64 keys in two, three or four stages fit
-a multiprocessor, and seven of 32: best is what leaves the last round of programs fullest. Up to 528 streams, programs
-are also so large that the next product has no room beside two of them, where it would hold them up."""
+"""(most streams, their tile) over a packed cache. Five or six, four or two programs of 64 keys in two, three or four
+stages fit a multiprocessor, and seven of 32: best is what leaves the last round of programs fullest. Up to 528 streams,
+programs are also so large that the next product has no room beside two of them, where it would hold them up."""
 
 
 def takes_list(streams: int, held: CacheFormat) -> bool:
