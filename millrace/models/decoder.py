@@ -184,10 +184,10 @@ class Decoder:
         return embedding.weight if isinstance(embedding, PlainEmbedding) else None
 
     def thin(self) -> Decoder:
-        """The same with one layer of each kind and the last one, which may differ in what it is asked for: a forward
-        launches the same kernels, and few of them twice."""
+        """The same with one layer of each kind and the last one, which is asked for something else: a forward launches
+        the same kernels, and few of them twice."""
         layers = self._weights.layers
-        kinds = {_kind_of(layer): layer for layer in layers}
+        kinds = {_kind_of(layer): layer for layer in layers[:-1]}
         thin = copy.copy(self)
         thin._weights = replace(self._weights, layers=(*kinds.values(), layers[-1]))
         return thin

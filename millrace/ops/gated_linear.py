@@ -60,7 +60,8 @@ class ComposedGatedLinear:
 
 
 class TunedGatedLinear:
-    """One kernel that computes matching gates and ups and writes their product, where that was measured faster."""
+    """One kernel that computes matching gates and ups and writes their product, where that was measured faster: one for
+    few rows, another for many."""
 
     takes_fp8 = False
 
@@ -81,14 +82,23 @@ class TunedGatedLinear:
         self._multiply = gemm.multiply
         self._tiles = tiles or gemm_choice.measured(gemm_table.GATED, weight)
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
+        self._many_tiles = gemm_choice.measured_many(weight, bias, activation)
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
-        tiles = None if quantise else self._tiles.of(x.shape[0])
-        if tiles is None:
-            return self._gated(self._linear(x), quantise=quantise)
-        return self._multiply(
-            x, self._weight, tiles, bias=self._bias, activation=self._activation, counters=self._counters
-        )
+        if quantise:
+            return self._gated(self._linear(x), quantise=True)
+        tiles = self._tiles.of(x.shape[0])
+        if tiles is not None:
+            return self._multiply(
+                x, self._weight, tiles, bias=self._bias, activation=self._activation, counters=self._counters
+            )
+        many = self._many_tiles.of(x.shape[0])
+        return self._gated(self._linear(x)) if many is None else self._gated_many(x, many)
+
+    def _gated_many(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
+        from millrace.ops.triton.gated_many import gated_many  # what it needs takes a while to import
+
+        return gated_many(x, self._weight, self._activation, tile)
 
 
 class TunedFp8GatedLinear:

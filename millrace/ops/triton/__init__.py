@@ -27,6 +27,14 @@ def hopper_missing(device: torch.device) -> str:
     return triton_missing(device)
 
 
+def gluon_missing(device: torch.device) -> str:
+    """As hopper_missing, for kernels in Triton's lower level, which came with version 3.5."""
+    missing = hopper_missing(device)
+    if not missing and importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "needs a newer triton, with Gluon"
+    return missing
+
+
 @functools.cache
 def early_start(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that may be started while the one before it still runs. It waits for that one's end before

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from millrace.ops.triton import gemm_table
+from millrace.ops.triton import gemm_table, gluon_missing
 from millrace.ops.triton.gemm import Tiles, new_counters
 from millrace.ops.triton.gemm_table import MEASURED_ON, Entry, Table
 
+T = TypeVar("T")
+
 ALIKE = 1.5
 """A size that nobody measured takes the tiles of one within this factor; the others go to the library."""
+MANY_ACTIVATIONS = ("silu", "gelu_tanh")
+MANY_OUTPUTS, MANY_INPUTS = 3072, 1024
+"""The least sizes at which a kernel for many rows was measured."""
 INVARIANT = Tiles("dot", 64, 64, 128, warps=4, stages=3)
 """Tiles of the products whose result for a row must not depend on the others: the same for any number of rows."""
 INVARIANT_PROGRAMS = 256
@@ -25,15 +30,19 @@ INVARIANT_PARALLEL_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class TilesByRows:
+class ByRows(Generic[T]):
     """What one product takes for each number of rows; None is the library."""
 
-    limits: tuple[int, ...]
-    choices: tuple[Tiles | None, ...]
+    limits: tuple[int, ...] = ()
+    choices: tuple[T | None, ...] = ()
 
-    def of(self, rows: int) -> Tiles | None:
+    def of(self, rows: int) -> T | None:
         at = bisect_left(self.limits, rows)
         return self.choices[at] if at < len(self.choices) else None
+
+
+class TilesByRows(ByRows[Tiles]):
+    __slots__ = ()
 
     def counters(self, outputs: int, device: torch.device) -> Tensor | None:
         """Counters that suffice for all choices, or None where no sum is split."""
@@ -44,7 +53,7 @@ class TilesByRows:
         return new_counters(needed, device) if needed else None
 
 
-LIBRARY = TilesByRows((), ())
+LIBRARY = TilesByRows()
 
 
 def measured(table: Table, weight: Tensor) -> TilesByRows:
@@ -55,6 +64,20 @@ def measured(table: Table, weight: Tensor) -> TilesByRows:
         return LIBRARY
     limits = tuple(sorted(entries))
     return TilesByRows(limits, tuple(tiles_of(entries[limit]) for limit in limits))
+
+
+def measured_many(weight: Tensor, bias: Tensor | None, activation: str) -> ByRows[tuple[int, int]]:
+    """Rows and outputs of a tile of `gated_many`, for the numbers of rows at which it was measured faster, if it can
+    compute this product: its rows begin at whole 16 bytes, and there is no bias."""
+    outputs, inputs = weight.shape[0] // 2, weight.shape[1]
+    is_plain = bias is None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    if not is_plain or outputs % 8 or inputs % 8 or activation not in MANY_ACTIVATIONS or gluon_missing(weight.device):
+        return ByRows()
+    entries = nearest(gemm_table.GATED_MANY, *weight.shape)
+    if not entries and min(outputs // MANY_OUTPUTS, inputs // MANY_INPUTS):
+        entries = gemm_table.GATED_MANY_OTHERS
+    limits = tuple(sorted(entries))
+    return ByRows(limits, tuple(entries[limit] for limit in limits))
 
 
 def tiles_of(entry: Entry) -> Tiles | None:
@@ -70,7 +93,7 @@ class Fp8Tiles:
 
     rows: TilesByRows
     """In eight bits with a scale per row; None is the library."""
-    wide: TilesByRows = TilesByRows((), ())
+    wide: TilesByRows = LIBRARY
     """In the model's dtype, which only gemv takes; None: it is quantised first."""
 
 
@@ -78,7 +101,7 @@ def measured_fp8(weight: Tensor) -> Fp8Tiles:
     return Fp8Tiles(measured(gemm_table.FP8, weight), measured(gemm_table.FP8_WIDE, weight))
 
 
-def nearest(table: Table, outputs: int, inputs: int) -> dict[int, Entry]:
+def nearest(table: dict[tuple[int, int], dict[int, T]], outputs: int, inputs: int) -> dict[int, T]:
     """The entries of the size that differs least; nothing where all differ by more than ALIKE in one direction."""
     if (outputs, inputs) in table:
         return table[outputs, inputs]

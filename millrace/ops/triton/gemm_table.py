@@ -281,6 +281,16 @@ GATED: Table = {
     },
 }
 """Gate and up in one product, with the activation. N counts both."""
+
+ANY = 1 << 30
+GATED_MANY: dict[tuple[int, int], dict[int, tuple[int, int] | None]] = {
+    (6144, 1024): {896: None, 1024: (256, 64), 1408: (128, 128), 4096: (256, 64), ANY: (128, 128)},
+    (28672, 4096): {896: None, 1280: (256, 64), 1408: None, 4096: (256, 64), ANY: (128, 128)},
+}
+"""The same for more rows than GATED has: rows and outputs of a tile of `gated_many`."""
+GATED_MANY_OTHERS: dict[int, tuple[int, int] | None] = {2047: None, ANY: (128, 128)}
+"""Of sizes between those, or above them."""
+
 FP8: Table = {
     (4096, 4096): {
         1: ("swap_tma", 16, 64, 512, 1, 4, 5, True, 2),

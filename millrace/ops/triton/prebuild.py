@@ -46,7 +46,6 @@ def rehearsal(met: Callable[[str], None]) -> Iterator[None]:
 def source_of(description: str, function: Any) -> tuple[Any, dict[str, Any]]:
     """What the compiler takes, and its options, from Triton's description of a launch."""
     import triton.language as tl
-    from triton.compiler import ASTSource
 
     told = json.loads(description)
     constants = {
@@ -56,7 +55,17 @@ def source_of(description: str, function: Any) -> tuple[Any, dict[str, Any]]:
     attributes = {tuple(key): value for key, value in zip(told["attrs_keys"], told["attrs_vals"], strict=True)}
     signature = {name: _as_tuple(value) for name, value in told["signature"].items()}
     options = {name: _as_tuple(value) for name, value in told["options"].items()}
-    return ASTSource(function, signature, constants, attributes), options
+    return _source_type(function)(function, signature, constants, attributes), options
+
+
+def _source_type(function: Any) -> Any:
+    if hasattr(function, "is_gluon") and function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _constant(value: Any, tl: Any) -> Any:

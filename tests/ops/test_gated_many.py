@@ -1,0 +1,139 @@
+"""The gated product of many rows: against its parts on a GPU, and that it compiles for one anywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.ops.activation import Activation, gated_reference, make_torch
+from millrace.ops.gated_linear import TunedGatedLinear
+from millrace.ops.linear import PlainLinear
+from millrace.ops.triton import gemm_choice, gemm_table
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon._runtime import GluonASTSource
+from millrace.ops.triton import gated_many as room
+
+kernel, (rows, outputs) = room.gated_many_kernel, map(int, sys.argv[1:])
+blocks = {"x_desc": (rows, 64), "w_desc": (outputs, 64), "out_desc": (rows, outputs)}
+constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 64, "STAGES": 4, "GROUP": 16, "GELU": False,
+             "FETCHING_REGISTERS": 24}
+signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
+for name, block in blocks.items():
+    signature[name] = f"tensordesc<bf16{list(block)},{room._layout(*block)!r}>"
+places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+built = compile(GluonASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+instruction = f"wgmma.mma_async.sync.aligned.m64n{2 * outputs}k16"
+print("wide", instruction in built.asm["ptx"], built.metadata.shared <= 227 << 10)
+"""
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (256, 64)])
+def test_it_compiles_to_the_wide_instruction(tile: tuple[int, int]) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *map(str, tile)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "wide True True" in done.stdout, done.stderr[-3000:]
+
+
+def test_every_entry_is_a_tile_that_fits() -> None:
+    for entries in (*gemm_table.GATED_MANY.values(), gemm_table.GATED_MANY_OTHERS):
+        assert max(entries) == gemm_table.ANY, "no number of rows is too many"
+        assert set(entries.values()) <= {None, (128, 128), (256, 64)}
+
+
+def test_without_a_gpu_there_is_no_choice() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    weight = torch.zeros(28672, 4096, dtype=torch.bfloat16)
+    assert gemm_choice.measured_many(weight, None, "silu").of(8192) is None
+
+
+def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rows * outputs + inputs)
+    x = torch.randn(rows, inputs, device="cuda").bfloat16()
+    return x, (torch.randn(2 * outputs, inputs, device="cuda") * inputs**-0.5).bfloat16()
+
+
+def check(got: Tensor, x: Tensor, weight: Tensor, activation: Activation) -> None:
+    wanted = gated_reference(x.float() @ weight.float().T, activation)
+    assert got.shape == wanted.shape
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), wanted, rtol=1e-2, atol=1e-2)
+    assert (got.float() - wanted).norm() < 3e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(128, 128), (256, 64)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"),
+    [
+        (1, 64, 64),
+        (127, 136, 72),
+        (128, 128, 64),
+        (1000, 3072, 1024),
+        (2049, 520, 576),
+        (1024, 14336, 4096),
+        (8200, 8, 8),
+    ],
+)
+def test_it_gives_what_its_parts_give(
+    rows: int, outputs: int, inputs: int, activation: Activation, tile: tuple[int, int]
+) -> None:
+    from millrace.ops.triton.gated_many import gated_many
+
+    x, weight = operands(rows, outputs, inputs)
+    check(gated_many(x, weight, activation, tile), x, weight, activation)
+
+
+@pytest.mark.gpu
+def test_nothing_beyond_the_result_is_written_and_x_may_lie_anywhere() -> None:
+    from millrace.ops.triton.gated_many import gated_many
+
+    x, weight = operands(300, 264, 128)
+    padded = torch.full((300, 129), 9.0, dtype=torch.bfloat16, device="cuda")
+    padded[:, 1:] = x
+    check(gated_many(padded[:, 1:], weight, "silu", (128, 128)), x, weight, "silu")
+    first = gated_many(x, weight, "silu", (128, 128))
+    for _ in range(20):
+        assert torch.equal(gated_many(x, weight, "silu", (128, 128)), first)
+    assert gated_many(x[:0], weight, "silu", (128, 128)).shape == (0, 264)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_op_takes_it_where_it_can(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from millrace.ops.triton import gated_many as room
+
+    x, weight = operands(2048, 3072, 1024)
+    bias = torch.randn(6144, device="cuda").bfloat16() if has_bias else None
+    calls: list[int] = []
+    kernel = room.gated_many
+
+    def counted(x: Tensor, *rest: Any) -> Tensor:
+        calls.append(x.shape[0])
+        return kernel(x, *rest)
+
+    monkeypatch.setattr(room, "gated_many", counted)
+    layer = TunedGatedLinear(weight, bias, "silu", PlainLinear, lambda gate_up, quantise: make_torch("silu")(gate_up))
+    for rows in (256, 1408, 2048):
+        sums = torch.nn.functional.linear(x[:rows].float(), weight.float(), None if bias is None else bias.float())
+        torch.testing.assert_close(layer(x[:rows]).float(), gated_reference(sums, "silu"), rtol=2e-2, atol=2e-2)
+    assert calls == ([] if has_bias else [1408, 2048])
