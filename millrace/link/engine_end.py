@@ -79,18 +79,12 @@ class SocketEngineChannel:
             return messages
         start = time.monotonic()
         end = start + timeout_s if timeout_s is not None else math.inf
-        if watch_s > 0:
-            messages = self._watch(min(start + watch_s, end))
+        awake_until = min(start + watch_s, end)
+        # Asking for what is ready costs less than a read that finds nothing, which is an exception.
+        while not messages and time.monotonic() < awake_until:
+            messages = self._turn(0.0)
         while not messages and (left_s := end - time.monotonic()) > 0:
             messages = self._turn(None if left_s == math.inf else left_s)
-        return messages
-
-    def _watch(self, until: float) -> list[ToEngine]:
-        """Awake: with one front its connection alone is looked at; whatever else happens waits for the end of this."""
-        messages: list[ToEngine] = []
-        while not messages and time.monotonic() < until:
-            only = self._fronts[0].connection if self.num_fronts == 1 else None
-            messages = self._turn(0.0) if only is None or only.awaits_room else self._read(only)
         return messages
 
     def _turn(self, timeout_s: float | None) -> list[ToEngine]:
