@@ -122,8 +122,8 @@ class FrontBench:
 
 def serve_one_front(source: str, directory: str, index: int, num_fronts: int, port: int) -> None:
     from millrace.config import Config, replace
-    from millrace.link.channel import ZmqFrontChannel
     from millrace.link.client import EngineClient
+    from millrace.link.front_end import SocketFrontChannel
     from millrace.serve.app import run_front
     from millrace.sources.resolve import resolve_model
 
@@ -132,7 +132,7 @@ def serve_one_front(source: str, directory: str, index: int, num_fronts: int, po
     )
 
     async def connect() -> EngineClient:
-        client = EngineClient(ZmqFrontChannel(directory, index), front_index=index)
+        client = EngineClient(SocketFrontChannel(directory, index), front_index=index)
         await client.wait_ready(START_LIMIT_S)
         return client
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.link.channel import ZmqEngineChannel
+from millrace.link.engine_end import SocketEngineChannel
 from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
@@ -33,7 +33,7 @@ class NullEngine:
     """Rows as columns: ids, tokens still to come, and each row's place in the sequence."""
 
     def __init__(self, directory: str, num_fronts: int, vocab_size: int, step_s: float) -> None:
-        self._channel = ZmqEngineChannel(directory, num_fronts)
+        self._channel = SocketEngineChannel(directory, num_fronts)
         self._step_s = step_s
         self._words = np.random.default_rng(0).integers(20, vocab_size, NUM_TOKENS).astype("<i4")
         self._ids = np.zeros(0, np.int64)

@@ -44,11 +44,11 @@ def main() -> None:
 
 
 def _connect(config: Config, index: int, incarnation: int, engine: dict[str, Any]) -> EngineClient:
-    from millrace.link.channel import ZmqFrontChannel
     from millrace.link.client import EngineClient
+    from millrace.link.front_end import SocketFrontChannel
 
     client = EngineClient(
-        ZmqFrontChannel(engine["directory"], index),
+        SocketFrontChannel(engine["directory"], index),
         front_index=index,
         incarnation=incarnation,
         max_open=max_open_requests(config),
@@ -73,7 +73,7 @@ def _watch_engine(client: EngineClient, pid: int) -> None:
 
 def _follow_parent(client: EngineClient, index: int) -> None:
     """Each line on the pipe is a new engine. The pipe closes when the parent ends."""
-    from millrace.link.channel import ZmqFrontChannel
+    from millrace.link.front_end import SocketFrontChannel
 
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
     pending = bytearray()
@@ -90,7 +90,7 @@ def _follow_parent(client: EngineClient, index: int) -> None:
             pending[:] = rest
             engine = json.loads(line)
             client.fail(ENGINE_ENDED)
-            client.reconnect(ZmqFrontChannel(engine["directory"], index))
+            client.reconnect(SocketFrontChannel(engine["directory"], index))
             _watch_engine(client, engine["pid"])
 
     loop.add_reader(descriptor, on_readable)

@@ -10,7 +10,7 @@ from millrace import __version__
 
 USAGE = "millrace version"
 EXAMPLES = "examples:\n  millrace version"
-_PACKAGES = ("torch", "numpy", "aiohttp", "msgspec", "pyzmq", "tokenizers", "gguf", "safetensors", "huggingface_hub")
+_PACKAGES = ("torch", "numpy", "aiohttp", "msgspec", "tokenizers", "gguf", "safetensors", "huggingface_hub")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

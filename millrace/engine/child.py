@@ -11,7 +11,7 @@ import threading
 
 from millrace.config import from_dict
 from millrace.engine.process import serve_engine
-from millrace.link.channel import ZmqEngineChannel
+from millrace.link.engine_end import SocketEngineChannel
 from millrace.observe.logs import setup_logging
 from millrace.time_slice import ask_for_usual_slices
 
@@ -33,13 +33,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     sys.setswitchinterval(SWITCH_S)
-    channel = ZmqEngineChannel(directory, num_fronts)
+    channel = SocketEngineChannel(directory, num_fronts)
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
     serve_engine(config, channel, on_hang=lambda: os._exit(HUNG))
     channel.close()
 
 
-def _stop_with_parent(channel: ZmqEngineChannel) -> None:
+def _stop_with_parent(channel: SocketEngineChannel) -> None:
     """The pipe closes when the parent ends or asks us to; an engine still busy after the grace time just exits."""
     while sys.stdin.buffer.read(4096):
         pass

@@ -22,7 +22,9 @@ from millrace.config import Config, as_dict
 from millrace.engine.bytecode import keep_bytecode
 from millrace.engine.libraries_ahead import read_libraries_ahead
 from millrace.errors import MillraceError
-from millrace.link.channel import EngineChannel, FrontChannel, InProcessLink, ZmqFrontChannel
+from millrace.link.address import engine_path
+from millrace.link.channel import EngineChannel, FrontChannel, InProcessLink
+from millrace.link.front_end import SocketFrontChannel
 from millrace.link.messages import EngineFailed, Stop
 from millrace.run.early_context import has_gpu, make_context_ahead
 from millrace.run.kernel_builder import start_builder
@@ -116,6 +118,7 @@ class EngineThread:
 class EngineProcess:
     def __init__(self, config: Config) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="millrace-")
+        engine_path(self._directory.name)  # Refused before a process is started for it.
         environment = dict(os.environ)
         calm_threads(environment)
         keep_bytecode(environment)
@@ -136,7 +139,7 @@ class EngineProcess:
         return self._directory.name
 
     def channel(self, front_index: int = 0) -> FrontChannel:
-        return ZmqFrontChannel(self._directory.name, front_index)
+        return SocketFrontChannel(self._directory.name, front_index)
 
     def kill(self) -> None:
         self.process.kill()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from millrace.link.frames import HEADER
 from millrace.params import SamplingParams
 
 FRONT_SHIFT = 48
@@ -205,15 +206,19 @@ _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine
 _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 
-def encode(message: ToEngine | ToFront) -> bytes:
-    return _encoder.encode(message)
+def encode_frame(message: ToEngine | ToFront) -> bytearray:
+    """With its length before it, in one piece: what a socket is given."""
+    frame = bytearray(HEADER.size)
+    _encoder.encode_into(message, frame, HEADER.size)
+    HEADER.pack_into(frame, 0, len(frame) - HEADER.size)
+    return frame
 
 
-def decode_to_engine(data: bytes) -> ToEngine:
+def decode_to_engine(data: bytes | memoryview) -> ToEngine:
     return _to_engine.decode(data)
 
 
-def decode_to_front(data: bytes) -> ToFront:
+def decode_to_front(data: bytes | memoryview) -> ToFront:
     return _to_front.decode(data)
 
 

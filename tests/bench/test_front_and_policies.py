@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.bench.front import FrontBench
+from millrace.bench.link import measure_link
 from millrace.bench.policies import POLICIES, Verdict, compare, plot_svg, read_trace
 from millrace.bench.target import BenchError
 from millrace.cli import main
@@ -20,6 +21,12 @@ def test_the_front_is_measured_over_the_null_engine() -> None:
     assert 0 < cost.us_per_token < 5000
     assert 0.5 < cost.frames_per_token < 1.6
     assert 0 < cost.ttft_p50_ms <= cost.ttft_p99_ms
+
+
+def test_messages_are_measured_between_processes() -> None:
+    cost = measure_link(fronts=2, rows=64, rounds=20)
+    assert 0 < cost.send_us < cost.answer_us
+    assert 0 < cost.empty_us
 
 
 def test_policies_are_compared_on_a_trace(tmp_path: Path) -> None:

@@ -1,0 +1,428 @@
+"""Peers over Unix sockets that come first, come back, read slowly, send a lot, or vanish in the middle of a word."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from millrace.errors import ConfigError
+from millrace.link.address import engine_path
+from millrace.link.engine_end import MOST_FOR_ABSENT, SocketEngineChannel
+from millrace.link.front_end import MOST_AT_ONCE, SocketFrontChannel
+from millrace.link.messages import (
+    Abort,
+    EngineFailed,
+    Hello,
+    NewRequest,
+    StepTokens,
+    Stop,
+    ToEngine,
+    ToFront,
+    encode_frame,
+)
+from millrace.params import SamplingParams
+
+LIMIT_S = 20.0
+RunLoop = Callable[[Awaitable[None]], None]
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="mr-") as path:
+        yield path
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run_loop(request: pytest.FixtureRequest) -> RunLoop:
+    return asyncio.run if request.param == "asyncio" else uvloop.run  # type: ignore[return-value]
+
+
+def step(number: int, size: int = 0) -> StepTokens:
+    return StepTokens(step_no=number, ids=bytes(size), tokens=b"")
+
+
+class Ear:
+    """A started front: what it has heard, and a way to wait for more while the engine goes on with its loop."""
+
+    def __init__(self, channel: SocketFrontChannel) -> None:
+        self.channel = channel
+        self.heard: list[ToFront] = []
+        channel.start(asyncio.get_running_loop(), self.heard.append)
+
+    @property
+    def steps(self) -> list[int]:
+        return [message.step_no for message in self.heard if isinstance(message, StepTokens)]
+
+    async def hear(self, count: int, engine: SocketEngineChannel) -> list[ToEngine]:
+        """Until `count` messages have come; returns what the engine was told meanwhile."""
+        told: list[ToEngine] = []
+        end = time.monotonic() + LIMIT_S
+        while len(self.heard) < count:
+            assert time.monotonic() < end, f"{len(self.heard)} of {count} messages after {LIMIT_S:g} s"
+            told += engine.receive(0.0)
+            await asyncio.sleep(0.001)
+        return told
+
+
+async def told(engine: SocketEngineChannel, count: int) -> list[ToEngine]:
+    """The next `count` messages that reach the engine, while the loop goes on."""
+    messages: list[ToEngine] = []
+    end = time.monotonic() + LIMIT_S
+    while len(messages) < count:
+        assert time.monotonic() < end, f"{len(messages)} of {count} messages after {LIMIT_S:g} s"
+        messages += engine.receive(0.0)
+        await asyncio.sleep(0.001)
+    return messages
+
+
+def ids_of(messages: list[ToEngine]) -> list[int]:
+    return [message.ids[0] for message in messages if isinstance(message, Abort)]
+
+
+def raw_front(directory: str, index: int) -> socket.socket:
+    """A front that was written by somebody who knows the bytes only."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(LIMIT_S)
+    sock.connect(engine_path(directory))
+    sock.sendall((4).to_bytes(8, "little") + index.to_bytes(4, "little"))
+    return sock
+
+
+def test_a_front_that_is_there_first_loses_nothing(directory: str, run_loop: RunLoop) -> None:
+    async def work() -> None:
+        front = SocketFrontChannel(directory, 0)
+        front.send(Abort((0,)))
+        ear = Ear(front)
+        front.send(Abort((1,)))
+        await asyncio.sleep(0.05)
+        engine = SocketEngineChannel(directory, 1)
+        assert ids_of(await told(engine, 2)) == [0, 1]
+        front.send(Abort((2,)))
+        engine.send(0, step(7))
+        assert ids_of(await told(engine, 1)) == [2]
+        await ear.hear(1, engine)
+        assert ear.steps == [7]
+        front.close()
+        engine.close()
+
+    run_loop(work())
+
+
+def test_an_engine_that_loads_and_only_sends_finds_its_fronts(directory: str) -> None:
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 2)
+        ears = [Ear(SocketFrontChannel(directory, index)) for index in range(2)]
+        ears[0].channel.send(Hello(0))
+        for number in range(20):
+            for index in range(2):
+                engine.send(index, step(number))
+            await asyncio.sleep(0.002)
+        assert [ear.steps for ear in ears] == [list(range(20))] * 2
+        assert engine.receive(0.0) == [Hello(0)], "what came meanwhile is not lost"
+        for ear in ears:
+            ear.channel.close()
+        engine.close()
+
+    asyncio.run(work())
+
+
+def test_a_front_that_does_not_read_holds_up_neither_engine_nor_sibling(directory: str, run_loop: RunLoop) -> None:
+    """60 MB for one that is stopped: sent without waiting, and all of it there in order when it goes on."""
+    size, count = 300_000, 200
+
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 2)
+        stopped, sibling = raw_front(directory, 0), Ear(SocketFrontChannel(directory, 1))
+        slowest_s = 0.0
+        for number in range(count):
+            began = time.monotonic()
+            engine.send(0, step(number, size))
+            engine.send(1, step(number))
+            slowest_s = max(slowest_s, time.monotonic() - began)
+        assert slowest_s < 0.5
+        await sibling.hear(count, engine)
+        assert sibling.steps == list(range(count))
+        used = time.process_time()
+        assert engine.receive(0.2) == []
+        assert time.process_time() - used < 0.1, "waiting for room is not a spin"
+        expected = b"".join(encode_frame(step(number, size)) for number in range(count))
+        reading = threading.Thread(target=read_exactly, args=(stopped, expected, found := []))
+        reading.start()
+        while reading.is_alive():
+            engine.receive(0.01)
+            await asyncio.sleep(0)
+        assert found == [True]
+        stopped.close()
+        sibling.channel.close()
+        engine.close()
+
+    run_loop(work())
+
+
+def read_exactly(sock: socket.socket, expected: bytes, found: list[bool]) -> None:
+    got = bytearray()
+    while len(got) < len(expected) and (data := sock.recv(1 << 20)):
+        got += data
+    found.append(bytes(got) == expected)
+
+
+def test_a_prompt_of_millions_of_tokens_blocks_neither_loop(directory: str, run_loop: RunLoop) -> None:
+    prompt = os.urandom(1 << 16) * 400  # 6.5 million tokens, 26 MB
+
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 1)
+        front = SocketFrontChannel(directory, 0)
+        Ear(front)
+        began = time.monotonic()
+        front.send(NewRequest(id=1, prompt=prompt, params=SamplingParams()))
+        front.send(Abort((2,)))
+        assert time.monotonic() - began < 1.0
+        messages = await told(engine, 2)
+        assert isinstance(messages[0], NewRequest)
+        assert messages[0].prompt == prompt
+        assert messages[1] == Abort((2,))
+        front.close()
+        engine.close()
+
+    run_loop(work())
+
+
+def test_a_new_engine_in_the_same_place(directory: str, run_loop: RunLoop) -> None:
+    """The first one dies without closing anything but its sockets; its socket's file is still there."""
+
+    async def work() -> None:
+        first = SocketEngineChannel(directory, 1)
+        ear = Ear(SocketFrontChannel(directory, 0))
+        first.send(0, step(1))
+        await ear.hear(1, first)
+        first.close()
+        await asyncio.sleep(0.02)
+        ear.channel.send(Abort((1,)))
+        ear.channel.send(Abort((2,)))
+        assert Path(engine_path(directory)).exists()
+        second = SocketEngineChannel(directory, 1)
+        assert ids_of(await told(second, 2)) == [1, 2]
+        second.send(0, step(2))
+        await ear.hear(2, second)
+        assert ear.steps == [1, 2]
+        ear.channel.close()
+        second.close()
+
+    run_loop(work())
+
+
+def test_last_words_reach_a_front_that_speaks_to_an_engine_that_has_gone(directory: str, run_loop: RunLoop) -> None:
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 1)
+        front = SocketFrontChannel(directory, 0)
+        front.send(Hello(0))
+        await told(engine, 1)
+        for number in range(10):
+            engine.send(0, step(number))
+        engine.send(0, EngineFailed("out of memory"))
+        engine.close()
+        for number in range(10):
+            front.send(Abort((number,)))
+        ear = Ear(front)
+        end = time.monotonic() + LIMIT_S
+        while len(ear.heard) < 11 and time.monotonic() < end:
+            await asyncio.sleep(0.001)
+        assert ear.steps == list(range(10))
+        assert ear.heard[-1] == EngineFailed("out of memory")
+        front.close()
+
+    run_loop(work())
+
+
+def test_a_front_that_was_started_again_takes_its_place(directory: str) -> None:
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 2)
+        old = SocketFrontChannel(directory, 1)
+        old.send(Abort((1,)))
+        assert ids_of(await told(engine, 1)) == [1]
+        old.send(Abort((2,)))
+        new = Ear(SocketFrontChannel(directory, 1))
+        new.channel.send(Abort((3,)))
+        assert sorted(ids_of(await told(engine, 2))) == [2, 3], "the last words of the old one are heard"
+        engine.send(1, step(5))
+        await new.hear(1, engine)
+        assert new.steps == [5]
+        old.close()
+        engine.receive(0.01)
+        engine.send(1, step(6))
+        await new.hear(2, engine)
+        assert new.steps == [5, 6]
+        new.channel.close()
+        engine.close()
+
+    asyncio.run(work())
+
+
+def test_one_that_died_in_the_middle_of_a_frame_leaves_whole_frames_to_the_next(directory: str) -> None:
+    size, count = 100_000, 160
+
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 1)
+        dead = raw_front(directory, 0)
+        dead.sendall(encode_frame(Abort((1,))) + encode_frame(Abort((2,)))[:-1])
+        assert ids_of(await told(engine, 1)) == [1]
+        for number in range(count):
+            engine.send(0, step(number, size))
+        dead.recv(1000)
+        dead.close()
+        engine.receive(0.01)
+        new = Ear(SocketFrontChannel(directory, 0))
+        engine.send(0, step(count))
+        end = time.monotonic() + LIMIT_S
+        while not new.steps or new.steps[-1] != count:
+            assert time.monotonic() < end
+            engine.receive(0.0)
+            await asyncio.sleep(0.001)
+        first = new.steps[0]
+        assert 0 < first < count, "some had gone to the dead one"
+        assert new.steps == list(range(first, count + 1))
+        new.channel.close()
+        engine.close()
+
+    asyncio.run(work())
+
+
+def test_only_so_much_is_kept_for_one_that_is_not_there(directory: str) -> None:
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 1)
+        for number in range(MOST_FOR_ABSENT + 10):
+            engine.send(0, step(number))
+        ear = Ear(SocketFrontChannel(directory, 0))
+        await ear.hear(MOST_FOR_ABSENT, engine)
+        assert ear.steps == list(range(10, MOST_FOR_ABSENT + 10))
+        ear.channel.close()
+        engine.close()
+
+    asyncio.run(work())
+
+
+def test_a_flood_is_taken_in_turns_with_the_loop(directory: str, run_loop: RunLoop) -> None:
+    async def work() -> None:
+        engine = SocketEngineChannel(directory, 1)
+        front = SocketFrontChannel(directory, 0)
+        front.send(Hello(0))
+        await told(engine, 1)
+        for number in range(300):
+            engine.send(0, step(number))
+        ear, seen = Ear(front), [0]
+        end = time.monotonic() + LIMIT_S
+        while len(ear.heard) < 300 and time.monotonic() < end:
+            engine.receive(0.0)
+            await asyncio.sleep(0)
+            seen.append(len(ear.heard))
+        assert max(later - earlier for earlier, later in zip(seen, seen[1:], strict=False)) <= MOST_AT_ONCE
+        assert ear.steps == list(range(300))
+        front.close()
+        engine.close()
+
+    run_loop(work())
+
+
+def test_a_message_that_fails_does_not_hold_up_the_next(directory: str, run_loop: RunLoop) -> None:
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        engine = SocketEngineChannel(directory, 1)
+        front = SocketFrontChannel(directory, 0)
+        front.send(Hello(0))
+        await told(engine, 1)
+        for number in range(5):
+            engine.send(0, step(number))
+        heard: list[int] = []
+
+        def on_message(message: ToFront) -> None:
+            assert isinstance(message, StepTokens)
+            heard.append(message.step_no)
+            if message.step_no == 2:
+                raise RuntimeError("a defect")
+
+        front.start(asyncio.get_running_loop(), on_message)
+        await asyncio.sleep(0.05)
+        assert heard == list(range(5))
+        front.close()
+        engine.close()
+
+    run_loop(work())
+
+
+def test_a_front_that_floods_does_not_starve_the_others(directory: str) -> None:
+    engine = SocketEngineChannel(directory, 3)
+    flooder, quiet = raw_front(directory, 0), SocketFrontChannel(directory, 2)
+    flooder.setblocking(False)
+    flood = encode_frame(Abort((0,))) * 1000
+
+    def fill() -> None:
+        while True:
+            try:
+                if flooder.send(flood) < len(flood):
+                    return
+            except BlockingIOError:
+                return
+
+    fill()
+    engine.receive(0.5)
+    quiet.send(Abort((9,)))
+    assert 9 in ids_of(engine.receive(0.5) + engine.receive(0.5))
+    flooder.close()
+    quiet.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("num_fronts", [1, 3])
+def test_watching_hears_a_front_and_one_that_leaves(directory: str, num_fronts: int) -> None:
+    engine = SocketEngineChannel(directory, num_fronts)
+    front = SocketFrontChannel(directory, 0)
+    threading.Timer(0.05, lambda: front.send(Abort((1,)))).start()
+    assert engine.receive(5.0, watch_s=5.0) == [Abort((1,))]
+    threading.Timer(0.05, front.close).start()
+    threading.Timer(0.1, engine.request_stop).start()
+    assert engine.receive(5.0, watch_s=0.3) == [Stop()]
+    engine.close()
+
+
+def test_the_socket_is_its_owners_alone(directory: str) -> None:
+    engine = SocketEngineChannel(directory, 1)
+    mode = Path(engine_path(directory)).stat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o600
+    engine.close()
+
+
+def test_a_front_that_does_not_exist_is_turned_away(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = SocketEngineChannel(directory, 1)
+    with raw_front(directory, 7) as stranger, raw_front(directory, 0) as known:
+        known.sendall(encode_frame(Abort((1,))))
+        assert engine.receive(1.0) == [Abort((1,))]
+        assert stranger.recv(1) == b""
+    assert "number 7" in caplog.text
+    engine.close()
+
+
+def test_a_path_that_is_too_long_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        SocketFrontChannel("/tmp/" + "x" * 120, 0)
+    assert engine_path("/" + "x" * 99).endswith("/engine")
+
+
+def test_closing_twice_and_stopping_what_is_closed(directory: str) -> None:
+    engine = SocketEngineChannel(directory, 1)
+    front = SocketFrontChannel(directory, 0)
+    for _ in range(2):
+        front.close()
+        engine.close()
+    engine.request_stop()
+    front.send(Stop())
