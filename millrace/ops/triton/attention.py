@@ -244,16 +244,17 @@ def _prefill_kernel(
     PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, kv head). A tile holds BLOCK_M // GROUP queries of one row, all heads of the group.
+    """A program for each KV head of each tile, which holds BLOCK_M // GROUP queries of one row, all heads of the group.
 
     Where the cache is packed, the keys and values of this step are read beside the queries, where they are as they were
     computed, and only earlier ones from the cache."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Later tiles of a row see more keys: they go first, so that the chip is not left with the longest at the end.
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    # Later tiles of a row see more keys: they go first, of all heads, so that the chip is not left with the longest at
+    # the end.
+    index = tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
     row = tl.load(tiles + index * 2)
     if row < 0:
         return
@@ -344,7 +345,7 @@ def prefill(
     `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated."""
     if holds_packed(kv) and queries.stride(0) < (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim:
         raise ValueError("over a packed cache, queries have the step's own keys and values beside them")
-    _prefill_kernel[(tiles.shape[0], shape.num_kv_heads)](
+    _prefill_kernel[(tiles.shape[0] * shape.num_kv_heads,)](
         queries, *cache_pointers(kv), out, tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, **cache_sizes(kv, shape),
