@@ -1,0 +1,86 @@
+"""What is known of a launched step before its tokens are: who gets one, whose first it is, who comes to the end of its
+length. Worked out while the device computes, so that little is left to do between a token and whoever waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.plan.rows import NO_TOKEN, Rows
+from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """Holds as long as no row is taken or given up. Columns over the rows that draw a token and are still there."""
+
+    computed_rows: Int32s
+    """The step's rows that are still there, and how many tokens of each will be computed."""
+    computed: Int32s
+    drew: Int64s | None
+    """Places of the drawing rows among all that the step samples; None: they are all there."""
+    table_rows: Int32s
+    request_ids: Int64s
+    first_ids: Int64s
+    """Requests that get their first token."""
+    positions: Int32s
+    """Those that the new tokens take."""
+    full: Bools
+    full_at: list[int]
+    """Where `full` is true: the token is the last that the request's limit allows."""
+    end_tokens: Int32s | None
+    """Per row, the tokens that would stop it now; None when there is no row with any."""
+
+    def delivered(self, tokens: Int32s) -> Int32s:
+        """Of the tokens that the step drew, those of rows that are still there."""
+        return tokens if self.drew is None else tokens[self.drew]
+
+    def stopped(self, drawn: Int32s) -> Bools | None:
+        """Which of the rows drew a token that stops them; None when none did."""
+        if self.end_tokens is None:
+            return None
+        is_end = self.end_tokens == drawn[:, None]
+        if not is_end.any():
+            return None
+        stopped: Bools = is_end.any(axis=1)
+        return stopped
+
+    def ended_at(self, stopped: Bools | None) -> list[int]:
+        """Places of the rows that have ended, in either way."""
+        if stopped is None:
+            return self.full_at
+        at: list[int] = (stopped | self.full).nonzero()[0].tolist()
+        return at
+
+
+def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
+    here = rows.active[plan.rows]
+    computed_rows, computed = plan.rows, plan.starts + plan.counts
+    table_rows, drew = plan.rows, None
+    if not plan.samples.all():
+        table_rows = table_rows[plan.samples]
+    if not here.all():
+        computed_rows, computed = computed_rows[here], computed[here]
+        drew = rows.active[table_rows].nonzero()[0]
+        table_rows = table_rows[drew]
+    positions, request_ids = rows.known_host[table_rows], rows.request_ids[table_rows]
+    full = positions + 1 >= rows.limit[table_rows]
+    return Foreseen(
+        computed_rows=computed_rows,
+        computed=computed,
+        drew=drew,
+        table_rows=table_rows,
+        request_ids=request_ids,
+        first_ids=request_ids[positions == rows.num_prompt[table_rows]],
+        positions=positions,
+        full=full,
+        full_at=full.nonzero()[0].tolist(),
+        end_tokens=_end_tokens(rows, table_rows, positions) if rows.num_with_ends else None,
+    )
+
+
+def _end_tokens(rows: Rows, table_rows: Int32s, positions: Int32s) -> Int32s:
+    end_tokens: Int32s = rows.end_tokens[table_rows]
+    too_early = positions < rows.ends_from[table_rows]
+    if too_early.any():
+        end_tokens[too_early] = NO_TOKEN
+    return end_tokens
