@@ -45,7 +45,7 @@ class Crowd:
         size, num_known = self._block_size, len(request.history) // 4
         own = -(-num_known // size) * size - len(blocks) * size
         remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
-        newly_shared = self._pool.num_unheld(blocks)
+        newly_shared = self._pool.num_unheld(blocks) if blocks else 0
         if not self._is_empty:
             has_block_left = self._pool.num_available > len(blocks)
             if not has_block_left or not self._fits(own, remaining, self._room - newly_shared * size):

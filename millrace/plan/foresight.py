@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from millrace.plan.rows import NO_TOKEN, Rows
 from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
 
@@ -16,8 +18,9 @@ class Foreseen:
     computed_rows: Int32s
     """The step's rows that are still there, and how many tokens of each will be computed."""
     computed: Int32s
-    drew: Int64s | None
-    """Places of the drawing rows among all that the step samples; None: they are all there."""
+    places: Int64s
+    """Of the drawing rows among all that the step samples."""
+    all_here: bool
     table_rows: Int32s
     request_ids: Int64s
     first_ids: Int64s
@@ -32,7 +35,7 @@ class Foreseen:
 
     def delivered(self, tokens: Int32s) -> Int32s:
         """Of the tokens that the step drew, those of rows that are still there."""
-        return tokens if self.drew is None else tokens[self.drew]
+        return tokens if self.all_here else tokens[self.places]
 
     def stopped(self, drawn: Int32s) -> Bools | None:
         """Which of the rows drew a token that stops them; None when none did."""
@@ -55,19 +58,21 @@ class Foreseen:
 def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
     here = rows.active[plan.rows]
     computed_rows, computed = plan.rows, plan.starts + plan.counts
-    table_rows, drew = plan.rows, None
+    table_rows, all_here = plan.rows, bool(here.all())
     if not plan.samples.all():
         table_rows = table_rows[plan.samples]
-    if not here.all():
+    places = np.arange(len(table_rows))
+    if not all_here:
         computed_rows, computed = computed_rows[here], computed[here]
-        drew = rows.active[table_rows].nonzero()[0]
-        table_rows = table_rows[drew]
+        places = rows.active[table_rows].nonzero()[0]
+        table_rows = table_rows[places]
     positions, request_ids = rows.known_host[table_rows], rows.request_ids[table_rows]
     full = positions + 1 >= rows.limit[table_rows]
     return Foreseen(
         computed_rows=computed_rows,
         computed=computed,
-        drew=drew,
+        places=places,
+        all_here=all_here,
         table_rows=table_rows,
         request_ids=request_ids,
         first_ids=request_ids[positions == rows.num_prompt[table_rows]],

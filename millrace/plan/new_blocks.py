@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +11,11 @@ from millrace.plan.step import Int32s
 Columns = tuple[Int32s, Int32s, Int32s]
 """Row, place in the row, and block."""
 _NONE = np.zeros(0, np.int32)
+_COUNTED = array("i", range(1024))
+
+
+def _counted(first: int, end: int) -> array[int]:
+    return _COUNTED[first:end] if end <= len(_COUNTED) else array("i", range(first, end))
 
 
 class NewBlocks:
@@ -23,11 +27,11 @@ class NewBlocks:
         self._places.append(place)
         self._blocks.append(block)
 
-    def add_many(self, row: int, first: int, blocks: Sequence[int]) -> None:
+    def add_many(self, row: int, first: int, blocks: list[int]) -> None:
         """Blocks that follow each other, from the row's place `first` on."""
         self._rows.extend(array("i", (row,)) * len(blocks))
-        self._places.extend(range(first, first + len(blocks)))
-        self._blocks.extend(blocks)
+        self._places.extend(_counted(first, first + len(blocks)))
+        self._blocks.fromlist(blocks)
 
     def drop(self, row: int) -> None:
         """The row's were given back."""

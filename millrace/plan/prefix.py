@@ -42,13 +42,15 @@ class PrefixIndex:
             if follower is not None:
                 block, parent = follower
                 hashes.append(parent)
-            else:
-                parent = self.hash_of(request, index)
-                found = pool.find(parent, tokens)
-                if found is None:
-                    break
-                block = found
-            blocks.append(block)
+                blocks.append(block)
+                continue
+            if index == len(hashes):
+                hashes.append(block_hash(parent, tokens))
+            parent = hashes[index]
+            found = pool.find(parent, tokens)
+            if found is None:
+                break
+            blocks.append(found)
         return blocks
 
     def must_wait(self, request: Request, num_matched: int) -> bool:

@@ -103,7 +103,8 @@ class Rows:
         self.priority[row] = request.priority
         self.num_yields[row] = request.yields
         self.num_known_at_seat[row] = num_known
-        self._set_end_tokens(row, request.end_token_ids)
+        if request.end_token_ids:
+            self._set_end_tokens(row, request.end_token_ids)
         self._split_history(row, request, num_known)
         self.requests[row] = request
         self.blocks[row] = blocks
@@ -125,7 +126,9 @@ class Rows:
         request.history = bytearray(self.tokens(row).tobytes())
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
         self.num_timed -= request.deadline < math.inf
-        self.num_with_ends -= bool(request.end_token_ids)
+        if request.end_token_ids:
+            self.num_with_ends -= 1
+            self.end_tokens[row] = NO_TOKEN
         self.num_active -= 1
         self.active[row] = False
         self.requests[row] = None
@@ -181,6 +184,5 @@ class Rows:
             wider = np.full((self.capacity, 2 * len(end_token_ids)), NO_TOKEN, np.int32)
             wider[:, :width] = self.end_tokens
             self.end_tokens = wider
-        self.end_tokens[row] = NO_TOKEN
         self.end_tokens[row, : len(end_token_ids)] = end_token_ids
-        self.num_with_ends += bool(end_token_ids)
+        self.num_with_ends += 1

@@ -424,21 +424,20 @@ class Scheduler:
     def _compose(self, singles: Int64s, chunks: dict[int, int]) -> StepPlan:
         rows = self.rows
         table_rows, counts = _columns(singles, chunks)
-        starts = rows.computed[table_rows]
+        starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts
-        samples = ends == rows.known[table_rows]
         rows.computed[table_rows] = ends
         # The token about to be drawn is known from here on, although only the device will have it.
-        rows.known[table_rows] += samples
+        rows.known[table_rows] = np.maximum(known, ends + 1)
         admitted = self._admissions(chunks, singles) if self._unsent else ()
         block_rows, block_cols, block_ids = self._new_blocks.take()
         plan = StepPlan(
             step_no=self._next_step,
-            rows=table_rows.astype(np.int32),
+            rows=table_rows.astype(np.int32, copy=False),
             starts=starts,
             counts=counts,
             draft_counts=np.zeros(len(table_rows), np.int32),
-            samples=samples,
+            samples=ends == known,
             adapter_slots=rows.adapter_slot[table_rows],
             block_rows=block_rows,
             block_cols=block_cols,
@@ -542,7 +541,7 @@ class Scheduler:
 
     def _outcome(self, step_no: int, seen: Foreseen, drawn: Int32s, stopped: Bools | None) -> StepOutcome:
         request_ids = seen.request_ids
-        index = seen.drew if seen.drew is not None else np.arange(len(drawn))
+        index = seen.places
         if stopped is not None:  # the token that stops a request is not part of its answer
             delivered = ~stopped
             request_ids, drawn, index = request_ids[delivered], drawn[delivered], index[delivered]
@@ -573,11 +572,11 @@ class Scheduler:
         return suspects
 
 
-def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int64s, Int32s]:
+def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int32s | Int64s, Int32s]:
     """Rows of a step, and how many tokens of each."""
     if not chunks:
         return singles, np.ones(len(singles), np.int32)
-    rows, counts = np.array(list(chunks), np.int64), np.array(list(chunks.values()), np.int32)
+    rows, counts = np.array(list(chunks), np.int32), np.array(list(chunks.values()), np.int32)
     if not len(singles):
         return rows, counts
     return np.concatenate([singles, rows]), np.concatenate([np.ones(len(singles), np.int32), counts])
