@@ -154,17 +154,13 @@ class Engine:
         self._launched.popleft()
         now = self._clock()
         self._waited += now - asked
-        # Steps overlap: what a step took of the device is the time since it or its forerunner was done.
-        self._pace.on_step(plan.num_tokens, now - max(launched_at, self._applied_at))
-        self._applied_at = now
-        self._step_seconds += now - launched_at
-        self._step_no = plan.step_no
         outcome = self._scheduler.confirm(plan.step_no, result.drawn())
         confirmed = self._clock()
         finished = self._outbox.send_step(outcome, result, now)
         sent = self._clock()
         self._scheduler.tidy()
         self._plan_seconds += confirmed - now + self._clock() - sent
+        self._note_step(plan, launched_at, now)
         for finish in finished:
             if finish.output_tokens:
                 self._pace.on_ended(finish.total_s - finish.queued_s)
@@ -172,6 +168,13 @@ class Engine:
             self._report(now)
         if plan.step_no % CHECK_POOL_EVERY == 0:
             self._scheduler.pool.check_sums()
+
+    def _note_step(self, plan: StepPlan, launched_at: float, now: float) -> None:
+        # Steps overlap: what a step took of the device is the time since it or its forerunner was done.
+        self._pace.on_step(plan.num_tokens, now - max(launched_at, self._applied_at))
+        self._applied_at = now
+        self._step_seconds += now - launched_at
+        self._step_no = plan.step_no
 
     def _patience(self) -> float | None:
         """How long to wait for messages: not at all with work in hand, for ever with none."""

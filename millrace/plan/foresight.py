@@ -15,13 +15,13 @@ from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
 class Foreseen:
     """Holds as long as no row is taken or given up. Columns over the rows that draw a token and are still there."""
 
-    computed_rows: Int32s
+    computed_rows: Int64s
     """The step's rows that are still there, and how many tokens of each will be computed."""
     computed: Int32s
     places: Int64s
     """Of the drawing rows among all that the step samples."""
     all_here: bool
-    table_rows: Int32s
+    table_rows: Int64s
     request_ids: Int64s
     first_ids: Int64s
     """Requests that get their first token."""
@@ -56,9 +56,9 @@ class Foreseen:
 
 
 def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
-    here = rows.active[plan.rows]
-    computed_rows, computed = plan.rows, plan.starts + plan.counts
-    table_rows, all_here = plan.rows, bool(here.all())
+    computed_rows = table_rows = plan.rows.astype(np.int64)  # as arrays are indexed, once for all
+    here, computed = rows.active[computed_rows], plan.starts + plan.counts
+    all_here = bool(here.all())
     if not plan.samples.all():
         table_rows = table_rows[plan.samples]
     places = np.arange(len(table_rows))
@@ -83,7 +83,7 @@ def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
     )
 
 
-def _end_tokens(rows: Rows, table_rows: Int32s, positions: Int32s) -> Int32s:
+def _end_tokens(rows: Rows, table_rows: Int64s, positions: Int32s) -> Int32s:
     end_tokens: Int32s = rows.end_tokens[table_rows]
     too_early = positions < rows.ends_from[table_rows]
     if too_early.any():

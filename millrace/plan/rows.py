@@ -144,7 +144,7 @@ class Rows:
         while self._fenced and self._fenced[0][0] <= step_no:
             self._free.append(self._fenced.popleft()[1])
 
-    def append(self, table_rows: Int32s, positions: Int32s, drawn: Int32s) -> None:
+    def append(self, table_rows: Int64s, positions: Int32s, drawn: Int32s) -> None:
         """Write confirmed tokens, which take these positions, into the tails."""
         self.tail[table_rows, positions % self.block_size] = drawn
         known = positions + 1
@@ -153,7 +153,7 @@ class Rows:
         if filled.any():
             self._fold_tails(table_rows[filled])
 
-    def _fold_tails(self, full_rows: Int32s) -> None:
+    def _fold_tails(self, full_rows: Int64s) -> None:
         """Rows whose tail is a full block: it becomes part of their history."""
         tokens, width = self.tail[full_rows].tobytes(), 4 * self.block_size
         for index, row in enumerate(full_rows.tolist()):

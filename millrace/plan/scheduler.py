@@ -433,7 +433,7 @@ class Scheduler:
         block_rows, block_cols, block_ids = self._new_blocks.take()
         plan = StepPlan(
             step_no=self._next_step,
-            rows=table_rows.astype(np.int32, copy=False),
+            rows=table_rows.astype(np.int32),
             starts=starts,
             counts=counts,
             draft_counts=np.zeros(len(table_rows), np.int32),
@@ -524,7 +524,7 @@ class Scheduler:
             self.policy.learn(request)
             self._settle(request)
 
-    def _name_given_blocks(self, computed_rows: Int32s) -> None:
+    def _name_given_blocks(self, computed_rows: Int64s) -> None:
         """Let blocks of given tokens that this step filled be found at once: others may be waiting for them.
 
         Generated blocks are named when their row ends, so that a steady decode step pays nothing for them.
@@ -572,11 +572,11 @@ class Scheduler:
         return suspects
 
 
-def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int32s | Int64s, Int32s]:
+def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int64s, Int32s]:
     """Rows of a step, and how many tokens of each."""
     if not chunks:
         return singles, np.ones(len(singles), np.int32)
-    rows, counts = np.array(list(chunks), np.int32), np.array(list(chunks.values()), np.int32)
+    rows, counts = np.array(list(chunks), np.int64), np.array(list(chunks.values()), np.int32)
     if not len(singles):
         return rows, counts
     return np.concatenate([singles, rows]), np.concatenate([np.ones(len(singles), np.int32), counts])
