@@ -197,6 +197,7 @@ class Engine:
         if not self._told_idle:
             self._told_idle = True
             self._report(self._clock())
+            idle_memory.collect_young()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
             return idle_memory.IDLE_S
         idle_memory.give_back()

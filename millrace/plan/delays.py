@@ -33,8 +33,4 @@ class Delays:
         """Seconds by cause that have passed since those totals were noted."""
         if self.totals() == before:
             return {}
-        return {
-            cause: now - then
-            for cause, now, then in zip(CAUSES, self._seconds, before, strict=True)
-            if now > then
-        }
+        return {cause: now - then for cause, now, then in zip(CAUSES, self._seconds, before, strict=True) if now > then}

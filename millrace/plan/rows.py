@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from millrace.plan.request import Request
-from millrace.plan.step import Bools, Int32s, Int64s
+from millrace.plan.step import Int32s, Int64s
 
 NO_TOKEN = -1
 _NO_ROWS = np.zeros(0, np.int64)

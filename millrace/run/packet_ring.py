@@ -71,12 +71,13 @@ class _Lane:
     def __init__(self, words: int, place: torch.device) -> None:
         self.slots = [torch.zeros(words, dtype=torch.int32, device=place) for _ in range(RING)]
         self._side = SideStream()
+        self._steps = torch.cuda.current_stream()
         self._moved = [torch.cuda.Event() for _ in range(RING)]  # type: ignore[no-untyped-call]
         """Recorded on the steps' stream once a slot's packet is in the fixed place."""
         self._side.follow_steps()  # the slots are zeroed there
 
     def bring(self, source: Tensor, slot: Tensor, target: Tensor, turn: int) -> None:
-        if torch.cuda.current_stream().query():  # nothing to go beside, and somebody may wait for a first token
+        if self._steps.query():  # nothing to go beside, and somebody may wait for a first token
             target.copy_(source, non_blocking=True)
             return
         self._side.wait_for(self._moved[turn])  # the slot's earlier packet has been read
