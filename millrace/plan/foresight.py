@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from millrace.plan.request import end_of
 from millrace.plan.rows import NO_TOKEN, Rows
-from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
+from millrace.plan.step import Bools, Ended, Int32s, Int64s, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class Foreseen:
     positions: Int32s
     """Those that the new tokens take."""
     full: Bools
-    full_at: list[int]
-    """Where `full` is true: the token is the last that the request's limit allows."""
+    """The token is the last that the request's limit allows."""
+    full_ends: dict[int, Ended]
+    """By place, how those end, unless the token stops them."""
     end_tokens: Int32s | None
     """Per row, the tokens that would stop it now; None when there is no row with any."""
 
@@ -47,12 +49,19 @@ class Foreseen:
         stopped: Bools = is_end.any(axis=1)
         return stopped
 
-    def ended_at(self, stopped: Bools | None) -> list[int]:
-        """Places of the rows that have ended, in either way."""
+    def ends(self, rows: Rows, drawn: Int32s, stopped: Bools | None) -> list[tuple[int, Ended]]:
+        """Rows that have ended, and how, in the step's order."""
         if stopped is None:
-            return self.full_at
-        at: list[int] = (stopped | self.full).nonzero()[0].tolist()
-        return at
+            return [(int(self.table_rows[at]), ended) for at, ended in self.full_ends.items()]
+        ends = []
+        for at in (stopped | self.full).nonzero()[0].tolist():
+            row = int(self.table_rows[at])
+            if stopped[at]:
+                num_output = int(self.positions[at]) + 1 - rows.request(row).num_prompt
+                ends.append((row, end_of(rows.request(row), "stop", num_output, stop_token_id=int(drawn[at]))))
+            else:
+                ends.append((row, self.full_ends[at]))
+        return ends
 
 
 def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
@@ -78,9 +87,17 @@ def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
         first_ids=request_ids[positions == rows.num_prompt[table_rows]],
         positions=positions,
         full=full,
-        full_at=full.nonzero()[0].tolist(),
+        full_ends=_full_ends(rows, table_rows, positions, full),
         end_tokens=_end_tokens(rows, table_rows, positions) if rows.num_with_ends else None,
     )
+
+
+def _full_ends(rows: Rows, table_rows: Int64s, positions: Int32s, full: Bools) -> dict[int, Ended]:
+    ends = {}
+    for at in full.nonzero()[0].tolist():
+        request = rows.request(int(table_rows[at]))
+        ends[at] = end_of(request, "length", int(positions[at]) + 1 - request.num_prompt)
+    return ends
 
 
 def _end_tokens(rows: Rows, table_rows: Int64s, positions: Int32s) -> Int32s:

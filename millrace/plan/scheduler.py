@@ -26,7 +26,7 @@ from millrace.plan.foresight import Foreseen, foresee
 from millrace.plan.new_blocks import NewBlocks
 from millrace.plan.policy import FirstCome, Policy
 from millrace.plan.prefix import PrefixIndex
-from millrace.plan.request import Request
+from millrace.plan.request import Request, end_of
 from millrace.plan.rows import Rows
 from millrace.plan.step import (
     Admission,
@@ -52,10 +52,6 @@ MOST_SENTENCES = 8
 """Preemptions of one request that are remembered in words."""
 
 
-_STOP: EndReason = "stop"
-_LENGTH: EndReason = "length"
-
-
 @dataclass(frozen=True, slots=True)
 class _Untidy:
     """What `confirm` leaves to `tidy`."""
@@ -64,8 +60,8 @@ class _Untidy:
     seen: Foreseen
     drawn: Int32s
     """Tokens of `seen.table_rows`."""
-    ended: list[tuple[int, EndReason]]
-    """Rows, and why."""
+    ended: list[tuple[int, Ended]]
+    """Rows, and how."""
 
 
 class Scheduler:
@@ -404,20 +400,8 @@ class Scheduler:
             self._releases.append(Release(row, request.id, reason))
         return request
 
-    def _end(self, request: Request, reason: EndReason, message: str = "", stop_token_id: int = -1) -> None:
-        self._ended.append(
-            Ended(
-                request_id=request.id,
-                reason=reason,
-                message=message,
-                stop_token_id=stop_token_id,
-                num_prompt=request.num_prompt,
-                num_output=request.num_output,
-                cached_tokens=request.cached_tokens,
-                preemptions=request.preemptions,
-                story=request.story,
-            )
-        )
+    def _end(self, request: Request, reason: EndReason, message: str = "") -> None:
+        self._ended.append(end_of(request, reason, request.num_output, message=message))
 
     # -- composing a plan ------------------------------------------------------------------------------------------
 
@@ -495,13 +479,8 @@ class Scheduler:
         seen, self._foreseen = self._foreseen or foresee(plan, self.rows), None
         drawn = seen.delivered(tokens)
         stopped = seen.stopped(drawn)
-        ended: list[tuple[int, EndReason]] = []
-        for index in seen.ended_at(stopped):
-            row, is_stop = int(seen.table_rows[index]), stopped is not None and bool(stopped[index])
-            request, reason = self.rows.request(row), _STOP if is_stop else _LENGTH
-            request.num_output = int(seen.positions[index]) + 1 - request.num_prompt
-            self._end(request, reason, stop_token_id=int(drawn[index]) if is_stop else -1)
-            ended.append((row, reason))
+        ended = seen.ends(self.rows, drawn, stopped)
+        self._ended += [event for _, event in ended]
         self._untidy = _Untidy(step_no, seen, drawn, ended)
         return self._outcome(step_no, seen, drawn, stopped)
 
@@ -518,8 +497,8 @@ class Scheduler:
         self.pool.complete(done.step_no)
         rows.complete(done.step_no)
         self._name_given_blocks(seen.computed_rows)
-        for row, reason in done.ended:
-            request = self._leave(row, reason)
+        for row, event in done.ended:
+            request = self._leave(row, event.reason)
             self._lengths.observe(request.num_output)
             self.policy.learn(request)
             self._settle(request)
