@@ -48,7 +48,6 @@ class NewBlocks:
         """All of them; from here on there are none."""
         if not self._rows:
             return _NONE, _NONE, _NONE
-        columns = self._rows, self._places, self._blocks
+        rows, places, blocks = self._rows, self._places, self._blocks
         self.clear()  # their memory belongs to the plan from now on
-        rows, places, blocks = (np.frombuffer(column, np.int32) for column in columns)
-        return rows, places, blocks
+        return np.frombuffer(rows, np.int32), np.frombuffer(places, np.int32), np.frombuffer(blocks, np.int32)
