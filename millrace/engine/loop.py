@@ -73,6 +73,8 @@ class Engine:
         """What a front that comes late is told."""
         self.on_hang: Callable[[], None] | None = None
         """Called, from another thread, when a step will never end."""
+        self.on_idle: Callable[[], None] = idle_memory.collect_young
+        """Called once whenever there is nothing more to do."""
         self._launched: deque[Launched] = deque()
         self._stopping = False
         self._progressed = False
@@ -197,7 +199,7 @@ class Engine:
         if not self._told_idle:
             self._told_idle = True
             self._report(self._clock())
-            idle_memory.collect_young()
+            self.on_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
             return idle_memory.IDLE_S
         idle_memory.give_back()

@@ -64,7 +64,7 @@ def serve_engine(
     config: Config,
     channel: EngineChannel,
     on_hang: Callable[[], None] | None = None,
-    on_ready: Callable[[], None] | None = None,
+    on_idle: Callable[[], None] | None = None,
 ) -> None:
     """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
     builder = start_builder(config)
@@ -74,10 +74,10 @@ def serve_engine(
     try:
         engine, ready = build_engine(config, channel, builder)
         engine.ready, engine.on_hang = ready, on_hang
+        if on_idle is not None:
+            engine.on_idle = on_idle
         for front in range(channel.num_fronts):
             channel.send(front, ready)
-        if on_ready is not None:
-            on_ready()
         engine.run()
     except Exception as error:
         message = error.message if isinstance(error, MillraceError) else f"The engine failed: {error!r}"
