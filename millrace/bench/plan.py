@@ -1,4 +1,5 @@
-"""What the scheduler costs the host: planning plus applying one steady decode step, from 1 to 4,096 rows.
+"""What the scheduler costs the host: planning plus applying one steady decode step, from 1 to 4,096 rows; and what a
+first token waits for, when nothing of it is in the processor's caches.
 
 No device takes part. Rows are staggered within their blocks, as in real traffic, so each step sees its share of block
 boundaries. The bars are those of the design: 0.3 ms at 256 rows, 1 ms at 2,048.
@@ -17,6 +18,9 @@ from millrace.plan.scheduler import Scheduler
 SIZES = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
 BARS_MS = {256: 0.3, 2048: 1.0}
 BLOCK_SIZE = 16
+PROMPTS = (128, 1024, 2048)
+SWEPT = 6_000_000
+"""Numbers of 8 bytes: enough to push everything else out of the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +61,41 @@ def measure_plan_cost(num_rows: int, num_steps: int = 200) -> PlanCost:
         plan_s.append(planned - started)
         in_flight = upcoming
     return PlanCost(num_rows, float(np.median(plan_s[20:])) * 1e3, float(np.median(apply_s[20:])) * 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCost:
+    """Of a lone request: from its arrival to the plan that computes its prompt, and from its token to the outcome."""
+
+    num_tokens: int
+    plan_ms: float
+    confirm_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.plan_ms + self.confirm_ms
+
+
+def measure_first_cost(num_tokens: int, num_requests: int = 40) -> FirstCost:
+    """The median over lone requests, one after the other, each with a prompt of its own. The caches are swept before
+    either part; what the engine does while the device computes is left out."""
+    scheduler = Scheduler(num_blocks=50_000, block_size=BLOCK_SIZE, max_running=256, token_budget=8192)
+    random, swept = np.random.default_rng(0), np.zeros(SWEPT)
+    plan_s, confirm_s = [], []
+    for index in range(num_requests):
+        request = Request(id=index, prompt=random.integers(0, 100_000, num_tokens).astype(np.int32), max_tokens=1)
+        token = np.array([7], np.int32)
+        swept += 1.0
+        started = time.perf_counter()
+        scheduler.submit(request)
+        plan = scheduler.plan(0.0)
+        plan_s.append(time.perf_counter() - started)
+        if plan is None or plan.num_tokens != num_tokens:
+            raise AssertionError("a lone prompt is computed at once")
+        scheduler.foresee()
+        swept += 1.0
+        started = time.perf_counter()
+        scheduler.confirm(plan.step_no, token)
+        confirm_s.append(time.perf_counter() - started)
+        scheduler.tidy()
+    return FirstCost(num_tokens, float(np.median(plan_s)) * 1e3, float(np.median(confirm_s)) * 1e3)

@@ -40,7 +40,7 @@ examples:
   millrace bench --model ./my-model --dtype bfloat16     another model, with settings as for serve
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same work
   millrace bench --url … --workloads single,mixed --json one JSON line per figure
-  millrace bench plan                                    host time of planning a step, from 1 to 4,096 rows
+  millrace bench plan                                    host time of planning: decode steps, first tokens
   millrace bench step                                    what a step on the CPU spends its time on
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
@@ -129,18 +129,25 @@ def _until_ended(measure: Callable[[], int]) -> int:
 
 def _bench_plan(*, as_json: bool) -> int:
     from millrace.bench.figures import Figure, print_table
-    from millrace.bench.plan import BARS_MS, SIZES, measure_plan_cost
+    from millrace.bench.plan import BARS_MS, PROMPTS, SIZES, measure_first_cost, measure_plan_cost
 
     figures = []
+
+    def add(workload: str, what: str, total_ms: float, note: str) -> None:
+        figures.append(Figure(workload, what, total_ms, "ms", note=note))
+        if as_json:
+            print(figures[-1].as_json(target="local"), flush=True)
+
     for num_rows in SIZES:
         cost = measure_plan_cost(num_rows)
         bar = f", bar {BARS_MS[num_rows]} ms" if num_rows in BARS_MS else ""
-        note = f"plan {cost.plan_ms:.3f} + apply {cost.apply_ms:.3f}{bar}"
-        figures.append(Figure("plan", f"{num_rows:,} rows", cost.total_ms, "ms", note=note))
-        if as_json:
-            print(figures[-1].as_json(target="local"), flush=True)
+        add("plan", f"{num_rows:,} rows", cost.total_ms, f"plan {cost.plan_ms:.3f} + apply {cost.apply_ms:.3f}{bar}")
+    for num_tokens in PROMPTS:
+        first = measure_first_cost(num_tokens)
+        note = f"plan {first.plan_ms:.3f} + confirm {first.confirm_ms:.3f}, caches cold"
+        add("first token", f"prompt of {num_tokens:,}", first.total_ms, note)
     if not as_json:
-        print_table(figures, "Host time of one steady decode step: planning it and applying its result")
+        print_table(figures, "Host time: one steady decode step, planned and applied; a lone request's first token")
     return 0
 
 

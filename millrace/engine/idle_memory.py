@@ -13,6 +13,11 @@ IDLE_S = 5.0
 """After so long without work. What is given back costs page faults when it is needed again."""
 
 
+def collect_young() -> None:
+    """Look for garbage among what came lately, so that it is not done while somebody waits for an answer."""
+    gc.collect(1)
+
+
 def give_back() -> None:
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

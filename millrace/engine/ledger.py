@@ -81,10 +81,14 @@ class Ledger:
         if entry is not None and entry.admitted is None:
             entry.admitted = now
 
-    def on_first_token(self, request_id: int, now: float) -> None:
+    def on_first_token(self, request_id: int, now: float) -> bool:
+        """Whether the scores of its prompt, which it asked for, are to be sent with it: said once."""
         entry = self._entries.get(request_id)
-        if entry is not None:
-            entry.first_token = now
+        if entry is None:
+            return False
+        entry.first_token = now
+        owed, entry.owes_prompt_logprobs = entry.owes_prompt_logprobs, False
+        return owed
 
     def close(self, ended: Ended, now: float) -> Finish:
         entry = self._entries.pop(ended.request_id)

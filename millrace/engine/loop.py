@@ -73,6 +73,8 @@ class Engine:
         """What a front that comes late is told."""
         self.on_hang: Callable[[], None] | None = None
         """Called, from another thread, when a step will never end."""
+        self.on_idle: Callable[[], None] = idle_memory.collect_young
+        """Called once whenever there is nothing more to do."""
         self._launched: deque[Launched] = deque()
         self._stopping = False
         self._progressed = False
@@ -138,34 +140,43 @@ class Engine:
         self._plan_seconds += self._clock() - started
         if ended := self._scheduler.take_ended():
             self._outbox.send_ended(self._step_no, ended, started)
-        if plan is not None:
-            self._launch(plan, started)
-        return plan is not None
+        if plan is None:
+            return False
+        self._launch(plan, started)
+        launched = self._clock()
+        self._scheduler.tidy()
+        self._plan_seconds += self._clock() - launched
+        return True
 
     def _apply_oldest(self) -> None:
         plan, pending, launched_at = self._launched[0]
+        self._scheduler.foresee()
         asked = self._clock()
         result = pending.wait()
         self._launched.popleft()
         now = self._clock()
         self._waited += now - asked
+        outcome = self._scheduler.confirm(plan.step_no, result.drawn())
+        confirmed = self._clock()
+        finished = self._outbox.send_step(outcome, result, now)
+        sent = self._clock()
+        self._scheduler.tidy()
+        self._plan_seconds += confirmed - now + self._clock() - sent
+        self._note_step(plan, launched_at, now)
+        for finish in finished:
+            if finish.output_tokens:
+                self._pace.on_ended(finish.total_s - finish.queued_s)
+        if now - self._stats_at >= STATS_EVERY_S:  # behind the tokens, for which somebody waits
+            self._report(now)
+        if plan.step_no % CHECK_POOL_EVERY == 0:
+            self._scheduler.pool.check_sums()
+
+    def _note_step(self, plan: StepPlan, launched_at: float, now: float) -> None:
         # Steps overlap: what a step took of the device is the time since it or its forerunner was done.
         self._pace.on_step(plan.num_tokens, now - max(launched_at, self._applied_at))
         self._applied_at = now
         self._step_seconds += now - launched_at
         self._step_no = plan.step_no
-        outcome = self._scheduler.confirm(plan.step_no, result.drawn())
-        confirmed = self._clock()
-        for ended in outcome.ended:
-            entry = self._ledger.entry(ended.request_id)
-            if entry is not None and entry.admitted is not None:
-                self._pace.on_ended(now - entry.admitted)
-        self._outbox.send_step(outcome, result, now, self._stats_if_due(now))
-        sent = self._clock()
-        self._scheduler.tidy()
-        self._plan_seconds += confirmed - now + self._clock() - sent
-        if plan.step_no % CHECK_POOL_EVERY == 0:
-            self._scheduler.pool.check_sums()
 
     def _patience(self) -> float | None:
         """How long to wait for messages: not at all with work in hand, for ever with none."""
@@ -187,7 +198,8 @@ class Engine:
                 return self._watch_s
         if not self._told_idle:
             self._told_idle = True
-            self._report_idle()
+            self._report(self._clock())
+            self.on_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
             return idle_memory.IDLE_S
         idle_memory.give_back()
@@ -294,15 +306,8 @@ class Engine:
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
-    def _stats_if_due(self, now: float) -> EngineStats | None:
-        if now - self._stats_at < STATS_EVERY_S:
-            return None
+    def _report(self, now: float) -> None:
         self._stats_at = now
-        self._scheduler.tidy()  # what has just ended is not counted as running
-        return self._stats()
-
-    def _report_idle(self) -> None:
-        self._stats_at = self._clock()
         self._outbox.send_stats(self._step_no, self._stats())
 
     def _stats(self) -> EngineStats:

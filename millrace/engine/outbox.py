@@ -7,7 +7,7 @@ import numpy as np
 from millrace.engine.ledger import Ledger, front_of
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, StepTokens, TokenLogprobs
-from millrace.plan.step import Ended, Int64s, StepOutcome
+from millrace.plan.step import Bools, Ended, Int64s, StepOutcome
 from millrace.run.logprobs import LogprobColumns
 from millrace.run.runner import StepResult
 
@@ -20,26 +20,31 @@ class Outbox:
         self._ledger = ledger
         self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
 
-    def send_step(self, outcome: StepOutcome, result: StepResult, now: float, stats: EngineStats | None) -> None:
-        for request_id in outcome.first_ids.tolist():
-            self._ledger.on_first_token(request_id, now)
+    def send_step(self, outcome: StepOutcome, result: StepResult, now: float) -> list[Finish]:
+        """Returns the ends that it has told."""
+        first_ids: list[int] = outcome.first_ids.tolist()
+        prompt_logprobs = self._prompt_scores_of(first_ids, result, now) if first_ids or result.prompt_logprobs else {}
         logprobs = _token_scores(outcome, result) if result.logprobs is not None else {}
-        prompt_logprobs = self._collect_prompt_scores(outcome, result)
         finished = [self._finish(ended, now) for ended in outcome.ended]
-        fronts = outcome.request_ids >> FRONT_SHIFT
-        for front in range(self._channel.num_fronts):
-            mine = slice(None) if self._channel.num_fronts == 1 else fronts == front
-            message = StepTokens(
-                step_no=outcome.step_no,
-                ids=outcome.request_ids[mine].tobytes(),
-                tokens=outcome.tokens[mine].tobytes(),
-                finished=tuple(finish for finish in finished if front_of(finish.id) == front),
-                logprobs={key: value for key, value in logprobs.items() if front_of(key) == front},
-                prompt_logprobs={key: value for key, value in prompt_logprobs.items() if front_of(key) == front},
-                stats=stats,
-            )
-            if message.ids or message.finished or message.prompt_logprobs or stats is not None:
-                self._channel.send(front, message)
+        everything = StepTokens(
+            step_no=outcome.step_no,
+            ids=outcome.request_ids.tobytes(),
+            tokens=outcome.tokens.tobytes(),
+            finished=tuple(finished),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        if self._channel.num_fronts == 1:
+            self._send(0, everything)
+        else:
+            fronts = outcome.request_ids >> FRONT_SHIFT
+            for front in range(self._channel.num_fronts):
+                self._send(front, _part_of(everything, front, outcome, fronts == front))
+        return finished
+
+    def _send(self, front: int, message: StepTokens) -> None:
+        if message.ids or message.finished or message.prompt_logprobs:
+            self._channel.send(front, message)
 
     def send_ended(self, step_no: int, ended: tuple[Ended, ...], now: float) -> None:
         """Requests that ended outside a step."""
@@ -57,7 +62,7 @@ class Outbox:
         self._prompt_scores.pop(ended.request_id, None)
         return self._ledger.close(ended, now)
 
-    def _collect_prompt_scores(self, outcome: StepOutcome, result: StepResult) -> PromptScores:
+    def _prompt_scores_of(self, first_ids: list[int], result: StepResult, now: float) -> PromptScores:
         """Scores gather over the prompt's chunks; they leave whole, with the request's first token."""
         for part in result.prompt_logprobs:
             if part.first == 1:
@@ -66,13 +71,22 @@ class Outbox:
                 _rows(part.columns, [part.num_top] * len(part.columns.token_ids))
             )
         complete: PromptScores = {}
-        for request_id in outcome.first_ids.tolist():
-            entry = self._ledger.entry(request_id)
-            scores = self._prompt_scores.pop(request_id, [])
-            if entry is not None and entry.owes_prompt_logprobs:
-                entry.owes_prompt_logprobs = False
-                complete[request_id] = (None, *scores)
+        for request_id in first_ids:
+            if self._ledger.on_first_token(request_id, now):
+                complete[request_id] = (None, *self._prompt_scores.pop(request_id, []))
         return complete
+
+
+def _part_of(step: StepTokens, front: int, outcome: StepOutcome, mine: Bools) -> StepTokens:
+    """What of a step is for one of several fronts."""
+    return StepTokens(
+        step_no=step.step_no,
+        ids=outcome.request_ids[mine].tobytes(),
+        tokens=outcome.tokens[mine].tobytes(),
+        finished=tuple(finish for finish in step.finished if front_of(finish.id) == front),
+        logprobs={key: value for key, value in step.logprobs.items() if front_of(key) == front},
+        prompt_logprobs={key: value for key, value in step.prompt_logprobs.items() if front_of(key) == front},
+    )
 
 
 def _token_scores(outcome: StepOutcome, result: StepResult) -> dict[int, tuple[TokenLogprobs, ...]]:

@@ -62,7 +62,12 @@ def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def serve_engine(config: Config, channel: EngineChannel, on_hang: Callable[[], None] | None = None) -> None:
+def serve_engine(
+    config: Config,
+    channel: EngineChannel,
+    on_hang: Callable[[], None] | None = None,
+    on_idle: Callable[[], None] | None = None,
+) -> None:
     """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
     builder = start_builder(config)
     make_context_ahead(config.run)
@@ -71,6 +76,8 @@ def serve_engine(config: Config, channel: EngineChannel, on_hang: Callable[[], N
     try:
         engine, ready = build_engine(config, channel, builder)
         engine.ready, engine.on_hang = ready, on_hang
+        if on_idle is not None:
+            engine.on_idle = on_idle
         for front in range(channel.num_fronts):
             channel.send(front, ready)
         engine.run()

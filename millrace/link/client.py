@@ -246,7 +246,8 @@ class EngineClient:
 
     def _complete(self, num_prompt: int, params: SamplingParams, ready: EngineReady) -> SamplingParams:
         """Check the request against the engine's limits; fill in `max_tokens` and the seed."""
-        _check_named_ids(params, ready.vocab_size)
+        if params.logit_bias or params.stop_token_ids:
+            _check_named_ids(params, ready.vocab_size)
         room = min(ready.max_context, ready.kv_tokens)
         max_tokens = params.max_tokens if params.max_tokens is not None else max(room - num_prompt, 1)
         if num_prompt + max_tokens > room:
@@ -364,9 +365,10 @@ def _checked_ids(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64
         raise _no_token(max(prompt, key=abs), vocab_size) from None
     if not len(token_ids):
         raise BadRequest("The prompt has no tokens; send at least one.", param="prompt")
-    for token_id in (int(token_ids.min()), int(token_ids.max())):
-        if not 0 <= token_id < vocab_size:
-            raise _no_token(token_id, vocab_size)
+    # Read as unsigned numbers, those below 0 are beyond any vocabulary too.
+    if int(token_ids.view(np.uint64).max()) >= vocab_size:
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        raise _no_token(lowest if lowest < 0 else highest, vocab_size)
     return token_ids
 
 

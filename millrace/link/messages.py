@@ -201,6 +201,8 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 ToFront = StepTokens | Told | EngineReady | EngineLoading | EngineFailed
 
+_TOKEN: np.dtype[np.int32] = np.dtype("<i4")
+_ID: np.dtype[np.int64] = np.dtype("<i8")
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
@@ -223,12 +225,12 @@ def decode_to_front(data: bytes | memoryview) -> ToFront:
 
 
 def pack_tokens(token_ids: npt.ArrayLike) -> bytes:
-    return np.asarray(token_ids).astype("<i4").tobytes()
+    return np.asarray(token_ids).astype(_TOKEN).tobytes()
 
 
 def unpack_tokens(data: bytes) -> npt.NDArray[np.int32]:
-    return np.frombuffer(data, dtype="<i4")
+    return np.frombuffer(data, _TOKEN)
 
 
 def unpack_ids(data: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(data, dtype="<i8")
+    return np.frombuffer(data, _ID)

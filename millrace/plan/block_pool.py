@@ -61,6 +61,17 @@ class BlockPool:
         self._refs[block] = 1
         return block
 
+    def take_many(self, count: int) -> list[int]:
+        """So many blocks, as if taken one by one."""
+        if not 0 < count <= len(self._free):
+            return [self.take() for _ in range(count)]
+        blocks, refs = self._free[-count:], self._refs
+        del self._free[-count:]
+        blocks.reverse()
+        for block in blocks:
+            refs[block] = 1
+        return blocks
+
     def find(self, name: bytes, tokens: bytes) -> int | None:
         """The block with this content, if it is anywhere on the device. Tokens are compared, not only the hash."""
         block = self._by_hash.get(name)

@@ -10,6 +10,8 @@ from millrace.plan.request import Request
 from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
 
+_NOBODY: Floats = np.zeros(0)
+
 
 class Crowd:
     """Made for one round of seating. A block that several share is counted once, as room that is gone."""
@@ -18,8 +20,10 @@ class Crowd:
         self._pool, self._lengths, self._block_size = pool, lengths, rows.block_size
         order, size = rows.order, rows.block_size
         self._is_empty = len(order) == 0
-        self._own: list[Floats] = []
-        self._remaining: list[Floats] = []
+        self._own: Floats = _NOBODY
+        self._remaining: Floats = _NOBODY
+        self._joined: list[tuple[float, float]] = []
+        """Tokens held and still to come of those that joined."""
         self._bound = 0.0
         """What they would hold if none ended before the last: never below the peak, and cheap to keep."""
         self._room = pool.total * size
@@ -33,7 +37,7 @@ class Crowd:
         remaining = self._lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
         own_blocks = int((rows.num_blocks[order] - rows.num_shared[order]).sum())
         self._room = (pool.total - max(pool.num_in_use - own_blocks, 0)) * size
-        self._own, self._remaining = [own], [remaining]
+        self._own, self._remaining = own, remaining
         self._bound = float(own.sum() + remaining.sum())
 
     def join(self, request: Request, blocks: list[int]) -> bool:
@@ -41,13 +45,12 @@ class Crowd:
         size, num_known = self._block_size, len(request.history) // 4
         own = -(-num_known // size) * size - len(blocks) * size
         remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
-        newly_shared = self._pool.num_unheld(blocks)
+        newly_shared = self._pool.num_unheld(blocks) if blocks else 0
         if not self._is_empty:
             has_block_left = self._pool.num_available > len(blocks)
             if not has_block_left or not self._fits(own, remaining, self._room - newly_shared * size):
                 return False
-        self._own.append(np.asarray([own], np.float64))
-        self._remaining.append(np.asarray([remaining], np.float64))
+        self._joined.append((own, remaining))
         self._bound += own + remaining
         self._room -= newly_shared * size
         self._is_empty = False
@@ -56,4 +59,6 @@ class Crowd:
     def _fits(self, own: float, remaining: float, room: float) -> bool:
         if self._bound + own + remaining <= room:
             return True
-        return kv_peak(np.concatenate([*self._own, [own]]), np.concatenate([*self._remaining, [remaining]])) <= room
+        joined = np.array([*self._joined, (own, remaining)])
+        peak = kv_peak(np.concatenate([self._own, joined[:, 0]]), np.concatenate([self._remaining, joined[:, 1]]))
+        return peak <= room

@@ -20,8 +20,8 @@ class Delays:
         self._since: float | None = None
 
     def note(self, cause: Cause, now: float) -> None:
-        """From now on this keeps the head of the queue waiting."""
-        if self._since is not None:
+        """From now on this keeps the head of the queue waiting. Seconds in which nobody waited are not counted."""
+        if self._cause and self._since is not None:
             self._seconds[self._cause] += max(0.0, now - self._since)
         self._since = now
         self._cause = CAUSES.index(cause)
@@ -31,8 +31,6 @@ class Delays:
 
     def since(self, before: Totals) -> dict[str, float]:
         """Seconds by cause that have passed since those totals were noted."""
-        return {
-            cause: now - then
-            for cause, now, then in zip(CAUSES, self._seconds, before, strict=True)
-            if cause != "none" and now > then
-        }
+        if self.totals() == before:
+            return {}
+        return {cause: now - then for cause, now, then in zip(CAUSES, self._seconds, before, strict=True) if now > then}

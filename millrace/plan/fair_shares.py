@@ -47,4 +47,4 @@ class FairShares:
             share.served += (num_prompt + OUTPUT_COST * num_output) / weight
 
     def _lowest(self) -> float:
-        return min((share.served for share in self._shares.values()), default=self._floor)
+        return min(share.served for share in self._shares.values()) if self._shares else self._floor

@@ -20,6 +20,9 @@ class PrefixIndex:
         self._enabled = enabled
         self._pending: dict[bytes, int] = {}
         """Blocks that running rows have yet to fill from their known tokens: hash to request id."""
+        self._expected: list[tuple[Request, int, int]] = []
+        """Requests whose blocks, from one to before another, belong in `_pending`: to hash a long prompt takes a while,
+        and nobody asks before the next request is looked at."""
         self._roots: dict[bytes, bytes] = {}
         self.query_tokens = 0
         self.hit_tokens = 0
@@ -39,13 +42,15 @@ class PrefixIndex:
             if follower is not None:
                 block, parent = follower
                 hashes.append(parent)
-            else:
-                parent = self.hash_of(request, index)
-                found = pool.find(parent, tokens)
-                if found is None:
-                    break
-                block = found
-            blocks.append(block)
+                blocks.append(block)
+                continue
+            if index == len(hashes):
+                hashes.append(block_hash(parent, tokens))
+            parent = hashes[index]
+            found = pool.find(parent, tokens)
+            if found is None:
+                break
+            blocks.append(found)
         return blocks
 
     def must_wait(self, request: Request, num_matched: int) -> bool:
@@ -54,13 +59,17 @@ class PrefixIndex:
             return False
         if num_matched >= (len(request.history) // 4 - 1) // self._block_size:
             return False
+        self.settle()
         name = self.hash_of(request, num_matched)
         request.held_by = name if name in self._pending else None
         return request.held_by is not None
 
     def is_held(self, request: Request) -> bool:
         """A cheap repeat of `must_wait`: the block it waits for is still on its way."""
-        return request.held_by is not None and request.held_by in self._pending
+        if request.held_by is None:
+            return False
+        self.settle()
+        return request.held_by in self._pending
 
     def expect(self, request: Request, num_matched: int) -> None:
         """A row begins to compute this request: its known full blocks are on their way."""
@@ -68,12 +77,21 @@ class PrefixIndex:
             return
         num_full = len(request.history) // 4 // self._block_size
         if num_full > num_matched:
-            self.hash_of(request, num_full - 1)
-            for name in request.hashes[num_matched:num_full]:
+            self._expected.append((request, num_matched, num_full))
+
+    def settle(self) -> None:
+        """Do what `expect` has left for later. Everything that asks what is on its way does so first."""
+        if not self._expected:
+            return
+        expected, self._expected = self._expected, []
+        for request, first, end in expected:
+            self.hash_of(request, end - 1)
+            for name in request.hashes[first:end]:
                 self._pending.setdefault(name, request.id)
 
     def forget(self, request: Request) -> None:
         """The request leaves its row: what it has not filled is no longer on its way."""
+        self.settle()
         for name in request.hashes:
             if self._pending.get(name) == request.id:
                 del self._pending[name]
@@ -82,6 +100,7 @@ class PrefixIndex:
         """These blocks, of which the first is the request's block `first`, are filled and confirmed."""
         if not self._enabled or not blocks:
             return
+        self.settle()
         self.hash_of(request, first + len(blocks) - 1)
         hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self._block_size
         parent = hashes[first - 1] if first else self._root(request.salt)

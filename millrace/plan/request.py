@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from millrace.plan.step import Int32s
+from millrace.plan.step import Ended, EndReason, Int32s
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
 NUM_CLASSES = 3
@@ -85,3 +85,20 @@ class Request:
     def limit(self) -> int:
         """Most tokens, prompt included, that this request can come to hold."""
         return self.num_prompt + self.max_tokens
+
+
+def end_of(
+    request: Request, reason: EndReason, num_output: int, *, message: str = "", stop_token_id: int = -1
+) -> Ended:
+    """The request's terminal event."""
+    return Ended(
+        request_id=request.id,
+        reason=reason,
+        message=message,
+        stop_token_id=stop_token_id,
+        num_prompt=request.num_prompt,
+        num_output=num_output,
+        cached_tokens=request.cached_tokens,
+        preemptions=request.preemptions,
+        story=request.story,
+    )

@@ -12,9 +12,10 @@ from collections import deque
 import numpy as np
 
 from millrace.plan.request import Request
-from millrace.plan.step import Bools, Int32s, Int64s
+from millrace.plan.step import Int32s, Int64s
 
 NO_TOKEN = -1
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class Rows:
@@ -53,6 +54,9 @@ class Rows:
         self.blocks: list[list[int]] = [[] for _ in range(capacity)]
         self.num_timed = 0
         """Active rows with a deadline."""
+        self.num_with_ends = 0
+        """Active rows that an end token may stop."""
+        self.num_active = 0
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
         self._order: Int64s | None = None
@@ -70,8 +74,8 @@ class Rows:
     def order(self) -> Int64s:
         """Active rows, first in the queue first. Rebuilt only after a release; a newcomer is put in its place."""
         if self._order is None:
-            active = np.flatnonzero(self.active)
-            self._order = active[np.argsort(self.rank[active], kind="stable")]
+            active = self.active.nonzero()[0] if self.num_active else _NO_ROWS
+            self._order = active[self.rank[active].argsort(kind="stable")] if self.num_active > 1 else active
         return self._order
 
     def request(self, row: int) -> Request:
@@ -99,7 +103,8 @@ class Rows:
         self.priority[row] = request.priority
         self.num_yields[row] = request.yields
         self.num_known_at_seat[row] = num_known
-        self._set_end_tokens(row, request.end_token_ids)
+        if request.end_token_ids:
+            self._set_end_tokens(row, request.end_token_ids)
         self._split_history(row, request, num_known)
         self.requests[row] = request
         self.blocks[row] = blocks
@@ -108,7 +113,8 @@ class Rows:
         self.active[row] = True
         # Most come last. Whoever comes earlier has been preferred or preempted.
         at = len(order) if not len(order) or self.rank[order[-1]] <= request.rank else self._place(order, request.rank)
-        self._order = np.concatenate((order[:at], (row,), order[at:]))
+        self._order = np.concatenate((order[:at], (row,), order[at:])) if len(order) else np.array((row,))
+        self.num_active += 1
         return row
 
     def _place(self, order: Int64s, rank: int) -> int:
@@ -120,6 +126,10 @@ class Rows:
         request.history = bytearray(self.tokens(row).tobytes())
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
         self.num_timed -= request.deadline < math.inf
+        if request.end_token_ids:
+            self.num_with_ends -= 1
+            self.end_tokens[row] = NO_TOKEN
+        self.num_active -= 1
         self.active[row] = False
         self.requests[row] = None
         blocks, self.blocks[row] = self.blocks[row], []
@@ -134,16 +144,16 @@ class Rows:
         while self._fenced and self._fenced[0][0] <= step_no:
             self._free.append(self._fenced.popleft()[1])
 
-    def append(self, table_rows: Int32s, drawn: Int32s) -> Bools:
-        """Write confirmed tokens into the tails; which of them are end tokens that count."""
-        position = self.known_host[table_rows]
-        self.tail[table_rows, position % self.block_size] = drawn
-        self.known_host[table_rows] = position + 1
-        self._fold_tails(table_rows[(position + 1) % self.block_size == 0])
-        is_end: Bools = (self.end_tokens[table_rows] == drawn[:, None]).any(axis=1)
-        return is_end & (position >= self.ends_from[table_rows])
+    def append(self, table_rows: Int64s, positions: Int32s, drawn: Int32s) -> None:
+        """Write confirmed tokens, which take these positions, into the tails."""
+        self.tail[table_rows, positions % self.block_size] = drawn
+        known = positions + 1
+        self.known_host[table_rows] = known
+        filled = known % self.block_size == 0
+        if filled.any():
+            self._fold_tails(table_rows[filled])
 
-    def _fold_tails(self, full_rows: Int32s) -> None:
+    def _fold_tails(self, full_rows: Int64s) -> None:
         """Rows whose tail is a full block: it becomes part of their history."""
         tokens, width = self.tail[full_rows].tobytes(), 4 * self.block_size
         for index, row in enumerate(full_rows.tolist()):
@@ -156,15 +166,17 @@ class Rows:
 
     def tokens(self, row: int) -> Int32s:
         """Every confirmed token of a row."""
-        request = self.request(row)
-        num_tail = int(self.known_host[row]) - len(request.history) // 4
+        request, num_known = self.request(row), int(self.known_host[row])
+        if num_known == len(request.prompt):
+            return request.prompt
+        num_tail = num_known - len(request.history) // 4
         return np.concatenate([np.frombuffer(bytes(request.history), np.int32), self.tail[row, :num_tail]])
 
     def _split_history(self, row: int, request: Request, num_known: int) -> None:
         full = num_known // self.block_size * self.block_size
-        rest = np.frombuffer(bytes(request.history[full * 4 :]), np.int32)
-        self.tail[row, : len(rest)] = rest
-        del request.history[full * 4 :]
+        if full < num_known:
+            self.tail[row, : num_known - full] = np.frombuffer(request.history[full * 4 :], np.int32)
+            del request.history[full * 4 :]
 
     def _set_end_tokens(self, row: int, end_token_ids: tuple[int, ...]) -> None:
         width = self.end_tokens.shape[1]
@@ -172,5 +184,5 @@ class Rows:
             wider = np.full((self.capacity, 2 * len(end_token_ids)), NO_TOKEN, np.int32)
             wider[:, :width] = self.end_tokens
             self.end_tokens = wider
-        self.end_tokens[row] = NO_TOKEN
         self.end_tokens[row, : len(end_token_ids)] = end_token_ids
+        self.num_with_ends += 1

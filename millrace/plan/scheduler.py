@@ -22,9 +22,11 @@ from millrace.plan.crowd import Crowd
 from millrace.plan.delays import Cause, Delays
 from millrace.plan.fair_shares import FairShares
 from millrace.plan.forecast import OutputLengths
+from millrace.plan.foresight import Foreseen, foresee
+from millrace.plan.new_blocks import NewBlocks
 from millrace.plan.policy import FirstCome, Policy
 from millrace.plan.prefix import PrefixIndex
-from millrace.plan.request import Request
+from millrace.plan.request import Request, end_of
 from millrace.plan.rows import Rows
 from millrace.plan.step import (
     Admission,
@@ -50,18 +52,16 @@ MOST_SENTENCES = 8
 """Preemptions of one request that are remembered in words."""
 
 
-_STOP: EndReason = "stop"
-_LENGTH: EndReason = "length"
-
-
 @dataclass(frozen=True, slots=True)
 class _Untidy:
     """What `confirm` leaves to `tidy`."""
 
     step_no: int
-    computed_rows: Int32s
-    ended: list[tuple[int, EndReason]]
-    """Rows, and why."""
+    seen: Foreseen
+    drawn: Int32s
+    """Tokens of `seen.table_rows`."""
+    ended: list[tuple[int, Ended]]
+    """Rows, and how."""
 
 
 class Scheduler:
@@ -102,7 +102,10 @@ class Scheduler:
         self._yielding: tuple[int, str] | None = None
         """The running request that is to give way, and why."""
         self._releases: list[Release] = []
-        self._new_blocks: list[tuple[int, int, int]] = []
+        self._new_blocks = NewBlocks()
+        """Of rows that the runner knows."""
+        self._foreseen: Foreseen | None = None
+        """Of the oldest step in flight."""
         self._untidy: _Untidy | None = None
 
     # -- what callers ask ------------------------------------------------------------------------------------------
@@ -127,7 +130,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         request.ticket = self._next_ticket
         self._next_ticket += 1
-        request.history = bytearray(np.ascontiguousarray(request.prompt, np.int32).tobytes())
+        request.prompt = np.ascontiguousarray(request.prompt, np.int32)
+        request.history = bytearray(request.prompt.data)
         needed = -(-request.limit // self.block_size)
         if needed > self.pool.total:
             message = (
@@ -185,11 +189,11 @@ class Scheduler:
         return self._compose(singles, chunks)
 
     def _expire(self, now: float) -> None:
-        late: list[int] = []
+        late = self.waiting.expired(now)
         if self.rows.num_timed:
             order = self.rows.order
-            late = self.rows.request_ids[order[self.rows.deadline[order] < now]].tolist()
-        for request_id in [*late, *self.waiting.expired(now)]:
+            late += self.rows.request_ids[order[self.rows.deadline[order] < now]].tolist()
+        for request_id in late:
             self.abort(request_id, "deadline", "The request's deadline passed before it was finished.")
 
     def _catch_up(self, only: Collection[int] | None) -> tuple[Int64s, dict[int, int]]:
@@ -262,18 +266,19 @@ class Scheduler:
     def _grow_by_one(self, crossing: Int64s) -> None:
         """One more block for each of these rows: the part of a steady decode step that is not columns."""
         blocks_of, take, columns = self.rows.blocks, self.pool.take, self.rows.num_blocks[crossing].tolist()
+        add, unsent = self._new_blocks.add, self._unsent
         for row, column in zip(crossing.tolist(), columns, strict=True):
             block = take()
             blocks_of[row].append(block)
-            self._new_blocks.append((row, column, block))
+            if row not in unsent:
+                add(row, column, block)
         self.rows.num_blocks[crossing] += 1
 
     def _grow(self, row: int, num_blocks: int) -> None:
-        blocks = self.rows.blocks[row]
-        for _ in range(num_blocks):
-            block = self.pool.take()
-            self._new_blocks.append((row, len(blocks), block))
-            blocks.append(block)
+        blocks, taken = self.rows.blocks[row], self.pool.take_many(num_blocks)
+        if row not in self._unsent:
+            self._new_blocks.add_many(row, len(blocks), taken)
+        blocks += taken
         self.rows.num_blocks[row] = len(blocks)
 
     # -- seating waiting requests ----------------------------------------------------------------------------------
@@ -387,63 +392,45 @@ class Scheduler:
         self.prefix.forget(request)
         self.pool.give_back(reversed(blocks), fence)
         del self._row_of[request.id]
-        self._new_blocks = [entry for entry in self._new_blocks if entry[0] != row]
+        self._foreseen = None
         if row in self._unsent:
             self._unsent.discard(row)
         else:
+            self._new_blocks.drop(row)
             self._releases.append(Release(row, request.id, reason))
         return request
 
-    def _end(self, request: Request, reason: EndReason, message: str = "", stop_token_id: int = -1) -> None:
-        self._ended.append(
-            Ended(
-                request_id=request.id,
-                reason=reason,
-                message=message,
-                stop_token_id=stop_token_id,
-                num_prompt=request.num_prompt,
-                num_output=request.num_output,
-                cached_tokens=request.cached_tokens,
-                preemptions=request.preemptions,
-                story=request.story,
-            )
-        )
+    def _end(self, request: Request, reason: EndReason, message: str = "") -> None:
+        self._ended.append(end_of(request, reason, request.num_output, message=message))
 
     # -- composing a plan ------------------------------------------------------------------------------------------
 
     def _compose(self, singles: Int64s, chunks: dict[int, int]) -> StepPlan:
         rows = self.rows
-        table_rows, counts = singles, np.ones(len(singles), np.int32)
-        if chunks:
-            table_rows = np.concatenate([singles, np.fromiter(chunks, np.int64, len(chunks))])
-            counts = np.concatenate([counts, np.fromiter(chunks.values(), np.int32, len(chunks))])
-        starts = rows.computed[table_rows]
+        table_rows, counts = _columns(singles, chunks)
+        starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts
-        samples = ends == rows.known[table_rows]
         rows.computed[table_rows] = ends
         # The token about to be drawn is known from here on, although only the device will have it.
-        rows.known[table_rows] += samples
-        admitted, given = self._admissions(chunks, singles)
-        if self._new_blocks or not given:
-            given.append(np.asarray(self._new_blocks, np.int32).reshape(-1, 3))
-        blocks = given[0] if len(given) == 1 else np.concatenate(given)
+        rows.known[table_rows] = np.maximum(known, ends + 1)
+        admitted = self._admissions(chunks, singles) if self._unsent else ()
+        block_rows, block_cols, block_ids = self._new_blocks.take()
         plan = StepPlan(
             step_no=self._next_step,
             rows=table_rows.astype(np.int32),
             starts=starts,
             counts=counts,
             draft_counts=np.zeros(len(table_rows), np.int32),
-            samples=samples,
+            samples=ends == known,
             adapter_slots=rows.adapter_slot[table_rows],
-            block_rows=blocks[:, 0],
-            block_cols=blocks[:, 1],
-            block_ids=blocks[:, 2],
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
             admitted=admitted,
             released=tuple(self._releases),
             shared_blocks=0 if chunks else self._shared_blocks(int(table_rows[0])),
         )
         self._releases.clear()
-        self._new_blocks.clear()
         self._in_flight.append(plan)
         self._next_step += 1
         return plan
@@ -456,24 +443,18 @@ class Scheduler:
             return 0
         return bisect_left(blocks, True, key=lambda block: self.pool.num_holders(block) < everyone)
 
-    def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[tuple[Admission, ...], list[Int32s]]:
-        """Records for rows of this step that the runner does not know, and (row, column, block) of every block they
-        hold, an array for each."""
-        if not self._unsent:
-            return (), []
+    def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
+        """Records for rows of this step that the runner does not know; every block that they hold is new to it."""
         sent = self._unsent & chunks.keys()
         if len(sent) < len(self._unsent):
             sent |= self._unsent.intersection(singles.tolist())
         self._unsent -= sent
-        self._new_blocks = [entry for entry in self._new_blocks if entry[0] not in sent]
-        admissions, given = [], []
+        admissions = []
         for row in sorted(sent):
-            request, blocks = self.rows.request(row), self.rows.blocks[row]
-            held = np.empty((len(blocks), 3), np.int32)
-            held[:, 0], held[:, 1], held[:, 2] = row, np.arange(len(blocks)), blocks
-            given.append(held)
+            request = self.rows.request(row)
+            self._new_blocks.add_many(row, 0, self.rows.blocks[row])
             admissions.append(Admission(row, request.id, self.rows.tokens(row), request.num_prompt, request.payload))
-        return tuple(admissions), given
+        return tuple(admissions)
 
     # -- apply -----------------------------------------------------------------------------------------------------
 
@@ -483,48 +464,46 @@ class Scheduler:
         self.tidy()
         return outcome
 
+    def foresee(self) -> None:
+        """Do what can be done of `confirm` before the tokens are there. For the time in which the device computes."""
+        self.tidy()
+        if self._foreseen is None and self._in_flight:
+            self._foreseen = foresee(self._in_flight[0], self.rows)
+
     def confirm(self, step_no: int, tokens: Int32s) -> StepOutcome:
         """The part of `apply` that somebody waits for: which tokens go to whom, and who has ended."""
         self.tidy()
         plan = self._in_flight.popleft()
         if plan.step_no != step_no:
             raise AssertionError(f"step {step_no} completed, but {plan.step_no} is the oldest in flight")
-        rows, samples = self.rows, plan.samples
-        here = rows.active[plan.rows]
-        computed_rows = plan.rows
-        ends = plan.starts + plan.counts
-        if not here.all():
-            computed_rows, ends = computed_rows[here], ends[here]
-        rows.confirmed[computed_rows] = ends
-        drew = here[samples].nonzero()[0]
-        table_rows, drawn = plan.rows[samples][drew], tokens[drew]
-        stopped = rows.append(table_rows, drawn)
-        full = rows.known_host[table_rows] >= rows.limit[table_rows]
-        ended: list[tuple[int, EndReason]] = []
-        for index in (stopped | full).nonzero()[0].tolist():
-            row, is_stop = int(table_rows[index]), bool(stopped[index])
-            request, reason = rows.request(row), _STOP if is_stop else _LENGTH
-            request.num_output = int(rows.known_host[row] - rows.num_prompt[row])
-            self._end(request, reason, stop_token_id=int(drawn[index]) if is_stop else -1)
-            ended.append((row, reason))
-        self._untidy = _Untidy(step_no, computed_rows, ended)
-        return self._outcome(step_no, table_rows, drawn, drew, stopped)
+        seen, self._foreseen = self._foreseen or foresee(plan, self.rows), None
+        drawn = seen.delivered(tokens)
+        stopped = seen.stopped(drawn)
+        ended = seen.ends(self.rows, drawn, stopped)
+        self._ended += [event for _, event in ended]
+        self._untidy = _Untidy(step_no, seen, drawn, ended)
+        return self._outcome(step_no, seen, drawn, stopped)
 
     def tidy(self) -> None:
-        """The rest of `apply`, if it is still to be done: blocks get their names, ended rows leave."""
+        """What `plan` and `confirm` leave for when nobody waits: blocks get their names, tokens go to where they are
+        kept, ended rows leave. Done before anything that could tell the difference."""
+        self.prefix.settle()
         if self._untidy is None:
             return
         done, self._untidy = self._untidy, None
+        rows, seen = self.rows, done.seen
+        rows.confirmed[seen.computed_rows] = seen.computed
+        rows.append(seen.table_rows, seen.positions, done.drawn)
         self.pool.complete(done.step_no)
-        self.rows.complete(done.step_no)
-        self._name_given_blocks(done.computed_rows)
-        for row, reason in done.ended:
-            request = self._leave(row, reason)
+        rows.complete(done.step_no)
+        self._name_given_blocks(seen.computed_rows)
+        for row, event in done.ended:
+            request = self._leave(row, event.reason)
             self._lengths.observe(request.num_output)
             self.policy.learn(request)
             self._settle(request)
 
-    def _name_given_blocks(self, computed_rows: Int32s) -> None:
+    def _name_given_blocks(self, computed_rows: Int64s) -> None:
         """Let blocks of given tokens that this step filled be found at once: others may be waiting for them.
 
         Generated blocks are named when their row ends, so that a steady decode step pays nothing for them.
@@ -539,19 +518,18 @@ class Scheduler:
         self.prefix.name_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
         self.rows.num_named[row] = num_full
 
-    def _outcome(self, step_no: int, table_rows: Int32s, drawn: Int32s, drew: Int64s, stopped: Bools) -> StepOutcome:
-        rows = self.rows
-        request_ids = rows.request_ids[table_rows]
-        first_ids = request_ids[rows.known_host[table_rows] == rows.num_prompt[table_rows] + 1]
-        if stopped.any():  # the token that stops a request is not part of its answer
+    def _outcome(self, step_no: int, seen: Foreseen, drawn: Int32s, stopped: Bools | None) -> StepOutcome:
+        request_ids = seen.request_ids
+        index = seen.places
+        if stopped is not None:  # the token that stops a request is not part of its answer
             delivered = ~stopped
-            request_ids, drawn, drew = request_ids[delivered], drawn[delivered], drew[delivered]
+            request_ids, drawn, index = request_ids[delivered], drawn[delivered], index[delivered]
         return StepOutcome(
             step_no=step_no,
             request_ids=request_ids,
             tokens=drawn,
-            sample_index=drew,
-            first_ids=first_ids,
+            sample_index=index,
+            first_ids=seen.first_ids,
             ended=self.take_ended(),
         )
 
@@ -563,6 +541,7 @@ class Scheduler:
         self.tidy()
         suspects = tuple(row for row in self._in_flight[0].rows.tolist() if self.rows.active[row])
         self._in_flight.clear()
+        self._foreseen = None
         self.pool.complete(self._next_step)
         self.rows.complete(self._next_step)
         self.rows.rewind()
@@ -570,3 +549,13 @@ class Scheduler:
         self._new_blocks.clear()
         self._releases.clear()
         return suspects
+
+
+def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int64s, Int32s]:
+    """Rows of a step, and how many tokens of each."""
+    if not chunks:
+        return singles, np.ones(len(singles), np.int32)
+    rows, counts = np.array(list(chunks), np.int64), np.array(list(chunks.values()), np.int32)
+    if not len(singles):
+        return rows, counts
+    return np.concatenate([singles, rows]), np.concatenate([np.ones(len(singles), np.int32), counts])

@@ -13,6 +13,9 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+FEW = 16
+"""So few numbers are added sooner one by one than by a call for many."""
+
 EndReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled"]
 ReleaseReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled", "preempted"]
 
@@ -73,7 +76,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.counts.sum())
+        return sum(self.counts.tolist()) if len(self.counts) < FEW else int(self.counts.sum())
 
 
 @dataclass(frozen=True, slots=True)

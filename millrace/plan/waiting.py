@@ -52,8 +52,13 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         place = (self._policy.place(request), request.ticket)
-        insort(self._queues.setdefault(_queue_of(request), []), (place, request), key=lambda entry: entry[0])
-        self._by_id[request.id] = (place, request)
+        entry = (place, request)
+        queue = self._queues.setdefault(_queue_of(request), [])
+        if not queue or queue[-1][0] <= place:  # most come last
+            queue.append(entry)
+        else:
+            insort(queue, entry, key=lambda entry: entry[0])
+        self._by_id[request.id] = entry
         self._note_comer(request)
         self._count(request, 1)
         if request.deadline < math.inf:
@@ -71,7 +76,8 @@ class Waiting:
         place, request = self._by_id.pop(request_id)
         name = _queue_of(request)
         queue = self._queues[name]
-        del queue[bisect_left(queue, place, key=lambda entry: entry[0])]
+        # Most are the first.
+        del queue[0 if queue[0][1] is request else bisect_left(queue, place, key=lambda entry: entry[0])]
         if not queue:
             del self._queues[name]
         self._count(request, -1)

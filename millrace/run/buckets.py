@@ -33,6 +33,7 @@ class Buckets:
         self._queries_per_tile = queries_per_tile
         self._tile_singles = tile_singles
         self.decode_sizes = _capped([*DECODE_SIZES, *range(160, 513, 32), *range(576, max_rows + 64, 64)], max_rows)
+        self._decode = {size: self._decode_bucket(size) for size in self.decode_sizes}
         within = _capped(MIXED_TOKENS, token_budget)
         self.mixed_tokens = [*within, *(token_budget + rows for rows in _capped(BESIDE, max_rows))]
         # One row more than there can be, for the padding.
@@ -43,7 +44,9 @@ class Buckets:
         self._mixed |= {(size, most): self._mixed_bucket(size, most) for size in self.mixed_tokens}
 
     def decode(self, rows: int) -> Bucket:
-        size = self.decode_sizes[bisect_left(self.decode_sizes, rows)]
+        return self._decode[self.decode_sizes[bisect_left(self.decode_sizes, rows)]]
+
+    def _decode_bucket(self, size: int) -> Bucket:
         return Bucket(size, size, size if self._tile_singles else 0, is_decode=True)
 
     def all_mixed(self) -> list[Bucket]:

@@ -37,7 +37,7 @@ from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
 from millrace.run.runner import StepResult, bring_back
 from millrace.run.single_queries import COLUMNS, num_words
-from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section
+from millrace.run.step_packet import ALIGN, Bucket, PacketWriter, Section, least_of, most_of
 from millrace.run.token_tables import token_tables
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ class CudaRunner:
         return self._device.launch(lambda: self._execute(plan), self._bring_back)
 
     def _bring_back(self, result: StepResult) -> StepResult:
-        return bring_back(result, self._drawn.host_line(self._ring.turn, len(result.tokens)))
+        turn, count = self._ring.turn, len(result.tokens)
+        return bring_back(result, self._drawn.host_line(turn, count), self._drawn.host_view(turn, count))
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.note(plan)
@@ -148,7 +149,7 @@ class CudaRunner:
         plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
         self._send(plan, bucket, records)
-        due = np.flatnonzero(plan.samples)
+        due = plan.samples.nonzero()[0]
         if bucket.is_decode and len(due) == len(plan.rows):
             variant = self._variant_for(plan, due)
             logits = self._run((bucket, variant), lambda: self._whole(bucket, variant), False)
@@ -167,7 +168,7 @@ class CudaRunner:
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
-        num_rows, longest = len(plan.rows), int(plan.counts.max())
+        num_rows, longest = len(plan.rows), most_of(plan.counts)
         scores_prompts = self._table.scores_prompts(plan.rows)
         if longest == 1 and not scores_prompts:
             decode = self._buckets.decode(num_rows)
@@ -176,7 +177,8 @@ class CudaRunner:
         long_from = WORTH_IT if self._takes_long_rows and longest >= WORTH_IT else 0
         tiles = self._writer.num_tiles(plan.counts, long_from)
         if not long_from and not scores_prompts:
-            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=bool(plan.counts.min() == 1))
+            has_singles = least_of(plan.counts) == 1
+            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=has_singles)
             if bucket is not None:
                 return bucket, False
         last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)

@@ -22,6 +22,8 @@ RING = 4
 """Turns: more than there are steps in flight."""
 SEND_UNIT = 1024
 """Words are sent in multiples of this."""
+CUT_AHEAD = 24
+"""Multiples of it for which tensors are cut at the start: the packets of prompts of some thousand tokens."""
 
 
 class PacketRing:
@@ -35,6 +37,8 @@ class PacketRing:
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._lane = _Lane(words, place) if place.type == "cuda" else None
         self.turn = 0
+        for units in range(1, CUT_AHEAD + 1):
+            self._cut_for_all(units * SEND_UNIT)
 
     def next(self) -> Int32s:
         """The buffer to write now."""
@@ -44,19 +48,21 @@ class PacketRing:
     def send(self, used: int) -> None:
         """Bring the first words of the buffer to the device, some more than are used: to cut tensors anew for every
         step would take longer than to copy a few words that nobody reads."""
-        words = min(-(-used // SEND_UNIT) * SEND_UNIT, self._words)
-        parts = self._parts.get((self.turn, words))
-        if parts is None:
-            parts = self._parts[self.turn, words] = self._cut(words)
-        source, slot, target = parts
+        words = -(-used // SEND_UNIT) * SEND_UNIT
+        if (self.turn, words) not in self._parts:
+            self._cut_for_all(words)
+        source, slot, target = self._parts[self.turn, words]
         if self._lane is None:
             target.copy_(source)
         else:
             self._lane.bring(source, slot, target, self.turn)
 
-    def _cut(self, words: int) -> tuple[Tensor, Tensor, Tensor]:
-        source, target = self._buffers[self.turn][:words], self.on_device[:words]
-        return source, (target if self._lane is None else self._lane.slots[self.turn][:words]), target
+    def _cut_for_all(self, words: int) -> None:
+        """The tensors of so many words, or of all there are, for every turn."""
+        target = self.on_device[:words]
+        for turn, buffer in enumerate(self._buffers):
+            slot = target if self._lane is None else self._lane.slots[turn][:words]
+            self._parts[turn, words] = buffer[:words], slot, target
 
 
 class _Lane:
@@ -65,12 +71,13 @@ class _Lane:
     def __init__(self, words: int, place: torch.device) -> None:
         self.slots = [torch.zeros(words, dtype=torch.int32, device=place) for _ in range(RING)]
         self._side = SideStream()
+        self._steps = torch.cuda.current_stream()
         self._moved = [torch.cuda.Event() for _ in range(RING)]  # type: ignore[no-untyped-call]
         """Recorded on the steps' stream once a slot's packet is in the fixed place."""
         self._side.follow_steps()  # the slots are zeroed there
 
     def bring(self, source: Tensor, slot: Tensor, target: Tensor, turn: int) -> None:
-        if torch.cuda.current_stream().query():  # nothing to go beside, and somebody may wait for a first token
+        if self._steps.query():  # nothing to go beside, and somebody may wait for a first token
             target.copy_(source, non_blocking=True)
             return
         self._side.wait_for(self._moved[turn])  # the slot's earlier packet has been read
@@ -94,6 +101,7 @@ class DrawnRing:
         self._lines = self.on_device.view(RING, max_rows).unbind()
         pinned = place.type == "cuda"
         self._host = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._views: list[Int32s] = [line.numpy() for line in self._host]
 
     def start(self, turn: int) -> int:
         """Where the turn's line begins in `on_device`."""
@@ -104,3 +112,7 @@ class DrawnRing:
 
     def host_line(self, turn: int, count: int) -> Tensor:
         return self._host[turn][:count]
+
+    def host_view(self, turn: int, count: int) -> Int32s:
+        """The same memory."""
+        return self._views[turn][:count]

@@ -37,9 +37,11 @@ class StepResult:
     """Which of the drawn tokens have log-probabilities, and with how many likeliest tokens each."""
     logprob_counts: Int32s
     prompt_logprobs: tuple[PromptLogprobs, ...]
+    view: Int32s | None = None
+    """The memory of `tokens` on the host, where somebody has looked at it ahead of time."""
 
     def drawn(self) -> Int32s:
-        return self.tokens.numpy().astype(np.int32)
+        return (self.tokens.numpy() if self.view is None else self.view).astype(np.int32)
 
 
 class AnyRunner(Protocol):
@@ -131,12 +133,14 @@ class Runner:
         )
 
 
-def bring_back(result: StepResult, into: Tensor | None = None) -> StepResult:
-    """The result with its tensors on their way to the host; its tokens to `into`, if that is given."""
+def bring_back(result: StepResult, into: Tensor | None = None, view: Int32s | None = None) -> StepResult:
+    """The result with its tensors on their way to the host; its tokens to `into`, of which `view` is the memory, if
+    these are given."""
     drawn = result.tokens
     return replace(
         result,
         tokens=drawn.to("cpu", non_blocking=True) if into is None else into.copy_(drawn, non_blocking=True),
         logprobs=result.logprobs.to_host() if result.logprobs is not None else None,
         prompt_logprobs=tuple(replace(part, columns=part.columns.to_host()) for part in result.prompt_logprobs),
+        view=view,
     )

@@ -23,6 +23,8 @@ ON_DEVICE = -1
 KEPT_LAYOUTS = 1024
 FEW_ROWS = 8
 """Up to so many rows are cheaper to write one by one than as columns."""
+FIRST_TILES = 1024
+"""Tiles of one row for which their first queries are at hand."""
 MOST_TOKENS = 1 << 31
 SHARED_UNIT = 128
 """Tokens of a shared prefix that attention reads at a time."""
@@ -118,6 +120,8 @@ class PacketWriter:
         self._queries_per_tile = queries_per_tile
         self._tile_singles = tile_singles
         self._layouts: dict[Bucket, PacketLayout] = {}
+        self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
+        """First queries of a row's tiles."""
 
     def layout(self, bucket: Bucket) -> PacketLayout:
         layout = self._layouts.get(bucket)
@@ -129,7 +133,7 @@ class PacketWriter:
 
     def num_tiles(self, counts: Int32s, long_from: int = 0) -> int:
         if len(counts) <= FEW_ROWS:
-            return sum(len(firsts) for _, firsts in self._tiles_of(counts.tolist(), long_from))
+            return sum(num_tiles for _, num_tiles in self._tiles_of(counts.tolist(), long_from))
         tiled = counts[self._is_tiled(counts, long_from)]
         return int((-(-tiled // self._queries_per_tile)).sum())
 
@@ -138,13 +142,11 @@ class PacketWriter:
         tiled: Bools = counts > (0 if self._tile_singles else 1)
         return tiled & (counts < long_from) if long_from else tiled
 
-    def _tiles_of(self, lengths: list[int], long_from: int, *, singles: bool = False) -> list[tuple[int, range]]:
-        """The same for few rows: each with the first queries of its tiles. `singles`: those of one query, too."""
+    def _tiles_of(self, lengths: list[int], long_from: int, *, singles: bool = False) -> list[tuple[int, int]]:
+        """The same for few rows: each with the number of its tiles. `singles`: those of one query, too."""
         least, most = 1 if singles or self._tile_singles else 2, long_from or MOST_TOKENS
         return [
-            (row, range(0, length, self._queries_per_tile))
-            for row, length in enumerate(lengths)
-            if least <= length < most
+            (row, -(-length // self._queries_per_tile)) for row, length in enumerate(lengths) if least <= length < most
         ]
 
     def write(
@@ -197,9 +199,7 @@ class PacketWriter:
     def _write_queries(self, layout: PacketLayout, counts: Int32s, packet: Int32s) -> int:
         """Which token is whose, in a step of chunks; the tokens that are no padding."""
         bucket, num_rows = layout.bucket, len(counts)
-        query_starts = layout.query_starts.of(packet)
-        counts.cumsum(out=query_starts[1 : num_rows + 1])
-        total = int(query_starts[num_rows])
+        total = _write_query_starts(packet, layout.query_starts.start + 1, counts)
         padding = bucket.tokens - total
         if padding:
             packet[layout.seq_lens.start + num_rows] = padding
@@ -214,11 +214,12 @@ class PacketWriter:
         """(row, first query) of each tile, the padding's row included; -1 beyond."""
         tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_singles
         if len(counts) <= FEW_ROWS:
-            pairs: list[int] = []
-            for row, firsts in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all):
-                for first in firsts:
-                    pairs += row, first
-            tiles[: len(pairs)], tiles[len(pairs) :] = pairs, -1
+            at = 0
+            for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all):
+                end = at + 2 * num_tiles
+                tiles[at:end:2], tiles[at + 1 : end : 2] = row, self._first_queries(num_tiles)
+                at = end
+            tiles[at:] = -1
             return
         lengths = np.append(counts, np.int32(padding))
         wanted = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
@@ -229,6 +230,11 @@ class PacketWriter:
         tiles[1 : 2 * total : 2] = (np.arange(total) - before) * self._queries_per_tile
         tiles[2 * total :] = -1
 
+    def _first_queries(self, num_tiles: int) -> Int32s:
+        if num_tiles > len(self._firsts):
+            self._firsts = np.arange(2 * num_tiles, dtype=np.int32) * self._queries_per_tile
+        return self._firsts[:num_tiles]
+
 
 def _aligned(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
@@ -236,6 +242,19 @@ def _aligned(length: int) -> int:
 
 def _put(packet: Int32s, section: Section, values: Integers) -> None:
     packet[section.start : section.start + len(values)] = values
+
+
+def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
+    """Where each row ends and the next begins, from the packet's word `start` on; returns where the last ends."""
+    if len(counts) > FEW_ROWS:
+        ends = packet[start : start + len(counts)]
+        counts.cumsum(out=ends)
+        return int(ends[-1])
+    end = 0
+    for index, count in enumerate(counts.tolist(), start):
+        end += count
+        packet[index] = end
+    return end
 
 
 def _write_singles(layout: PacketLayout, packet: Int32s, counts: Int32s) -> None:
@@ -253,11 +272,23 @@ def _write_singles(layout: PacketLayout, packet: Int32s, counts: Int32s) -> None
 def _write_samples(
     layout: PacketLayout, packet: Int32s, samples: Bools, states: Integers, rows: Int32s, positions: Int32s
 ) -> None:
-    if not samples.all():
+    if not _all(samples):
         states, rows, positions = states[samples], rows[samples], positions[samples]
     _put(packet, layout.sample_states, states)
     _put(packet, layout.sample_rows, rows)
     _put(packet, layout.sample_positions, positions)
+
+
+def _all(flags: Bools) -> bool:
+    return all(flags.tolist()) if len(flags) <= FEW_ROWS else bool(flags.all())
+
+
+def least_of(counts: Int32s) -> int:
+    return min(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.min())
+
+
+def most_of(counts: Int32s) -> int:
+    return max(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.max())
 
 
 def _write_updates(layout: PacketLayout, plan: StepPlan | None, packet: Int32s) -> int:
@@ -295,7 +326,16 @@ def _write_known_tokens(
     tokens_in: npt.NDArray[np.int32],
 ) -> None:
     """Token ids that the host gave at admission; the others were drawn on the device."""
-    for index in np.flatnonzero(starts < table.num_admitted[rows]).tolist():
+    for index in _with_given(rows, starts, table):
         start, count, first = int(starts[index]), int(counts[index]), int(query_starts[index])
         given = table.tokens[int(rows[index])][start : start + count]
         tokens_in[first : first + len(given)] = given
+
+
+def _with_given(rows: Int32s, starts: Int32s, table: RequestTable) -> list[int]:
+    """Which of the step's rows begin with tokens that the host gave."""
+    if len(rows) > FEW_ROWS:
+        at: list[int] = np.flatnonzero(starts < table.num_admitted[rows]).tolist()
+        return at
+    listed = enumerate(zip(rows.tolist(), starts.tolist(), strict=True))
+    return [index for index, (row, start) in listed if start < table.num_admitted[row]]

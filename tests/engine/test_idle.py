@@ -42,6 +42,8 @@ def test_first_awake_then_told_then_asleep(watch_s: float) -> None:
     device: Any = SimpleNamespace(watch_s=watch_s)
     now = 100.0
     engine = Engine(scheduler, runner, device, channel, clock=lambda: now)
+    idle_at: list[float] = []
+    engine.on_idle = lambda: idle_at.append(now)
     for _ in range(2):
         channel.waits.clear()
         channel.sent.clear()
@@ -56,5 +58,7 @@ def test_first_awake_then_told_then_asleep(watch_s: float) -> None:
         engine._take_messages()
         assert channel.waits[-1] == (None, 0.0)
         assert len(channel.sent) == 1
+        assert idle_at.pop() == now - idle_memory.IDLE_S - 1
+        assert not idle_at
         channel.next = [AbortFront(0)]
         engine._take_messages()

@@ -211,6 +211,44 @@ def test_what_a_step_gave_is_told_before_its_rows_are_tidied() -> None:
     assert scheduler.take_ended() == ()
 
 
+def test_what_was_foreseen_of_a_row_that_left_does_not_count() -> None:
+    scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+    for index in range(3):
+        scheduler.submit(request(index, list(range(10 * index, 10 * index + 9)), max_tokens=1))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    tokens = device.run(plan)
+    scheduler.foresee()
+    assert scheduler.abort(1)
+    assert [event.reason for event in scheduler.take_ended()] == ["abort"]
+    outcome = scheduler.confirm(plan.step_no, tokens)
+    assert outcome.request_ids.tolist() == outcome.first_ids.tolist() == [0, 2]
+    assert outcome.sample_index.tolist() == [0, 2]
+    assert outcome.tokens.tolist() == tokens[[0, 2]].tolist()
+    assert [event.request_id for event in outcome.ended] == [0, 2]
+    scheduler.foresee()  # nothing is in flight: nothing to foresee
+    assert scheduler.num_running == 0
+
+
+def test_a_twin_waits_for_the_prefix_of_one_seated_a_moment_before() -> None:
+    """Blocks on their way are named late, but before the next request is looked at."""
+    for is_tidied in (False, True):
+        scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+        for index in range(2):
+            scheduler.submit(request(index, list(range(13)), max_tokens=2))
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        if is_tidied:
+            scheduler.tidy()
+        assert [admission.request_id for admission in plan.admitted] == [0]
+        assert scheduler.plan(0.0) is not None, "the first one's next token; the twin is still held"
+        assert len(scheduler.waiting) == 1
+        scheduler.apply(plan.step_no, device.run(plan))
+        plan = scheduler.plan(1.0)
+        assert plan is not None
+        assert [(row.request_id, int(plan.starts[-1])) for row in plan.admitted] == [(1, 12)]
+
+
 def test_hashes_that_were_found_are_those_that_would_have_been_computed() -> None:
     """A known beginning is walked from block to block; where prompts part, and part again, names stay the same."""
     long = list(range(40))

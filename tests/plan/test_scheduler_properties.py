@@ -91,6 +91,7 @@ class World:
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.collect(self.scheduler.take_ended())
+        self.maybe_foresee()
         if plan is not None:
             caught_up = int(plan.counts[plan.counts > 1].sum())
             assert caught_up <= self.scheduler.token_budget
@@ -107,11 +108,20 @@ class World:
 
     def complete(self) -> None:
         plan = self.launched.popleft()
-        outcome = self.scheduler.apply(plan.step_no, self.device.run(plan))
+        tokens = self.device.run(plan)
+        self.maybe_foresee()
+        # What nobody waits for may be done at once or be left to whatever comes next.
+        apply = self.rng.choice([self.scheduler.apply, self.scheduler.confirm])
+        outcome = apply(plan.step_no, tokens)
         for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
             assert request_id not in self.ended, "a token after the terminal event"
             self.outputs[request_id].append(token)
         self.collect(outcome.ended)
+
+    def maybe_foresee(self) -> None:
+        """At any moment: what was foreseen and then came differently must not count."""
+        if self.rng.random() < 0.5:
+            self.scheduler.foresee()
 
     def collect(self, ended) -> None:
         for event in ended:
@@ -138,6 +148,7 @@ class World:
             else:
                 assert self.ended[request_id] in ("abort", "deadline")
                 assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
+        self.scheduler.tidy()
         pool = self.scheduler.pool
         assert not self.scheduler.shares._shares, "a tenant is still counted as here"
         assert self.scheduler.waiting.num_by_class == self.scheduler.waiting.tokens_by_class == [0, 0, 0]

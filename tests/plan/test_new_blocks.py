@@ -1,0 +1,45 @@
+"""Blocks given between two plans: they come out as columns, once, less those of rows that have left."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.plan.new_blocks import NewBlocks
+
+
+def listed(blocks: NewBlocks) -> list[tuple[int, ...]]:
+    columns = blocks.take()
+    assert all(column.dtype == "int32" for column in columns)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 3, 1020, 5000])
+def test_blocks_come_out_in_the_order_in_which_they_were_given(first: int) -> None:
+    blocks = NewBlocks()
+    assert listed(blocks) == []
+    blocks.add_many(4, first, [9, 8, 7, 6, 5])
+    blocks.add(2, 11, 30)
+    blocks.add_many(3, 0, [])
+    assert listed(blocks) == [(4, first + place, 9 - place) for place in range(5)] + [(2, 11, 30)]
+    assert listed(blocks) == []
+
+
+def test_what_was_taken_stays_as_it_was() -> None:
+    blocks = NewBlocks()
+    blocks.add(1, 2, 3)
+    taken = blocks.take()
+    blocks.add_many(7, 0, [8, 9])
+    assert [column.tolist() for column in taken] == [[1], [2], [3]]
+    assert listed(blocks) == [(7, 0, 8), (7, 1, 9)]
+
+
+def test_a_row_that_leaves_takes_its_blocks_along() -> None:
+    blocks = NewBlocks()
+    for row in (1, 2, 1, 3):
+        blocks.add_many(row, 0, [row, 10 + row])
+    blocks.drop(1)
+    blocks.drop(9)
+    assert listed(blocks) == [(2, 0, 2), (2, 1, 12), (3, 0, 3), (3, 1, 13)]
+    blocks.add(5, 0, 1)
+    blocks.clear()
+    assert listed(blocks) == []
