@@ -26,7 +26,7 @@ from millrace.ops.triton import gated_many as room
 kernel, (rows, outputs) = room.gated_many_kernel, map(int, sys.argv[1:])
 blocks = {"x_desc": (rows, 64), "w_desc": (outputs, 64), "out_desc": (rows, outputs)}
 constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 64, "STAGES": 4, "GROUP": 16, "GELU": False,
-             "EARLY": True, "FETCHING_REGISTERS": 24}
+             "FETCHING_REGISTERS": 24}
 signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
 for name, block in blocks.items():
     signature[name] = f"tensordesc<bf16{list(block)},{room._layout(*block)!r}>"

@@ -53,48 +53,23 @@ def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_last(EARLY: gl.constexpr):
-    """As `early.wait_for_last`, in Gluon. Nobody starts early behind this kernel."""
-    if EARLY:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _fetch_weights(w_desc, tile, arrived, n, k, up_offset, BLOCK_N: gl.constexpr):
-    load_tile(w_desc, [n * BLOCK_N, k], arrived, tile.slice(0, BLOCK_N))
-    load_tile(w_desc, [n * BLOCK_N + up_offset, k], arrived, tile.slice(BLOCK_N, BLOCK_N))
-
-
-@gluon.jit
 def _fetch(
     x_desc, w_desc, xs, ws, full, empty, tiles_m, tiles_n, K, up_offset,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    EARLY: gl.constexpr,
 ):  # fmt: skip
-    # What no kernel writes may be fetched before the one before has ended: weights for as many steps as the ring holds.
-    first_m, first_n = _place(gl.program_id(0), tiles_m, tiles_n, GROUP)
-    ahead = gl.minimum(gl.cdiv(K, BLOCK_K), STAGES)
-    for stage in range(ahead):
-        mbarrier.expect(full.index(stage), (BLOCK_M + 2 * BLOCK_N) * BLOCK_K * 2)
-        _fetch_weights(w_desc, ws.index(stage), full.index(stage), first_n, stage * BLOCK_K, up_offset, BLOCK_N)
-    _wait_for_last(EARLY)
-    for stage in range(ahead):
-        load_tile(x_desc, [first_m * BLOCK_M, stage * BLOCK_K], full.index(stage), xs.index(stage))
-    step = ahead
-    begin = ahead * BLOCK_K
+    step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
-        for k in range(begin, K, BLOCK_K):
+        for k in range(0, K, BLOCK_K):
             stage = step % STAGES
-            arrived = full.index(stage)
+            arrived, weights = full.index(stage), ws.index(stage)
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(arrived, (BLOCK_M + 2 * BLOCK_N) * BLOCK_K * 2)
             load_tile(x_desc, [m * BLOCK_M, k], arrived, xs.index(stage))
-            _fetch_weights(w_desc, ws.index(stage), arrived, n, k, up_offset, BLOCK_N)
+            load_tile(w_desc, [n * BLOCK_N, k], arrived, weights.slice(0, BLOCK_N))
+            up = n * BLOCK_N + up_offset
+            load_tile(w_desc, [up, k], arrived, weights.slice(BLOCK_N, BLOCK_N))
             step += 1
-        begin = 0
 
 
 @gluon.jit
@@ -148,7 +123,7 @@ def _multiply(
 def gated_many_kernel(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, K, up_offset,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    GELU: gl.constexpr, EARLY: gl.constexpr, FETCHING_REGISTERS: gl.constexpr,
+    GELU: gl.constexpr, FETCHING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * BLOCK_N, BLOCK_K], w_desc.layout)
@@ -168,7 +143,7 @@ def gated_many_kernel(
             )),
             (_fetch, (
                 x_desc, w_desc, xs, ws, full, empty, tiles_m, tiles_n, K, up_offset,
-                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, EARLY,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP,
             )),
         ],
         [1],
@@ -202,10 +177,8 @@ def gated_many(x: Tensor, weight: Tensor, activation: str, tile: tuple[int, int]
         STAGES=STAGES,
         GROUP=GROUP,
         GELU=activation == "gelu_tanh",
-        EARLY=True,
         FETCHING_REGISTERS=FETCHING_REGISTERS,
         num_warps=MULTIPLYING_WARPS,
-        launch_pdl=True,
     )
     return out
 
