@@ -231,10 +231,10 @@ class EngineSession:
         until = time.monotonic() + min(timeout_s, WARM_TIMEOUT_S)
         asked_at = time.monotonic()
         while time.monotonic() < until:
-            warm = is_warm(self.client.stats)
-            if warm is None or self.client.failure is not None:
+            stats = self.client.stats  # None until the engine has said something, a moment after its first token
+            if self.client.failure is not None or (stats is not None and is_warm(stats) is None):
                 return None
-            if warm:
+            if is_warm(stats):
                 return time.monotonic() - self.started_at
             if time.monotonic() - asked_at > _ASK_EVERY_S:
                 async with asyncio.timeout(timeout_s):

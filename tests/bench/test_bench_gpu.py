@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +173,23 @@ def test_warmth_is_read_if_the_engine_tells() -> None:
     assert is_warm(None) is None
     assert is_warm(Told()) is False  # type: ignore[arg-type]
     assert is_warm(Warm()) is True  # type: ignore[arg-type]
+
+
+def test_graphs_are_waited_for_though_the_first_figures_come_after_the_first_token() -> None:
+    said: list[Any] = [None, None, SimpleNamespace(graphs_left=2), SimpleNamespace(graphs_left=0)]
+
+    class Client:
+        failure = None
+
+        @property
+        def stats(self) -> Any:
+            return said.pop(0) if len(said) > 1 else said[0]
+
+    session: Any = SimpleNamespace(client=Client(), started_at=time.monotonic())
+    assert asyncio.run(EngineSession.wait_warm(session, 5.0)) is not None
+    assert len(said) == 1, "until the engine said that nothing is left"
+    session.client = SimpleNamespace(failure=None, stats=SimpleNamespace())
+    assert asyncio.run(EngineSession.wait_warm(session, 5.0)) is None, "an engine that never says"
 
 
 # -- which models ------------------------------------------------------------------------------------------------------
