@@ -74,7 +74,7 @@ def measured_many(weight: Tensor, bias: Tensor | None, activation: str) -> ByRow
     if not is_plain or outputs % 8 or inputs % 8 or activation not in MANY_ACTIVATIONS or gluon_missing(weight.device):
         return ByRows()
     entries = nearest(gemm_table.GATED_MANY, *weight.shape)
-    if not entries and min(outputs // MANY_OUTPUTS, inputs // MANY_INPUTS):
+    if not entries and outputs >= MANY_OUTPUTS and inputs >= MANY_INPUTS:
         entries = gemm_table.GATED_MANY_OTHERS
     limits = tuple(sorted(entries))
     return ByRows(limits, tuple(entries[limit] for limit in limits))
