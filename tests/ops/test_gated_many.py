@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
 from millrace.ops.activation import Activation, gated_reference, make_torch
@@ -59,7 +60,7 @@ def test_every_entry_is_a_tile_that_fits() -> None:
 
 
 def test_without_a_gpu_there_is_no_choice() -> None:
-    if torch.cuda.is_available():
+    if not interpreted:
         pytest.skip("there is a GPU")
     weight = torch.zeros(28672, 4096, dtype=torch.bfloat16)
     assert gemm_choice.measured_many(weight, None, "silu").of(8192) is None
@@ -67,8 +68,8 @@ def test_without_a_gpu_there_is_no_choice() -> None:
 
 def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rows * outputs + inputs)
-    x = torch.randn(rows, inputs, device="cuda").bfloat16()
-    return x, (torch.randn(2 * outputs, inputs, device="cuda") * inputs**-0.5).bfloat16()
+    x = torch.randn(rows, inputs, device=device).bfloat16()
+    return x, (torch.randn(2 * outputs, inputs, device=device) * inputs**-0.5).bfloat16()
 
 
 def check(got: Tensor, x: Tensor, weight: Tensor, activation: Activation) -> None:
@@ -108,7 +109,7 @@ def test_nothing_beyond_the_result_is_written_and_x_may_lie_anywhere() -> None:
     from millrace.ops.triton.gated_many import gated_many
 
     x, weight = operands(300, 264, 128)
-    padded = torch.full((300, 129), 9.0, dtype=torch.bfloat16, device="cuda")
+    padded = torch.full((300, 129), 9.0, dtype=torch.bfloat16, device=device)
     padded[:, 1:] = x
     check(gated_many(padded[:, 1:], weight, "silu", (128, 128)), x, weight, "silu")
     first = gated_many(x, weight, "silu", (128, 128))
@@ -123,7 +124,7 @@ def test_the_op_takes_it_where_it_can(has_bias: bool, monkeypatch: pytest.Monkey
     from millrace.ops.triton import gated_many as room
 
     x, weight = operands(2048, 3072, 1024)
-    bias = torch.randn(6144, device="cuda").bfloat16() if has_bias else None
+    bias = torch.randn(6144, device=device).bfloat16() if has_bias else None
     calls: list[int] = []
     kernel = room.gated_many
 
