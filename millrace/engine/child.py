@@ -10,6 +10,7 @@ import sys
 import threading
 
 from millrace.config import from_dict
+from millrace.engine.idle_memory import SettledGarbage
 from millrace.engine.process import serve_engine
 from millrace.link.engine_end import SocketEngineChannel
 from millrace.observe.logs import setup_logging
@@ -35,16 +36,8 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_S)
     channel = SocketEngineChannel(directory, num_fronts)
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
-    serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=_settle_garbage)
+    serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=SettledGarbage())
     channel.close()
-
-
-def _settle_garbage() -> None:
-    """In an idle moment. What the start has left is kept for good after the first look for garbage, which takes some
-    40 ms; later ones go only through what came since."""
-    gc.collect()
-    if not gc.get_freeze_count():
-        gc.freeze()
 
 
 def _stop_with_parent(channel: SocketEngineChannel) -> None:
