@@ -255,10 +255,14 @@ class Scheduler:
         return len(self.waiting) + self._num_catching_up
 
     def _chunk(self, row: int, budget: int) -> int:
-        """As much of the row as budget and blocks allow, with the blocks taken."""
+        """As much of the row as budget and blocks allow, with the blocks taken. Where the budget cuts a prompt, it does
+        so at a multiple of the token budget, if one is within reach: the device is prepared for whole chunks."""
         computed, known = int(self.rows.computed[row]), int(self.rows.known[row])
         holds = int(self.rows.num_blocks[row]) + self.pool.num_available
         count = max(0, min(known - computed, budget, holds * self.block_size - computed))
+        if count == budget:
+            past_multiple = (computed + count) % self.token_budget
+            count -= past_multiple if past_multiple < count and computed + count < known else 0
         if count:
             self._grow(row, -(-(computed + count) // self.block_size) - int(self.rows.num_blocks[row]))
         return count

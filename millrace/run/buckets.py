@@ -24,6 +24,8 @@ BESIDE = (128, 256, 384)
 computed in tiles of 128 tokens, so that finer sizes would save next to nothing."""
 PRUNED_SHARE = 2
 """Tokens per row from which most of the last layer is computed for each row's last token alone."""
+MOST_CHUNKS = 16
+"""Whole chunks of one prompt that are captured ahead of need; further ones when they are met for the second time."""
 SPARE_TILES = 256
 """Tiles beyond what full ones would need, for rows that end in the middle of one."""
 
@@ -32,6 +34,7 @@ class Buckets:
     def __init__(self, *, max_rows: int, token_budget: int, queries_per_tile: int, tile_singles: bool) -> None:
         self._queries_per_tile = queries_per_tile
         self._tile_singles = tile_singles
+        self._token_budget = token_budget
         self.decode_sizes = _capped([*DECODE_SIZES, *range(160, 513, 32), *range(576, max_rows + 64, 64)], max_rows)
         self._decode = {size: self._decode_bucket(size) for size in self.decode_sizes}
         within = _capped(MIXED_TOKENS, token_budget)
@@ -63,6 +66,19 @@ class Buckets:
         bucket = few or self._mixed.get((size, self.mixed_rows[place])) or self._mixed[size, self.mixed_rows[-1]]
         padding = -(-(bucket.tokens - tokens) // self._queries_per_tile)
         return bucket if tiles + padding <= bucket.tiles else None
+
+    def chunk(self, context: int) -> Bucket:
+        """As many tokens of one prompt as the budget allows, to which the library attends: no padding, no tiles."""
+        budget = self._token_budget
+        last_only = self.last_only(budget, 1)
+        return Bucket(
+            budget, 1, 0, is_decode=False, long_from=budget, has_singles=False, context=context, last_only=last_only
+        )
+
+    def chunks(self, most_tokens: int) -> list[Bucket]:
+        """Those of prompts of up to so many tokens, the first chunk first."""
+        contexts = range(0, most_tokens - self._token_budget + 1, self._token_budget)
+        return [self.chunk(context) for context in contexts[:MOST_CHUNKS]]
 
     def last_only(self, tokens: int, rows: int) -> bool:
         """Whether most of the last layer is left out in a step of this size. Where nothing may depend on how a prompt

@@ -105,10 +105,12 @@ class CudaRunner:
         self._can_share = not tile_singles and all(window is None for window in spec.windows)
         self._takes_long_rows = (
             not tile_singles
+            and token_budget >= WORTH_IT
             and all(window is None for window in spec.windows)
             and can_take_long_rows(place, decoder.dtype, spec.head_dim, spec.attention_softcap)
         )
-        self._max_rows = max_rows
+        self._max_rows, self._token_budget = max_rows, token_budget
+        self._most_context = most_blocks * block_size
         words = 4 * max_rows + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
@@ -154,7 +156,7 @@ class CudaRunner:
             variant = self._variant_for(plan, due)
             logits = self._run((bucket, variant), lambda: self._whole(bucket, variant), False)
             return self._finish(plan, due, logits, ())
-        long_rows = _long_rows(plan, bucket.long_from) if bucket.long_from else ()
+        long_rows = _long_rows(plan, bucket.long_from) if exact and bucket.long_from else ()
         hidden = self._run(bucket, lambda: self._body(bucket, long_rows=long_rows, drawn_only=not exact), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
         if len(due) == 0:
@@ -174,7 +176,9 @@ class CudaRunner:
             decode = self._buckets.decode(num_rows)
             return (replace(decode, shares=True) if self._shares(plan) else decode), False
         num_tokens = plan.num_tokens
-        long_from = WORTH_IT if self._takes_long_rows and longest >= WORTH_IT else 0
+        long_from = self._long_from(plan, longest)
+        if long_from and num_rows == 1 and not scores_prompts:
+            return self._buckets.chunk(int(plan.starts[0])), False
         tiles = self._writer.num_tiles(plan.counts, long_from)
         if not long_from and not scores_prompts:
             has_singles = least_of(plan.counts) == 1
@@ -184,6 +188,15 @@ class CudaRunner:
         last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)
         exact = Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
         return exact, True
+
+    def _long_from(self, plan: StepPlan, longest: int) -> int:
+        """The least number of a row's tokens with which it goes to the library; 0 for none. These are whole chunks that
+        follow on whole chunks: the library prepares itself for every pair of lengths, which takes it 0.1 to 0.4 s, and
+        of these there are few, for which that has been done."""
+        budget = self._token_budget
+        if not self._takes_long_rows or longest != budget:
+            return 0
+        return 0 if plan.starts[plan.counts.argmax()] % budget else budget
 
     def _shares(self, plan: StepPlan) -> bool:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
@@ -196,12 +209,13 @@ class CudaRunner:
         self,
         bucket: Bucket,
         decoder: Decoder | None = None,
-        long_rows: tuple[LongRow, ...] = (),
+        long_rows: tuple[LongRow, ...] | None = None,
         *,
         drawn_only: bool = True,
     ) -> Tensor:
         """From the packet to hidden states: those that precede a draw, gathered for the head. Unless these are all that
-        is wanted, those of all tokens, or of each row's last, are returned."""
+        is wanted, those of all tokens, or of each row's last, are returned. `long_rows` are the bucket's own, if any, where
+        none are named."""
         decoder = decoder or self._decoder
         layout, packet = self._writer.layout(bucket), self._packet
 
@@ -211,7 +225,7 @@ class CudaRunner:
         batch = self._gathered(bucket, part)
         batch.tiles = part(layout.tiles).view(-1, 2) if bucket.tiles else None
         batch.has_singles = bucket.has_singles and not self._tile_singles
-        batch.long_rows = long_rows
+        batch.long_rows = _own_long_rows(bucket) if long_rows is None else long_rows
         batch.shared_len = part(layout.shared_len) if bucket.shares else None
         if batch.has_singles and layout.singles.length:
             batch.singles = part(layout.singles).view(COLUMNS, -1)
@@ -357,6 +371,8 @@ class CudaRunner:
         if self._can_share:
             ordered += [replace(self._buckets.decode(size), shares=True) for size in hot if size >= SHARING_ROWS]
         ordered += [self._buckets.decode(size) for size in rest]
+        if self._takes_long_rows:
+            ordered += self._buckets.chunks(self._most_context)
         return ordered[::-1]
 
     @property
@@ -420,6 +436,10 @@ class CudaRunner:
 
     def _warm(self, bucket: Bucket) -> None:
         self._send(None, bucket)
+        if bucket.long_from:  # a layer of each kind is enough to be prepared, and whole steps of it would be long
+            self._body(bucket, self._decoder.thin())
+            self._capture(bucket, lambda: self._body(bucket))
+            return None
         if not bucket.is_decode:
             return self._warm_run(bucket, lambda: self._body(bucket))
         size = bucket.rows
@@ -432,6 +452,10 @@ class CudaRunner:
     def _warm_run(self, key: object, work: Callable[[], Tensor]) -> None:
         for _ in range(2):
             self._run(key, work, False)
+
+
+def _own_long_rows(bucket: Bucket) -> tuple[LongRow, ...]:
+    return (LongRow(0, 0, bucket.tokens, bucket.context),) if bucket.long_from and bucket.rows == 1 else ()
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:

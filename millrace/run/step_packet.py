@@ -47,6 +47,8 @@ class Bucket:
     """Decode: all rows begin with the same blocks, and their keys are read for many rows at once."""
     has_singles: bool = True
     """Whether rows with one query may be among others; if not, the padding's are tiled whatever their number."""
+    context: int = 0
+    """Where one long row is all there is: its tokens before this step's."""
     last_only: bool = False
     """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
 

@@ -95,3 +95,38 @@ def test_the_mixed_budget_counts_streams_and_leaves_a_quarter(num_streams: int, 
     plan = scheduler.plan(100.0)
     assert plan is not None
     assert plan.counts.tolist() == [1] * num_streams + [chunk]
+
+
+def test_a_prompt_is_cut_at_multiples_of_the_budget() -> None:
+    """Also behind a prefix that is known: whole chunks then follow on whole chunks."""
+    scheduler = a_scheduler()
+    known = np.arange(2000, dtype=np.int32)
+    scheduler.submit(Request(id=0, prompt=known, max_tokens=1))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    confirm(scheduler, plan)
+    longer = np.concatenate((known, np.arange(50_000, 70_000, dtype=np.int32)))
+    scheduler.submit(Request(id=1, prompt=longer, max_tokens=1))
+    starts, counts = [], []
+    for now in range(1, 4):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        starts += plan.starts.tolist()
+        counts += plan.counts.tolist()
+        confirm(scheduler, plan)
+    assert starts == [2000, BUDGET, 2 * BUDGET]
+    assert counts == [BUDGET - 2000, BUDGET, 22_000 - 2 * BUDGET]
+    assert plan.samples.all()
+
+
+def test_a_cut_that_reaches_no_multiple_uses_all_of_the_budget() -> None:
+    scheduler = a_scheduler()
+    scheduler.submit(a_prompt(0, 2000))
+    scheduler.submit(a_prompt(1, 20_000))
+    counts = []
+    for now in range(3):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        counts.append(plan.counts[plan.counts > 1].tolist())
+        confirm(scheduler, plan)
+    assert counts == [[2000, BUDGET - 2000], [2000], [BUDGET]]

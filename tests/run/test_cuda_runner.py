@@ -27,7 +27,7 @@ from millrace.ops.triton.qkv import PrepareQkvKernel
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-from millrace.run import single_queries, step_packet
+from millrace.run import cuda_runner, single_queries, step_packet
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
 from millrace.run.kv_pool import KvFormat
@@ -38,10 +38,10 @@ BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}
 
 
-def decoder_for(case: str, device: torch.device, paged: bool) -> Decoder:
+def decoder_for(case: str, device: torch.device, paged: bool, dtype: torch.dtype = torch.float32) -> Decoder:
     model = make_reference(case)
     spec = spec_from_config(config_of(model))
-    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
+    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=dtype)
     if paged and not isinstance(decoder.attention, PagedAttention):
         attention = PagedAttention(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
@@ -220,3 +220,31 @@ def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPat
     assert {(is_decode, len(keys)) for is_decode, _, keys in steps} >= {(True, 1), (False, 2)}
     for is_decode, draws, keys in steps:
         assert len(keys) == (1 if is_decode or not draws else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["full", "packed"])
+def test_whole_chunks_go_through_the_library(kv_dtype: KvFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured ahead of need, and with the same results as tiles give; the rest of a prompt has tiles."""
+    device = open_device(RunConfig(device="cuda"))
+    rng = np.random.default_rng(9)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
+    prompts = [rng.integers(0, VOCAB, length).astype(np.int32) for length in (BUDGET, 3 * BUDGET, 2 * BUDGET + 17)]
+
+    def run(worth_it: int) -> tuple[list[float], set[int]]:
+        monkeypatch.setattr(cuda_runner, "WORTH_IT", worth_it)
+        decoder = decoder_for("qwen3_heads_of_64", place, True, torch.bfloat16)
+        runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES)
+        while not runner.is_warm:
+            runner.warm_next()
+        scores: list[float] = []
+        for index, prompt in enumerate(prompts):  # one after the other: whole chunks
+            asked = Request(id=index, prompt=prompt, max_tokens=2, payload=RowParams(params, ()))
+            scores += drive(runner, [asked])[1][:6]  # of the first token: a later one may follow on another
+        captured = [key for key in runner._captured if isinstance(key, step_packet.Bucket)]
+        return scores, {bucket.context for bucket in captured if bucket.long_from}
+
+    (scores, contexts), (tiled_scores, none) = run(BUDGET), run(10 * BUDGET)
+    assert contexts == {0, BUDGET, 2 * BUDGET}
+    assert not none
+    assert scores == pytest.approx(tiled_scores, abs=0.1)
