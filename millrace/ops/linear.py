@@ -288,7 +288,10 @@ def make_packed_tiles(weight: Tensor, bias: Tensor | None = None) -> TiledLinear
 
 def _can_pack(device: torch.device) -> str:
     has_ops = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return "" if has_ops and torch._C._has_mkldnn else "needs a torch built with oneDNN"
+    if not (has_ops and torch._C._has_mkldnn):
+        return "needs a torch built with oneDNN"
+    has_kernels = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "" if has_kernels else "needs a processor for which oneDNN has kernels of bfloat16"
 
 
 def _whole_blocks(shape: Shape) -> bool:

@@ -44,6 +44,53 @@ inline vf multiply_add(vf sum, const uint32_t* weights, const uint32_t* input, b
 #endif
 }
 
+#if defined(__aarch64__)
+// Thirty-two registers of four floats hold the sums of six rows and one panel, and its weights. More rows take turns.
+constexpr int TURN = 6;
+
+inline void multiply_add(float32x4_t sums[4], const uint32_t* weights, const uint32_t* input, float) {
+    float x;
+    memcpy(&x, input, sizeof x);
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; part++)
+        sums[part] = vfmaq_n_f32(sums[part], vld1q_f32((const float*)weights + 4 * part), x);
+}
+
+inline void multiply_add(float32x4_t sums[4], const uint32_t* weights, const uint32_t* input, bf16) {
+    float32x4_t even = vreinterpretq_f32_u32(vdupq_n_u32(*input << 16));
+    float32x4_t odd = vreinterpretq_f32_u32(vdupq_n_u32(*input & 0xffff0000u));
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; part++) {
+        uint32x4_t pairs = vld1q_u32(weights + 4 * part);
+        sums[part] = vfmaq_f32(sums[part], vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16)), even);
+        sums[part] = vfmaq_f32(sums[part], vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u))), odd);
+    }
+}
+
+// Some rows of a block of STRIDE rows, and one panel.
+template <int ROWS, int STRIDE, typename T>
+void some_rows(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
+    int64_t units = layer.units<T>();
+    const uint32_t* weights = (const uint32_t*)layer.packed + (panel - layer.first_panel) * units * PANEL;
+    float32x4_t sums[ROWS][4] = {};
+    for (int64_t unit = 0; unit < units; unit++, inputs += STRIDE, weights += PANEL)
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) multiply_add(sums[r], weights, inputs + r, T{});
+    for (int r = 0; r < ROWS; r++) {
+        vf sum;
+        memcpy(&sum, sums[r], sizeof sum);
+        finish(layer, out, row + r, panel, sum);
+    }
+}
+
+template <int ROWS, int PANELS, typename T>
+void block(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
+    constexpr int AT_ONCE = ROWS < TURN ? ROWS : TURN;
+    static_assert(ROWS % AT_ONCE == 0);
+    for (int p = 0; p < PANELS; p++)
+        for (int r = 0; r < ROWS; r += AT_ONCE) some_rows<AT_ONCE, ROWS>(layer, inputs + r, out, row + r, panel + p);
+}
+#else
 template <int ROWS, int PANELS, typename T>
 void block(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
     int64_t units = layer.units<T>();
@@ -61,6 +108,7 @@ void block(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int6
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) finish(layer, out, row + r, panel + p, sums[r][p]);
 }
+#endif
 
 // The largest block that fits into the rows that are left.
 int block_size(int64_t left) {

@@ -33,7 +33,8 @@ enum { F32 = 0, BF16 = 1, INT8 = 2 };
 
 inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-// a * b + c, rounded once where the machine can do that.
+// a * b + c, rounded once where the machine can do that with few instructions: on others the compiler would pass the parts
+// of a vector through memory.
 inline vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -43,14 +44,6 @@ inline vf fma(vf a, vf b, vf c) {
     memcpy(y, &b, sizeof b);
     memcpy(z, &c, sizeof c);
     for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-    memcpy(&c, z, sizeof c);
-    return c;
-#elif defined(__aarch64__)
-    float32x4_t x[4], y[4], z[4];
-    memcpy(x, &a, sizeof a);
-    memcpy(y, &b, sizeof b);
-    memcpy(z, &c, sizeof c);
-    for (int i = 0; i < 4; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
     memcpy(&c, z, sizeof c);
     return c;
 #else
