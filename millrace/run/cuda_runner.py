@@ -99,13 +99,18 @@ class CudaRunner:
             max_rows=max_rows, block_size=block_size, queries_per_tile=per_tile, tile_singles=tile_singles
         )
         self._tile_singles = tile_singles
+        has_windows = any(window is not None for window in spec.windows)
         self._buckets = Buckets(
-            max_rows=max_rows, token_budget=token_budget, queries_per_tile=per_tile, tile_singles=tile_singles
+            max_rows=max_rows,
+            token_budget=token_budget,
+            queries_per_tile=per_tile,
+            tile_singles=tile_singles,
+            split_heads=0 if has_windows else spec.num_kv_heads,
         )
-        self._can_share = not tile_singles and all(window is None for window in spec.windows)
+        self._can_share = not tile_singles and not has_windows
         self._takes_long_rows = (
             not tile_singles
-            and all(window is None for window in spec.windows)
+            and not has_windows
             and can_take_long_rows(place, decoder.dtype, spec.head_dim, spec.attention_softcap)
         )
         self._max_rows = max_rows
@@ -177,13 +182,18 @@ class CudaRunner:
         long_from = WORTH_IT if self._takes_long_rows and longest >= WORTH_IT else 0
         tiles = self._writer.num_tiles(plan.counts, long_from)
         if not long_from and not scores_prompts:
-            has_singles = least_of(plan.counts) == 1
-            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=has_singles)
+            has_singles, context = least_of(plan.counts) == 1, most_of(plan.starts)
+            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=has_singles, context=context)
             if bucket is not None:
-                return bucket, False
+                return self._unless_cold(bucket), False
         last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)
         exact = Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
         return exact, True
+
+    def _unless_cold(self, bucket: Bucket) -> Bucket:
+        """The same in one part as long as that in several waits for its turn to be captured: its kernels may not have
+        been compiled, which takes far longer than they save."""
+        return replace(bucket, parts=1) if bucket.parts > 1 and bucket in self._to_warm else bucket
 
     def _shares(self, plan: StepPlan) -> bool:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
@@ -212,6 +222,7 @@ class CudaRunner:
         batch.tiles = part(layout.tiles).view(-1, 2) if bucket.tiles else None
         batch.has_singles = bucket.has_singles and not self._tile_singles
         batch.long_rows = long_rows
+        batch.context_parts = bucket.parts
         batch.shared_len = part(layout.shared_len) if bucket.shares else None
         if batch.has_singles and layout.singles.length:
             batch.singles = part(layout.singles).view(COLUMNS, -1)
@@ -356,7 +367,7 @@ class CudaRunner:
         ordered = [self._buckets.decode(size) for size in hot] + self._buckets.all_mixed()
         if self._can_share:
             ordered += [replace(self._buckets.decode(size), shares=True) for size in hot if size >= SHARING_ROWS]
-        ordered += [self._buckets.decode(size) for size in rest]
+        ordered += [self._buckets.decode(size) for size in rest] + self._buckets.all_split()
         return ordered[::-1]
 
     @property

@@ -49,6 +49,8 @@ class Bucket:
     """Whether rows with one query may be among others; if not, the padding's are tiled whatever their number."""
     last_only: bool = False
     """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
+    parts: int = 1
+    """Without singles: programs that share the keys of one tile, where few tokens come after many known ones."""
 
 
 @dataclass(frozen=True, slots=True)
