@@ -31,6 +31,7 @@ class LastTokens:
     long_rows: tuple[LongRow, ...] = ()
     shared_len: Tensor | None = None
     singles: Tensor | None = None
+    context_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class ForwardBatch:
     """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""
     singles: Tensor | None = None
     """With table_rows: int32 [6, m], the rows with one query as a list, the longest first; see `run.single_queries`."""
+    context_parts: int = 1
+    """With tiles of all queries: how many programs share the keys of each."""
     last: LastTokens | None = None
     """The only tokens whose hidden states are wanted; None for all."""
     places: tuple[Tensor, Tensor] | None = None

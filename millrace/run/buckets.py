@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 
+from millrace.ops.attention.context_rule import context_parts
 from millrace.run.step_packet import Bucket
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
@@ -16,6 +18,9 @@ MIXED_TOKENS = (
 but 1,152 take as long as 1,280."""
 FEW_ROWS, FEW_ROWS_TOKENS = 4, 2048
 """A few prompts with nothing beside them, up to so many tokens, have buckets without the kernel of single queries."""
+SPLIT_TOKENS, SPLIT_CONTEXT = 256, 512
+"""Up to so many tokens of a few prompts, with at least so many known ones before those of one of them, have buckets in
+which the keys are shared out among more programs: one more launch a layer, but a full chip."""
 MIXED_ROWS = (32,)
 """Then the most rows there are. Rows that a step does not have cost next to nothing; a bucket that is met for the first
 time costs a capture."""
@@ -31,7 +36,10 @@ SPARE_TILES = 256
 
 
 class Buckets:
-    def __init__(self, *, max_rows: int, token_budget: int, queries_per_tile: int, tile_singles: bool) -> None:
+    def __init__(
+        self, *, max_rows: int, token_budget: int, queries_per_tile: int, tile_singles: bool, split_heads: int = 0
+    ) -> None:
+        """`split_heads`: KV heads, where keys may be shared out among programs; 0 where not."""
         self._queries_per_tile = queries_per_tile
         self._tile_singles = tile_singles
         self._token_budget = token_budget
@@ -42,6 +50,8 @@ class Buckets:
         # One row more than there can be, for the padding.
         self.mixed_rows = _capped(MIXED_ROWS, max_rows + 1)
         self._few = {size: self._few_bucket(size) for size in within if self._has_few(size)}
+        split = [self._split_bucket(size, split_heads) for size in self._few]
+        self._split = {bucket.tokens: bucket for bucket in split if bucket.parts > 1}
         few, most = self.mixed_rows[:-1], self.mixed_rows[-1]
         self._mixed = {(size, rows): self._mixed_bucket(size, rows) for rows in few for size in within}
         self._mixed |= {(size, most): self._mixed_bucket(size, most) for size in self.mixed_tokens}
@@ -56,13 +66,20 @@ class Buckets:
         """Few rows first, each from the least to the most tokens."""
         return list(dict.fromkeys([*self._few.values(), *self._mixed.values()]))
 
-    def mixed(self, tokens: int, rows: int, tiles: int, *, has_singles: bool = True) -> Bucket | None:
-        """The least bucket that holds the step and a row of padding; None when no bucket does."""
+    def all_split(self) -> list[Bucket]:
+        """Those of few prompts after many known tokens, from the least to the most of their own."""
+        return list(self._split.values())
+
+    def mixed(self, tokens: int, rows: int, tiles: int, *, has_singles: bool = True, context: int = 0) -> Bucket | None:
+        """The least bucket that holds the step and a row of padding; None when no bucket does. `context`: the most
+        tokens that a row has from earlier steps."""
         at, place = bisect_left(self.mixed_tokens, tokens), bisect_left(self.mixed_rows, rows + 1)
         if at == len(self.mixed_tokens) or place == len(self.mixed_rows):
             return None
         size = self.mixed_tokens[at]
         few = self._few.get(size) if not has_singles and rows < FEW_ROWS else None
+        if few is not None and context >= SPLIT_CONTEXT:
+            few = self._split.get(size, few)
         bucket = few or self._mixed.get((size, self.mixed_rows[place])) or self._mixed[size, self.mixed_rows[-1]]
         padding = -(-(bucket.tokens - tokens) // self._queries_per_tile)
         return bucket if tiles + padding <= bucket.tiles else None
@@ -92,6 +109,11 @@ class Buckets:
         tiles = self._most_tiles(tokens, FEW_ROWS)
         last_only = self.last_only(tokens, FEW_ROWS)
         return Bucket(tokens, FEW_ROWS, tiles, is_decode=False, has_singles=False, last_only=last_only)
+
+    def _split_bucket(self, tokens: int, heads: int) -> Bucket:
+        tiles = -(-tokens // self._queries_per_tile)
+        parts = context_parts(tiles, heads) if heads and tokens <= SPLIT_TOKENS else 1
+        return replace(self._few[tokens], parts=parts)
 
     def _mixed_bucket(self, tokens: int, rows: int) -> Bucket:
         rows = min(rows, tokens + 1)

@@ -99,18 +99,22 @@ class CudaRunner:
             max_rows=max_rows, block_size=block_size, queries_per_tile=per_tile, tile_singles=tile_singles
         )
         self._tile_singles = tile_singles
+        has_windows = any(window is not None for window in spec.windows)
         self._buckets = Buckets(
-            max_rows=max_rows, token_budget=token_budget, queries_per_tile=per_tile, tile_singles=tile_singles
+            max_rows=max_rows,
+            token_budget=token_budget,
+            queries_per_tile=per_tile,
+            tile_singles=tile_singles,
+            split_heads=0 if has_windows else spec.num_kv_heads,
         )
-        self._can_share = not tile_singles and all(window is None for window in spec.windows)
+        self._can_share = not tile_singles and not has_windows
         self._takes_long_rows = (
             not tile_singles
             and token_budget >= WORTH_IT
-            and all(window is None for window in spec.windows)
+            and not has_windows
             and can_take_long_rows(place, decoder.dtype, spec.head_dim, spec.attention_softcap)
         )
-        self._max_rows, self._token_budget = max_rows, token_budget
-        self._most_context = most_blocks * block_size
+        self._max_rows, self._token_budget, self._most_context = max_rows, token_budget, most_blocks * block_size
         words = 4 * max_rows + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
@@ -181,10 +185,10 @@ class CudaRunner:
             return self._buckets.chunk(int(plan.starts[0])), False
         tiles = self._writer.num_tiles(plan.counts, long_from)
         if not long_from and not scores_prompts:
-            has_singles = least_of(plan.counts) == 1
-            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=has_singles)
+            has_singles, context = least_of(plan.counts) == 1, most_of(plan.starts)
+            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_singles=has_singles, context=context)
             if bucket is not None:
-                return bucket, False
+                return self._unless_cold(bucket), False
         last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)
         exact = Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
         return exact, True
@@ -196,7 +200,13 @@ class CudaRunner:
         budget = self._token_budget
         if not self._takes_long_rows or longest != budget:
             return 0
-        return 0 if plan.starts[plan.counts.argmax()] % budget else budget
+        context = int(plan.starts[plan.counts.argmax()])
+        return 0 if context % budget or self._buckets.chunk(context) in self._to_warm else budget
+
+    def _unless_cold(self, bucket: Bucket) -> Bucket:
+        """The same in one part as long as that in several waits for its turn to be captured: its kernels may not have
+        been compiled, which takes far longer than they save."""
+        return replace(bucket, parts=1) if bucket.parts > 1 and bucket in self._to_warm else bucket
 
     def _shares(self, plan: StepPlan) -> bool:
         return self._can_share and len(plan.rows) >= SHARING_ROWS and self._writer.shared_tokens(plan) >= SHARING_TOKENS
@@ -214,8 +224,8 @@ class CudaRunner:
         drawn_only: bool = True,
     ) -> Tensor:
         """From the packet to hidden states: those that precede a draw, gathered for the head. Unless these are all that
-        is wanted, those of all tokens, or of each row's last, are returned. `long_rows` are the bucket's own, if any, where
-        none are named."""
+        is wanted, those of all tokens, or of each row's last, are returned. Where no `long_rows` are named, they are
+        the bucket's own."""
         decoder = decoder or self._decoder
         layout, packet = self._writer.layout(bucket), self._packet
 
@@ -226,6 +236,7 @@ class CudaRunner:
         batch.tiles = part(layout.tiles).view(-1, 2) if bucket.tiles else None
         batch.has_singles = bucket.has_singles and not self._tile_singles
         batch.long_rows = _own_long_rows(bucket) if long_rows is None else long_rows
+        batch.context_parts = bucket.parts
         batch.shared_len = part(layout.shared_len) if bucket.shares else None
         if batch.has_singles and layout.singles.length:
             batch.singles = part(layout.singles).view(COLUMNS, -1)
@@ -370,7 +381,7 @@ class CudaRunner:
         ordered = [self._buckets.decode(size) for size in hot] + self._buckets.all_mixed()
         if self._can_share:
             ordered += [replace(self._buckets.decode(size), shares=True) for size in hot if size >= SHARING_ROWS]
-        ordered += [self._buckets.decode(size) for size in rest]
+        ordered += [self._buckets.decode(size) for size in rest] + self._buckets.all_split()
         if self._takes_long_rows:
             ordered += self._buckets.chunks(self._most_context)
         return ordered[::-1]

@@ -51,6 +51,8 @@ class Bucket:
     """Where one long row is all there is: its tokens before this step's."""
     last_only: bool = False
     """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
+    parts: int = 1
+    """Without singles: programs that share the keys of one tile, where few tokens come after many known ones."""
 
 
 @dataclass(frozen=True, slots=True)

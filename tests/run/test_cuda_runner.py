@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -27,7 +28,8 @@ from millrace.ops.triton.qkv import PrepareQkvKernel
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-from millrace.run import cuda_runner, single_queries, step_packet
+from millrace.plan.step import StepPlan
+from millrace.run import buckets, cuda_runner, single_queries, step_packet
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
 from millrace.run.kv_pool import KvFormat
@@ -72,17 +74,22 @@ def requests(count: int, seed: int, params: list[SamplingParams]) -> list[Reques
 
 
 def drive(
-    runner: Runner | CudaRunner, asked: list[Request], mixed_budget: int = 24
+    runner: Runner | CudaRunner, asked: list[Request], mixed_budget: int = 24, later: Sequence[Request] = ()
 ) -> tuple[dict[int, list[int]], list[float]]:
-    """All requests to their end, two steps in flight; tokens by request, and every log-probability on the way."""
+    """All requests to their end, two steps in flight; tokens by request, and every log-probability on the way. Those
+    that come `later` come when the others have ended."""
     limits = {"token_budget": BUDGET, "mixed_budget": mixed_budget}
     scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, **limits)
     for request in asked:
         scheduler.submit(request)
-    tokens: dict[int, list[int]] = {request.id: [] for request in asked}
+    tokens: dict[int, list[int]] = {request.id: [] for request in (*asked, *later)}
     scores: list[float] = []
     flying = []
-    while scheduler.has_work or flying:
+    while scheduler.has_work or flying or later:
+        if not scheduler.has_work and not flying:
+            for request in later:
+                scheduler.submit(request)
+            later = ()
         plan = scheduler.plan(0.0)
         if plan is not None:
             flying.append((plan, runner.launch(plan)))
@@ -170,6 +177,43 @@ def test_a_packed_cache_gives_what_the_full_one_gives(monkeypatch: pytest.Monkey
     assert packed == full
     assert packed_scores == pytest.approx(full_scores, abs=0.1)
     assert packed_scores != full_scores
+
+
+def turn(index: int, num_tokens: int, read_cache: bool) -> Request:
+    """A prompt that goes on where shorter ones end."""
+    prompt = np.array(random.Random(9).choices(range(VOCAB), k=num_tokens), np.int32)
+    payload = RowParams(dataclasses.replace(GREEDY, max_tokens=2))
+    return Request(
+        id=index, prompt=prompt, max_tokens=2, end_token_ids=(5,), read_cache=read_cache, payload=payload
+    )  # fmt: skip
+
+
+def test_a_known_prefix_gives_what_an_unknown_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens after a known prefix, whose keys several programs share: once their kernels are there."""
+    if interpreted:
+        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    monkeypatch.setattr(buckets, "SPLIT_CONTEXT", 8)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
+    runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype="packed", **SIZES)
+    runner._to_warm.clear()
+    steps: list[tuple[StepPlan, int]] = []
+    choose = runner._bucket_for
+
+    def noted(plan: StepPlan) -> tuple[step_packet.Bucket, bool]:
+        bucket, exact = choose(plan)
+        steps.append((plan, bucket.parts))
+        return bucket, exact
+
+    monkeypatch.setattr(runner, "_bucket_for", noted)
+    with quick_interpreter() if interpreted else nullcontext():
+        found, _ = drive(runner, [turn(0, 20, True)], later=[turn(1, 25, True)])
+        expected, _ = drive(runner, [turn(1, 25, False)])
+    assert found[1] == expected[1]
+    in_parts = [plan for plan, parts in steps if parts > 1]
+    assert [(plan.num_tokens, plan.starts.tolist()) for plan in in_parts] == [(5, [20])]
+    runner._to_warm = runner._buckets.all_split()
+    assert choose(in_parts[0])[0].parts == 1
 
 
 def with_kernels(decoder: Decoder) -> Decoder:

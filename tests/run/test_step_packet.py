@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -132,6 +134,28 @@ def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
     assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
     with pytest.raises(ValueError, match="records of rows do not fit"):
         writer.write(None, table, bucket, packet[: layout.updates_start + 8], np.zeros((1, 32), np.int32))
+
+
+def test_few_tokens_after_many_known_ones_have_buckets_in_parts() -> None:
+    """And prompts without such a context those that they had, as have steps with single queries and many rows."""
+    sizes = {"max_rows": 64, "token_budget": 8192, "queries_per_tile": 32}
+    plain, buckets = (Buckets(**sizes, tile_singles=False, split_heads=heads) for heads in (0, 8))
+    assert {bucket.tokens: bucket.parts for bucket in buckets.all_split()} == {16: 8, 32: 8, 64: 8, 128: 4, 256: 2}
+    assert buckets.all_mixed() == plain.all_mixed()
+    for tokens in (9, 64, 200, 256, 257, 2000):
+        tiles = -(-tokens // 32)
+        short, long = (buckets.mixed(tokens, 1, tiles, has_singles=False, context=size) for size in (511, 512))
+        assert short == plain.mixed(tokens, 1, tiles, has_singles=False)
+        assert long is not None
+        assert replace(long, parts=1) == short
+        assert (long.parts > 1) == (long in buckets.all_split()) == (tokens <= 256)
+    for rows, has_singles in ((1, True), (4, False), (20, False)):
+        found = buckets.mixed(100, rows, 24, has_singles=has_singles, context=4000)
+        assert found == plain.mixed(100, rows, 24, has_singles=has_singles)
+    assert not plain.all_split()
+    tiled = Buckets(**sizes, tile_singles=True, split_heads=8)
+    assert not tiled.all_split()
+    assert tiled.mixed(64, 1, 2, has_singles=False, context=4000) == tiled.mixed(64, 1, 2, has_singles=False)
 
 
 @pytest.mark.parametrize(("token_budget", "max_rows"), [(8192, 512), (8192, 256), (700, 96), (40, 6), (16, 16)])

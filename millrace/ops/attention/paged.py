@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from millrace.ops.triton.attention import DecodeTuning, PagedRows, PrefillTuning, SharedPrefix, SplitWorkspace
 
 SPLIT_CELLS = 2048
-"""Splits of all rows and KV heads together that the workspace has room for."""
+"""Splits of all rows and KV heads together that the workspace has room for. One round of tiles needs less."""
 SHARED_ROWS = 1024
 """Rows that the workspace of shared prefixes has room for from the start: it must not move under captured steps."""
 
@@ -42,6 +42,8 @@ class Tiled(Protocol):
     """int32 [1] in steps of single queries whose rows all begin with the same blocks: how many tokens those hold."""
     singles: Tensor | None
     """int32 [6, n]: the rows with one query, the longest first, as `attention_decode.LIST_COLUMNS` says."""
+    context_parts: int
+    """Programs that share the keys of one tile. More than one only where every query is tiled, and without windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class PreparedRows:
     long_rows: tuple[LongRow, ...] = ()
     shared_len: Tensor | None = None
     singles: Tensor | None = None
+    context_parts: int = 1
 
 
 class PagedAttention:
@@ -79,9 +82,9 @@ class PagedAttention:
     def prepare(self, rows: Rows, block_size: int, window: int | None) -> PreparedRows:
         from millrace.ops.triton.attention import PagedRows
 
-        shared_len = singles = None
+        shared_len, singles, context_parts = None, None, 1
         if isinstance(rows, Tiled) and rows.table_rows is not None:
-            shared_len, singles = rows.shared_len, rows.singles
+            shared_len, singles, context_parts = rows.shared_len, rows.singles, rows.context_parts
             table_rows, tiles, has_singles, long_rows = rows.table_rows, rows.tiles, rows.has_singles, rows.long_rows
         else:
             long_rows, device = (), rows.seq_lens.device
@@ -92,11 +95,9 @@ class PagedAttention:
             has_singles = any(end - start == 1 for start, end in zip(starts, starts[1:], strict=False))
             has_singles = has_singles and not self.everything_tiled
         paged = PagedRows(rows.query_starts, rows.seq_lens, table_rows, rows.block_tables)
-        return PreparedRows(paged, tiles, has_singles, window or 0, long_rows, shared_len, singles)
+        return PreparedRows(paged, tiles, has_singles, window or 0, long_rows, shared_len, singles, context_parts)
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows) -> Tensor:
-        from millrace.ops.triton import attention as kernels
-
         shape, long_rows = self._shape, prepared.long_rows
         if len(long_rows) == 1 and long_rows[0].num_queries == queries.shape[0]:
             return attend_long_row(queries, kv, prepared.rows, long_rows[0], shape)
@@ -105,13 +106,19 @@ class PagedAttention:
             tokens = slice(row.first_token, row.first_token + row.num_queries)
             out[tokens] = attend_long_row(queries, kv, prepared.rows, row, shape)
         if prepared.tiles is not None:
-            tuning = self._prefill_tuning(queries.dtype, holds_fp8(kv))
-            kernels.prefill(queries, kv, out, prepared.tiles, prepared.rows, shape, tuning, prepared.window)
+            self._attend_tiles(queries, kv, out, prepared, prepared.tiles)
         if prepared.shared_len is not None:
             self._attend_shared(queries, kv, out, prepared, prepared.shared_len)
         elif prepared.has_singles:
             self._attend_singles(queries, kv, out, prepared)
         return out
+
+    def _attend_tiles(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, tiles: Tensor) -> None:
+        from millrace.ops.triton import attention as kernels
+
+        tuning, parts = self._prefill_tuning(queries.dtype, holds_fp8(kv)), prepared.context_parts
+        split = kernels.ContextSplit(parts, self._split_workspace(kv.device)) if parts > 1 else None
+        kernels.prefill(queries, kv, out, tiles, prepared.rows, self._shape, tuning, prepared.window, split)
 
     def _attend_singles(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows) -> None:
         from millrace.ops.triton import attention as kernels

@@ -18,6 +18,7 @@ from torch import Tensor
 from millrace.ops.kv_cache import holds_packed
 from millrace.ops.triton import early_start
 from millrace.ops.triton.attention_decode import SHARED_PARTS, DecodeTuning, SharedPrefix, SplitWorkspace, decode
+from millrace.ops.triton.attention_join import ContextSplit
 from millrace.ops.triton.attention_parts import (
     TRITON_TYPES,
     HeadShape,
@@ -40,6 +41,7 @@ from millrace.ops.triton.attention_parts import (
 )
 
 __all__ = [
+    "ContextSplit",
     "DecodeTuning",
     "HeadShape",
     "PagedRows",
@@ -119,20 +121,34 @@ def _shared_kernel(
 
 
 @triton.jit
+def _share(num_seen, num_others, TILE: tl.constexpr):
+    """(begin, end, is_last): which of the keys [0, num_seen), that every query of the tile sees, are this program's, in
+    whole tiles, and whether it is the one that has the others, too. A program may have none."""
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    per_part = tl.cdiv(tl.cdiv(num_seen, TILE) + tl.cdiv(num_others, TILE), parts) * TILE
+    begin = tl.minimum(part * per_part, num_seen)
+    return begin, tl.minimum(begin + per_part, num_seen), part == parts - 1
+
+
+@triton.jit
 def _attend_pages(
     acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, first_position, end, positions,
     softmax_scale, block_stride, head_offset, scale_offset, d,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, FORMAT: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over all their keys, which are in the cache."""
+    """A tile of queries over all their keys, which are in the cache; with SPLIT over this program's share of them."""
     # Keys [begin, full) are seen by every query of the tile; [full, end) need the mask.
     full = (first_position + 1) // TILE * TILE
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
         full = begin
+    if SPLIT:
+        begin, stop, is_last = _share(full, end - full, TILE)
+        end = tl.where(is_last, end, stop)
+        full = stop
     # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), full, BS)
     for at in tl.range(begin, full, TILE, num_stages=STAGES):
@@ -166,14 +182,14 @@ def _attend_pages(
 
 @triton.jit
 def _attend_cached(
-    acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, first_position, positions,
+    acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, begin, context, first_position, positions,
     softmax_scale, block_stride, head_offset, scale_offset, part,
     D: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over the packed keys of earlier steps, which all of them see but for a window."""
-    begin = 0
+    """A tile of queries over the packed keys [begin, context) of earlier steps, which all of them see but for a
+    window."""
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
     # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
@@ -235,19 +251,21 @@ def _attend_beside(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, tiles, query_starts, seq_lens, table_rows, tables,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr,
+    tiles, query_starts, seq_lens, table_rows, tables,
     softmax_scale, q_stride, table_stride, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr,
     BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program for each KV head of each tile, which holds BLOCK_M // GROUP queries of one row, all heads of the group.
 
     Where the cache is packed, the keys and values of this step are read beside the queries, where they are as they were
-    computed, and only earlier ones from the cache."""
+    computed, and only earlier ones from the cache. SPLIT: the keys are shared out among the programs of the grid's
+    second dimension, whose results are joined afterwards."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -281,14 +299,23 @@ def _prefill_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     if FORMAT == "packed":
+        begin = 0
+        end = context
+        if SPLIT:
+            begin, end, is_last = _share(context, tl.minimum(offset + QUERIES, num_queries), TILE)
         acc, m, z = _attend_cached(
-            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context, context + offset, positions,
+            acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, begin, end, context + offset, positions,
             softmax_scale, block_stride, head_offset, scale_offset, tl.arange(0, PART),
             D, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, EARLY,
         )  # fmt: skip
         own = q_ptr + start.to(tl.int64) * q_stride + (KV_HEADS * GROUP + head) * D
+        own_end = tl.minimum(offset + QUERIES, num_queries)
+        first_query = offset
+        if SPLIT:
+            own_end = tl.where(is_last, own_end, 0)
+            first_query = tl.where(is_last, offset, -1)  # no tile that every query sees either
         acc, m, z = _attend_beside(
-            acc, m, z, q, own, own + KV_HEADS * D, q_stride, offset, tl.minimum(offset + QUERIES, num_queries), local,
+            acc, m, z, q, own, own + KV_HEADS * D, q_stride, first_query, own_end, local,
             softmax_scale, d, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, EARLY,
         )  # fmt: skip
     else:
@@ -296,12 +323,23 @@ def _prefill_kernel(
             acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context + offset,
             tl.minimum(context + offset + QUERIES, length), positions,
             softmax_scale, block_stride, head_offset, scale_offset, d,
-            D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, EARLY,
+            D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, SPLIT, EARLY,
         )  # fmt: skip
 
-    out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
-    out = (acc[0] / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_at, out, mask=real[:, None] & (d < D)[None, :])
+    if SPLIT:
+        # Who had no keys says so by a sum whose logarithm is -inf, beside zeros.
+        cell = (token * KV_HEADS + head) * tl.num_programs(1) + tl.program_id(1)
+        at = cell * GROUP + i % GROUP
+        tl.store(
+            partial_ptr + at[:, None] * DP + d[None, :],
+            acc[0] / tl.where(z == 0.0, 1.0, z)[:, None],
+            mask=real[:, None],
+        )
+        tl.store(lse_ptr + at, m + tl.math.log2(z), mask=real)
+    else:
+        out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
+        out = (acc[0] / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at, out, mask=real[:, None] & (d < D)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,17 +378,26 @@ def prefill(
     shape: HeadShape,
     tuning: PrefillTuning,
     window: int = 0,
+    split: ContextSplit | None = None,
 ) -> None:
     """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none. With a packed cache,
-    `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated."""
+    `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated.
+
+    With `split`, every query must be in a tile, and several programs share the keys of each tile."""
     if holds_packed(kv) and queries.stride(0) < (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim:
         raise ValueError("over a packed cache, queries have the step's own keys and values beside them")
-    _prefill_kernel[(tiles.shape[0] * shape.num_kv_heads,)](
-        queries, *cache_pointers(kv), out, tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+    if split is not None:
+        split.check(queries.shape[0], shape, window)
+    _prefill_kernel[(tiles.shape[0] * shape.num_kv_heads, 1 if split is None else split.parts)](
+        queries, *cache_pointers(kv), out,
+        None if split is None else split.workspace.partial, None if split is None else split.workspace.lse,
+        tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, **cache_sizes(kv, shape),
         BLOCK_M=tuning.block_m, TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
-        num_warps=tuning.warps, **early_start(queries.device),
+        SPLIT=split is not None, num_warps=tuning.warps, **early_start(queries.device),
     )  # fmt: skip
+    if split is not None:
+        split.join(out, shape)

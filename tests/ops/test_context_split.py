@@ -1,0 +1,201 @@
+"""Prompts behind a context whose keys several programs share: what one program gives, whatever falls to which part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged import make_attention_case, rewritten
+from helpers.quick_interpreter import quick_interpreter
+from helpers.triton_mode import device, interpreted
+
+from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention.context_rule import MOST_PARTS, context_parts
+from millrace.ops.attention.paged import SPLIT_CELLS, tiles_of
+from millrace.ops.kv_cache import SCALE_BYTES, SCALE_WORDS
+from millrace.ops.packed import packed_items
+from millrace.ops.triton.attention import ContextSplit, HeadShape, SplitWorkspace
+
+HALF = torch.float16 if interpreted else torch.bfloat16
+"""Triton's interpreter multiplies no bfloat16."""
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+SAME_PACKED = 2e-2
+SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
+NEVER = {"packed": (packed_items, SCALE_WORDS, torch.int16, 0x7FC1), "eight": (int, SCALE_BYTES, torch.uint8, 255)}
+"""(items of a head, what its scale takes, dtype, and what is NaN where nothing was written) of other caches."""
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_interpreter() if interpreted else nullcontext():
+        yield
+
+
+def in_format(kv: torch.Tensor, held: str) -> torch.Tensor:
+    """The same cache, packed or in eight bits; places that were never written stay so."""
+    items, scale, dtype, never = NEVER[held]
+    shape = (*kv.shape[:4], items(kv.shape[4]) + scale)
+    return rewritten(kv, torch.full(shape, never, dtype=dtype, device=kv.device))
+
+
+def beside_own(queries: torch.Tensor, kv: torch.Tensor, batch: Any) -> torch.Tensor:
+    """The queries as a view of a projection that also holds the keys and values of the step's own tokens."""
+    own = kv.permute(1, 3, 0, 2, 4).flatten(0, 1)[batch.slots].flatten(1, 2)
+    return torch.cat((queries, own.to(queries.dtype)), 1)[:, : queries.shape[1]]
+
+
+def split(attention: PagedAttention, batch: Any, parts: int, spare_tiles: int = 2) -> None:
+    """What the packet of a bucket in parts brings: tiles of all queries, and some of none."""
+    tiles = tiles_of(batch.query_starts_host, attention.queries_per_tile, every_row=True) + [(-1, -1)] * spare_tiles
+    batch.tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
+    batch.table_rows = torch.arange(len(batch.seq_lens_host), dtype=torch.int32, device=device)
+    batch.has_singles, batch.context_parts = False, parts
+
+
+def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **changes: Any) -> None:
+    """Rows are (new tokens, tokens before them). The workspace is full of NaN before it is used."""
+    sizes = {**SIZES, **changes}
+    softcap, scale = sizes.pop("softcap", None), sizes.pop("scale", 0.3)
+    queries, kv, batch = make_attention_case([(new, known + new) for new, known in rows], device=device, **sizes)
+    tolerance = TOLERANCE[sizes["dtype"]]
+    if held == "packed":
+        tolerance, kv = SAME_PACKED, torch.where(kv.isnan(), kv, kv.bfloat16().to(kv.dtype))
+    cache = kv if held == "plain" else in_format(kv, held)
+    arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
+    reference, paged = ReferenceAttention(*arguments), PagedAttention(*arguments)
+    read = kv if held == "packed" else cache
+    expected = reference(queries, read, reference.prepare(batch, sizes["block_size"], None)).float()
+    split(paged, batch, parts)
+    workspace = paged._split_workspace(torch.device(device))
+    workspace.partial.fill_(float("nan"))
+    workspace.lse.fill_(float("nan"))
+    queries = beside_own(queries, kv, batch) if held == "packed" else queries
+    found = paged(queries, cache, paged.prepare(batch, sizes["block_size"], None)).float()
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert not workspace.lse[: len(queries) * sizes["heads"] * parts].isnan().any(), "a part has said nothing"
+
+
+FORMATS = {"plain": {}, "eight": {}, "packed": {"head_dim": 64, "dtype": torch.float32 if interpreted else HALF}}
+
+
+@pytest.mark.parametrize("held", FORMATS)
+@pytest.mark.parametrize("known", [0, 1, 16, 63, 64, 127, 333])
+def test_contexts_of_any_length(known: int, held: str) -> None:
+    """Those without keys for every part, too."""
+    compare([(7, known)], 4, held, **FORMATS[held])
+
+
+@pytest.mark.parametrize("held", FORMATS)
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_rows_of_several_tiles_beside_each_other(parts: int, held: str) -> None:
+    """One with a context, one without, and one of a single query, as padding may be."""
+    compare([(40, 190), (5, 0), (1, 130)], parts, held, **FORMATS[held])
+
+
+@pytest.mark.parametrize("held", FORMATS)
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_query_heads_per_kv_head(group: int, held: str) -> None:
+    compare([(9, 150)], 4, held, **{**FORMATS[held], "heads": group, "kv_heads": 1})
+
+
+@pytest.mark.parametrize("held", FORMATS)
+@pytest.mark.parametrize("block_size", [3, 32])
+def test_block_sizes(block_size: int, held: str) -> None:
+    compare([(9, 121)], 4, held, **{**FORMATS[held], "block_size": block_size})
+
+
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+def test_head_sizes(head_dim: int) -> None:
+    compare([(9, 121)], 4, head_dim=head_dim)
+
+
+def test_in_float32_with_a_cap_and_with_large_scores() -> None:
+    compare([(9, 150)], 4, dtype=torch.float32)
+    compare([(9, 150)], 4, softcap=5.0, scale=2.0)
+    compare([(9, 150)], 4, scale=40.0)
+
+
+def test_windows_and_steps_without_room_are_refused() -> None:
+    shape = HeadShape(4, 2, 16, 0.3)
+    one = ContextSplit(4, SplitWorkspace(4, shape, torch.device("cpu")))
+    one.check(4, shape, 0)
+    with pytest.raises(ValueError, match="window"):
+        one.check(4, shape, 20)
+    with pytest.raises(ValueError, match="do not fit"):
+        one.check(5, shape, 0)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (32, 4), (28, 4), (9, 3), (16, 1), (200, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_rule_makes_about_one_round_that_fits_the_workspace(heads: tuple[int, int], head_dim: int) -> None:
+    shape = HeadShape(*heads, head_dim, 0.1)
+    per_tile = PagedAttention(*heads, head_dim, 0.1).queries_per_tile
+    workspace = SplitWorkspace(SPLIT_CELLS, shape, torch.device("meta"))
+    for tokens in (16, 32, 64, 128, 256):
+        tiles = -(-tokens // per_tile)
+        parts = context_parts(tiles, shape.num_kv_heads)
+        assert 1 <= parts <= MOST_PARTS
+        assert parts == 1 or tiles * shape.num_kv_heads * parts <= 132
+        if parts > 1:
+            ContextSplit(parts, workspace).check(tokens, shape, 0)
+
+
+def test_the_rule_for_two_tiles_of_eight_heads_and_for_more() -> None:
+    assert [context_parts(tiles, 8) for tiles in (1, 2, 4, 8, 16)] == [8, 8, 4, 2, 1]
+
+
+COMPILE = """
+import sys
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from millrace.ops.triton.attention import _prefill_kernel
+from millrace.ops.triton.attention_join import _join_parts_kernel
+
+def build(kernel, warps, constants, kinds):
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "*i32") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    options = {"num_warps": warps, "launch_pdl": True}
+    return compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
+
+heads = {"KV_HEADS": 8, "GROUP": 4, "D": 128, "DP": 128, "EARLY": True}
+floats = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+kinds = floats | {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_ptr": "*i16", "v_ptr": "*i16", "softmax_scale": "fp32"}
+kinds |= {name: "i32" for name in ("q_stride", "table_stride", "block_stride", "parts")}
+packed = {"PART": 32, "BS": 16, "ITEMS": 32, "HEAD_ITEMS": 1536, "FORMAT": "packed"}
+tuning = {"BLOCK_M": 128, "TILE": 64, "STAGES": 3, "WINDOW": 0, "CAP": 0.0, "WIDE": True, "PRECISION": "tf32",
+          "DTYPE": tl.bfloat16, "SPLIT": True}
+built = build(_prefill_kernel, 8, heads | packed | tuning, kinds)
+print("wide", "wgmma.mma_async" in built.asm["ptx"], built.metadata.shared <= 227 << 10)
+join = build(_join_parts_kernel, 1, heads | {"GJ": 4, "PARTS": 8}, kinds)
+print("waits", "griddepcontrol.wait" in join.asm["ptx"] and "griddepcontrol.wait" in built.asm["ptx"])
+"""
+
+
+def test_both_kernels_compile_for_a_gpu() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "wide True True\nwaits True" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("held", FORMATS)
+def test_real_sizes(held: str) -> None:
+    real = {"heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 0.09, "dtype": torch.bfloat16}
+    compare([(64, 2048)], 8, held, **real)
+    compare([(50, 2000), (14, 0)], 8, held, **real)
+    compare([(100, 4100), (28, 600)], 4, held, **real)
+    compare([(256, 513)], 2, held, **real)
