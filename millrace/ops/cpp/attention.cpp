@@ -22,6 +22,26 @@ struct Scratch {
     float largest[QUERIES];
 };
 
+#if defined(__aarch64__)
+// out[row] = sum of vectors[i] * scalars[row][i], of ROWS rows and LANES columns, on top of `out` if it `adds`. Sums of vectors
+// of sixteen would not stay in registers of four.
+void sum_products(float* out, int64_t out_stride, const float* vectors, int64_t vector_stride, const float* scalars,
+                  int64_t scalar_stride, int64_t n, bool adds) {
+    float32x4_t sums[ROWS][4] = {};
+    for (int row = 0; adds && row < ROWS; row++)
+        for (int part = 0; part < 4; part++) sums[row][part] = vld1q_f32(out + row * out_stride + 4 * part);
+    for (int64_t i = 0; i < n; i++, vectors += vector_stride)
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++)
+                sums[row][part] =
+                    vfmaq_n_f32(sums[row][part], vld1q_f32(vectors + 4 * part), scalars[row * scalar_stride + i]);
+    for (int row = 0; row < ROWS; row++)
+        for (int part = 0; part < 4; part++) vst1q_f32(out + row * out_stride + 4 * part, sums[row][part]);
+}
+#endif
+
 template <typename T, typename C>
 struct Attention : UnitRows<T, C> {
     using Rows = UnitRows<T, C>;
@@ -92,6 +112,10 @@ struct Attention : UnitRows<T, C> {
     }
 
     void score(int first) {
+#if defined(__aarch64__)
+        for (int v = 0; v < KEYS; v += LANES)
+            sum_products(&m.scores[first][v], KEYS, &m.keys[0][v], KEYS, m.queries[first], MAX_HEAD, s.head_dim, false);
+#else
         vf sums[ROWS][KEY_VECTORS] = {};
         for (int64_t d = 0; d < s.head_dim; d++)
 #pragma GCC unroll 4
@@ -102,6 +126,7 @@ struct Attention : UnitRows<T, C> {
             }
         for (int row = 0; row < ROWS; row++)
             for (int v = 0; v < KEY_VECTORS; v++) store(&m.scores[first + row][v * LANES], sums[row][v]);
+#endif
     }
 
     // Turn a query's scores into weights relative to its largest so far, and rescale what was summed before.
@@ -145,8 +170,13 @@ struct Attention : UnitRows<T, C> {
 
     void add(int first) {
         int64_t d = 0;
+#if defined(__aarch64__)
+        for (; d < s.head_dim; d += LANES)
+            sum_products(&m.sums[first][d], MAX_HEAD, &m.values[0][d], MAX_HEAD, m.scores[first], KEYS, KEYS, true);
+#else
         for (; d + 4 * LANES <= s.head_dim; d += 4 * LANES) add_columns<4>(first, d);
         for (; d < s.head_dim; d += LANES) add_columns<1>(first, d);
+#endif
     }
 
     template <int VECTORS>
