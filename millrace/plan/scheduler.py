@@ -271,13 +271,8 @@ class Scheduler:
 
     def _grow_by_one(self, crossing: Int64s) -> None:
         """One more block for each of these rows: the part of a steady decode step that is not columns."""
-        held, rows, blocks_of, unsent = (
-            self.rows.num_blocks[crossing],
-            crossing.tolist(),
-            self.rows.blocks,
-            self._unsent,
-        )
-        taken, columns = self.pool.take_many(len(rows)), held.tolist()
+        held, blocks_of, unsent = self.rows.num_blocks[crossing], self.rows.blocks, self._unsent
+        rows, columns, taken = crossing.tolist(), held.tolist(), self.pool.take_many(len(crossing))
         for row, block in zip(rows, taken, strict=True):
             blocks_of[row].append(block)
         if unsent:

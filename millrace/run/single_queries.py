@@ -34,8 +34,8 @@ def num_words(rows: int) -> int:
 
 
 def write_singles(words: Int32s, tokens: Integers, table_rows: Integers, lengths: Integers) -> Int64s | None:
-    """Fill `words`, num_words of at least so many rows, with the rows that have these tokens. Returns the order in which
-    they are listed, for `lengthen_singles`; None if some are cut, or so long that their order means little."""
+    """Fill `words`, num_words of at least so many rows, with the rows that have these tokens. Returns the order in
+    which they are listed, for `lengthen_singles`; None if some are cut, or so long that their order means little."""
     columns = words.reshape(COLUMNS, -1)
     count = len(lengths)
     columns[2, count:] = 0

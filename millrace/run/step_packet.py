@@ -114,8 +114,8 @@ class PacketLayout:
 
 
 class _Template:
-    """The fixed part of the packet of a decode step in which every row draws. A step that repeats it differs in the rows'
-    positions alone."""
+    """The fixed part of the packet of a decode step in which every row draws. A step that repeats it differs in the
+    rows' positions alone."""
 
     def __init__(self, layout: PacketLayout, packet: Int32s, num_rows: int, order: Int64s | None) -> None:
         self.layout = layout

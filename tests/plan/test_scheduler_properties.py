@@ -120,7 +120,8 @@ class World:
             assert set(plan.counts.tolist()) == set(before.counts.tolist()) == {1}
             assert plan.samples.all()
             assert before.samples.all()
-            assert not (plan.admitted or plan.released or plan.draft_counts.any())
+            assert not plan.admitted
+            assert not plan.released
 
     def complete(self) -> None:
         plan = self.launched.popleft()
