@@ -124,6 +124,7 @@ class _Template:
         """Of the list of single queries, while it may be lengthened."""
         sections = (layout.starts, layout.seq_lens, layout.sample_positions)
         self._starts, self._ends, self._positions = (section.of(words)[:num_rows] for section in sections)
+        self._singles, self._lengths = layout.singles.of(words), layout.seq_lens.of(words)
         # Tokens that the host gave are behind a row that has drawn.
         layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
 
@@ -131,14 +132,14 @@ class _Template:
         self._starts[:] = starts
         np.add(starts, 1, out=self._ends)
         self._positions[:] = self._ends
-        if self.layout.singles.length:
+        if len(self._singles):
             self._write_singles()
         packet[: len(self._words)] = self._words
 
     def _write_singles(self) -> None:
-        layout, words, order = self.layout, self._words, self._order
-        if order is None or not lengthen_singles(layout.singles.of(words), order, layout.seq_lens.of(words)):
-            self._order = _write_decode_singles(layout, words)
+        order = self._order
+        if order is None or not lengthen_singles(self._singles, order, self._lengths):
+            self._order = _write_decode_singles(self.layout, self._words)
 
 
 class PacketWriter:
