@@ -79,6 +79,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        if self.repeats:
+            return len(self.rows)
         return sum(self.counts.tolist()) if len(self.counts) < FEW else int(self.counts.sum())
 
 

@@ -118,6 +118,7 @@ class World:
             assert plan.rows.tolist() == before.rows.tolist()
             assert plan.starts.tolist() == (before.starts + 1).tolist()
             assert set(plan.counts.tolist()) == set(before.counts.tolist()) == {1}
+            assert plan.num_tokens == len(plan.rows)
             assert plan.samples.all()
             assert before.samples.all()
             assert not plan.admitted
