@@ -12,7 +12,7 @@ from millrace.plan.rows import NO_TOKEN, Rows
 from millrace.plan.step import Bools, Ended, Int32s, Int64s, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # nobody changes it, but one that is frozen takes several times as long to make
 class Foreseen:
     """Holds as long as no row is taken or given up. Columns over the rows that draw a token and are still there."""
 
@@ -33,7 +33,37 @@ class Foreseen:
     full_ends: dict[int, Ended]
     """By place, how those end, unless the token stops them."""
     end_tokens: Int32s | None
-    """Per row, the tokens that would stop it now; None when there is no row with any."""
+    """In a column for each row, the tokens that would stop it now; None when there is no row with any."""
+    steps_left: int
+    """Steps of the same rows, after this one, until one of them comes to the end of its length."""
+    hides_ends: bool
+    """Some row is too short to be stopped by its end tokens."""
+    repeats: bool = False
+    """The step before was of the same rows, and all of them were there."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether no more than positions will differ, should the next step repeat this one."""
+        return self.all_here and self.steps_left > 1 and not self.hides_ends
+
+    def next(self) -> Foreseen:
+        """Of the step that repeats this one."""
+        return Foreseen(
+            computed_rows=self.computed_rows,
+            computed=self.computed + 1,
+            places=self.places,
+            all_here=True,
+            table_rows=self.table_rows,
+            request_ids=self.request_ids,
+            first_ids=self.first_ids[:0],
+            positions=self.positions + 1,
+            full=self.full,
+            full_ends={},
+            end_tokens=self.end_tokens,
+            steps_left=self.steps_left - 1,
+            hides_ends=False,
+            repeats=True,
+        )
 
     def delivered(self, tokens: Int32s) -> Int32s:
         """Of the tokens that the step drew, those of rows that are still there."""
@@ -43,10 +73,10 @@ class Foreseen:
         """Which of the rows drew a token that stops them; None when none did."""
         if self.end_tokens is None:
             return None
-        is_end = self.end_tokens == drawn[:, None]
+        is_end = self.end_tokens == drawn
         if not is_end.any():
             return None
-        stopped: Bools = is_end.any(axis=1)
+        stopped: Bools = is_end.any(axis=0)
         return stopped
 
     def ends(self, rows: Rows, drawn: Int32s, stopped: Bools | None) -> list[tuple[int, Ended]]:
@@ -76,7 +106,9 @@ def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
         places = rows.active[table_rows].nonzero()[0]
         table_rows = table_rows[places]
     positions, request_ids = rows.known_host[table_rows], rows.request_ids[table_rows]
-    full = positions + 1 >= rows.limit[table_rows]
+    left = rows.limit[table_rows] - positions - 1
+    full = left <= 0
+    end_tokens, hides_ends = _end_tokens(rows, table_rows, positions) if rows.num_with_ends else (None, False)
     return Foreseen(
         computed_rows=computed_rows,
         computed=computed,
@@ -88,7 +120,9 @@ def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
         positions=positions,
         full=full,
         full_ends=_full_ends(rows, table_rows, positions, full),
-        end_tokens=_end_tokens(rows, table_rows, positions) if rows.num_with_ends else None,
+        end_tokens=end_tokens,
+        steps_left=int(left.min()) if len(left) else 0,
+        hides_ends=hides_ends,
     )
 
 
@@ -100,9 +134,11 @@ def _full_ends(rows: Rows, table_rows: Int64s, positions: Int32s, full: Bools) -
     return ends
 
 
-def _end_tokens(rows: Rows, table_rows: Int64s, positions: Int32s) -> Int32s:
+def _end_tokens(rows: Rows, table_rows: Int64s, positions: Int32s) -> tuple[Int32s, bool]:
+    """[most of a row, rows]; and whether some are left out because their rows are too short for them."""
     end_tokens: Int32s = rows.end_tokens[table_rows]
     too_early = positions < rows.ends_from[table_rows]
-    if too_early.any():
+    hides = bool(too_early.any())
+    if hides:
         end_tokens[too_early] = NO_TOKEN
-    return end_tokens
+    return np.ascontiguousarray(end_tokens.T), hides

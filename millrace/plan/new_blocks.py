@@ -27,6 +27,12 @@ class NewBlocks:
         self._places.append(place)
         self._blocks.append(block)
 
+    def add_each(self, rows: list[int], places: list[int], blocks: list[int]) -> None:
+        """One block for each of these rows."""
+        self._rows.fromlist(rows)
+        self._places.fromlist(places)
+        self._blocks.fromlist(blocks)
+
     def add_many(self, row: int, first: int, blocks: list[int]) -> None:
         """Blocks that follow each other, from the row's place `first` on."""
         self._rows.extend(array("i", (row,)) * len(blocks))

@@ -146,18 +146,18 @@ class Rows:
 
     def append(self, table_rows: Int64s, positions: Int32s, drawn: Int32s) -> None:
         """Write confirmed tokens, which take these positions, into the tails."""
-        self.tail[table_rows, positions % self.block_size] = drawn
-        known = positions + 1
-        self.known_host[table_rows] = known
-        filled = known % self.block_size == 0
-        if filled.any():
+        places = positions % self.block_size
+        self.tail[table_rows, places] = drawn
+        self.known_host[table_rows] = positions + 1
+        filled = (places == self.block_size - 1).nonzero()[0]
+        if len(filled):
             self._fold_tails(table_rows[filled])
 
     def _fold_tails(self, full_rows: Int64s) -> None:
         """Rows whose tail is a full block: it becomes part of their history."""
         tokens, width = self.tail[full_rows].tobytes(), 4 * self.block_size
-        for index, row in enumerate(full_rows.tolist()):
-            self.request(row).history += tokens[index * width : (index + 1) * width]
+        for at, row in zip(range(0, len(tokens), width), full_rows.tolist(), strict=True):
+            self.request(row).history += tokens[at : at + width]
 
     def rewind(self) -> None:
         """Forget every step in flight: the planned clock goes back to the confirmed one."""

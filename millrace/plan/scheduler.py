@@ -28,6 +28,7 @@ from millrace.plan.policy import FirstCome, Policy
 from millrace.plan.prefix import PrefixIndex
 from millrace.plan.request import Request, end_of
 from millrace.plan.rows import Rows
+from millrace.plan.steady import Steady, steady_from
 from millrace.plan.step import (
     Admission,
     Bools,
@@ -104,8 +105,11 @@ class Scheduler:
         self._releases: list[Release] = []
         self._new_blocks = NewBlocks()
         """Of rows that the runner knows."""
+        self._steady: Steady | None = None
         self._foreseen: Foreseen | None = None
         """Of the oldest step in flight."""
+        self._foreseen_before: Foreseen | None = None
+        """Of the step that was confirmed last, unless a row has been given up since."""
         self._untidy: _Untidy | None = None
 
     # -- what callers ask ------------------------------------------------------------------------------------------
@@ -224,6 +228,8 @@ class Scheduler:
         rows, order = self.rows, self.rows.order
         if len(order) == 0:
             return order, order
+        if only is None and self._steady is not None and self._steady.goes_on(rows):
+            return order, order[:0]
         if only is not None:
             order = order[np.isin(order, np.fromiter(only, np.int64, len(only)))]
         known = rows.known[order]
@@ -269,14 +275,15 @@ class Scheduler:
 
     def _grow_by_one(self, crossing: Int64s) -> None:
         """One more block for each of these rows: the part of a steady decode step that is not columns."""
-        blocks_of, take, columns = self.rows.blocks, self.pool.take, self.rows.num_blocks[crossing].tolist()
-        add, unsent = self._new_blocks.add, self._unsent
-        for row, column in zip(crossing.tolist(), columns, strict=True):
-            block = take()
+        held, blocks_of, unsent = self.rows.num_blocks[crossing], self.rows.blocks, self._unsent
+        rows, columns, taken = crossing.tolist(), held.tolist(), self.pool.take_many(len(crossing))
+        for row, block in zip(rows, taken, strict=True):
             blocks_of[row].append(block)
-            if row not in unsent:
-                add(row, column, block)
-        self.rows.num_blocks[crossing] += 1
+        if unsent:
+            known = [at for at, row in enumerate(rows) if row not in unsent]
+            rows, columns, taken = ([column[at] for at in known] for column in (rows, columns, taken))
+        self._new_blocks.add_each(rows, columns, taken)
+        self.rows.num_blocks[crossing] = held + 1
 
     def _grow(self, row: int, num_blocks: int) -> None:
         blocks, taken = self.rows.blocks[row], self.pool.take_many(num_blocks)
@@ -396,7 +403,7 @@ class Scheduler:
         self.prefix.forget(request)
         self.pool.give_back(reversed(blocks), fence)
         del self._row_of[request.id]
-        self._foreseen = None
+        self._foreseen = self._foreseen_before = None
         if row in self._unsent:
             self._unsent.discard(row)
         else:
@@ -410,7 +417,9 @@ class Scheduler:
     # -- composing a plan ------------------------------------------------------------------------------------------
 
     def _compose(self, singles: Int64s, chunks: dict[int, int]) -> StepPlan:
-        rows = self.rows
+        rows, steady = self.rows, self._steady
+        if steady is not None and singles is steady.order and not chunks:
+            return self._repeat(steady)
         table_rows, counts = _columns(singles, chunks)
         starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts
@@ -437,6 +446,33 @@ class Scheduler:
         self._releases.clear()
         self._in_flight.append(plan)
         self._next_step += 1
+        self._steady = steady_from(plan, singles, rows)
+        return plan
+
+    def _repeat(self, steady: Steady) -> StepPlan:
+        """The next plan of the same rows: what `_compose` would make of them, with the columns that are still true."""
+        rows, order, before = self.rows, steady.order, steady.plan
+        starts = before.starts + 1
+        rows.computed[order] = starts + 1
+        rows.known[order] = starts + 2
+        block_rows, block_cols, block_ids = self._new_blocks.take()
+        plan = StepPlan(
+            step_no=self._next_step,
+            rows=before.rows,
+            starts=starts,
+            counts=before.counts,
+            draft_counts=before.draft_counts,
+            samples=before.samples,
+            adapter_slots=before.adapter_slots,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
+            shared_blocks=self._shared_blocks(int(order[0])),
+            repeats=True,
+        )
+        self._in_flight.append(plan)
+        self._next_step += 1
+        steady.advance(plan)
         return plan
 
     def _shared_blocks(self, row: int) -> int:
@@ -472,7 +508,13 @@ class Scheduler:
         """Do what can be done of `confirm` before the tokens are there. For the time in which the device computes."""
         self.tidy()
         if self._foreseen is None and self._in_flight:
-            self._foreseen = foresee(self._in_flight[0], self.rows)
+            self._foreseen = self._foresee(self._in_flight[0])
+
+    def _foresee(self, plan: StepPlan) -> Foreseen:
+        before = self._foreseen_before
+        if plan.repeats and before is not None and before.lasts:
+            return before.next()
+        return foresee(plan, self.rows)
 
     def confirm(self, step_no: int, tokens: Int32s) -> StepOutcome:
         """The part of `apply` that somebody waits for: which tokens go to whom, and who has ended."""
@@ -480,7 +522,8 @@ class Scheduler:
         plan = self._in_flight.popleft()
         if plan.step_no != step_no:
             raise AssertionError(f"step {step_no} completed, but {plan.step_no} is the oldest in flight")
-        seen, self._foreseen = self._foreseen or foresee(plan, self.rows), None
+        seen = self._foreseen or self._foresee(plan)
+        self._foreseen, self._foreseen_before = None, seen
         drawn = seen.delivered(tokens)
         stopped = seen.stopped(drawn)
         ended = seen.ends(self.rows, drawn, stopped)
@@ -500,7 +543,8 @@ class Scheduler:
         rows.append(seen.table_rows, seen.positions, done.drawn)
         self.pool.complete(done.step_no)
         rows.complete(done.step_no)
-        self._name_given_blocks(seen.computed_rows)
+        if not seen.repeats:  # the step before has filled the last block of given tokens
+            self._name_given_blocks(seen.computed_rows)
         for row, event in done.ended:
             request = self._leave(row, event.reason)
             self._lengths.observe(request.num_output)
@@ -545,7 +589,8 @@ class Scheduler:
         self.tidy()
         suspects = tuple(row for row in self._in_flight[0].rows.tolist() if self.rows.active[row])
         self._in_flight.clear()
-        self._foreseen = None
+        self._steady = None
+        self._foreseen = self._foreseen_before = None
         self.pool.complete(self._next_step)
         self.rows.complete(self._next_step)
         self.rows.rewind()

@@ -73,9 +73,14 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     shared_blocks: int = 0
     """Leading blocks that every row of the step has in common; told only of steps of single tokens."""
+    repeats: bool = False
+    """The rows are those of the plan before, in its order, each with one token: the one that it drew there. None is
+    admitted or released. What depends on nothing but the rows still holds."""
 
     @property
     def num_tokens(self) -> int:
+        if self.repeats:
+            return len(self.rows)
         return sum(self.counts.tolist()) if len(self.counts) < FEW else int(self.counts.sum())
 
 

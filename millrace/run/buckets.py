@@ -45,6 +45,7 @@ class Buckets:
         self._token_budget = token_budget
         self.decode_sizes = _capped([*DECODE_SIZES, *range(160, 513, 32), *range(576, max_rows + 64, 64)], max_rows)
         self._decode = {size: self._decode_bucket(size) for size in self.decode_sizes}
+        self._sharing = {size: replace(bucket, shares=True) for size, bucket in self._decode.items()}
         within = _capped(MIXED_TOKENS, token_budget)
         self.mixed_tokens = [*within, *(token_budget + rows for rows in _capped(BESIDE, max_rows))]
         # One row more than there can be, for the padding.
@@ -56,8 +57,9 @@ class Buckets:
         self._mixed = {(size, rows): self._mixed_bucket(size, rows) for rows in few for size in within}
         self._mixed |= {(size, most): self._mixed_bucket(size, most) for size in self.mixed_tokens}
 
-    def decode(self, rows: int) -> Bucket:
-        return self._decode[self.decode_sizes[bisect_left(self.decode_sizes, rows)]]
+    def decode(self, rows: int, *, shares: bool = False) -> Bucket:
+        size = self.decode_sizes[bisect_left(self.decode_sizes, rows)]
+        return self._sharing[size] if shares else self._decode[size]
 
     def _decode_bucket(self, size: int) -> Bucket:
         return Bucket(size, size, size if self._tile_singles else 0, is_decode=True)

@@ -60,6 +60,19 @@ class Captured:
     output: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Which of a step's rows draw, and how. A step that repeats it has the same."""
+
+    due: Int64s
+    variant: Variant
+    is_final: bool
+    """The variant is the same however long the rows become."""
+    logprob_index: Int64s
+    """Which of the drawn tokens have log-probabilities, and with how many likeliest tokens each."""
+    logprob_counts: Int32s
+
+
 class CudaRunner:
     def __init__(
         self,
@@ -82,9 +95,7 @@ class CudaRunner:
         spec = decoder.spec
         pinned = place.type == "cuda"
         graphs = graphs and pinned
-        self._decoder = decoder
-        self._device = device
-        self._block_size = block_size
+        self._decoder, self._device, self._block_size = decoder, device, block_size
         self._kv = allocate_kv(
             spec, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=place, kv_dtype=kv_dtype
         )
@@ -133,6 +144,8 @@ class CudaRunner:
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._met: set[object] = set()
         self._captured: dict[object, Captured] = {}
+        self._draws: Draws | None = None
+        """Of the last step."""
         self._to_warm = self._warm_list() if graphs else []
         self._builder = builder
         self._to_build: list[Bucket] = []
@@ -155,30 +168,38 @@ class CudaRunner:
         plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
         self._send(plan, bucket, records)
-        due = plan.samples.nonzero()[0]
-        if bucket.is_decode and len(due) == len(plan.rows):
-            variant = self._variant_for(plan, due)
+        draws = self._draws_of(plan)
+        variant, num_drawn = draws.variant, len(draws.due)
+        if bucket.is_decode and num_drawn == len(plan.rows):
             logits = self._run((bucket, variant), lambda: self._whole(bucket, variant), False)
-            return self._finish(plan, due, logits, ())
-        long_rows = _long_rows(plan, bucket.long_from) if exact and bucket.long_from else ()
+            return self._finish(plan, draws, logits, ())
+        long_rows = _long_rows(plan, bucket.long_from) if exact and bucket.long_from else None
         hidden = self._run(bucket, lambda: self._body(bucket, long_rows=long_rows, drawn_only=not exact), exact)
         prompt_logprobs = self._score_prompts(plan, hidden)
-        if len(due) == 0:
-            return self._finish(plan, due, None, prompt_logprobs)
-        size, variant = self._buckets.decode(len(due)).rows, self._variant_for(plan, due)
+        if num_drawn == 0:
+            return self._finish(plan, draws, None, prompt_logprobs)
+        size = self._buckets.decode(num_drawn).rows
         logits = self._run((size, variant), lambda: self._head(size, variant), False)
-        return self._finish(plan, due, logits, prompt_logprobs)
+        return self._finish(plan, draws, logits, prompt_logprobs)
 
-    def _variant_for(self, plan: StepPlan, due: Int64s) -> Variant:
-        return self._sampler.variant_for(plan.rows[due], (plan.starts + plan.counts)[due])
+    def _draws_of(self, plan: StepPlan) -> Draws:
+        last = self._draws
+        if plan.repeats and last is not None and last.is_final:
+            return last
+        due, sampler = plan.samples.nonzero()[0], self._sampler
+        rows = plan.rows[due]
+        variant = sampler.variant_for(rows, (plan.starts + plan.counts)[due])
+        is_final = variant == "greedy" or sampler.shapes_any(rows)
+        scored = np.flatnonzero(sampler.num_logprobs[rows] >= 0)
+        self._draws = draws = Draws(due, variant, is_final, scored, sampler.num_logprobs[rows[scored]])
+        return draws
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
-        num_rows, longest = len(plan.rows), most_of(plan.counts)
+        num_rows, longest = len(plan.rows), 1 if plan.repeats else most_of(plan.counts)
         scores_prompts = self._table.scores_prompts(plan.rows)
         if longest == 1 and not scores_prompts:
-            decode = self._buckets.decode(num_rows)
-            return (replace(decode, shares=True) if self._shares(plan) else decode), False
+            return self._buckets.decode(num_rows, shares=self._shares(plan)), False
         num_tokens = plan.num_tokens
         long_from = self._long_from(plan, longest)
         if long_from and num_rows == 1 and not scores_prompts:
@@ -325,18 +346,16 @@ class CudaRunner:
         return self._head(bucket.rows, variant)
 
     def _finish(
-        self, plan: StepPlan, due: Int64s, logits: Tensor | None, prompt_logprobs: tuple[PromptLogprobs, ...]
+        self, plan: StepPlan, draws: Draws, logits: Tensor | None, prompt_logprobs: tuple[PromptLogprobs, ...]
     ) -> StepResult:
-        """`due` are those of the plan's rows that drew, if any, and `logits` what they drew from."""
-        rows = plan.rows[due]
-        drawn = self._drawn.line(self._ring.turn, len(due))
+        """`logits` are what the rows drew from, if any did."""
+        drawn = self._drawn.line(self._ring.turn, len(draws.due))
         logprobs: LogprobColumns | None = None
-        wanted = np.flatnonzero(self._sampler.num_logprobs[rows] >= 0)
-        counts = self._sampler.num_logprobs[rows[wanted]]
-        if logits is not None and len(wanted):
-            index = torch.from_numpy(wanted).to(logits.device, non_blocking=True)
+        scored, counts = draws.logprob_index, draws.logprob_counts
+        if logits is not None and len(scored):
+            index = torch.from_numpy(scored).to(logits.device, non_blocking=True)
             logprobs = score(logits[index], drawn.long()[index], max(1, int(counts.max())))
-        return StepResult(plan.step_no, drawn, logprobs, wanted, counts, prompt_logprobs)
+        return StepResult(plan.step_no, drawn, logprobs, scored, counts, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
         if not self._table.scores_prompts(plan.rows):
@@ -380,7 +399,7 @@ class CudaRunner:
         rest = [size for size in self._buckets.decode_sizes if size not in HOT_DECODE]
         ordered = [self._buckets.decode(size) for size in hot] + self._buckets.all_mixed()
         if self._can_share:
-            ordered += [replace(self._buckets.decode(size), shares=True) for size in hot if size >= SHARING_ROWS]
+            ordered += [self._buckets.decode(size, shares=True) for size in hot if size >= SHARING_ROWS]
         ordered += [self._buckets.decode(size) for size in rest] + self._buckets.all_split()
         if self._takes_long_rows:
             ordered += self._buckets.chunks(self._most_context)

@@ -6,6 +6,7 @@ thread plays the part of the stream. Either way launches run in order, and the h
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,10 @@ CORES_TO_WATCH = 4
 """From this many cores on, a thread may spend one on watching the GPU while a step runs."""
 WATCH_S = 0.002
 """How long such a thread goes on watching, for messages, when its work is done."""
+
+MARKS = 8
+"""Events that stand for the ends of launches, in turn. With more launches in flight one is waited for longer than need
+be: what comes later on a stream is done later."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -122,6 +127,8 @@ class CudaDevice:
         self._sleeps = usable_cores() < CORES_TO_WATCH
         self.watch_s = 0.0 if self._sleeps else WATCH_S
         self._way_back = SideStream()
+        marks = [torch.cuda.Event(blocking=self._sleeps) for _ in range(MARKS)]  # type: ignore[no-untyped-call]
+        self._marks = itertools.cycle(marks)
         hash_ahead()
 
     def name(self) -> str:
@@ -140,10 +147,10 @@ class CudaDevice:
             # Beside the work launched next, which does not wait for it. What is copied must stay until `done`: tensors
             # of the result are held by what is returned, and whoever copies from elsewhere sees to it.
             self._way_back.follow_steps()
-            done = torch.cuda.Event(blocking=self._sleeps)  # type: ignore[no-untyped-call]
             with self._way_back:
                 host = to_host(result)
-                done.record()
+            done = next(self._marks)
+            self._way_back.record(done)
         return _CudaPending(host, result, done)
 
     def probe(self) -> None:

@@ -112,10 +112,14 @@ class DeviceSampler:
         if len(records):
             scatter_rows(self._device.upload(records), self._columns)
 
+    def shapes_any(self, rows: Int32s) -> bool:
+        """Whether any of these rows has a temperature, a bias or penalties: only the full variant ever draws them."""
+        return bool(self._shaped[rows].any())
+
     def variant_for(self, rows: Int32s, positions: Int32s | None = None) -> Variant:
         """The least that draws these rows. With the positions that new tokens will take, rows past their minimum
         length count as unconstrained."""
-        if self._shaped[rows].any():
+        if self.shapes_any(rows):
             return "full"
         ends_from = self._ends_from[rows]
         early = ends_from > 0 if positions is None else ends_from > positions

@@ -71,7 +71,7 @@ class _Lane:
     def __init__(self, words: int, place: torch.device) -> None:
         self.slots = [torch.zeros(words, dtype=torch.int32, device=place) for _ in range(RING)]
         self._side = SideStream()
-        self._steps = torch.cuda.current_stream()
+        self._steps = self._side.steps
         self._moved = [torch.cuda.Event() for _ in range(RING)]  # type: ignore[no-untyped-call]
         """Recorded on the steps' stream once a slot's packet is in the fixed place."""
         self._side.follow_steps()  # the slots are zeroed there
@@ -86,7 +86,7 @@ class _Lane:
         self._side.lead_steps()
         # In the steps' own order: behind the last kernel that reads the packet before, ahead of the first of this step.
         target.copy_(slot, non_blocking=True)
-        self._moved[turn].record()
+        self._moved[turn].record(self._steps)
 
 
 class DrawnRing:
@@ -101,18 +101,26 @@ class DrawnRing:
         self._lines = self.on_device.view(RING, max_rows).unbind()
         pinned = place.type == "cuda"
         self._host = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
-        self._views: list[Int32s] = [line.numpy() for line in self._host]
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor, Int32s]] = {}
+        """Of lines, cut once: every step would take as long for it as for a copy."""
 
     def start(self, turn: int) -> int:
         """Where the turn's line begins in `on_device`."""
         return turn * self._max_rows
 
     def line(self, turn: int, count: int) -> Tensor:
-        return self._lines[turn][:count]
+        return self._part(turn, count)[0]
 
     def host_line(self, turn: int, count: int) -> Tensor:
-        return self._host[turn][:count]
+        return self._part(turn, count)[1]
 
     def host_view(self, turn: int, count: int) -> Int32s:
         """The same memory."""
-        return self._views[turn][:count]
+        return self._part(turn, count)[2]
+
+    def _part(self, turn: int, count: int) -> tuple[Tensor, Tensor, Int32s]:
+        part = self._parts.get((turn, count))
+        if part is None:
+            host = self._host[turn][:count]
+            self._parts[turn, count] = part = self._lines[turn][:count], host, host.numpy()
+        return part

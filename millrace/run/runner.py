@@ -137,10 +137,12 @@ def bring_back(result: StepResult, into: Tensor | None = None, view: Int32s | No
     """The result with its tensors on their way to the host; its tokens to `into`, of which `view` is the memory, if
     these are given."""
     drawn = result.tokens
-    return replace(
-        result,
+    return StepResult(
+        step_no=result.step_no,
         tokens=drawn.to("cpu", non_blocking=True) if into is None else into.copy_(drawn, non_blocking=True),
         logprobs=result.logprobs.to_host() if result.logprobs is not None else None,
+        logprob_index=result.logprob_index,
+        logprob_counts=result.logprob_counts,
         prompt_logprobs=tuple(replace(part, columns=part.columns.to_host()) for part in result.prompt_logprobs),
         view=view,
     )

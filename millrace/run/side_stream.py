@@ -11,27 +11,32 @@ import torch
 
 class SideStream:
     def __init__(self) -> None:
+        self.steps = torch.cuda.current_stream()
+        """The stream that steps run on. To ask for it anew in every step would take longer than to record an event."""
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # A wait is for what its mark stood for at that moment, so one mark does for all.
         self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._selected = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> None:
         """What is queued from here on is queued on this stream."""
-        self._selected.__enter__()  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *error: object) -> None:
-        self._selected.__exit__(*error)
+        torch.cuda.set_stream(self.steps)
 
     def follow_steps(self) -> None:
-        """What comes next here waits for all that has been queued on the steps' stream, the current one."""
-        self._mark.record()
+        """What comes next here waits for all that has been queued on the steps' stream."""
+        self._mark.record(self.steps)
         self._stream.wait_event(self._mark)
 
     def lead_steps(self) -> None:
         """What comes next on the steps' stream waits for all that has been queued here."""
         self._mark.record(self._stream)
-        torch.cuda.current_stream().wait_event(self._mark)
+        self.steps.wait_event(self._mark)
+
+    def record(self, event: torch.cuda.Event) -> None:
+        """The event stands for all that has been queued here."""
+        event.record(self._stream)
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """What comes next here waits for the event; not at all if nobody has recorded it yet."""

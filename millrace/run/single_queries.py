@@ -12,7 +12,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from millrace.plan.step import Int32s
+from millrace.plan.step import Int32s, Int64s
 
 COLUMNS = 6
 LEAST_ROWS = 8
@@ -21,6 +21,7 @@ SPARE = 8
 """Entries beyond one for each row: parts of long rows."""
 MOST_PARTS = 8
 MOST_SORTED = np.uint16(65_535)
+"""Longer rows count as equally long."""
 LONG_TOKENS, LONG_SHARE = 1024, 3.0
 """Rows are cut that are longer than so many tokens, and so many times as long as the mean. Joining parts costs as much
 as some hundred keys, and rows that differ less than that fill each other's gaps if the longest come first."""
@@ -32,21 +33,38 @@ def num_words(rows: int) -> int:
     return (rows + SPARE) * COLUMNS
 
 
-def write_singles(words: Int32s, tokens: Integers, table_rows: Integers, lengths: Integers) -> None:
-    """Fill `words`, num_words of at least so many rows, with the rows that have these tokens."""
+def write_singles(words: Int32s, tokens: Integers, table_rows: Integers, lengths: Integers) -> Int64s | None:
+    """Fill `words`, num_words of at least so many rows, with the rows that have these tokens. Returns the order in
+    which they are listed, for `lengthen_singles`; None if some are cut, or so long that their order means little."""
     columns = words.reshape(COLUMNS, -1)
     count = len(lengths)
     columns[2, count:] = 0
     columns[3], columns[4], columns[5] = 0, 1, 0
     if not count:
-        return
+        return None
     # Numbers of sixteen bits are sorted in a fraction of the time; what is longer than they count is cut in any case.
     order = np.argsort(MOST_SORTED - np.minimum(lengths, MOST_SORTED).astype(np.uint16), kind="stable")
     for column, values in enumerate((tokens, table_rows, lengths)):
         columns[column, :count] = values[order]
-    least = max(LONG_TOKENS, LONG_SHARE * float(lengths.mean()))
-    if columns[2, 0] > least:
+    longest, least = int(columns[2, 0]), _least_cut(lengths)
+    if longest > least:
         _cut(columns, count, least)
+        return None
+    return order if longest < int(MOST_SORTED) else None
+
+
+def lengthen_singles(words: Int32s, order: Int64s, lengths: Integers) -> bool:
+    """Bring a list in this order up to date when all rows, but for those of padding, have become longer by one token.
+    They stay in order, padding behind them. False when the list has to be written anew, in its words as they are."""
+    listed = words.reshape(COLUMNS, -1)[2, : len(order)]
+    listed[:] = lengths[order]
+    longest = int(listed[0])
+    return longest < int(MOST_SORTED) and (longest <= LONG_TOKENS or longest <= _least_cut(lengths))
+
+
+def _least_cut(lengths: Integers) -> float:
+    """Rows are cut that are longer than this."""
+    return max(LONG_TOKENS, LONG_SHARE * (int(lengths.sum()) / len(lengths)))
 
 
 def _cut(columns: Int32s, count: int, least: float) -> None:

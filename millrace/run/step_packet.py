@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from millrace.plan.step import Bools, Int32s, StepPlan
+from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
 from millrace.run.request_table import RequestTable
-from millrace.run.single_queries import LEAST_ROWS, num_words, write_singles
+from millrace.run.single_queries import LEAST_ROWS, lengthen_singles, num_words, write_singles
 
 ALIGN = 16
 """Sections start at multiples of this many words, so that kernels see equally aligned addresses in every bucket."""
@@ -117,6 +117,35 @@ class PacketLayout:
         return blank
 
 
+class _Template:
+    """The fixed part of the packet of a decode step in which every row draws. A step that repeats it differs in the
+    rows' positions alone."""
+
+    def __init__(self, layout: PacketLayout, packet: Int32s, num_rows: int, order: Int64s | None) -> None:
+        self.layout = layout
+        self._words = words = packet[: layout.updates_start].copy()
+        self._order = order
+        """Of the list of single queries, while it may be lengthened."""
+        sections = (layout.starts, layout.seq_lens, layout.sample_positions)
+        self._starts, self._ends, self._positions = (section.of(words)[:num_rows] for section in sections)
+        self._singles, self._lengths = layout.singles.of(words), layout.seq_lens.of(words)
+        # Tokens that the host gave are behind a row that has drawn.
+        layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
+
+    def write(self, starts: Int32s, packet: Int32s) -> None:
+        self._starts[:] = starts
+        np.add(starts, 1, out=self._ends)
+        self._positions[:] = self._ends
+        if len(self._singles):
+            self._write_singles()
+        packet[: len(self._words)] = self._words
+
+    def _write_singles(self) -> None:
+        order = self._order
+        if order is None or not lengthen_singles(self._singles, order, self._lengths):
+            self._order = _write_decode_singles(self.layout, self._words)
+
+
 class PacketWriter:
     def __init__(self, *, max_rows: int, block_size: int, queries_per_tile: int, tile_singles: bool) -> None:
         self._max_rows = max_rows
@@ -126,6 +155,8 @@ class PacketWriter:
         self._layouts: dict[Bucket, PacketLayout] = {}
         self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
         """First queries of a row's tiles."""
+        self._template: _Template | None = None
+        """Of the packet that was written last, if there may be more like it."""
 
     def layout(self, bucket: Bucket) -> PacketLayout:
         layout = self._layouts.get(bucket)
@@ -164,9 +195,21 @@ class PacketWriter:
     ) -> int:
         """Fill the packet and return the words used. No plan is a step of padding alone. `records` [n, words] are of
         rows that the step admits."""
-        layout = self.layout(bucket)
-        packet[: len(layout.blank)] = layout.blank
+        layout, template = self.layout(bucket), self._template
+        if plan is not None and plan.repeats and template is not None and template.layout is layout:
+            template.write(plan.starts, packet)
+        else:
+            self._template = self._write_rows(plan, table, layout, packet)
         packet[layout.drawn_start.start] = drawn_start
+        packet[layout.shared_len.start] = 0 if plan is None else self.shared_tokens(plan)
+        return _write_records(layout, _write_updates(layout, plan, packet), packet, records)
+
+    def _write_rows(
+        self, plan: StepPlan | None, table: RequestTable, layout: PacketLayout, packet: Int32s
+    ) -> _Template | None:
+        """All that has a fixed place; returns it as a template if the next step may repeat this one."""
+        bucket = layout.bucket
+        packet[: len(layout.blank)] = layout.blank
         if plan is None:
             rows = starts = counts = np.zeros(0, np.int32)
         else:
@@ -187,14 +230,13 @@ class PacketWriter:
         last_tokens = query_starts[1:] - 1
         if bucket.last_only:
             _put(packet, layout.last_tokens, last_tokens)
-        if layout.singles.length:
-            _write_singles(layout, packet, counts)
-        if plan is not None:
-            _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
-            states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
-            _write_samples(layout, packet, plan.samples, states, rows, ends)
-            packet[layout.shared_len.start] = self.shared_tokens(plan)
-        return _write_records(layout, _write_updates(layout, plan, packet), packet, records)
+        order = _write_singles(layout, packet, counts) if layout.singles.length else None
+        if plan is None:
+            return None
+        _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
+        states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
+        all_draw = _write_samples(layout, packet, plan.samples, states, rows, ends)
+        return _Template(layout, packet, len(rows), order) if bucket.is_decode and all_draw else None
 
     def shared_tokens(self, plan: StepPlan) -> int:
         """Tokens that all rows share, in the units that attention takes."""
@@ -261,26 +303,36 @@ def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
     return end
 
 
-def _write_singles(layout: PacketLayout, packet: Int32s, counts: Int32s) -> None:
-    """Those of padding included: in a step of single queries all that is left, else it may be one token."""
+def _write_singles(layout: PacketLayout, packet: Int32s, counts: Int32s) -> Int64s | None:
+    """Those of padding included, which may be one token; their order, as `write_singles` returns it."""
     if layout.bucket.is_decode:
-        single: slice | Integers = slice(None)
-    else:
-        single = np.flatnonzero(np.append(counts, layout.bucket.tokens - int(counts.sum())) == 1)
-        single = single[single < layout.bucket.rows]
+        return _write_decode_singles(layout, packet)
+    single = np.flatnonzero(np.append(counts, layout.bucket.tokens - int(counts.sum())) == 1)
+    return _list_singles(layout, packet, single[single < layout.bucket.rows])
+
+
+def _write_decode_singles(layout: PacketLayout, packet: Int32s) -> Int64s | None:
+    """All rows are single queries, and so is all that is left."""
+    return _list_singles(layout, packet, slice(None))
+
+
+def _list_singles(layout: PacketLayout, packet: Int32s, single: slice | Integers) -> Int64s | None:
     columns = (layout.query_starts, layout.table_rows, layout.seq_lens)
     tokens, table_rows, lengths = (section.of(packet)[: layout.bucket.rows][single] for section in columns)
-    write_singles(layout.singles.of(packet), tokens, table_rows, lengths)
+    return write_singles(layout.singles.of(packet), tokens, table_rows, lengths)
 
 
 def _write_samples(
     layout: PacketLayout, packet: Int32s, samples: Bools, states: Integers, rows: Int32s, positions: Int32s
-) -> None:
-    if not _all(samples):
+) -> bool:
+    """Returns whether all rows draw."""
+    all_draw = _all(samples)
+    if not all_draw:
         states, rows, positions = states[samples], rows[samples], positions[samples]
     _put(packet, layout.sample_states, states)
     _put(packet, layout.sample_rows, rows)
     _put(packet, layout.sample_positions, positions)
+    return all_draw
 
 
 def _all(flags: Bools) -> bool:

@@ -21,16 +21,19 @@ PLACE = SimpleNamespace(type="cuda")
 
 
 class Streams:
-    """All streams; the one at the head of `stack` is current. Work is a deque of callables that say whether they ran:
+    """All streams, of which one is current. Work is a deque of callables that say whether they ran:
     a wait that is not over does not."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.all: list[PlayedStream] = []
-        self.stack = [PlayedStream(self)]
+        self.current = PlayedStream(self)
 
     def queue(self, work: Callable[[], object]) -> None:
-        self.stack[-1].queue(work)
+        self.current.queue(work)
+
+    def select(self, stream: PlayedStream) -> None:
+        self.current = stream
 
     def run_some(self) -> None:
         """A few pieces of work, from streams drawn at random."""
@@ -75,24 +78,13 @@ class PlayedEvent:
     def record(self, stream: PlayedStream | None = None) -> None:
         self.recorded += 1
         number = self.recorded
-        (stream or self.streams.stack[-1]).queue(lambda: self._reach(number))
+        (stream or self.streams.current).queue(lambda: self._reach(number))
 
     def _reach(self, number: int) -> None:
         self.reached = max(self.reached, number)
 
     def synchronize(self) -> None:
         self.streams.run_until(self)
-
-
-class Selected:
-    def __init__(self, streams: Streams, stream: PlayedStream) -> None:
-        self.streams, self.stream = streams, stream
-
-    def __enter__(self) -> None:
-        self.streams.stack.append(self.stream)
-
-    def __exit__(self, *error: object) -> None:
-        self.streams.stack.pop()
 
 
 @contextmanager
@@ -111,8 +103,8 @@ def played_streams(seed: int) -> Iterator[Streams]:
         patch("torch.zeros", zeros_here),
         patch("torch.cuda.Stream", lambda: PlayedStream(streams)),
         patch("torch.cuda.Event", lambda blocking=False: PlayedEvent(streams)),
-        patch("torch.cuda.stream", lambda stream: Selected(streams, stream)),
-        patch("torch.cuda.current_stream", lambda device=None: streams.stack[-1]),
+        patch("torch.cuda.set_stream", streams.select),
+        patch("torch.cuda.current_stream", lambda device=None: streams.current),
         patch.object(Tensor, "copy_", copy_later),
     ):
         yield streams

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from millrace.plan.policy import make_policy
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
+from millrace.plan.step import StepPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_device import ToyDevice, lone_run
@@ -45,6 +46,8 @@ class World:
         self.device = ToyDevice(limits["num_blocks"], limits["block_size"], limits["max_running"], VOCAB)
         self.capacity = limits["num_blocks"] * limits["block_size"]
         self.launched: deque = deque()
+        self.last_plan: StepPlan | None = None
+        self.num_repeated = 0
         self.requests: dict[int, Request] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
@@ -96,6 +99,7 @@ class World:
             caught_up = int(plan.counts[plan.counts > 1].sum())
             assert caught_up <= self.scheduler.token_budget
             assert plan.num_tokens - caught_up <= self.scheduler.rows.capacity
+            self.check_repeated(plan)
             self.launched.append(plan)
         while self.launched and (plan is None or len(self.launched) > self.depth):
             self.complete()
@@ -105,6 +109,20 @@ class World:
             if len(self.launched) <= self.depth:
                 break
         self.scheduler.pool.check()
+
+    def check_repeated(self, plan: StepPlan) -> None:
+        before, self.last_plan = self.last_plan, plan
+        if plan.repeats:
+            self.num_repeated += 1
+            assert before is not None
+            assert plan.rows.tolist() == before.rows.tolist()
+            assert plan.starts.tolist() == (before.starts + 1).tolist()
+            assert set(plan.counts.tolist()) == set(before.counts.tolist()) == {1}
+            assert plan.num_tokens == len(plan.rows)
+            assert plan.samples.all()
+            assert before.samples.all()
+            assert not plan.admitted
+            assert not plan.released
 
     def complete(self) -> None:
         plan = self.launched.popleft()
@@ -185,9 +203,9 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
     world.check_end()
 
 
-def test_the_random_schedules_do_preempt_share_and_cancel() -> None:
+def test_the_random_schedules_do_preempt_share_cancel_and_repeat() -> None:
     """The property above is worth something only if the schedules reach these places."""
-    preemptions = hits = cancelled = 0
+    preemptions = hits = cancelled = repeated = 0
     for seed in range(60):
         world = random_world(seed)
         for _ in range(20):
@@ -199,9 +217,11 @@ def test_the_random_schedules_do_preempt_share_and_cancel() -> None:
         preemptions += world.scheduler.num_preemptions
         hits += world.scheduler.prefix.hit_tokens
         cancelled += len(world.cancelled)
+        repeated += world.num_repeated
     assert preemptions > 20
     assert hits > 100
     assert cancelled > 20
+    assert repeated > 100
 
 
 @settings(max_examples=200, deadline=None)
@@ -235,6 +255,7 @@ def isolate(world: World, suspects: list[int]) -> None:
         if plan is None:
             suspects = suspects[len(half) :]
             continue
+        world.check_repeated(plan)
         try:
             world.launched.append(plan)
             world.complete()

@@ -1,0 +1,157 @@
+"""The packet of a step that repeats the one before is, word for word, the one that is written from the plan alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission, Int32s, StepPlan
+from millrace.run import single_queries
+from millrace.run.buckets import Buckets
+from millrace.run.device import CpuDevice
+from millrace.run.request_table import RequestTable, RowParams
+from millrace.run.single_queries import COLUMNS
+from millrace.run.step_packet import Bucket, PacketLayout, PacketWriter, Section
+
+MAX_ROWS, BLOCK = 40, 16
+SIZES = {"max_rows": MAX_ROWS, "queries_per_tile": 8}
+RECORD_WORDS = 32
+LENGTHS = [1, 2, 30, 500, 1020, 1023, 3000, 20_000, 65_531, 65_533, 65_534, 65_535, 90_000]
+
+
+class Decoding:
+    """Rows that decode, come and go; every step is written by a writer that may remember and by one that cannot."""
+
+    def __init__(self, seed: int, tile_singles: bool) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.writer = PacketWriter(block_size=BLOCK, tile_singles=tile_singles, **SIZES)
+        self.tile_singles = tile_singles
+        self.buckets = Buckets(token_budget=1024, tile_singles=tile_singles, **SIZES)
+        self.table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
+        # Few of the lengths: rows alike are as likely as one that is much longer than the rest.
+        self.choice = self.rng.choice(LENGTHS, self.rng.integers(1, 5))
+        self.rows: dict[int, int] = {}
+        """Positions of their next tokens."""
+        self.buffers = [np.full(6000, 777, np.int32) for _ in range(4)]
+        self.num_steps = self.num_repeated = self.num_cut = 0
+
+    def join(self) -> tuple[Admission, ...]:
+        free = [row for row in range(MAX_ROWS) if row not in self.rows]
+        admitted = []
+        for row in self.rng.permutation(free)[: self.rng.integers(1, 25)].tolist():
+            length = int(self.rng.choice(self.choice))
+            self.rows[row] = length - 1
+            # The last prompt token may be left to this step, which then has it from the host.
+            tokens = np.arange(length - self.rng.integers(0, 2), dtype=np.int32)
+            admitted.append(Admission(row, row, tokens, len(tokens), RowParams(SamplingParams())))
+        return tuple(admitted)
+
+    def leave(self) -> None:
+        for row in self.rng.permutation(list(self.rows))[: self.rng.integers(1, 4)].tolist():
+            del self.rows[row]
+
+    def step(self) -> None:
+        event = self.rng.random()
+        admitted = self.join() if not self.rows or (event < 0.08 and len(self.rows) < MAX_ROWS) else ()
+        if 0.9 < event < 0.95:
+            self.leave()
+        if event > 0.97:
+            self.pad()
+        repeats = self.num_steps > 0 and not admitted and not 0.9 < event < 0.95
+        if self.rows:
+            self.send(self.plan(admitted, repeats), admitted)
+            self.rows = {row: start + 1 for row, start in self.rows.items()}
+
+    def plan(self, admitted: tuple[Admission, ...], repeats: bool) -> StepPlan:
+        rows, starts = (np.array(list(column), np.int32) for column in (self.rows.keys(), self.rows.values()))
+        ones, blocks = np.ones_like(rows), int(self.rng.integers(0, 5))
+        block_rows, block_cols, block_ids = self.rng.integers(1, 99, (3, blocks)).astype(np.int32)
+        return StepPlan(
+            step_no=0, rows=rows, starts=starts, counts=ones, draft_counts=0 * ones, samples=ones > 0,
+            adapter_slots=0 * ones, block_rows=block_rows, block_cols=block_cols, block_ids=block_ids,
+            admitted=admitted, repeats=repeats, shared_blocks=int(self.rng.choice([0, 40], p=[0.9, 0.1])),
+        )  # fmt: skip
+
+    def pad(self) -> None:
+        """A step of padding, as graphs are captured with."""
+        self.writer.write(None, self.table, self.buckets.decode(len(self.rows) or 1), self.buffers[0])
+
+    def send(self, plan: StepPlan, admitted: tuple[Admission, ...]) -> None:
+        self.table.note(plan)
+        shares = plan.shared_blocks > 0 and not self.tile_singles
+        bucket = replace(self.buckets.decode(len(plan.rows)), shares=shares)
+        records = self.rng.integers(0, 99, (len(admitted), RECORD_WORDS)).astype(np.int32)
+        packet, expected = self.buffers[self.num_steps % 4], np.full(6000, 555, np.int32)
+        used = self.writer.write(plan, self.table, bucket, packet, records, self.num_steps)
+        forgetful = PacketWriter(block_size=BLOCK, tile_singles=self.tile_singles, **SIZES)
+        alone = replace(plan, repeats=False)
+        assert used == forgetful.write(alone, self.table, bucket, expected, records, self.num_steps)
+        self.compare(forgetful.layout(bucket), packet, expected, used)
+        self.num_steps += 1
+        self.num_repeated += plan.repeats
+
+    def compare(self, layout: PacketLayout, packet: Int32s, expected: Int32s, used: int) -> None:
+        for name, section in vars(layout).items():
+            if isinstance(section, Section) and name != "singles":
+                assert section.of(packet).tolist() == section.of(expected).tolist(), name
+        if layout.singles.length:
+            found, wanted = (layout.singles.of(words).reshape(COLUMNS, -1) for words in (packet, expected))
+            is_listed = wanted[2] > 0
+            assert found[2].tolist() == wanted[2].tolist()
+            assert found[:, is_listed].tolist() == wanted[:, is_listed].tolist()
+            assert found[3:].tolist() == wanted[3:].tolist()
+            self.num_cut += bool((wanted[4] > 1).any())
+        # Between the updates and the records, which are aligned, stand words that nobody reads.
+        num_updates, at = 3 * int(layout.num_updates.of(expected)[0]), layout.updates_start
+        assert packet[at : at + num_updates].tolist() == expected[at : at + num_updates].tolist()
+        size = RECORD_WORDS * int(layout.num_records.of(expected)[0])
+        assert packet[used - size : used].tolist() == expected[used - size : used].tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_a_repeated_packet_is_the_one_that_the_plan_alone_gives(seed: int, tile_singles: bool) -> None:
+    decoding = Decoding(seed, tile_singles)
+    for _ in range(40):
+        decoding.step()
+
+
+def test_the_steps_above_do_repeat_and_are_cut() -> None:
+    repeated = cut = 0
+    for seed in range(20):
+        decoding = Decoding(seed, tile_singles=False)
+        for _ in range(40):
+            decoding.step()
+        repeated += decoding.num_repeated
+        cut += decoding.num_cut
+    assert repeated > 300
+    assert 30 < cut < 700
+
+
+def test_a_template_is_taken_for_a_repeated_step_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sorted once for as long as they go on."""
+    sorted_times: list[int] = []
+    argsort = np.argsort
+
+    def counted(values: np.ndarray, **options: str) -> np.ndarray:
+        sorted_times.append(1)
+        return argsort(values, **options)
+
+    monkeypatch.setattr(single_queries.np, "argsort", counted)
+    writer = PacketWriter(block_size=BLOCK, tile_singles=False, **SIZES)
+    table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
+    bucket, packet = Bucket(16, 16, 0, is_decode=True), np.zeros(6000, np.int32)
+    rows, none = np.arange(10, dtype=np.int32), np.zeros(0, np.int32)
+    ones = np.ones_like(rows)
+    plan = StepPlan(
+        step_no=0, rows=rows, starts=500 + rows, counts=ones, draft_counts=0 * ones, samples=ones > 0,
+        adapter_slots=0 * ones, block_rows=none, block_cols=none, block_ids=none,
+    )  # fmt: skip
+    for step, repeats in enumerate([False, True, True, False, True]):
+        writer.write(replace(plan, starts=plan.starts + step, repeats=repeats), table, bucket, packet)
+    assert len(sorted_times) == 2
