@@ -9,6 +9,7 @@ import pytest
 
 from millrace import LLM, SamplingParams
 
+pytestmark = pytest.mark.timeout(900)  # all answers, one at a time and by two engines, on whatever machine there is
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 

@@ -27,17 +27,26 @@ struct Scratch {
 // of sixteen would not stay in registers of four.
 void sum_products(float* out, int64_t out_stride, const float* vectors, int64_t vector_stride, const float* scalars,
                   int64_t scalar_stride, int64_t n, bool adds) {
-    float32x4_t sums[ROWS][4] = {};
-    for (int row = 0; adds && row < ROWS; row++)
-        for (int part = 0; part < 4; part++) sums[row][part] = vld1q_f32(out + row * out_stride + 4 * part);
-    for (int64_t i = 0; i < n; i++, vectors += vector_stride)
+    // Every loop over an array of sums is unrolled: else it would live in memory.
+    float32x4_t sums[ROWS][4];
 #pragma GCC unroll 4
-        for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 4
-            for (int part = 0; part < 4; part++)
-                sums[row][part] =
-                    vfmaq_n_f32(sums[row][part], vld1q_f32(vectors + 4 * part), scalars[row * scalar_stride + i]);
     for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++)
+            sums[row][part] = adds ? vld1q_f32(out + row * out_stride + 4 * part) : vdupq_n_f32(0);
+    for (int64_t i = 0; i < n; i++, vectors += vector_stride) {
+        float32x4_t vector[4] = {vld1q_f32(vectors), vld1q_f32(vectors + 4), vld1q_f32(vectors + 8),
+                                 vld1q_f32(vectors + 12)};
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; row++) {
+            float32x4_t scalar = vld1q_dup_f32(scalars + row * scalar_stride + i);
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) sums[row][part] = vfmaq_f32(sums[row][part], vector[part], scalar);
+        }
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
         for (int part = 0; part < 4; part++) vst1q_f32(out + row * out_stride + 4 * part, sums[row][part]);
 }
 #endif

@@ -45,26 +45,28 @@ inline vf multiply_add(vf sum, const uint32_t* weights, const uint32_t* input, b
 }
 
 #if defined(__aarch64__)
-// Thirty-two registers of four floats hold the sums of six rows and one panel, and its weights. More rows take turns.
-constexpr int TURN = 6;
+// Of thirty-two registers of four floats the sums of four rows and one panel take sixteen. More rows take turns.
+//
+// Every loop over an array of sums is unrolled, those that clear and store it too: else it would live in memory.
+constexpr int TURN = 4;
 
-inline void multiply_add(float32x4_t sums[4], const uint32_t* weights, const uint32_t* input, float) {
-    float x;
-    memcpy(&x, input, sizeof x);
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; part++)
-        sums[part] = vfmaq_n_f32(sums[part], vld1q_f32((const float*)weights + 4 * part), x);
+struct Panel {
+    uint32x4_t parts[4];
+};
+
+inline Panel load_panel(const uint32_t* weights) {
+    return {vld1q_u32(weights), vld1q_u32(weights + 4), vld1q_u32(weights + 8), vld1q_u32(weights + 12)};
 }
 
-inline void multiply_add(float32x4_t sums[4], const uint32_t* weights, const uint32_t* input, bf16) {
-    float32x4_t even = vreinterpretq_f32_u32(vdupq_n_u32(*input << 16));
-    float32x4_t odd = vreinterpretq_f32_u32(vdupq_n_u32(*input & 0xffff0000u));
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; part++) {
-        uint32x4_t pairs = vld1q_u32(weights + 4 * part);
-        sums[part] = vfmaq_f32(sums[part], vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16)), even);
-        sums[part] = vfmaq_f32(sums[part], vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u))), odd);
-    }
+inline float32x4_t multiply_add(float32x4_t sum, uint32x4_t weights, uint32x4_t input, float) {
+    return vfmaq_f32(sum, vreinterpretq_f32_u32(weights), vreinterpretq_f32_u32(input));
+}
+
+inline float32x4_t multiply_add(float32x4_t sum, uint32x4_t pairs, uint32x4_t input, bf16) {
+    const uint32x4_t upper = vdupq_n_u32(0xffff0000u);
+    sum = vfmaq_f32(sum, vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16)), vreinterpretq_f32_u32(vshlq_n_u32(input, 16)));
+    return vfmaq_f32(sum, vreinterpretq_f32_u32(vandq_u32(pairs, upper)),
+                     vreinterpretq_f32_u32(vandq_u32(input, upper)));
 }
 
 // Some rows of a block of STRIDE rows, and one panel.
@@ -72,15 +74,27 @@ template <int ROWS, int STRIDE, typename T>
 void some_rows(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
     int64_t units = layer.units<T>();
     const uint32_t* weights = (const uint32_t*)layer.packed + (panel - layer.first_panel) * units * PANEL;
-    float32x4_t sums[ROWS][4] = {};
-    for (int64_t unit = 0; unit < units; unit++, inputs += STRIDE, weights += PANEL)
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; r++) multiply_add(sums[r], weights, inputs + r, T{});
-    for (int r = 0; r < ROWS; r++) {
-        vf sum;
-        memcpy(&sum, sums[r], sizeof sum);
-        finish(layer, out, row + r, panel, sum);
+    float32x4_t sums[ROWS][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) sums[r][part] = vdupq_n_f32(0);
+    for (int64_t unit = 0; unit < units; unit++, inputs += STRIDE, weights += PANEL) {
+        Panel now = load_panel(weights);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            uint32x4_t input = vld1q_dup_u32(inputs + r);
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++)
+                sums[r][part] = multiply_add(sums[r][part], now.parts[part], input, T{});
+        }
     }
+    float all[ROWS][PANEL];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) vst1q_f32(all[r] + 4 * part, sums[r][part]);
+    for (int r = 0; r < ROWS; r++) finish(layer, out, row + r, panel, load(all[r]));
 }
 
 template <int ROWS, int PANELS, typename T>
