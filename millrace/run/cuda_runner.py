@@ -397,13 +397,15 @@ class CudaRunner:
         """Buckets to capture ahead of need, last first."""
         hot = [size for size in self._buckets.decode_sizes if size in HOT_DECODE]
         rest = [size for size in self._buckets.decode_sizes if size not in HOT_DECODE]
-        ordered = [self._buckets.decode(size) for size in hot] + self._buckets.all_mixed()
-        if self._can_share:
-            ordered += [self._buckets.decode(size, shares=True) for size in hot if size >= SHARING_ROWS]
-        ordered += [self._buckets.decode(size) for size in rest] + self._buckets.all_split()
+        ordered = [self._buckets.decode(size) for size in hot] + self._buckets.all_mixed() + self._all_sharing(hot)
+        ordered += [self._buckets.decode(size) for size in rest] + self._buckets.all_split() + self._all_sharing(rest)
         if self._takes_long_rows:
             ordered += self._buckets.chunks(self._most_context)
         return ordered[::-1]
+
+    def _all_sharing(self, sizes: list[int]) -> list[Bucket]:
+        wanted = [size for size in sizes if self._can_share and size >= SHARING_ROWS]
+        return [self._buckets.decode(size, shares=True) for size in wanted]
 
     @property
     def is_warm(self) -> bool:
