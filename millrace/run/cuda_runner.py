@@ -32,6 +32,7 @@ from millrace.run.device_sampler import VARIANTS, DeviceSampler, Variant
 from millrace.run.kernel_builder import REPLY_LIMIT_S, KernelBuilder
 from millrace.run.kv_pool import KvFormat, allocate_kv
 from millrace.run.logprobs import LogprobColumns, score
+from millrace.run.near_sizes import NearSizes
 from millrace.run.packet_ring import DrawnRing, PacketRing
 from millrace.run.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.request_table import RequestTable
@@ -144,11 +145,11 @@ class CudaRunner:
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._met: set[object] = set()
         self._captured: dict[object, Captured] = {}
+        self._near_sizes, self._missed = NearSizes(self._buckets.decode_sizes), set[Bucket]()
         self._draws: Draws | None = None
         """Of the last step."""
         self._to_warm = self._warm_list() if graphs else []
-        self._builder = builder
-        self._to_build: list[Bucket] = []
+        self._builder, self._to_build = builder, list[Bucket]()
         if builder is not None:
             self._build_first(builder)
 
@@ -167,10 +168,14 @@ class CudaRunner:
         records = self._sampler.records(plan)
         plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
-        self._send(plan, bucket, records)
         draws = self._draws_of(plan)
         variant, num_drawn = draws.variant, len(draws.due)
-        if bucket.is_decode and num_drawn == len(plan.rows):
+        is_whole = bucket.is_decode and num_drawn == len(plan.rows)
+        if is_whole:
+            shares = bucket.shares
+            bucket = self._near(bucket, lambda size: (self._buckets.decode(size, shares=shares), variant))
+        self._send(plan, bucket, records)
+        if is_whole:
             logits = self._run((bucket, variant), lambda: self._whole(bucket, variant), False)
             return self._finish(plan, draws, logits, ())
         long_rows = _long_rows(plan, bucket.long_from) if exact and bucket.long_from else None
@@ -178,9 +183,21 @@ class CudaRunner:
         prompt_logprobs = self._score_prompts(plan, hidden)
         if num_drawn == 0:
             return self._finish(plan, draws, None, prompt_logprobs)
-        size = self._buckets.decode(num_drawn).rows
+        size = self._near(self._buckets.decode(num_drawn), lambda size: (size, variant)).rows
         logits = self._run((size, variant), lambda: self._head(size, variant), False)
         return self._finish(plan, draws, logits, prompt_logprobs)
+
+    def _near(self, bucket: Bucket, key_of: Callable[[int], object]) -> Bucket:
+        """The decode bucket whose graph a step takes; if that is another, its own is captured in an idle moment."""
+        if not self._use_graphs:
+            return bucket
+        size = self._near_sizes.choose(bucket.rows, key_of, self._captured)
+        if size == bucket.rows:
+            return bucket
+        if bucket not in self._missed:
+            self._missed.add(bucket)
+            self._to_warm.insert(0, bucket)
+        return self._buckets.decode(size, shares=bucket.shares)
 
     def _draws_of(self, plan: StepPlan) -> Draws:
         last = self._draws
@@ -475,8 +492,9 @@ class CudaRunner:
         if not bucket.is_decode:
             return self._warm_run(bucket, lambda: self._body(bucket))
         size = bucket.rows
-        # Most requests are sampled, but a graph takes memory and time: only the usual sizes are captured for that.
-        for variant in VARIANTS if size in HOT_DECODE else VARIANTS[:1]:
+        # Most requests are sampled, but a graph takes memory and time: only the usual sizes are captured for that, and
+        # those that were missed.
+        for variant in VARIANTS if size in HOT_DECODE or bucket in self._missed else VARIANTS[:1]:
             if not bucket.shares:  # the head alone is for steps of prompts
                 self._warm_run((size, variant), partial(self._head, size, variant))
             self._warm_run((bucket, variant), partial(self._whole, bucket, variant))

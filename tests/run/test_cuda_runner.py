@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -32,6 +32,7 @@ from millrace.plan.step import StepPlan
 from millrace.run import buckets, cuda_runner, single_queries, step_packet
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
+from millrace.run.device_sampler import VARIANTS
 from millrace.run.kv_pool import KvFormat
 from millrace.run.request_table import RowParams
 from millrace.run.runner import Runner
@@ -292,3 +293,42 @@ def test_whole_chunks_go_through_the_library(kv_dtype: KvFormat, monkeypatch: py
     assert contexts == {0, BUDGET, 2 * BUDGET}
     assert not none
     assert scores == pytest.approx(tiled_scores, abs=0.1)
+
+
+class Played:
+    """A captured step where there are no graphs: replaying it does its work, and capturing it nothing."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        self.graph, self._work = self, work
+
+    def replay(self) -> None:
+        self.output = self._work()
+
+
+@pytest.mark.skipif(not interpreted, reason="graphs are played where there are none")
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_a_larger_graph_serves_where_the_own_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
+
+    def play(key: object, work: Callable[[], torch.Tensor]) -> Played:
+        fast._captured[key] = played = Played(work)
+        return played
+
+    monkeypatch.setattr(fast, "_capture", play)
+    fast._use_graphs = True
+    expected, _ = drive(plain, requests(5, 4, KINDS[kind]))
+    with quick_interpreter():
+        fast._to_warm = [fast._buckets.decode(4)]
+        fast.warm_next()
+        assert fast.is_warm
+        before = set(fast._captured)
+        assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected
+        two = fast._buckets.decode(2)
+        assert not {key for key in set(fast._captured) - before if isinstance(key, tuple) and key[0] in (2, two)}
+        assert not fast.is_warm
+        while not fast.is_warm:
+            fast.warm_next()
+        assert {key[1] for key in fast._captured if isinstance(key, tuple) and key[0] == two} == set(VARIANTS)
+        assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected
