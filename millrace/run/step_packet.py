@@ -257,13 +257,13 @@ class PacketWriter:
         return total
 
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
-        """(row, first query) of each tile, the padding's row included; -1 beyond."""
+        """(row, first query) of each tile, the padding's row included, the last tiles first; -1 beyond."""
         tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_singles
         if len(counts) <= FEW_ROWS:
             at = 0
-            for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all):
+            for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all)[::-1]:
                 end = at + 2 * num_tiles
-                tiles[at:end:2], tiles[at + 1 : end : 2] = row, self._first_queries(num_tiles)
+                tiles[at:end:2], tiles[at + 1 : end : 2] = row, self._first_queries(num_tiles)[::-1]
                 at = end
             tiles[at:] = -1
             return
@@ -271,9 +271,9 @@ class PacketWriter:
         wanted = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
         per_row = -(-lengths[wanted] // self._queries_per_tile)
         total = int(per_row.sum())
-        tiles[0 : 2 * total : 2] = wanted.repeat(per_row)
+        tiles[0 : 2 * total : 2] = wanted.repeat(per_row)[::-1]
         before = (per_row.cumsum() - per_row).repeat(per_row)
-        tiles[1 : 2 * total : 2] = (np.arange(total) - before) * self._queries_per_tile
+        tiles[1 : 2 * total : 2] = ((np.arange(total) - before) * self._queries_per_tile)[::-1]
         tiles[2 * total :] = -1
 
     def _first_queries(self, num_tiles: int) -> Int32s:

@@ -71,7 +71,8 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
         for first in range(0, length, PER_TILE)
     ]
     if bucket.tiles:
-        assert layout.tiles.of(packet).reshape(-1, 2).tolist() == tiles + [[-1, -1]] * (bucket.tiles - len(tiles))
+        listed = tiles if bucket.is_decode else tiles[::-1]
+        assert layout.tiles.of(packet).reshape(-1, 2).tolist() == listed + [[-1, -1]] * (bucket.tiles - len(tiles))
     if layout.singles.length:
         columns = layout.singles.of(packet).reshape(COLUMNS, -1)
         single = [row for row, length in enumerate(lengths) if length == 1]

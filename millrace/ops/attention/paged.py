@@ -177,10 +177,12 @@ class PagedAttention:
 
 
 def tiles_of(query_starts: list[int], queries_per_tile: int, every_row: bool = False) -> list[tuple[int, int]]:
-    """(row, first query of the tile) for every row with more than one query; with `every_row` for all."""
-    return [
+    """(row, first query of the tile) for every row with more than one query; with `every_row` for all. Tiles that see
+    more keys come before the others of their row."""
+    listed = [
         (row, first)
         for row, (start, end) in enumerate(zip(query_starts, query_starts[1:], strict=False))
         if end - start > 1 or (every_row and end > start)
         for first in range(0, end - start, queries_per_tile)
     ]
+    return listed[::-1]

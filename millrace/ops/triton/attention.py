@@ -269,9 +269,9 @@ def _prefill_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Later tiles of a row see more keys: they go first, of all heads, so that the chip is not left with the longest at
-    # the end.
-    index = tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS
+    # In the order of the list, all heads of a tile together: those that see the most keys come before others of their
+    # row, so that the chip is not left with them at the end, and entries without a tile last, while others still run.
+    index = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(tiles + index * 2)
     if row < 0:
@@ -380,7 +380,8 @@ def prefill(
     window: int = 0,
     split: ContextSplit | None = None,
 ) -> None:
-    """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none. With a packed cache,
+    """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none; they are begun in this
+    order, of which a row's last tiles should be the first, and none the last. With a packed cache,
     `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated.
 
     With `split`, every query must be in a tile, and several programs share the keys of each tile."""
