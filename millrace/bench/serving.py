@@ -156,7 +156,7 @@ class ServeBench:
             step_ms=1e3 * spent.get("step_seconds", 0.0) / steps,
             host_ms=1e3 * spent.get("host_seconds", 0.0) / steps,
             plan_ms=1e3 * spent.get("plan_seconds", 0.0) / steps,
-            tokens_per_step=tokens_per_s * wall_s / steps,
+            tokens_per_step=spent.get("output_tokens", 0.0) / steps,  # of one report, so that both count the same time
             cached_share=spent.get("prefix_hit_tokens", 0.0) / (spent.get("prefix_query_tokens", 0.0) or float("nan")),
             running=after.gauges.get("millrace_running_requests", 0.0),
             waiting=after.gauges.get("millrace_waiting_requests", 0.0),
