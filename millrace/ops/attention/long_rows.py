@@ -2,7 +2,8 @@
 
 It wants contiguous keys and values and cannot shift its causal mask. A chunk's own keys and values are still in the
 buffer of the fused projection; what precedes the chunk is copied out of its pages and attended to in a second, unmasked
-call, and the two results are joined.
+call, and the two results are joined. The library prepares itself anew for every pair of lengths, so it is given whole
+chunks alone (`run/cuda_runner.py`), of which there are few.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from millrace.ops.triton.attention import HeadShape, PagedRows
 
 WORTH_IT = 4096
-"""Queries of one row in a step from which the copy and the second call pay for themselves."""
+"""Queries of a whole chunk from which the copy and the second call pay for themselves."""
 
 
 @dataclass(frozen=True, slots=True)
