@@ -24,7 +24,7 @@ from millrace.ops.embedding import Embedding, PlainEmbedding
 from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
-from millrace.ops.linear import Adding, Head, Linear, NativeParts
+from millrace.ops.linear import Adding, DrawingHead, DrawnTokens, Head, Linear, NativeParts
 from millrace.ops.norm import add_rms_norm_of
 from millrace.ops.qkv import PrepareQkv
 from millrace.ops.softcap import softcap
@@ -279,6 +279,18 @@ class Decoder:
             logits = head.wide(hidden, out)
         cap = self.spec.logit_softcap
         return logits if cap is None else softcap(logits, cap)
+
+    def draws(self, rows: int) -> bool:
+        """Whether `draw` takes less time for so many rows than to draw from their logits."""
+        head = self._weights.head
+        return isinstance(head, DrawingHead) and self.spec.logit_softcap is None and head.draws(rows)
+
+    @torch.inference_mode()
+    def draw(self, hidden: Tensor, to: DrawnTokens) -> None:
+        """The likeliest token after each of the hidden states [n, hidden], where `draws` says yes."""
+        head = self._weights.head
+        assert isinstance(head, DrawingHead)
+        head.draw(hidden, self.spec.vocab_size, to)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         if batch.embedded is not None:

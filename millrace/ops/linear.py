@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -66,6 +67,33 @@ class Adding(Protocol):
 
     def add_to(self, x: Any, total: Tensor) -> None:
         """total [T, N] += the result of a call, where `adds` says yes: in float32, rounded once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """Where tokens go that are drawn for rows of hidden states. All on the device."""
+
+    rows: Tensor
+    """int32 [T]: the table row of each; negative for padding, for which nothing is written."""
+    out: Tensor
+    """The tokens, from the place on that `out_start` [1] holds."""
+    out_start: Tensor
+    last_tokens: Tensor
+    """The tokens again, each at its table row."""
+
+
+@runtime_checkable
+class DrawingHead(Protocol):
+    """A head that can find each row's greatest score without writing the others."""
+
+    def draws(self, rows: int) -> bool:
+        """Whether that takes less time for so many rows."""
+        ...
+
+    def draw(self, x: Tensor, vocab_size: int, to: DrawnTokens) -> None:
+        """The first token with the greatest score, of the first `vocab_size`, for each row of x, where `draws` says
+        yes."""
         ...
 
 
@@ -234,6 +262,7 @@ class TunedLinear:
         self._counters = self._tiles.counters(weight.shape[0], weight.device)
         self._chosen = cublaslt_table.measured(weight, bias)
         self._chosen_wide = cublaslt_table.measured(weight, bias, wide=True)
+        self._head_tiles = gemm_choice.measured_head(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         tiles = self._tiles.of(x.shape[0])
@@ -257,6 +286,16 @@ class TunedLinear:
             )
         made = self._chosen_wide(x, out)
         return multiply_wide(x, self.weight, self.bias, out) if made is None else made
+
+    def draws(self, rows: int) -> bool:
+        return self._head_tiles.of(rows) is not None
+
+    def draw(self, x: Tensor, vocab_size: int, to: DrawnTokens) -> None:
+        from millrace.ops.triton.greedy_head import HeadTile, greedy_head  # what it needs takes a while to import
+
+        tile = self._head_tiles.of(x.shape[0])
+        assert tile is not None
+        greedy_head(x, self.weight, HeadTile(*tile), to, vocab_size)
 
 
 class InvariantLinear:

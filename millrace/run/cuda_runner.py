@@ -22,6 +22,7 @@ from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
+from millrace.ops.linear import DrawnTokens
 from millrace.ops.triton.prebuild import current_target, rehearsal
 from millrace.ops.triton.sampling import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
@@ -206,7 +207,7 @@ class CudaRunner:
         due, sampler = plan.samples.nonzero()[0], self._sampler
         rows = plan.rows[due]
         variant = sampler.variant_for(rows, (plan.starts + plan.counts)[due])
-        is_final = variant == "greedy" or sampler.shapes_any(rows)
+        is_final = variant == "greedy" or sampler.needs_full(rows)
         scored = np.flatnonzero(sampler.num_logprobs[rows] >= 0)
         self._draws = draws = Draws(due, variant, is_final, scored, sampler.num_logprobs[rows[scored]])
         return draws
@@ -348,17 +349,22 @@ class CudaRunner:
         )
 
     def _head(self, size: int, variant: Variant) -> Tensor:
-        """Logits [size, vocab] of the gathered rows; what was drawn from them is in the packet's line of `_drawn`."""
+        """Logits [size, vocab] of the gathered rows, or none of them where tokens are found without; what was drawn is
+        in the packet's line of `_drawn`."""
         layout = self._writer.layout(self._buckets.decode(1))
         rows = self._packet[layout.sample_rows.start :][:size]
         positions = self._packet[layout.sample_positions.start :][:size]
         drawn_start = self._packet[layout.drawn_start.start :][:1]
+        if variant == "greedy" and self._decoder.draws(size):
+            to = DrawnTokens(rows, self._drawn.on_device, drawn_start, self._table.last_tokens)
+            self._decoder.draw(self._sampled[:size], to)
+            return self._logits[:0]
         logits = self._decoder.logits(self._sampled[:size], self._logits[:size])
         self._sampler.draw(logits, rows, positions, self._drawn.on_device, variant, drawn_start)
         return logits
 
     def _whole(self, bucket: Bucket, variant: Variant) -> Tensor:
-        """A step in which every row draws: logits, and tokens drawn from them."""
+        """A step in which every row draws: what `_head` returns."""
         self._body(bucket)
         return self._head(bucket.rows, variant)
 

@@ -85,8 +85,8 @@ class DeviceSampler:
         self._bias = Lines(vocab_size, torch.float32, place)
         self.num_logprobs = np.full(max_rows, -1, np.int32)
         """Likeliest tokens wanted beside the chosen one; -1 for no log-probabilities at all."""
-        self._shaped = np.zeros(max_rows, np.bool_)
-        """Rows with a temperature, a bias or penalties."""
+        self._needs_full = np.zeros(max_rows, np.bool_)
+        """Rows with a temperature, a bias, penalties or log-probabilities."""
         self._ends_from = np.zeros(max_rows, np.int32)
         """Position from which end tokens may be drawn; 0 for rows that have none to hide."""
 
@@ -112,14 +112,15 @@ class DeviceSampler:
         if len(records):
             scatter_rows(self._device.upload(records), self._columns)
 
-    def shapes_any(self, rows: Int32s) -> bool:
-        """Whether any of these rows has a temperature, a bias or penalties: only the full variant ever draws them."""
-        return bool(self._shaped[rows].any())
+    def needs_full(self, rows: Int32s) -> bool:
+        """Whether any of these rows has a temperature, a bias or penalties, or wants to know its logits: only the full
+        variant ever draws them."""
+        return bool(self._needs_full[rows].any())
 
     def variant_for(self, rows: Int32s, positions: Int32s | None = None) -> Variant:
         """The least that draws these rows. With the positions that new tokens will take, rows past their minimum
         length count as unconstrained."""
-        if self.shapes_any(rows):
+        if self.needs_full(rows):
             return "full"
         ends_from = self._ends_from[rows]
         early = ends_from > 0 if positions is None else ends_from > positions
@@ -162,7 +163,7 @@ class DeviceSampler:
         ends = spec.end_token_ids if params.min_tokens > 0 else ()
         self._release(row)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._shaped[row] = temperature > 0 or penalties or bias
+        self._needs_full[row] = temperature > 0 or penalties or bias or params.logprobs is not None
         self._ends_from[row] = ends_from = admission.num_prompt + params.min_tokens if ends else 0
         if ends:
             self._fill_ends(row, ends)

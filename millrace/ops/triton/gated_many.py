@@ -163,10 +163,10 @@ def gated_many(x: Tensor, weight: Tensor, activation: str, tile: tuple[int, int]
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     tiles_m, tiles_n = triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile_outputs)
-    gated_many_kernel[(min(_multiprocessors(x.device), tiles_m * tiles_n),)](
-        _describe(x, tile_rows, BLOCK_K),
-        _describe(weight, tile_outputs, BLOCK_K),
-        _describe(out, tile_rows, tile_outputs),
+    gated_many_kernel[(min(multiprocessors(x.device), tiles_m * tiles_n),)](
+        describe(x, tile_rows, BLOCK_K),
+        describe(weight, tile_outputs, BLOCK_K),
+        describe(out, tile_rows, tile_outputs),
         tiles_m,
         tiles_n,
         inputs,
@@ -183,7 +183,7 @@ def gated_many(x: Tensor, weight: Tensor, activation: str, tile: tuple[int, int]
     return out
 
 
-def _describe(matrix: Tensor, rows: int, columns: int) -> Any:
+def describe(matrix: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns))
 
 
@@ -193,5 +193,5 @@ def _layout(rows: int, columns: int) -> Any:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

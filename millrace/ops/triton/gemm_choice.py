@@ -21,6 +21,8 @@ ALIKE = 1.5
 MANY_ACTIVATIONS = ("silu", "gelu_tanh")
 MANY_OUTPUTS, MANY_INPUTS = 3072, 1024
 """The least sizes at which a kernel for many rows was measured."""
+HEAD_INPUTS = 64
+"""Inputs that `greedy_head` takes at a time."""
 INVARIANT = Tiles("dot", 64, 64, 128, warps=4, stages=3)
 """Tiles of the products whose result for a row must not depend on the others: the same for any number of rows."""
 INVARIANT_PROGRAMS = 256
@@ -76,6 +78,17 @@ def measured_many(weight: Tensor, bias: Tensor | None, activation: str) -> ByRow
     entries = nearest(gemm_table.GATED_MANY, *weight.shape)
     if not entries and outputs >= MANY_OUTPUTS and inputs >= MANY_INPUTS:
         entries = gemm_table.GATED_MANY_OTHERS
+    limits = tuple(sorted(entries))
+    return ByRows(limits, tuple(entries[limit] for limit in limits))
+
+
+def measured_head(weight: Tensor, bias: Tensor | None) -> ByRows[tuple[int, int, int]]:
+    """What `greedy_head` takes, for the numbers of rows at which it was measured faster, if it can compute this
+    product."""
+    is_plain = bias is None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    if not is_plain or weight.shape[1] % HEAD_INPUTS or gluon_missing(weight.device):
+        return ByRows()
+    entries = nearest(gemm_table.GREEDY_HEAD, *weight.shape)
     limits = tuple(sorted(entries))
     return ByRows(limits, tuple(entries[limit] for limit in limits))
 

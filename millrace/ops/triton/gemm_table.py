@@ -291,6 +291,14 @@ GATED_MANY: dict[tuple[int, int], dict[int, tuple[int, int] | None]] = {
 GATED_MANY_OTHERS: dict[int, tuple[int, int] | None] = {2047: None, ANY: (128, 128)}
 """For sizes that nobody measured, between those or above them: where both of those gain 3% and more."""
 
+GREEDY_HEAD: dict[tuple[int, int], dict[int, tuple[int, int, int] | None]] = {
+    (151936, 1024): {16: None, 192: (64, 256, 5), ANY: (128, 256, 4)},
+    (128256, 4096): {16: None, 192: (64, 256, 5), ANY: (128, 256, 4)},
+    (151936, 2048): {16: None, 192: (64, 256, 5), ANY: (128, 256, 4)},
+}
+"""The head's product with the greatest logit of each row: rows and tokens of a tile of `greedy_head`, and how many are
+in its ring. None: logits are computed, and a kernel of its own draws from them."""
+
 FP8: Table = {
     (4096, 4096): {
         1: ("swap_tma", 16, 64, 512, 1, 4, 5, True, 2),

@@ -1,0 +1,151 @@
+"""The head's product that keeps only the greatest logit: against its parts on a GPU, that it compiles for one anywhere,
+and the pick among its programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.triton_mode import device, interpreted
+from torch import Tensor
+
+from millrace.ops.linear import DrawnTokens, TunedLinear
+from millrace.ops.triton import gemm_choice, gemm_table
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon._runtime import GluonASTSource
+from millrace.ops.triton import gated_many, greedy_head as room
+
+kernel, (rows, tokens, stages) = room.greedy_head_kernel, map(int, sys.argv[1:])
+blocks = {"x_desc": (rows, 64), "w_desc": (tokens, 64)}
+constants = {"ROWS": rows, "TOKENS": tokens, "BLOCK_K": 64, "STAGES": stages, "FETCHING_REGISTERS": 24}
+signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
+signature |= {"best_ptr": "*fp32", "token_ptr": "*i32"}
+for name, block in blocks.items():
+    signature[name] = f"tensordesc<bf16{list(block)},{gated_many._layout(*block)!r}>"
+places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+built = compile(GluonASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+print("wide", "wgmma.mma_async.sync.aligned.m64n" in built.asm["ptx"], built.metadata.shared <= 227 << 10)
+"""
+
+TILES = sorted({tile for entries in gemm_table.GREEDY_HEAD.values() for tile in entries.values() if tile is not None})
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_it_compiles_to_the_wide_instruction(tile: tuple[int, int, int]) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *map(str, tile)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "wide True True" in done.stdout, done.stderr[-3000:]
+
+
+def test_every_number_of_rows_has_an_entry() -> None:
+    assert all(max(entries) == gemm_table.ANY for entries in gemm_table.GREEDY_HEAD.values())
+
+
+def test_without_a_gpu_there_is_no_choice() -> None:
+    if not interpreted:
+        pytest.skip("there is a GPU")
+    assert gemm_choice.measured_head(torch.zeros(151936, 1024, dtype=torch.bfloat16), None).of(64) is None
+
+
+def drawn(rows: list[int]) -> DrawnTokens:
+    table = torch.full((2 * len(rows) + 1,), -5, dtype=torch.int64, device=device)
+    return DrawnTokens(
+        rows=torch.tensor(rows, dtype=torch.int32, device=device),
+        out=torch.full((len(rows) + 3,), -7, dtype=torch.int32, device=device),
+        out_start=torch.tensor([3], dtype=torch.int32, device=device),
+        last_tokens=table,
+    )
+
+
+def test_the_best_of_all_programs_is_picked_and_the_first_among_equals() -> None:
+    from millrace.ops.triton.greedy_head import pick
+
+    best = torch.tensor([[1.0, 2.0, -torch.inf, 9.0], [3.0, 2.0, -torch.inf, 0.0], [3.0, 2.0, -torch.inf, 0.0]])
+    token = torch.tensor([[5, 300, 0, 1], [200, 600, 0, 2], [100, 900, 0, 3]], dtype=torch.int32)
+    to = drawn([4, 0, 6, -1])
+    pick(best.to(device), token.to(device), to)
+    assert to.out.tolist() == [-7, -7, -7, 100, 300, 0, -7]
+    assert to.last_tokens.tolist() == [300, -5, -5, -5, 100, -5, 0, -5, -5]
+
+
+def operands(rows: int, vocab: int, inputs: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rows * vocab + inputs)
+    x = torch.randn(rows, inputs, device=device).bfloat16()
+    return x, (torch.randn(vocab, inputs, device=device) * inputs**-0.5).bfloat16()
+
+
+def check(x: Tensor, weight: Tensor, vocab: int, tile: tuple[int, int, int]) -> None:
+    """Tokens are those of exact sums, but where the next best is nearer than sums in another order can tell."""
+    from millrace.ops.triton.greedy_head import HeadTile, greedy_head
+
+    count = x.shape[0]
+    to = drawn([2 * count - 2 * row for row in range(count)])
+    greedy_head(x, weight, HeadTile(*tile), to, vocab)
+    logits = x.double() @ weight[:vocab].double().T
+    top, got = logits.max(1), to.out[3:].long()
+    assert (to.out[:3] == -7).all()
+    assert (logits.gather(1, got[:, None])[:, 0] >= top.values - 1e-4).all()
+    assert (got == top.indices).float().mean() > 0.99
+    assert torch.equal(to.last_tokens[to.rows.long()], got)
+    assert (to.last_tokens == -5).sum() == count + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "inputs"),
+    [(1, 32, 64), (17, 1000, 128), (64, 256, 64), (65, 257, 192), (200, 50257, 768), (512, 151936, 1024), (33, 128256, 4096)],
+)  # fmt: skip
+def test_it_gives_what_its_parts_give(rows: int, vocab: int, inputs: int, tile: tuple[int, int, int]) -> None:
+    x, weight = operands(rows, vocab, inputs)
+    check(x, weight, vocab, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_padding_ties_and_what_is_no_number(tile: tuple[int, int, int]) -> None:
+    x, weight = operands(70, 5000, 128)
+    weight[4990:] = weight[:1] * 50  # beyond the vocabulary
+    check(x, weight, 4990, tile)
+    from millrace.ops.triton.greedy_head import HeadTile, greedy_head
+
+    weight[:] = 0
+    weight[[77, 78, 3000], :] = 1
+    x[:] = 1
+    x[3] = -1
+    x[4] = torch.nan
+    weight[4000] = torch.nan
+    to = drawn(list(range(70)))
+    greedy_head(x, weight, HeadTile(*tile), to, 5000)
+    # Of row 3 all but three logits are 0; of row 4 none is a number.
+    assert to.out[3:].tolist() == [77, 77, 77, 0, 0, *[77] * 65]
+
+
+@pytest.mark.gpu
+def test_it_gives_the_same_again_and_the_head_takes_it() -> None:
+    x, weight = operands(160, 151936, 1024)
+    head = TunedLinear(weight)
+    assert head.draws(160)
+    assert not head.draws(1)
+    assert not TunedLinear(weight, torch.zeros(151936, device=device).bfloat16()).draws(160)
+    first = drawn(list(range(160)))
+    head.draw(x, 151936, first)
+    for _ in range(20):
+        again = drawn(list(range(160)))
+        head.draw(x, 151936, again)
+        assert torch.equal(again.out, first.out)
