@@ -48,6 +48,8 @@ LIST_COLUMNS = 6
 the first cell of those parts. An entry of length 0 is none."""
 MOST_SPLITS = 64
 """Splits of one row: what the join of their results has room for."""
+NO_WEIGHT = 1e30
+"""A greatest score beside which no score weighs anything."""
 JOINED_ITEMS = 4096
 """Items of partial results, for each warp, that are all in flight together when they are joined: what its registers
 hold. More go in turns."""
@@ -109,7 +111,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, LISTED: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, EARLY: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, NO_WEIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
     where there are more. LISTED: a list says which rows there are."""
@@ -178,7 +180,8 @@ def _decode_kernel(
     g = tl.arange(0, GP)
     heads = head * GROUP + g
     q_row = q_ptr + start.to(tl.int64) * q_stride
-    m = tl.full([GP], float("-inf"), tl.float32)
+    # Rows that no query has weigh every key with 0: products of nothing take less of the chip's power, which binds.
+    m = tl.where(g < GROUP, float("-inf"), NO_WEIGHT)
     if SWAP:
         mine = (g < GROUP)[None, :] & (part < D)[:, None]
         q = _load_queries(q_row + heads[None, :] * D + part[:, None], mine, D, FORMAT)
@@ -187,7 +190,7 @@ def _decode_kernel(
     else:
         mine = (g < GROUP)[:, None] & (part < D)[None, :]
         q = _load_queries(q_row + heads[:, None] * D + part[None, :], mine, D, FORMAT)
-        z = tl.zeros([GP], tl.float32)
+        z = tl.where(g < GROUP, 0.0, 1.0)
         acc = _zeros(GP, PART, FORMAT)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
@@ -205,7 +208,10 @@ def _decode_kernel(
             acc, m, z = _accumulate_swapped(acc, m, z, q, k, v, inside, softmax_scale, CAP, DTYPE, PRECISION)
         else:
             s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
-            s = tl.where(inside[None, :], s, float("-inf"))
+            if FORMAT == "packed":  # whose words are always numbers: adding takes less than choosing
+                s += tl.where(inside, 0.0, float("-inf"))[None, :]
+            else:
+                s = tl.where(inside[None, :], s, float("-inf"))
             acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
     if SWAP:
         sums = tl.trans(acc[0])
@@ -345,6 +351,6 @@ def decode(
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
         SWAP=tuning.swap, LISTED=listed is not None,
         ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
-        SHARED_PARTS=0 if shared is None else SHARED_PARTS,
+        SHARED_PARTS=0 if shared is None else SHARED_PARTS, NO_WEIGHT=NO_WEIGHT,
         num_warps=tuning.warps, **early_start(queries.device),
     )  # fmt: skip

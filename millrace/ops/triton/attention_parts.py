@@ -23,6 +23,8 @@ def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.cons
     s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
     for part in tl.static_range(1, len(k)):
         s = tl.dot(q[part], tl.trans(k[part]), s, input_precision=PRECISION)
+    if FORMAT != "plain" and CAP == 0.0:
+        return s * (k_scales * (softmax_scale * 1.4426950408889634))[None, :]
     if FORMAT != "plain":
         s = s * k_scales[None, :]
     return _capped(s, softmax_scale, CAP)

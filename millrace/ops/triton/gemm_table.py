@@ -293,8 +293,8 @@ GATED_MANY_OTHERS: dict[int, tuple[int, int] | None] = {2047: None, ANY: (128, 1
 
 GREEDY_HEAD: dict[tuple[int, int], dict[int, tuple[int, int, int] | None]] = {
     (151936, 1024): {16: None, 192: (64, 256, 5), ANY: (128, 256, 4)},
-    (128256, 4096): {16: None, 192: (64, 256, 5), ANY: (128, 256, 4)},
-    (151936, 2048): {16: None, 192: (64, 256, 5), ANY: (128, 256, 4)},
+    (128256, 4096): {24: None, 128: (64, 256, 5), 160: None, 192: (64, 256, 5), ANY: None},
+    (151936, 2048): {16: None, 192: (64, 256, 5), 256: (128, 256, 4), 352: None, ANY: (128, 256, 4)},
 }
 """The head's product with the greatest logit of each row: rows and tokens of a tile of `greedy_head`, and how many are
 in its ring. None: logits are computed, and a kernel of its own draws from them."""
