@@ -9,7 +9,8 @@ has to be measured beforehand.
 A packed cache, on a GPU, has layers [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 2] of int16: bfloat16 numbers
 in twelve bits, as `ops/packed.py` says. A block begins with the words of all its heads, one head after the other, each
 in three planes: the first third of every token's words, the second, the last. What is read at once is then in whole
-lines of memory. The float32 scales of all heads and tokens follow.
+lines of memory. Behind the keys follow the scales of all heads and tokens, of each its key's and its value's side by
+side in bfloat16, so that both are read as one word. The same place behind the values is not used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ their helpers found among a module's names would make Triton's key of a kernel d
 SCALE_BYTES = 4
 """What a key or a value in eight bits takes beside its items."""
 SCALE_WORDS = 2
-"""The same of a packed one, in words of sixteen bits."""
+"""The same of a packed one, in words of sixteen bits: of keys their scales' and their values', of values nothing."""
 INT8_MAX = 127
 
 
@@ -42,7 +43,8 @@ def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor
     except in the scratch block 0, whose content is never read."""
     if holds_packed(kv):
         items, scales = packed_parts(kv)
-        words, scales[:, block_ids, :, offsets] = pack(keys_values.to(torch.bfloat16))
+        words, powers = pack(keys_values.to(torch.bfloat16))
+        scales[:, block_ids, :, offsets] = powers.to(torch.bfloat16)
         items[:, block_ids, :, offsets] = words.view(*words.shape[:-1], *items.shape[-2:])
         return
     if not has_eight_bits(kv):
@@ -67,7 +69,7 @@ def read_kv(kv: Tensor, block_ids: Tensor) -> Tensor:
     """Whole blocks [2, n, kv_heads, block_size, head_dim] in float32."""
     if holds_packed(kv):
         items, scales = packed_parts(kv)
-        return unpack(items[:, block_ids].flatten(-2), scales[:, block_ids])
+        return unpack(items[:, block_ids].flatten(-2), scales[:, block_ids].float())
     if not has_eight_bits(kv):
         return kv[:, block_ids].float()
     if holds_fp8(kv):
@@ -122,9 +124,10 @@ def _eight_bit_parts(kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def packed_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a packed cache: words int16 [2, blocks, kv_heads, block_size, 3, head_dim / 4], and scales float32
+    """Views of a packed cache: words int16 [2, blocks, kv_heads, block_size, 3, head_dim / 4], and scales bfloat16
     without the last two dimensions."""
     words, flat = packed_items(head_dim_of(kv)), kv.flatten(2)
     first_scale = kv.shape[2] * kv.shape[3] * words
     planes = flat[..., :first_scale].view(*kv.shape[:3], 3, kv.shape[3], words // 3)
-    return planes.transpose(3, 4), flat[..., first_scale:].view(torch.float32).view(kv.shape[:4])
+    scales = flat[0, :, first_scale:].view(torch.bfloat16).view(*kv.shape[1:4], 2)
+    return planes.transpose(3, 4), scales.permute(3, 0, 1, 2)

@@ -158,7 +158,7 @@ def test_the_cache_keeps_each_token_at_its_place(
     assert same_bits(found[:, mine // block_size, :, mine % block_size].contiguous(), keys_values)
     items, scales = packed_parts(kv)
     assert (items[:, others // block_size, :, others % block_size] == -1).all()
-    assert (scales.view(torch.int32)[:, others // block_size, :, others % block_size] == -1).all()
+    assert (scales.view(torch.int16)[:, others // block_size, :, others % block_size] == -1).all()
 
 
 def test_a_token_is_written_over() -> None:
@@ -170,14 +170,17 @@ def test_a_token_is_written_over() -> None:
 
 
 def test_the_layout_is_as_described() -> None:
-    """In a block the words of all heads come first, each in three planes of all tokens; then the scales."""
+    """In a block the words of all heads come first, each in three planes of all tokens; then, behind the keys alone, the
+    scales, a key's and its value's side by side."""
     kv = empty(3, 2, 4, 64)
     keys_values = vectors_of(127, FURTHEST, (1, 2, 2, 64), 3)
     write_kv(keys_values, kv, torch.tensor([1]), torch.tensor([2]))
     words, scales = pack(keys_values)
-    flat = kv[1, 1].flatten()
+    keys, values = kv[:, 1].flatten(1)
     for head in range(2):
-        planes = flat[4 * 48 * head : 4 * 48 * (head + 1)].view(3, 4, 16)
+        planes = values[4 * 48 * head : 4 * 48 * (head + 1)].view(3, 4, 16)
         assert torch.equal(planes[:, 2].flatten(), words[0, 1, head])
-        assert torch.equal(flat[2 * 4 * 48 :].view(torch.float32)[4 * head + 2], scales[0, 1, head])
-    assert torch.equal(flat[:32], torch.full((32,), -1, dtype=torch.int16))
+        pairs = keys[2 * 4 * 48 :].view(torch.bfloat16).view(2, 4, 2)
+        assert torch.equal(pairs[head, 2].float(), scales[0, :, head])
+    assert (values[2 * 4 * 48 :] == -1).all()
+    assert (values[:32] == -1).all()

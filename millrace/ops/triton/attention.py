@@ -100,8 +100,9 @@ def _shared_kernel(
         keys = at + tl.arange(0, TILE)
         where = _places(blocks, keys, head_offset, block_stride, words, ITEMS, BS, WIDE)
         inside = keys < end
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        k_scales, v_scales = _load_scales(
+            k_scales_ptr, v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT
+        )
         blocks = _blocks_of(table, keys + TILE, end, BS)
         if FORMAT == "packed":
             k = _load_unpacked(k_ptr, where, k_scales, D, BS, DTYPE, EARLY)
@@ -155,8 +156,9 @@ def _attend_pages(
         keys = at + tl.arange(0, TILE)
         where = _places(blocks, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
         inside = keys < full
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        k_scales, v_scales = _load_scales(
+            k_scales_ptr, v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT
+        )
         blocks = _blocks_of(table, keys + TILE, full, BS)
         k = _load_keys(k_ptr, where, d, D, DP, BS, DTYPE, FORMAT, EARLY)
         v = _load_values(v_ptr, where, inside, d, D, DP, BS, False, DTYPE, FORMAT, EARLY)
@@ -167,8 +169,9 @@ def _attend_pages(
         inside = keys < end
         here = _blocks_of(table, keys, end, BS)
         where = _places(here, keys, head_offset, block_stride, d, ITEMS, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, here, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, here, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        k_scales, v_scales = _load_scales(
+            k_scales_ptr, v_scales_ptr, here, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT
+        )
         k = _load_keys(k_ptr, where, d, D, DP, BS, DTYPE, FORMAT, EARLY)
         v = _load_values(v_ptr, where, inside, d, D, DP, BS, True, DTYPE, FORMAT, EARLY)
         s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
@@ -198,8 +201,9 @@ def _attend_cached(
         keys = at + tl.arange(0, TILE)
         inside = keys < context
         where = _places(blocks, keys, head_offset, block_stride, part, ITEMS, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, "packed")
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, "packed")
+        k_scales, v_scales = _load_scales(
+            k_scales_ptr, v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, "packed"
+        )
         blocks = _blocks_of(table, keys + TILE, context, BS)
         k = _load_unpacked(k_ptr, where, k_scales, D, BS, DTYPE, EARLY)
         v = _load_unpacked(v_ptr, where, v_scales, D, BS, DTYPE, EARLY)

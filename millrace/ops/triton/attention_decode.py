@@ -196,8 +196,9 @@ def _decode_kernel(
         keys = at + tl.arange(0, TILE)
         inside = keys < last
         where = _places(blocks, keys, head_offset, block_stride, part, ITEMS, BS, WIDE)
-        k_scales = _load_scales(k_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
-        v_scales = _load_scales(v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT)
+        k_scales, v_scales = _load_scales(
+            k_scales_ptr, v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT
+        )
         blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
         blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
         k = _load_keys(k_ptr, where, part, D, DP, BS, DTYPE, FORMAT, EARLY)

@@ -181,18 +181,34 @@ def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constex
 
 
 @triton.jit
-def _load_scales(ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.constexpr, WIDE: tl.constexpr,
+def _load_scales(k_ptr, v_ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.constexpr, WIDE: tl.constexpr,
                  FORMAT: tl.constexpr):  # fmt: skip
-    """The scales [keys] of a head's items. Ones where there are none."""
+    """The scales [keys] of a head's keys, and of its values. Ones where there are none."""
     if FORMAT == "plain":
-        return tl.full(keys.shape, 1.0, tl.float32)
+        ones = tl.full(keys.shape, 1.0, tl.float32)
+        return ones, ones
     else:
         if WIDE:
             blocks = blocks.to(tl.int64)
         first = blocks * block_stride + scale_offset
         # Offsets count items: bytes, or words of sixteen bits.
-        first = first >> 2 if FORMAT == "eight" else first >> 1
-        return tl.load(ptr + (first + keys % BS), mask=inside, other=0.0)
+        if FORMAT == "packed":
+            both = tl.load(k_ptr + ((first >> 1) + keys % BS), mask=inside, other=0)
+            return _key_scales(both), _value_scales(both)
+        else:
+            where = (first >> 2) + keys % BS
+            return tl.load(k_ptr + where, mask=inside, other=0.0), tl.load(v_ptr + where, mask=inside, other=0.0)
+
+
+@triton.jit
+def _key_scales(both):
+    """Of words with two numbers in bfloat16 the first as float32."""
+    return (both << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _value_scales(both):
+    return (both & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -284,10 +300,13 @@ def is_wide(kv: Tensor) -> bool:
 
 
 def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some."""
+    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some; of a packed one
+    those of both together."""
     if not holds_fp8(kv) and not holds_packed(kv):
         return kv[0], kv[1], None, None
-    items, scales = kv.view(FP8) if holds_fp8(kv) else kv, kv.view(torch.float32)
+    if holds_packed(kv):
+        return kv[0], kv[1], kv.view(torch.int32)[0], None
+    items, scales = kv.view(FP8), kv.view(torch.float32)
     return items[0], items[1], scales[0], scales[1]
 
 

@@ -25,7 +25,7 @@ from millrace.ops.triton.attention_parts import (
 
 @triton.jit
 def _contiguous_kernel(
-    kv_ptr, scales_ptr, out_ptr, table_rows, tables, row, table_stride, block_stride, kind_stride, num_keys,
+    kv_ptr, k_scales_ptr, v_scales_ptr, out_ptr, table_rows, tables, row, table_stride, block_stride, kind_stride, num_keys,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr, BS: tl.constexpr,
     ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -38,9 +38,12 @@ def _contiguous_kernel(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     blocks = _blocks_of(table, keys, num_keys, BS).to(tl.int64)
     offset = head * HEAD_ITEMS + kind * kind_stride
-    scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT) + kind * kind_stride
+    scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
     where = _places(blocks, keys, offset, block_stride, d, ITEMS, BS, True)
-    scales = _load_scales(scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, True, FORMAT)
+    k_scales, v_scales = _load_scales(
+        k_scales_ptr, v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, True, FORMAT
+    )
+    scales = tl.where(kind == 0, k_scales, v_scales)
     to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + d[None, :]
     if FORMAT == "packed":
         numbers = _load_packed(kv_ptr, where, D, BS, tl.float32, False)
@@ -78,11 +81,11 @@ def _join_kernel(
 
 def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, shape: HeadShape, dtype: torch.dtype) -> Tensor:
     """Keys and values of one row out of their pages: [2, kv_heads, keys, head_dim]."""
-    items, _, scales, _ = cache_pointers(kv)
+    items, _, k_scales, v_scales = cache_pointers(kv)
     out = torch.empty((2, shape.num_kv_heads, num_keys, shape.head_dim), dtype=dtype, device=kv.device)
     block = 64
     _contiguous_kernel[(triton.cdiv(num_keys, block), shape.num_kv_heads, 2)](
-        items, scales, out, rows.table_rows, rows.block_tables, row, rows.block_tables.stride(0), kv.stride(1),
+        items, k_scales, v_scales, out, rows.table_rows, rows.block_tables, row, rows.block_tables.stride(0), kv.stride(1),
         kv.stride(0), num_keys, KV_HEADS=shape.num_kv_heads, **cache_sizes(kv, shape), BLOCK=block,
         num_warps=4,
     )  # fmt: skip

@@ -85,15 +85,9 @@ def _kept(bits, top):
 
 
 @triton.jit
-def _power_of_two(exponent):
-    """float32, from its bits of exponent."""
-    return (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _pack(left, right, HEADS: tl.constexpr, HALF: tl.constexpr):
     """As `ops/packed.py` says, from bfloat16 halves [heads, D / 2]: three words int16 [heads, D / 4], and the scales
-    [heads]."""
+    [heads], bfloat16 as int16."""
     left, right = _bits(left), _bits(right)
     top = tl.maximum(tl.max(left & 0x7FFF, 1), tl.max(right & 0x7FFF, 1)) >> 7
     first, second = _quarters(_kept(left, top), HEADS, HALF)
@@ -102,7 +96,7 @@ def _pack(left, right, HEADS: tl.constexpr, HALF: tl.constexpr):
     first = first | (last & 0xF) << 11
     second = second | (last >> 4 & 0xF) << 11
     third = third | (last >> 8) << 11
-    return first.to(tl.int16), second.to(tl.int16), third.to(tl.int16), _power_of_two(top)
+    return first.to(tl.int16), second.to(tl.int16), third.to(tl.int16), (top << 7).to(tl.int16)
 
 
 @triton.jit
@@ -201,14 +195,15 @@ def _qkv_kernel(
         rest = left
     if (tl.program_id(1) + 1) * BLOCK_H > HEADS:  # else there are queries alone
         kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
-        start = block * block_stride + tl.where(is_value, value_stride, 0)
-        places = kv_ptr + (start + kv_head * HEAD_ITEMS + offset * ITEMS)[:, None]
-        first_scale = start + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
+        to_values = tl.where(is_value, value_stride, 0)
+        places = kv_ptr + (block * block_stride + to_values + kv_head * HEAD_ITEMS + offset * ITEMS)[:, None]
+        first_scale = block * block_stride + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
         cached = exists & (heads >= HEADS)
         if FORMAT == "packed":
-            _store_packed(left, right, places, scales_ptr + first_scale // 2 + offset, cached, BLOCK_H, HALF, BS)
+            to = kv_ptr + (first_scale + 2 * offset + is_value.to(tl.int64))  # a value's beside its key's
+            _store_packed(left, right, places, to, cached, BLOCK_H, HALF, BS)
         elif FORMAT == "eight":
-            to = scales_ptr + first_scale // 4 + offset
+            to = scales_ptr + (first_scale + to_values) // 4 + offset
             _store_fp8(left, right, rest, places, to, cached, BLOCK_H, HALF, HP, REST, RP, MOST)
         else:
             _store_items(left, right, rest, places, cached, HALF, HP, REST, RP)
