@@ -109,8 +109,16 @@ def check(x: Tensor, weight: Tensor, vocab: int, tile: tuple[int, int, int]) -> 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     ("rows", "vocab", "inputs"),
-    [(1, 32, 64), (17, 1000, 128), (64, 256, 64), (65, 257, 192), (200, 50257, 768), (512, 151936, 1024), (33, 128256, 4096)],
-)  # fmt: skip
+    [
+        (1, 32, 64),
+        (17, 1000, 128),
+        (64, 256, 64),
+        (65, 257, 192),
+        (200, 50257, 768),
+        (512, 151936, 1024),
+        (33, 128256, 4096),
+    ],
+)
 def test_it_gives_what_its_parts_give(rows: int, vocab: int, inputs: int, tile: tuple[int, int, int]) -> None:
     x, weight = operands(rows, vocab, inputs)
     check(x, weight, vocab, tile)

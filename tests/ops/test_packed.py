@@ -170,8 +170,8 @@ def test_a_token_is_written_over() -> None:
 
 
 def test_the_layout_is_as_described() -> None:
-    """In a block the words of all heads come first, each in three planes of all tokens; then, behind the keys alone, the
-    scales, a key's and its value's side by side."""
+    """In a block the words of all heads come first, each in three planes of all tokens; then, behind the keys alone,
+    the scales, a key's and its value's side by side."""
     kv = empty(3, 2, 4, 64)
     keys_values = vectors_of(127, FURTHEST, (1, 2, 2, 64), 3)
     write_kv(keys_values, kv, torch.tensor([1]), torch.tensor([2]))

@@ -23,6 +23,7 @@ from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
 from millrace.ops.attention import PagedAttention, decode_rule
+from millrace.ops.linear import DrawnTokens, Head
 from millrace.ops.qkv import NativePrepareQkv
 from millrace.ops.triton.qkv import PrepareQkvKernel
 from millrace.params import SamplingParams
@@ -138,6 +139,53 @@ def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPa
         found, scores = drive(fast, requests(7, 1, KINDS[kind]))
     assert found == expected
     assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)
+
+
+class DrawingHead:
+    """Another head that draws, where there are more than two rows, as one that has a kernel for it would."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self.drawn: list[int] = []
+        """Rows of each draw."""
+        self.asked: list[int] = []
+        """Rows whose logits were asked for."""
+
+    def wide(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        self.asked.append(x.shape[0])
+        return self._head.wide(x, out)
+
+    def draws(self, rows: int) -> bool:
+        return rows > 2
+
+    def draw(self, x: torch.Tensor, vocab_size: int, to: DrawnTokens) -> None:
+        self.drawn.append(x.shape[0])
+        tokens = self._head.wide(x)[:, :vocab_size].argmax(1)
+        real, first = (to.rows >= 0).nonzero()[:, 0], int(to.out_start)
+        to.out[first + real] = tokens[real].to(to.out.dtype)
+        to.last_tokens[to.rows[real].long()] = tokens[real].to(to.last_tokens.dtype)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "scored", "stops"])
+def test_a_head_that_draws_is_asked_for_logits_only_where_they_are_needed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if interpreted:
+        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    decoder = decoder_for("qwen3", place, True)
+    head = DrawingHead(decoder._weights.head)
+    decoder._weights = dataclasses.replace(decoder._weights, head=head)
+    fast = CudaRunner(decoder, device, token_budget=BUDGET, graphs=False, **SIZES)
+    expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
+    with quick_interpreter() if interpreted else nullcontext():
+        found, scores = drive(fast, requests(7, 1, KINDS[kind]))
+    assert found == expected
+    assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)
+    assert bool(head.drawn) == (kind != "scored")
+    assert all(rows > 2 for rows in head.drawn)
+    assert (max(head.asked) > 2) == (kind != "greedy")
 
 
 def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,7 @@ def test_the_variant_is_the_least_that_serves() -> None:
         seat(4, SamplingParams(temperature=0, logit_bias=((1, 1.0),))),
         seat(5, SamplingParams(temperature=0, min_tokens=4), ends=[3]),
         seat(6, SamplingParams(temperature=0, min_tokens=4)),
+        seat(7, SamplingParams(temperature=0, logprobs=0)),
     )
 
     def variant(*rows: int, at: int | None = None) -> str:
@@ -280,7 +281,7 @@ def test_the_variant_is_the_least_that_serves() -> None:
         return sampler.variant_for(due, None if at is None else np.full(len(rows), at, np.int32))
 
     assert variant(0, 1, 6) == variant() == "greedy"
-    assert {variant(0, row) for row in (2, 3, 4, 5)} == {"full"}
+    assert {variant(0, row) for row in (2, 3, 4, 5, 7)} == {"full"}
     assert variant(5, at=6) == "full"
     assert variant(5, at=7) == "greedy"
     pair.seat(seat(2, SamplingParams(temperature=0)))

@@ -33,17 +33,13 @@ MANY_PACKED: Tile = (64, 2, 3)
 PACKED_TILES: tuple[tuple[int, Tile], ...] = (
     (VERY_FEW, MANY_PACKED),
     (LIST_FROM["packed"], (32, 1, 3)),
-    (4 * SMS, (64, 2, 4)),
-    (640, (64, 2, 2)),
     (768, (64, 2, 4)),
-    (1024, MANY_PACKED),
-    (1280, (64, 2, 2)),
     (1536, MANY_PACKED),
     (1792, (32, 1, 3)),
 )
-"""(most streams, their tile) over a packed cache. Five or six, four or two programs of 64 keys in two, three or four
-stages fit a multiprocessor, and seven of 32: best is what leaves the last round of programs fullest. Up to 528 streams,
-programs are also so large that the next product has no room beside two of them, where it would hold them up."""
+"""(most streams, their tile) over a packed cache. Four or two programs of 64 keys in three or four stages fit a
+multiprocessor, and seven of 32: best is what leaves the last round of programs fullest. Up to 768 streams, programs are
+also so large that the next product has no room beside two of them, where it would hold them up."""
 
 
 def takes_list(streams: int, held: CacheFormat) -> bool:

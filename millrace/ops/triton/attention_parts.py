@@ -300,8 +300,8 @@ def is_wide(kv: Tensor) -> bool:
 
 
 def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some; of a packed one
-    those of both together."""
+    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some; of a packed
+    one those of both together."""
     if not holds_fp8(kv) and not holds_packed(kv):
         return kv[0], kv[1], None, None
     if holds_packed(kv):

@@ -168,7 +168,7 @@ def greedy_head(hidden: Tensor, weight: Tensor, tile: HeadTile, to: DrawnTokens,
 
 
 def pick(best: Tensor, token: Tensor, to: DrawnTokens) -> None:
-    """Of each row's greatest logits [programs, n or more] and their tokens the greatest, and of equal ones the first."""
+    """Of each row's greatest logits [programs, n or more] and their tokens the greatest; of equal ones the first."""
     programs, width = best.shape
     _pick_kernel[(len(to.rows),)](
         best, token, to.rows, to.out, to.out_start, to.last_tokens, programs, width,

@@ -25,7 +25,8 @@ from millrace.ops.triton.attention_parts import (
 
 @triton.jit
 def _contiguous_kernel(
-    kv_ptr, k_scales_ptr, v_scales_ptr, out_ptr, table_rows, tables, row, table_stride, block_stride, kind_stride, num_keys,
+    kv_ptr, k_scales_ptr, v_scales_ptr, out_ptr, table_rows, tables,
+    row, table_stride, block_stride, kind_stride, num_keys,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr, BS: tl.constexpr,
     ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +86,9 @@ def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, shape: H
     out = torch.empty((2, shape.num_kv_heads, num_keys, shape.head_dim), dtype=dtype, device=kv.device)
     block = 64
     _contiguous_kernel[(triton.cdiv(num_keys, block), shape.num_kv_heads, 2)](
-        items, k_scales, v_scales, out, rows.table_rows, rows.block_tables, row, rows.block_tables.stride(0), kv.stride(1),
-        kv.stride(0), num_keys, KV_HEADS=shape.num_kv_heads, **cache_sizes(kv, shape), BLOCK=block,
+        items, k_scales, v_scales, out, rows.table_rows, rows.block_tables,
+        row, rows.block_tables.stride(0), kv.stride(1), kv.stride(0), num_keys,
+        KV_HEADS=shape.num_kv_heads, **cache_sizes(kv, shape), BLOCK=block,
         num_warps=4,
     )  # fmt: skip
     return out
