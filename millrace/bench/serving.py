@@ -130,6 +130,7 @@ class ServeBench:
                 f" {tally.errors} errors, the first: {tally.first_error or 'none'}"
             )
         spent, wall_s = after.minus(before), after.at - before.at
+        counted_s = after.counted_at - before.counted_at
         tokens_per_s = tally.frames * self.tokens * tally.whole / tally.whole_frames / self.seconds
         steps = spent.get("steps", 0.0) or float("nan")
         first_ms, burst_ms = _sorted_ms(tally.first_s), _sorted_ms(tally.burst_s)
@@ -151,8 +152,8 @@ class ServeBench:
             itl_p99_ms=percentile(gap_ms, 99),
             errors=tally.errors,
             first_error=tally.first_error,
-            engine_tokens_per_s=spent.get("output_tokens", 0.0) / wall_s,
-            steps_per_s=spent.get("steps", 0.0) / wall_s,
+            engine_tokens_per_s=spent.get("output_tokens", 0.0) / counted_s,
+            steps_per_s=spent.get("steps", 0.0) / counted_s,
             step_ms=1e3 * spent.get("step_seconds", 0.0) / steps,
             host_ms=1e3 * spent.get("host_seconds", 0.0) / steps,
             plan_ms=1e3 * spent.get("plan_seconds", 0.0) / steps,
@@ -171,6 +172,8 @@ class Reading:
 
     at: float
     cpu_s: dict[str, float]
+    counted_at: float
+    """When the server had answered, which on a busy machine is a while later."""
     gauges: dict[str, float]
 
     def minus(self, earlier: Reading) -> dict[str, float]:
@@ -186,8 +189,8 @@ def _reading_at(moment: float, server: LocalServer, pids: dict[str, int], client
     time.sleep(max(0.0, moment - time.monotonic()))
     cpu_s = {name: own_cpu_seconds(pid) for name, pid in pids.items()}
     cpu_s["clients"] = sum(map(own_cpu_seconds, clients))
-    at = time.monotonic()
-    return Reading(at, cpu_s, scrape(server.url))
+    at, gauges = time.monotonic(), scrape(server.url)
+    return Reading(at, cpu_s, time.monotonic(), gauges)
 
 
 def server_processes(pid: int) -> dict[str, int]:
