@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from helpers.gpu_compiler import said_by
 from helpers.paged import make_attention_case, rewritten
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
@@ -179,16 +177,7 @@ print("waits", "griddepcontrol.wait" in join.asm["ptx"] and "griddepcontrol.wait
 
 
 def test_both_kernels_compile_for_a_gpu() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert "wide True True\nwaits True" in done.stdout, done.stderr[-3000:]
+    assert "wide True True\nwaits True" in said_by(COMPILE)
 
 
 @pytest.mark.gpu

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from helpers.gpu_compiler import said_by
 from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
@@ -41,16 +39,7 @@ print("wide", instruction in built.asm["ptx"], built.metadata.shared <= 227 << 1
 @pytest.mark.parametrize("tile", [(128, 128), (256, 64)])
 def test_it_compiles_to_the_wide_instruction(tile: tuple[int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *map(str, tile)],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert "wide True True" in done.stdout, done.stderr[-3000:]
+    assert "wide True True" in said_by(COMPILE, *tile)
 
 
 def test_every_entry_is_a_tile_that_fits() -> None:

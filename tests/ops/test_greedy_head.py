@@ -3,12 +3,9 @@ and the pick among its programs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from helpers.gpu_compiler import said_by
 from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
@@ -40,16 +37,7 @@ TILES = sorted({tile for entries in gemm_table.GREEDY_HEAD.values() for tile in 
 @pytest.mark.parametrize("tile", TILES)
 def test_it_compiles_to_the_wide_instruction(tile: tuple[int, int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *map(str, tile)],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert "wide True True" in done.stdout, done.stderr[-3000:]
+    assert "wide True True" in said_by(COMPILE, *tile)
 
 
 def test_every_number_of_rows_has_an_entry() -> None:

@@ -28,10 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from millrace.ops.linear import DrawnTokens
 from millrace.ops.triton import early_start
 from millrace.ops.triton.early import wait_for_last
-from millrace.ops.triton.gated_many import FETCHING_REGISTERS, all_warps_here, describe, load_tile, multiprocessors
-
-BLOCK_K = 64
-MULTIPLYING_WARPS = 8
+from millrace.ops.triton.gated_many import (
+    FETCHING_REGISTERS,
+    MULTIPLYING_WARPS,
+    all_warps_here,
+    describe,
+    load_tile,
+    multiprocessors,
+)
+from millrace.ops.triton.gemm_choice import HEAD_INPUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +155,8 @@ def _pick_kernel(
 
 def greedy_head(hidden: Tensor, weight: Tensor, tile: HeadTile, to: DrawnTokens, vocab_size: int) -> None:
     """The token with the greatest logit of each of the hidden states [n, K], by the head's `weight` [N, K], both
-    bfloat16 and contiguous, K a multiple of 64. Of the N tokens the first `vocab_size` count, of equal ones the first,
-    and what is no number counts as -inf."""
+    bfloat16 and contiguous, K a multiple of HEAD_INPUTS. Of the N tokens the first `vocab_size` count, of equal ones
+    the first, and what is no number counts as -inf."""
     count, inputs = hidden.shape
     tiles_m, tiles_n = triton.cdiv(count, tile.rows), triton.cdiv(vocab_size, tile.tokens)
     each = max(1, min(multiprocessors(hidden.device) // tiles_m, tiles_n))
@@ -159,9 +164,9 @@ def greedy_head(hidden: Tensor, weight: Tensor, tile: HeadTile, to: DrawnTokens,
     best = torch.empty((each, width), dtype=torch.float32, device=hidden.device)
     token = torch.empty((each, width), dtype=torch.int32, device=hidden.device)
     greedy_head_kernel[(each * tiles_m,)](
-        describe(hidden, tile.rows, BLOCK_K), describe(weight, tile.tokens, BLOCK_K),
+        describe(hidden, tile.rows, HEAD_INPUTS), describe(weight, tile.tokens, HEAD_INPUTS),
         best, token, tiles_m, tiles_n, inputs, vocab_size,
-        ROWS=tile.rows, TOKENS=tile.tokens, BLOCK_K=BLOCK_K, STAGES=tile.stages,
+        ROWS=tile.rows, TOKENS=tile.tokens, BLOCK_K=HEAD_INPUTS, STAGES=tile.stages,
         FETCHING_REGISTERS=FETCHING_REGISTERS, num_warps=MULTIPLYING_WARPS,
     )  # fmt: skip
     pick(best, token, to)
