@@ -33,7 +33,9 @@ class KernelBuilder:
     def __init__(self, mark: Path) -> None:
         self._mark = mark
         """Exists once every kernel of these settings has been compiled on this machine."""
-        self._last_order_at, self._num_open = 0.0, 0
+        self._last_order_at, self._ordered = 0.0, set[str]()
+        self._open = [0, 0]
+        """Kernels of each turn that are ordered and not yet there."""
         self._server = subprocess.Popen(
             [sys.executable, "-m", "millrace.ops.triton.build_server"],
             stdin=subprocess.PIPE,
@@ -42,26 +44,30 @@ class KernelBuilder:
             pipesize=_PIPE_BYTES,
         )
 
-    def order(self, kernel: str, target: tuple[str, int, int]) -> None:
-        """Have this one compiled beside the others, unless Triton's cache holds it."""
-        if self._server.stdin is None or self._server.stdin.closed:
+    def order(self, kernel: str, target: tuple[str, int, int], *, can_wait: bool = False) -> None:
+        """Have this one compiled beside the others, unless Triton's cache holds it. Those that can wait come after all
+        others, and behind whatever else the machine has to do."""
+        if self._server.stdin is None or self._server.stdin.closed or kernel in self._ordered:
             return
+        self._ordered.add(kernel)
+        turn = int(can_wait)
         try:
-            self._server.stdin.write(json.dumps({"target": target, "kernel": kernel}).encode() + b"\n")
+            self._server.stdin.write(json.dumps({"target": target, "kernel": kernel, "turn": turn}).encode() + b"\n")
             self._server.stdin.flush()
             self._last_order_at = time.monotonic()
-            self._num_open += 1
+            self._open[turn] += 1
         except OSError:
             self._give_up()
 
-    def is_done(self, wait_s: float = 0.0) -> bool:
-        """Whether what was ordered is there, or never will be, now or after waiting a while."""
+    def is_done(self, wait_s: float = 0.0, *, all_of_it: bool = True) -> bool:
+        """Whether what was ordered is there, or never will be, now or after waiting a while: all of it, or what cannot
+        wait."""
         until = time.monotonic() + wait_s
-        while self._num_open:
+        while sum(self._open) if all_of_it else self._open[0]:
             left = until - time.monotonic()
             if not self._hear(max(0.0, left)) and left <= 0:
-                break
-        return not self._num_open
+                return False
+        return True
 
     def _hear(self, wait_s: float) -> bool:
         """Count what has been answered; whether anything was."""
@@ -70,7 +76,8 @@ class KernelBuilder:
         answers = self._server.stdout.fileno()
         if select.select([answers], [], [], wait_s)[0]:
             told = os.read(answers, _READ_BYTES)
-            self._num_open -= told.count(b"\n")
+            for turn in range(len(self._open)):
+                self._open[turn] -= told.count(b"%d" % turn)
             if not told:
                 self._give_up()
             return True
@@ -80,7 +87,7 @@ class KernelBuilder:
 
     def _give_up(self) -> None:
         log.warning("Kernels are compiled one by one: the process that compiles them side by side does not answer.")
-        self._num_open = 0
+        self._open = [0, 0]
         self.close()
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
-from millrace.ops.triton import gated_many as room
+from millrace.ops.triton import gated_many as room, operand_ring
 
 kernel, (rows, outputs) = room.gated_many_kernel, map(int, sys.argv[1:])
 blocks = {"x_desc": (rows, 64), "w_desc": (outputs, 64), "out_desc": (rows, outputs)}
@@ -28,7 +28,7 @@ constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 64, "STAGES": 4, "G
              "FETCHING_REGISTERS": 24}
 signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
 for name, block in blocks.items():
-    signature[name] = f"tensordesc<bf16{list(block)},{room._layout(*block)!r}>"
+    signature[name] = f"tensordesc<bf16{list(block)},{operand_ring._layout(*block)!r}>"
 places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
 built = compile(GluonASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 instruction = f"wgmma.mma_async.sync.aligned.m64n{2 * outputs}k16"

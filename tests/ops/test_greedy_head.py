@@ -17,7 +17,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
-from millrace.ops.triton import gated_many, greedy_head as room
+from millrace.ops.triton import greedy_head as room, operand_ring
 
 kernel, (rows, tokens, stages) = room.greedy_head_kernel, map(int, sys.argv[1:])
 blocks = {"x_desc": (rows, 64), "w_desc": (tokens, 64)}
@@ -25,7 +25,7 @@ constants = {"ROWS": rows, "TOKENS": tokens, "BLOCK_K": 64, "STAGES": stages, "F
 signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
 signature |= {"best_ptr": "*fp32", "token_ptr": "*i32"}
 for name, block in blocks.items():
-    signature[name] = f"tensordesc<bf16{list(block)},{gated_many._layout(*block)!r}>"
+    signature[name] = f"tensordesc<bf16{list(block)},{operand_ring._layout(*block)!r}>"
 places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
 built = compile(GluonASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 print("wide", "wgmma.mma_async.sync.aligned.m64n" in built.asm["ptx"], built.metadata.shared <= 227 << 10)

@@ -245,7 +245,7 @@ def test_a_known_prefix_gives_what_an_unknown_one_gives(monkeypatch: pytest.Monk
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
     runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype="packed", **SIZES)
-    runner._to_warm.clear()
+    monkeypatch.setattr(runner._warm_up, "is_waiting", lambda _bucket: False)
     steps: list[tuple[StepPlan, int]] = []
     choose = runner._bucket_for
 
@@ -261,7 +261,7 @@ def test_a_known_prefix_gives_what_an_unknown_one_gives(monkeypatch: pytest.Monk
     assert found[1] == expected[1]
     in_parts = [plan for plan, parts in steps if parts > 1]
     assert [(plan.num_tokens, plan.starts.tolist()) for plan in in_parts] == [(5, [20])]
-    runner._to_warm = runner._buckets.all_split()
+    monkeypatch.setattr(runner._warm_up, "is_waiting", lambda bucket: bucket in runner._buckets.all_split())
     assert choose(in_parts[0])[0].parts == 1
 
 
@@ -283,11 +283,11 @@ def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) ->
     asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
-    fast._use_graphs = True
+    fast._graphs.is_capturing = True
     expected, _ = drive(plain, requests(2, 3, asked))
     with quick_interpreter():
         assert drive(fast, requests(2, 3, asked))[0] == expected
-    assert not fast._use_graphs
+    assert not fast._graphs.is_capturing
 
 
 def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,18 +296,18 @@ def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPat
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
     steps: list[tuple[bool, bool, list[object]]] = []
-    execute, run = fast._execute, fast._run
+    execute, run = fast._execute, fast._graphs.run
 
     def executed(plan):
         steps.append((int(plan.counts.max()) == 1 and bool(plan.samples.all()), bool(plan.samples.any()), []))
         return execute(plan)
 
-    def ran(key, work, exact):
+    def ran(key, work):
         steps[-1][2].append(key)
-        return run(key, work, exact)
+        return run(key, work)
 
     monkeypatch.setattr(fast, "_execute", executed)
-    monkeypatch.setattr(fast, "_run", ran)
+    monkeypatch.setattr(fast._graphs, "run", ran)
     with quick_interpreter() if interpreted else nullcontext():
         drive(fast, requests(3, 3, [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]))
     assert {(is_decode, len(keys)) for is_decode, _, keys in steps} >= {(True, 1), (False, 2)}
@@ -334,7 +334,7 @@ def test_whole_chunks_go_through_the_library(kv_dtype: KvFormat, monkeypatch: py
         for index, prompt in enumerate(prompts):  # one after the other: whole chunks
             asked = Request(id=index, prompt=prompt, max_tokens=2, payload=RowParams(params, ()))
             scores += drive(runner, [asked])[1][:6]  # of the first token: a later one may follow on another
-        captured = [key for key in runner._captured if isinstance(key, step_packet.Bucket)]
+        captured = [key for key in runner._graphs.captured if isinstance(key, step_packet.Bucket)]
         return scores, {bucket.context for bucket in captured if bucket.long_from}
 
     (scores, contexts), (tiled_scores, none) = run(BUDGET), run(10 * BUDGET)
@@ -361,22 +361,22 @@ def test_a_larger_graph_serves_where_the_own_is_missing(kind: str, monkeypatch: 
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
 
     def play(key: object, work: Callable[[], torch.Tensor]) -> Played:
-        fast._captured[key] = played = Played(work)
+        fast._graphs.captured[key] = played = Played(work)
         return played
 
-    monkeypatch.setattr(fast, "_capture", play)
-    fast._use_graphs = True
+    monkeypatch.setattr(fast._graphs, "capture", play)
+    fast._graphs.is_capturing = True
     expected, _ = drive(plain, requests(5, 4, KINDS[kind]))
     with quick_interpreter():
-        fast._to_warm = [fast._buckets.decode(4)]
+        fast._warm_up.want(fast._buckets.decode(4))
         fast.warm_next()
         assert fast.is_warm
-        before = set(fast._captured)
+        before = set(fast._graphs.captured)
         assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected
         two = fast._buckets.decode(2)
-        assert not {key for key in set(fast._captured) - before if isinstance(key, tuple) and key[0] in (2, two)}
+        assert not {key for key in set(fast._graphs.captured) - before if isinstance(key, tuple) and key[0] in (2, two)}
         assert not fast.is_warm
         while not fast.is_warm:
             fast.warm_next()
-        assert {key[1] for key in fast._captured if isinstance(key, tuple) and key[0] == two} == set(VARIANTS)
+        assert {key[1] for key in fast._graphs.captured if isinstance(key, tuple) and key[0] == two} == set(VARIANTS)
         assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected

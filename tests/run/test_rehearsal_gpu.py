@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 import pytest
 import torch
@@ -39,25 +40,54 @@ def met(runner: CudaRunner, decoder: Decoder) -> set[str]:
 
     kernels: set[str] = set()
     with rehearsal(kernels.add):
-        for bucket in runner._warm_list():
-            runner._send(None, bucket)
-            runner._body(bucket, decoder)
+        for bucket in runner._warm_up._to_capture:
+            runner._work.send(None, bucket)
+            runner._work.body(bucket, decoder)
     return kernels
+
+
+def runner_for(case: str, builder: Any = None) -> CudaRunner:
+    model = make_reference(case)
+    device = open_device(RunConfig(device="cuda"))
+    decoder = build_decoder(
+        spec_from_config(config_of(model)), StateDictSource.of(model), device=device.torch_device, dtype=torch.bfloat16
+    )
+    sizes = {"num_blocks": 200, "block_size": 16, "max_rows": 40, "max_context": 128, "token_budget": 256}
+    return CudaRunner(decoder, device, graphs=True, builder=builder, **sizes)
 
 
 @pytest.mark.parametrize(
     "case", ["llama", "qwen3", "qwen2_window", "gemma2", "smollm3", "qwen3_moe", "qwen3_moe_sparse"]
 )
 def test_few_layers_launch_what_all_do(case: str) -> None:
-    model = make_reference(case)
-    device = open_device(RunConfig(device="cuda"))
-    decoder = build_decoder(
-        spec_from_config(config_of(model)), StateDictSource.of(model), device=device.torch_device, dtype=torch.bfloat16
-    )
-    runner = CudaRunner(
-        decoder, device, num_blocks=200, block_size=16, max_rows=40, max_context=128, token_budget=256, graphs=True
-    )
+    runner = runner_for(case)
     forget_kernels()
-    everything = met(runner, decoder)
+    everything = met(runner, runner._decoder)
     assert len(everything) > 5
-    assert met(runner, decoder.thin()) == everything
+    assert met(runner, runner._decoder.thin()) == everything
+
+
+class Orders:
+    """A builder that is still at work on the first orders until somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.urgent: list[str] = []
+        self.others: list[str] = []
+
+    def order(self, kernel: str, target: tuple[str, int, int], *, can_wait: bool = False) -> None:
+        assert can_wait or not self.others, "what cannot wait comes first"
+        (self.others if can_wait else self.urgent).append(kernel)
+
+    def is_done(self, wait_s: float = 0.0, *, all_of_it: bool = True) -> bool:
+        return wait_s > 0
+
+
+def test_all_kernels_are_ordered_before_the_engine_is_ready() -> None:
+    """While the first ones are compiled, so that nobody waits for it."""
+    forget_kernels()
+    orders = Orders()
+    runner = runner_for("qwen3", orders)
+    first, every = set(orders.urgent), {*orders.urgent, *orders.others}
+    assert first
+    assert first < every
+    assert met(runner, runner._decoder) <= every

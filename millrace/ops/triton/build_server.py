@@ -1,9 +1,9 @@
 """A process that compiles kernels into Triton's cache: `python -m millrace.ops.triton.build_server`.
 
-Each line on standard input is one kernel, JSON: the GPU's target and Triton's description of a launch; each is answered
-by an empty line when it is there, or cannot be had. It imports everything first, while its client loads a model, and
-then forks a child per kernel, which is cheap for a process that has never touched a GPU. It ends when its input has
-ended and the last kernel is done.
+Each line on standard input is one kernel, JSON: the GPU's target, Triton's description of a launch, and its turn, 0 for
+at once, 1 for when nothing else is to be done. When it is there, or cannot be had, the answer is its turn, one digit.
+The server imports everything first, while its client loads a model, and then forks a child per kernel, which is cheap
+for a process that has never touched a GPU. It ends when its input has ended and the last kernel is done.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 from millrace.ops.triton.prebuild import source_of
 
 KERNEL_LIMIT_S = 60.0
-LATER = ("gated_many",)
+LATER = ("gated_many", "greedy_head", "operand_ring")
 """Modules that no first step needs; a child imports them itself."""
+NICE = 10
+"""What has the later turn is compiled behind the engine, which may already serve."""
 _POLL_S = 0.005
 _READ_BYTES = 1 << 20
 
@@ -54,21 +56,23 @@ def _build_driver() -> None:
 
 
 class Workshop:
-    """A child for each kernel, as many at a time as there are cores; of those that wait, the longest source first."""
+    """A child for each kernel, as many at a time as there are cores; by turns, and in each the longest source first."""
 
     def __init__(self, orders: int, answers: int) -> None:
         self._orders, self._answers = orders, answers
         self._is_open, self._unread = True, b""
-        self._todo: list[tuple[int, dict[str, Any]]] = []
-        self._children: dict[int, float] = {}
-        """When each has to be done."""
+        self._todo: list[tuple[int, int, dict[str, Any]]] = []
+        """By what they are sorted, and orders; the next one is at the end."""
+        self._children: dict[int, tuple[float, int]] = {}
+        """When each has to be done, and its turn."""
 
     def run(self) -> None:
         most = len(os.sched_getaffinity(0))
         while self._is_open or self._todo or self._children:
             self._take_orders()
             while self._todo and len(self._children) < most:
-                self._children[_fork(self._todo.pop()[1])] = time.monotonic() + KERNEL_LIMIT_S
+                order = self._todo.pop()[2]
+                self._children[_fork(order)] = time.monotonic() + KERNEL_LIMIT_S, order["turn"]
             self._reap()
 
     def _take_orders(self) -> None:
@@ -81,18 +85,18 @@ class Workshop:
             self._is_open = bool(told)
             *lines, self._unread = (self._unread + told).split(b"\n")
             orders = map(json.loads, lines)
-            self._todo += [(len(_function(order["kernel"]).src), order) for order in orders]
-            self._todo.sort(key=lambda item: item[0])
+            self._todo += [(-order["turn"], len(_function(order["kernel"]).src), order) for order in orders]
+            self._todo.sort(key=lambda item: item[:2])
 
     def _reap(self) -> None:
         now = time.monotonic()
-        for child, until in list(self._children.items()):
+        for child, (until, turn) in list(self._children.items()):
             is_late = until < now
             if is_late:
                 os.kill(child, signal.SIGKILL)
             if os.waitpid(child, 0 if is_late else os.WNOHANG)[0]:
                 del self._children[child]
-                os.write(self._answers, b"\n")
+                os.write(self._answers, b"%d" % turn)
 
 
 def _function(kernel: str) -> Any:
@@ -105,6 +109,8 @@ def _fork(order: dict[str, Any]) -> int:
     if child:
         return child
     try:
+        if order["turn"]:
+            os.nice(NICE)
         _compile(order["kernel"], _function(order["kernel"]), order["target"])
     except BaseException:  # when it is launched it is compiled again, and says what is wrong
         os._exit(1)

@@ -1,45 +1,38 @@
 """The first half of a gated MLP for many rows in one kernel: act(x Wg^T) · (x Wu^T), with Wg above Wu in one weight.
 
 In two, by the library's product and the activation's kernel, gates and ups are written to memory and read again: a
-twentieth of the time, and of the power that binds such a product. Here each program goes through output tiles, and its
-warps have two roles. One fetches tiles of x and of both weights into a ring in shared memory. Eight multiply: gates and
-ups are two halves of one right operand, so that a thread ends with both numbers of each pair, and the activation needs
-nobody else's. While they compute it, the ring fills with the next tile's operands.
-
-Written in Gluon, Triton's lower level, since Triton itself gives no role to single warps on this chip.
+twentieth of the time, and of the power that binds such a product. Here each program goes through output tiles, its
+operands in a ring (`operand_ring.py`). Gates and ups are two halves of one right operand, so that a thread ends with
+both numbers of each pair, and the activation needs nobody else's. While it is computed, the ring fills with the next
+tile's operands.
 """
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from millrace.ops.triton.operand_ring import (
+    FETCHING_REGISTERS,
+    MULTIPLYING_WARPS,
+    all_warps_here,
+    describe,
+    load_tile,
+    make_barriers,
+    multiply_tile,
+    multiprocessors,
+    stage_to_fill,
+    store_tile,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 STAGES, BLOCK_K = 4, 64
 """Tiles in the ring, and inputs in each."""
 GROUP = 16
 """Tiles of rows that are taken together, so that what they share is still in the L2 cache."""
-MULTIPLYING_WARPS = 8
-FETCHING_REGISTERS = 24
-
-# What later versions of Triton than 3.6 call otherwise.
-all_warps_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -61,10 +54,8 @@ def _fetch(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
         for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            arrived, weights = full.index(stage), ws.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(arrived, (BLOCK_M + 2 * BLOCK_N) * BLOCK_K * 2)
+            stage, arrived = stage_to_fill(full, empty, step, (BLOCK_M + 2 * BLOCK_N) * BLOCK_K * 2, STAGES)
+            weights = ws.index(stage)
             load_tile(x_desc, [m * BLOCK_M, k], arrived, xs.index(stage))
             load_tile(w_desc, [n * BLOCK_N, k], arrived, weights.slice(0, BLOCK_N))
             up = n * BLOCK_N + up_offset
@@ -95,19 +86,7 @@ def _multiply(
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
-        sums = warpgroup_mma_init(gl.zeros((BLOCK_M, 2 * BLOCK_N), gl.float32, layout))
-        for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            sums = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), sums, is_async=True)
-            # All but the newest product are done: the stage before this one is free once every warp is here.
-            sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
-            all_warps_here()
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        done = warpgroup_mma_wait(0, deps=[sums])
-        all_warps_here()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        done, step = multiply_tile(xs, ws, full, empty, step, K, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, layout)
         gates, ups = done.reshape((BLOCK_M, 2, BLOCK_N)).permute((0, 2, 1)).split()
         result = (_activate(gates, GELU) * ups).to(gl.bfloat16)
         tma.store_wait(0)
@@ -128,12 +107,7 @@ def gated_many_kernel(
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * BLOCK_N, BLOCK_K], w_desc.layout)
     staging = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, BLOCK_N], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
+    full, empty = make_barriers(STAGES)
     WARPS: gl.constexpr = gl.num_warps()
     gl.warp_specialize(
         [
@@ -181,17 +155,3 @@ def gated_many(x: Tensor, weight: Tensor, activation: str, tile: tuple[int, int]
         num_warps=MULTIPLYING_WARPS,
     )
     return out
-
-
-def describe(matrix: Tensor, rows: int, columns: int) -> Any:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns))
-
-
-@functools.cache
-def _layout(rows: int, columns: int) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,10 +1,10 @@
 """The head's product and the greatest logit of each row in one kernel, without the logits ever being in memory.
 
 By the library's product and a kernel that reads its result, 256 rows of 151,936 float32 logits are 155 MB written and
-read again. Here a program keeps to one tile of rows and goes through tiles of the vocabulary, and its warps have two
-roles as in `gated_many`: one fetches operands into a ring in shared memory, eight multiply. The tokens of a tile are
-along the side of the matrix unit whose results are all in a few threads, so that each thread finds the greatest of its
-own, and what a row has seen so far is one number and one token. A second, small kernel picks among the programs.
+read again. Here a program keeps to one tile of rows and goes through tiles of the vocabulary, its operands in a
+ring (`operand_ring.py`). The tokens of a tile are along the side of the matrix unit whose results are all in a few
+threads, so that each thread finds the greatest of its own, and what a row has seen so far is one number and one token.
+A second, small kernel picks among the programs.
 """
 
 from __future__ import annotations
@@ -17,26 +17,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
 
 from millrace.ops.linear import DrawnTokens
 from millrace.ops.triton import early_start
 from millrace.ops.triton.early import wait_for_last
-from millrace.ops.triton.gated_many import (
+from millrace.ops.triton.gemm_choice import HEAD_INPUTS
+from millrace.ops.triton.operand_ring import (
     FETCHING_REGISTERS,
     MULTIPLYING_WARPS,
-    all_warps_here,
     describe,
     load_tile,
+    make_barriers,
+    multiply_tile,
     multiprocessors,
+    stage_to_fill,
 )
-from millrace.ops.triton.gemm_choice import HEAD_INPUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +52,7 @@ def _fetch(
     step = 0
     for n in range(gl.program_id(0) // tiles_m, tiles_n, gl.num_programs(0) // tiles_m):
         for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            arrived = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(arrived, (ROWS + TOKENS) * BLOCK_K * 2)
+            stage, arrived = stage_to_fill(full, empty, step, (ROWS + TOKENS) * BLOCK_K * 2, STAGES)
             load_tile(w_desc, [n * TOKENS, k], arrived, ws.index(stage))
             load_tile(x_desc, [m, k], arrived, xs.index(stage))
             step += 1
@@ -80,19 +72,7 @@ def _multiply(
     token = gl.full([ROWS], 0, gl.int32, of_row)
     step = 0
     for n in range(gl.program_id(0) // tiles_m, tiles_n, gl.num_programs(0) // tiles_m):
-        sums = warpgroup_mma_init(gl.zeros((ROWS, TOKENS), gl.float32, layout))
-        for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            sums = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), sums, is_async=True)
-            # All but the newest product are done: the stage before this one is free once every warp is here.
-            sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
-            all_warps_here()
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        done = warpgroup_mma_wait(0, deps=[sums])
-        all_warps_here()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        done, step = multiply_tile(xs, ws, full, empty, step, K, ROWS, TOKENS, BLOCK_K, STAGES, layout)
         # The first among equals; what is no number is less than any.
         at = n * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
         logits = gl.where((at < vocab)[None, :] & (done == done), done, float("-inf"))
@@ -114,12 +94,7 @@ def greedy_head_kernel(
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_K], x_desc.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, BLOCK_K], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
+    full, empty = make_barriers(STAGES)
     WARPS: gl.constexpr = gl.num_warps()
     gl.warp_specialize(
         [
