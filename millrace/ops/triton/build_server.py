@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -56,37 +57,44 @@ def _build_driver() -> None:
 
 
 class Workshop:
-    """A child for each kernel, as many at a time as there are cores; by turns, and in each the longest source first."""
+    """A child for each kernel, as many at a time as there are cores. Of those that somebody waits for, the longest
+    source first; then the others as they came."""
 
     def __init__(self, orders: int, answers: int) -> None:
         self._orders, self._answers = orders, answers
         self._is_open, self._unread = True, b""
-        self._todo: list[tuple[int, int, dict[str, Any]]] = []
-        """By what they are sorted, and orders; the next one is at the end."""
+        self._urgent: list[tuple[int, dict[str, Any]]] = []
+        """With the length of their source; the next one is at the end."""
+        self._others: deque[dict[str, Any]] = deque()
         self._children: dict[int, tuple[float, int]] = {}
         """When each has to be done, and its turn."""
 
     def run(self) -> None:
         most = len(os.sched_getaffinity(0))
-        while self._is_open or self._todo or self._children:
+        while self._is_open or self._has_orders or self._children:
             self._take_orders()
-            while self._todo and len(self._children) < most:
-                order = self._todo.pop()[2]
+            while self._has_orders and len(self._children) < most:
+                order = self._urgent.pop()[1] if self._urgent else self._others.popleft()
                 self._children[_fork(order)] = time.monotonic() + KERNEL_LIMIT_S, order["turn"]
             self._reap()
 
+    @property
+    def _has_orders(self) -> bool:
+        return bool(self._urgent or self._others)
+
     def _take_orders(self) -> None:
         """Whatever has come; the next one only if there is nothing else to do."""
-        is_busy = bool(self._todo or self._children)
+        is_busy = bool(self._has_orders or self._children)
         if not self._is_open:
             time.sleep(_POLL_S)
         elif select.select([self._orders], [], [], _POLL_S if is_busy else None)[0]:
             told = os.read(self._orders, _READ_BYTES)
             self._is_open = bool(told)
             *lines, self._unread = (self._unread + told).split(b"\n")
-            orders = map(json.loads, lines)
-            self._todo += [(-order["turn"], len(_function(order["kernel"]).src), order) for order in orders]
-            self._todo.sort(key=lambda item: item[:2])
+            orders = [json.loads(line) for line in lines]
+            self._urgent += [(len(_function(order["kernel"]).src), order) for order in orders if not order["turn"]]
+            self._urgent.sort(key=lambda item: item[0])
+            self._others += [order for order in orders if order["turn"]]
 
     def _reap(self) -> None:
         now = time.monotonic()

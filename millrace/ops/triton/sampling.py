@@ -657,3 +657,15 @@ def draw_full(logits: Tensor, rows: Tensor, positions: Tensor, columns: Tensor, 
         GROUPS=triton.next_power_of_2(groups), CAPACITY=cut.capacity, WANTED=cut.groups_wanted,
         LISTS=vocab > 2 * cut.capacity, num_warps=cut.draw_warps,
     )  # fmt: skip
+
+
+def _settle_keys() -> None:
+    """A kernel's key, its name in the cache on disk, is made from the constants above, in Triton 3.6 only from those of
+    helpers whose own keys had been asked for before. Asked for as they are defined, helpers first, every process finds
+    the same, and none compiles again what another has."""
+    for found in list(globals().values()):
+        if isinstance(found, triton.JITFunction):
+            hash(found)
+
+
+_settle_keys()
