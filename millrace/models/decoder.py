@@ -20,11 +20,12 @@ from millrace.models.decoding import ALL_DECODE, Span, any_apart, by_kind, spans
 from millrace.models.native_stack import NativeStack, uncovered
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
+from millrace.ops.drawing_head import DrawingHead, DrawnTokens
 from millrace.ops.embedding import Embedding, PlainEmbedding
 from millrace.ops.experts import Experts, RoutingExperts
 from millrace.ops.gated_linear import GatedLinear
 from millrace.ops.kv_cache import cache_places
-from millrace.ops.linear import Adding, DrawingHead, DrawnTokens, Head, Linear, NativeParts
+from millrace.ops.linear import Adding, Head, Linear, NativeParts
 from millrace.ops.norm import add_rms_norm_of
 from millrace.ops.qkv import PrepareQkv
 from millrace.ops.softcap import softcap

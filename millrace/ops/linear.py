@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops import cublaslt_table
+from millrace.ops.drawing_head import DrawnTokens
 from millrace.ops.native import DTYPES, LinearDesc, LinearPart, native, native_missing
 from millrace.ops.triton import hopper_missing, triton_missing
 from millrace.ops.version import Shape, Version
@@ -67,33 +67,6 @@ class Adding(Protocol):
 
     def add_to(self, x: Any, total: Tensor) -> None:
         """total [T, N] += the result of a call, where `adds` says yes: in float32, rounded once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnTokens:
-    """Where tokens go that are drawn for rows of hidden states. All on the device."""
-
-    rows: Tensor
-    """int32 [T]: the table row of each; negative for padding, for which nothing is written."""
-    out: Tensor
-    """The tokens, from the place on that `out_start` [1] holds."""
-    out_start: Tensor
-    last_tokens: Tensor
-    """The tokens again, each at its table row."""
-
-
-@runtime_checkable
-class DrawingHead(Protocol):
-    """A head that can find each row's greatest score without writing the others."""
-
-    def draws(self, rows: int) -> bool:
-        """Whether that takes less time for so many rows."""
-        ...
-
-    def draw(self, x: Tensor, vocab_size: int, to: DrawnTokens) -> None:
-        """The first token with the greatest score, of the first `vocab_size`, for each row of x, where `draws` says
-        yes."""
         ...
 
 

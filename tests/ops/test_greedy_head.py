@@ -9,7 +9,8 @@ from helpers.gpu_compiler import said_by
 from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
-from millrace.ops.linear import DrawnTokens, TunedLinear
+from millrace.ops.drawing_head import DrawnTokens
+from millrace.ops.linear import TunedLinear
 from millrace.ops.triton import gemm_choice, gemm_table
 
 COMPILE = """

@@ -23,7 +23,8 @@ from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
 from millrace.ops.attention import PagedAttention, decode_rule
-from millrace.ops.linear import DrawnTokens, Head
+from millrace.ops.drawing_head import DrawnTokens
+from millrace.ops.linear import Head
 from millrace.ops.qkv import NativePrepareQkv
 from millrace.ops.triton.qkv import PrepareQkvKernel
 from millrace.params import SamplingParams

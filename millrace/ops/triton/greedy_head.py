@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from millrace.ops.linear import DrawnTokens
+from millrace.ops.drawing_head import DrawnTokens
 from millrace.ops.triton import early_start
 from millrace.ops.triton.early import wait_for_last
 from millrace.ops.triton.gemm_choice import HEAD_INPUTS
