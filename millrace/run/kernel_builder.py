@@ -33,7 +33,9 @@ class KernelBuilder:
     def __init__(self, mark: Path) -> None:
         self._mark = mark
         """Exists once every kernel of these settings has been compiled on this machine."""
-        self._last_order_at, self._ordered = 0.0, set[str]()
+        self._ordered: set[str] = set()
+        self._last_news_at = 0.0
+        """When something was ordered or answered."""
         self._open = [0, 0]
         """Kernels of each turn that are ordered and not yet there."""
         self._server = subprocess.Popen(
@@ -54,7 +56,7 @@ class KernelBuilder:
         try:
             self._server.stdin.write(json.dumps({"target": target, "kernel": kernel, "turn": turn}).encode() + b"\n")
             self._server.stdin.flush()
-            self._last_order_at = time.monotonic()
+            self._last_news_at = time.monotonic()
             self._open[turn] += 1
         except OSError:
             self._give_up()
@@ -76,12 +78,13 @@ class KernelBuilder:
         answers = self._server.stdout.fileno()
         if select.select([answers], [], [], wait_s)[0]:
             told = os.read(answers, _READ_BYTES)
+            self._last_news_at = time.monotonic()
             for turn in range(len(self._open)):
                 self._open[turn] -= told.count(b"%d" % turn)
             if not told:
                 self._give_up()
             return True
-        if time.monotonic() > self._last_order_at + REPLY_LIMIT_S:
+        if time.monotonic() > self._last_news_at + REPLY_LIMIT_S:
             self._give_up()
         return False
 

@@ -1,5 +1,6 @@
-"""What a GPU's steps will need, made ahead of need: kernels compiled before the engine says that it is ready and in
-idle moments after that, then graphs captured on steps of padding, the usual ones first."""
+"""What a GPU's steps will need, made ahead of need: kernels, compiled by another process, those of a first request
+before the engine says that it is ready; then graphs, captured on steps of padding in idle moments, the usual ones
+first."""
 
 from __future__ import annotations
 
@@ -142,6 +143,9 @@ class WarmUp:
         try:
             target = current_target()
             place, thin = (target.backend, target.arch, target.warp_size), work.decoder.thin()
+            if can_wait:
+                # Packets have few buffers, and a start has much in flight: those sent before must have been read.
+                torch.cuda.current_stream().synchronize()
             with rehearsal(lambda kernel: builder.order(kernel, place, can_wait=can_wait)):
                 for bucket in buckets:
                     work.send(None, bucket)  # the library's own kernels do run, and read what is there

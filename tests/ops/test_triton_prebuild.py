@@ -8,12 +8,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from helpers.triton_mode import interpreted
 
 from millrace.config import Config
+from millrace.run import kernel_builder
 from millrace.run.kernel_builder import KernelBuilder, start_builder
 
 NORM = {
@@ -95,6 +97,28 @@ def test_a_builder_whose_server_died_has_nothing_left_to_wait_for(tmp_path: Path
     assert builder.is_done()
     builder.close()
     assert not (tmp_path / "marks").exists()
+
+
+SLOW = """
+import sys, time
+for line in sys.stdin:
+    time.sleep(0.3)
+    print(1, end="", flush=True)
+"""
+
+
+def test_a_builder_waits_as_long_as_answers_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = KernelBuilder(tmp_path / "mark")
+    builder.close()
+    builder._server = subprocess.Popen([sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    monkeypatch.setattr(kernel_builder, "REPLY_LIMIT_S", 0.8)
+    for kernel in "abcde":
+        builder.order(kernel, ("cuda", 90, 32), can_wait=True)
+    until = time.monotonic() + 20.0
+    while not builder.is_done(0.01):
+        assert time.monotonic() < until
+    assert builder._server.poll() is None, "it was given up"
+    builder.close()
 
 
 def test_no_builder_without_a_gpu() -> None:
