@@ -98,7 +98,7 @@ $(VENV)/.millrace: $(VENV)/.requirements pyproject.toml
 	@$(PIP) --quiet --no-deps --no-build-isolation -e . && touch $@
 
 # Without a compiler this prints that torch's own operations are used, and is done.
-$(VENV)/.kernels: $(VENV)/.millrace $(wildcard millrace/ops/cpp/*.cpp millrace/ops/cpp/*.h)
+$(VENV)/.kernels: $(VENV)/.millrace $(wildcard millrace/ops/cpp/*.[ch]* millrace/ops/cpp/*/*.[ch]*)
 	@echo "── set-up 5/5: the kernels for this processor, compiled once"
 	@$(BIN)/python -m millrace.ops.native && touch $@
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from millrace.version import __version__
+
 if TYPE_CHECKING:
     from millrace.llm import LLM
     from millrace.params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

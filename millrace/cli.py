@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from millrace import __version__
-from millrace.commands.parser import CommandParser, UsageError
 from millrace.errors import ConfigError, MillraceError
+from millrace.terminal.parser import CommandParser, UsageError
+from millrace.version import __version__
 
 COMMANDS = {
     "serve": "serve a model over HTTP",

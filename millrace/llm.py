@@ -16,15 +16,15 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from millrace.config import MOST_RUNNING, Config, leaves, load_config
-from millrace.engine.process import EngineThread
 from millrace.errors import BadRequest, ConfigError, MillraceError, RequestFailed
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady, Finish, TokenLogprobs
 from millrace.params import SamplingParams
 from millrace.sources.resolve import resolve_model
-from millrace.text.chat_template import ChatTemplate, load_chat_template
+from millrace.supervise.engine_process import EngineThread
+from millrace.text.chat.template import ChatTemplate, load_chat_template
 from millrace.text.text_stream import TextStream
-from millrace.text.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -173,7 +173,7 @@ class LLM:
     async def _generate_all(
         self, prompts: list[Prompt], params: list[SamplingParams], progress: bool
     ) -> list[Generation]:
-        from millrace.observe.progress import count_progress
+        from millrace.terminal.progress import count_progress
 
         # Enough requests open to keep every row busy; a list of any length costs no more memory than that.
         window = asyncio.Semaphore(4 * (self.config.plan.max_running or MOST_RUNNING))

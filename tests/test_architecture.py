@@ -45,7 +45,7 @@ def test_plan_reads_no_clock_and_draws_no_randomness() -> None:
 
 def test_only_config_reads_the_environment() -> None:
     for file in ROOT.rglob("*.py"):
-        # engine/process.py hands OpenMP its waiting policy, which can only be said through the environment.
+        # supervise/engine_process.py hands OpenMP its waiting policy, which can only be said through the environment.
         if file not in (ROOT / "config.py", ROOT / "engine" / "process.py"):
             text = file.read_text(encoding="utf-8")
             assert "os.environ" not in text, f"{file} reads the environment"

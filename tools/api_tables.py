@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from millrace.serve.openapi import openapi_document
+from millrace.serve.describe.openapi import openapi_document
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 _MARKED = re.compile(r"(<!-- fields of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

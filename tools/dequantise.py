@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from millrace.sources.resolve import ModelFiles, resolve_model
-from millrace.text.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 def main() -> None:

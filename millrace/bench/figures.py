@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from millrace.bench.drive import Outcome
-from millrace.bench.target import Sample
+from millrace.bench.http.drive import Outcome
+from millrace.bench.http.target import Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from millrace.commands import bench_gpu, bench_peers, bench_serve
 from millrace.commands.config import toml_lines
-from millrace.commands.parser import UsageError, numbers
-from millrace.commands.settings import add_settings, load_settings
-from millrace.commands.status_line import StatusLine
+from millrace.terminal.parser import UsageError, numbers
+from millrace.terminal.settings_options import add_settings, load_settings
+from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
     from millrace.bench.figures import Figure
-    from millrace.bench.suite import SuiteOptions
-    from millrace.bench.workloads import Workload
+    from millrace.bench.http.suite import SuiteOptions
+    from millrace.bench.http.workloads import Workload
 
 USAGE = "millrace bench [local | peers | plan | step | front | serve | policies | gpu] [options]"
 EXIT_ENDED = 143
@@ -129,7 +129,7 @@ def _until_ended(measure: Callable[[], int]) -> int:
 
 def _bench_plan(*, as_json: bool) -> int:
     from millrace.bench.figures import Figure, print_table
-    from millrace.bench.plan import BARS_MS, PROMPTS, SIZES, measure_first_cost, measure_plan_cost
+    from millrace.bench.micro.plan import BARS_MS, PROMPTS, SIZES, measure_first_cost, measure_plan_cost
 
     figures = []
 
@@ -153,7 +153,7 @@ def _bench_plan(*, as_json: bool) -> int:
 
 def _bench_step(args: argparse.Namespace) -> int:
     from millrace.bench.figures import Figure, print_table
-    from millrace.bench.step import StepCost, measure_steps
+    from millrace.bench.micro.step import StepCost, measure_steps
 
     figures = []
 
@@ -175,7 +175,7 @@ def _bench_step(args: argparse.Namespace) -> int:
 
 def _bench_front(args: argparse.Namespace) -> int:
     from millrace.bench.figures import Figure, print_table
-    from millrace.bench.front import FrontBench
+    from millrace.bench.micro.front import FrontBench
 
     source = load_settings(args).config.model.source
     figures = []
@@ -206,7 +206,7 @@ def _bench_front(args: argparse.Namespace) -> int:
 
 def _bench_policies(args: argparse.Namespace) -> int:
     from millrace.bench.figures import Figure, print_table
-    from millrace.bench.policies import Verdict, compare, plot_svg, read_trace
+    from millrace.bench.micro.policies import Verdict, compare, plot_svg, read_trace
 
     if args.trace is None:
         raise UsageError("Say which trace: --trace FILE, a CSV with TIMESTAMP, ContextTokens and GeneratedTokens.")
@@ -236,9 +236,9 @@ def _bench_policies(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:
+    from millrace.bench.http.suite import SuiteOptions, run_local, run_remote
+    from millrace.bench.http.target import Target
     from millrace.bench.local_server import end_on_sigterm
-    from millrace.bench.suite import SuiteOptions, run_local, run_remote
-    from millrace.bench.target import Target
 
     end_on_sigterm()
     seed = int(time.time()) if args.content_seed is None else args.content_seed
@@ -258,7 +258,7 @@ async def _measure(args: argparse.Namespace, settings: str, source: str) -> int:
 
 def _chosen(names: str) -> tuple[tuple[Workload, ...], bool]:
     """The workloads, and whether perplexity is measured after them."""
-    from millrace.bench.workloads import suite
+    from millrace.bench.http.workloads import suite
 
     everything = {workload.name: workload for workload in suite()}
     if not names:

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands.parser import UsageError
-from millrace.commands.settings import load_settings
-from millrace.commands.status_line import StatusLine
+from millrace.terminal.parser import UsageError
+from millrace.terminal.settings_options import load_settings
+from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
-    from millrace.bench.gpu import GpuOptions
-    from millrace.bench.gpu_models import GpuModel
+    from millrace.bench.gpu.models import GpuModel
+    from millrace.bench.gpu.run import GpuOptions
 
 EXAMPLES = """\
 bench gpu:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, models: list[GpuModel], options: GpuOptions, reporter: Reporter) -> None:
-    from millrace.bench.gpu import run_models
+    from millrace.bench.gpu.run import run_models
 
     asyncio.run(run_models(models, options, reporter.add, reporter.progress))
     if args.profile:
@@ -89,8 +89,8 @@ def _measure(args: argparse.Namespace, models: list[GpuModel], options: GpuOptio
 
 
 def _profile(model: GpuModel, batches: tuple[int, ...], options: GpuOptions, reporter: Reporter) -> None:
-    from millrace.bench.gpu_profile import profile_model
-    from millrace.bench.gpu_report import profile_table
+    from millrace.bench.gpu.profile import profile_model
+    from millrace.bench.gpu.report import profile_table
     from millrace.errors import MillraceError
 
     try:
@@ -111,16 +111,16 @@ def _profile(model: GpuModel, batches: tuple[int, ...], options: GpuOptions, rep
 
 
 def _models(args: argparse.Namespace) -> list[GpuModel]:
-    from millrace.bench.gpu_models import DEFAULT_MODELS, known_shapes, make_model
+    from millrace.bench.gpu.models import DEFAULT_MODELS, known_shapes, make_model
 
     loaded, shapes = load_settings(args), known_shapes(args.shapes)
     return [make_model(name, loaded, shapes) for name in _names(args.models) or DEFAULT_MODELS]
 
 
 def _options(args: argparse.Namespace) -> GpuOptions:
-    from millrace.bench.gpu import GpuOptions
-    from millrace.bench.gpu_cases import BATCHES, CASES, Sizes
-    from millrace.bench.gpu_peers import load_peers
+    from millrace.bench.gpu.cases import BATCHES, CASES, Sizes
+    from millrace.bench.gpu.peer_figures import load_peers
+    from millrace.bench.gpu.run import GpuOptions
 
     if not (math.isfinite(args.scale) and 0 < args.scale <= 1):
         raise UsageError(f"--scale is {args.scale:g}; it must be more than 0 and at most 1.")
@@ -154,8 +154,8 @@ def _batches(text: str) -> tuple[int, ...]:
 
 
 def _print_table(path: Path) -> int:
-    from millrace.bench.gpu_peers import load_peers
-    from millrace.bench.gpu_report import markdown, read_records
+    from millrace.bench.gpu.peer_figures import load_peers
+    from millrace.bench.gpu.report import markdown, read_records
 
     print(markdown(read_records(path), load_peers()), end="")
     return 0
@@ -179,7 +179,7 @@ class Reporter:
         self._line.show(what, done, total)
 
     def finish(self) -> None:
-        from millrace.bench.gpu_report import print_terminal_table
+        from millrace.bench.gpu.report import print_terminal_table
 
         self._line.clear()
         if self._records:

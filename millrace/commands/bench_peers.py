@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.commands.config import toml_lines
-from millrace.commands.parser import UsageError
-from millrace.commands.settings import load_settings
-from millrace.commands.status_line import StatusLine
+from millrace.terminal.parser import UsageError
+from millrace.terminal.settings_options import load_settings
+from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
     from millrace.bench.figures import Figure
+    from millrace.bench.http.workloads import Workload
     from millrace.bench.peers.bars import Bar
     from millrace.bench.peers.contestant import Between, Contestant
     from millrace.bench.peers.installed import PeerModels
     from millrace.bench.peers.line_up import LineUp
     from millrace.bench.peers.rounds import RoundOptions
-    from millrace.bench.workloads import Workload
     from millrace.config import LoadedConfig
 
 EXAMPLES = """\
@@ -138,7 +138,7 @@ def _round_options(args: argparse.Namespace) -> RoundOptions:
 
 def _workloads(names: list[str], *, quick: bool) -> tuple[Workload, ...]:
     """The cheap ones first: they get their further rounds even where the time does not do for the rest."""
-    from millrace.bench.workloads import mixed, shared_prefix, single
+    from millrace.bench.http.workloads import mixed, shared_prefix, single
 
     if quick:
         everything = {_SINGLE: single(1), _SHARED: shared_prefix(16), _MIXED: mixed(16)}

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.commands.config import toml_lines
-from millrace.commands.parser import UsageError, numbers
-from millrace.commands.settings import load_settings
-from millrace.commands.status_line import StatusLine
+from millrace.terminal.parser import UsageError, numbers
+from millrace.terminal.settings_options import load_settings
+from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
-    from millrace.bench.serving import ServingFigures
-    from millrace.bench.stack_samples import Hot
+    from millrace.bench.http.serving import ServingFigures
+    from millrace.bench.http.stack_samples import Hot
     from millrace.config import LoadedConfig
 
 SHAPE = "smollm2-135m"
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(folder: Path) -> None:
-    from millrace.bench.gpu_models import SHAPES_DIR
-    from millrace.bench.shape_model import write_shape_model
+    from millrace.bench.gpu.models import SHAPES_DIR
+    from millrace.bench.http.shape_model import write_shape_model
     from millrace.config import DEFAULT_MODEL
 
     write_shape_model(folder, SHAPES_DIR / f"{SHAPE}.json", DEFAULT_MODEL)
@@ -84,7 +84,7 @@ def _server_options(folder: Path, loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def _measure(args: argparse.Namespace, options: tuple[str, ...]) -> int:
-    from millrace.bench.serving import ServeBench
+    from millrace.bench.http.serving import ServeBench
 
     streams = tuple(numbers("--streams", args.streams or STREAMS))
     bench = ServeBench(

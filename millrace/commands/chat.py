@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from millrace.commands.conversation import Conversation, run_slash
-from millrace.commands.sampling import AnswerStats, add_sampling, sampling_params
-from millrace.commands.settings import add_model, add_settings, load_settings
 from millrace.errors import MillraceError
 from millrace.params import SamplingParams
+from millrace.terminal.conversation import Conversation, run_slash
+from millrace.terminal.sampling_options import AnswerStats, add_sampling, sampling_params
+from millrace.terminal.settings_options import add_model, add_settings, load_settings
 
 USAGE = "millrace chat [MODEL] [--url URL] [options]"
 EXAMPLES = """\
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_settings(args)
     backend: Backend
     if args.url:
-        from millrace.commands.remote_backend import RemoteBackend
+        from millrace.terminal.remote_backend import RemoteBackend
 
         named = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
         backend = RemoteBackend(args.url, named, args.api_key)
     else:
-        from millrace.commands.local_backend import LocalBackend
+        from millrace.terminal.local_backend import LocalBackend
 
         backend = LocalBackend(loaded.config)
     try:

@@ -9,8 +9,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from millrace.commands.settings import add_model, add_settings, load_settings
 from millrace.config import Leaf, LoadedConfig, leaves
+from millrace.terminal.settings_options import add_model, add_settings, load_settings
 
 USAGE = "millrace config [MODEL] [options] [--toml]"
 EXAMPLES = """\

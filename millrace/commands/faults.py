@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from millrace.commands.parser import UsageError
+from millrace.terminal.parser import UsageError
 
 if TYPE_CHECKING:
-    from millrace.bench.faults.rest import Rests
+    from millrace.faults.rest import Rests
 
 USAGE = "millrace faults {disconnects,fuzz,kill-engine,kill-front,overload} [options]"
 EXAMPLES = """\
@@ -79,7 +79,7 @@ async def _with_server(args: argparse.Namespace) -> int:
 
 
 async def _disconnects(args: argparse.Namespace, url: str, pid: int) -> list[str]:
-    from millrace.bench.faults.disconnects import churn
+    from millrace.faults.disconnects import churn
 
     result = await churn(url, pid, args.clients, args.seconds, args.seed)
     print(
@@ -89,7 +89,7 @@ async def _disconnects(args: argparse.Namespace, url: str, pid: int) -> list[str
 
 
 async def _fuzz(args: argparse.Namespace, url: str, pid: int) -> list[str]:
-    from millrace.bench.faults.fuzz import fuzz
+    from millrace.faults.fuzz import fuzz
 
     result = await fuzz(url, pid, args.seconds, args.seed)
     counts = ", ".join(f"{count} × {status}" for status, count in sorted(result.statuses.items()))
@@ -98,7 +98,7 @@ async def _fuzz(args: argparse.Namespace, url: str, pid: int) -> list[str]:
 
 
 async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
-    from millrace.bench.faults.kills import kill_again_and_again
+    from millrace.faults.kills import kill_again_and_again
 
     part = "engine" if args.what == "kill-engine" else "front"
     result = await kill_again_and_again(url, pid, "engine" if part == "engine" else "front", args.seconds)
@@ -111,7 +111,7 @@ async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
 
 
 async def _overload(args: argparse.Namespace, url: str, pid: int) -> list[str]:
-    from millrace.bench.faults.overload import overload
+    from millrace.faults.overload import overload
 
     capacity, results = await overload(url, args.seconds, args.factor, at_once=16)
     print(f"Capacity {capacity:.1f} requests/s; {args.factor:g} times that were offered for {args.seconds:g} s.")
@@ -132,7 +132,7 @@ async def _overload(args: argparse.Namespace, url: str, pid: int) -> list[str]:
 
 
 def _leaks(rests: Rests | None, seconds: float) -> list[str]:
-    from millrace.bench.faults.rest import LONG_RUN_S
+    from millrace.faults.rest import LONG_RUN_S
 
     assert rests is not None
     before, half, after = rests.before, rests.half, rests.after

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-from millrace.commands.obtain import fetch_shown, is_here
-from millrace.commands.parser import UsageError
 from millrace.config import DEFAULT_MODEL
 from millrace.sources.known_models import KNOWN_MODELS
-from millrace.sources.resolve import ModelFiles, resolve_model
+from millrace.sources.resolve import resolve_model
+from millrace.terminal.model_download import fetch_shown, is_here
+from millrace.terminal.parser import UsageError
 
 USAGE = "millrace fetch [MODEL …] [--all]"
 EXAMPLES = """\
@@ -36,35 +33,3 @@ def run(args: argparse.Namespace) -> int:
         files = resolve_model(source) if is_here(source) else fetch_shown(source)
         print(f"{files.name} is in {files.path}", flush=True)
     return 0
-
-
-def fetch_with_progress(source: str, console: Console | None = None) -> ModelFiles:
-    """Resolve `source` with a progress bar on standard error. What is here already shows no bar."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console or Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        return resolve_model(source, progress=_Display(bar))
-
-
-class _Display:
-    """Turns (what, done, total) reports into tasks of one bar: a new task when what is done changes."""
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._what = ""
-        self._task: TaskID | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what != self._what and self._task is not None:
-            self._bar.remove_task(self._task)
-            self._task = None
-        if self._task is None:
-            self._task = self._bar.add_task(what, total=total or None)
-            self._what = what
-        self._bar.update(self._task, completed=done, total=total or None)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from millrace.commands.chat import Backend
-from millrace.commands.parser import UsageError
-from millrace.commands.sampling import add_sampling, sampling_params
-from millrace.commands.settings import add_settings, load_settings
 from millrace.params import SamplingParams
+from millrace.terminal.parser import UsageError
+from millrace.terminal.sampling_options import add_sampling, sampling_params
+from millrace.terminal.settings_options import add_settings, load_settings
 
 USAGE = "millrace generate PROMPT [--chat] [--model MODEL] [options]"
 EXAMPLES = """\
@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("The prompt is empty; give at least one character.")
     backend: TextBackend
     if args.url:
-        from millrace.commands.remote_backend import RemoteBackend
+        from millrace.terminal.remote_backend import RemoteBackend
 
         named = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
         backend = RemoteBackend(args.url, named, args.api_key)
     else:
-        from millrace.commands.local_backend import LocalBackend
+        from millrace.terminal.local_backend import LocalBackend
 
         backend = LocalBackend(loaded.config)
     try:

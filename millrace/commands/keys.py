@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands.parser import UsageError
+from millrace.terminal.parser import UsageError
 
 if TYPE_CHECKING:
-    from millrace.serve.keyring import Tenant
+    from millrace.serve.tenancy.keyring import Tenant
 
 USAGE = "millrace keys {add,list,remove} FILE [options]"
 EXAMPLES = """\
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def _add(args: argparse.Namespace) -> None:
     import msgspec
 
-    from millrace.serve.keyring import DIGEST_PREFIX, Tenant, digest_of, read_tenants
+    from millrace.serve.tenancy.keyring import DIGEST_PREFIX, Tenant, digest_of, read_tenants
 
     if not args.tenant:
         raise UsageError("Say whose key it is: --tenant NAME.")
@@ -66,7 +66,7 @@ def _add(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    from millrace.serve.keyring import DIGEST_PREFIX, read_tenants
+    from millrace.serve.tenancy.keyring import DIGEST_PREFIX, read_tenants
 
     for name, tenant in read_tenants(args.file).items():
         hashes = ", ".join(key.removeprefix(DIGEST_PREFIX)[:12] + "…" for key in tenant.keys) or "no keys"
@@ -77,7 +77,7 @@ def _list(args: argparse.Namespace) -> None:
 def _remove(args: argparse.Namespace) -> None:
     import msgspec
 
-    from millrace.serve.keyring import DIGEST_PREFIX, read_tenants
+    from millrace.serve.tenancy.keyring import DIGEST_PREFIX, read_tenants
 
     if not args.hash:
         raise UsageError("Say which key: --hash and the beginning of its hash, as `millrace keys list` shows it.")
@@ -100,7 +100,7 @@ def _write(file: Path, tenants: dict[str, Tenant]) -> None:
     """The whole file at once, readable by its owner only: a server that reads it never meets half of it."""
     import json
 
-    from millrace.serve.keyring import read_tenants
+    from millrace.serve.tenancy.keyring import read_tenants
 
     lines: list[str] = []
     for name, tenant in tenants.items():

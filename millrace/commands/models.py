@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from millrace.commands.obtain import is_cached
 from millrace.config import cache_dir
 from millrace.sources.known_models import KNOWN_MODELS
+from millrace.terminal.model_download import is_cached
 
 USAGE = "millrace models [--json]"
 EXAMPLES = """\

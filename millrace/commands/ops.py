@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from millrace.commands.settings import add_settings, load_settings
 from millrace.errors import ConfigError
+from millrace.terminal.settings_options import add_settings, load_settings
 
 if TYPE_CHECKING:
     import torch

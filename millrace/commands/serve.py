@@ -13,18 +13,18 @@ import tempfile
 import time
 from typing import TYPE_CHECKING
 
-from millrace.commands.settings import add_model, add_settings, load_settings
-from millrace.commands.status_line import StatusLine
 from millrace.config import Config, num_fronts, replace
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
+from millrace.terminal.settings_options import add_model, add_settings, load_settings
+from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
-    from millrace.commands.engine_keeper import EngineKeeper
-    from millrace.commands.fronts import Fronts
-    from millrace.engine.process import EngineHandle
     from millrace.link.client import EngineClient
     from millrace.link.messages import EngineLoading
     from millrace.serve.app import FrontState
+    from millrace.supervise.engine_keeper import EngineKeeper
+    from millrace.supervise.engine_process import EngineHandle
+    from millrace.supervise.fronts import Fronts
 
 USAGE = "millrace serve [MODEL] [options]"
 EXAMPLES = """\
@@ -68,9 +68,9 @@ class Server:
 
     def run(self) -> None:
         """Serve until told to stop. Raises when the engine could not start, or died again and again."""
-        from millrace.commands.engine_keeper import EngineKeeper
-        from millrace.commands.obtain import obtain_model
-        from millrace.engine.process import start_engine
+        from millrace.supervise.engine_keeper import EngineKeeper
+        from millrace.supervise.engine_process import start_engine
+        from millrace.terminal.model_download import obtain_model
 
         obtain_model(self._config.model.source)
         # The engine goes first: its imports take longest, and everything below happens beside them.
@@ -92,9 +92,9 @@ class Server:
         engine.stop()
 
     async def _serve(self, keeper: EngineKeeper, directory: str) -> None:
-        from millrace.commands.fronts import Fronts
         from millrace.serve.app import calm_collector, listening_socket, load_state, serve_front
         from millrace.sources.resolve import resolve_model
+        from millrace.supervise.fronts import Fronts
 
         server = self._config.server
         sock = listening_socket(server.host, server.port, self._config, reuse_port=server.fronts > 1)
@@ -120,8 +120,8 @@ class Server:
             await asyncio.to_thread(fronts.stop, server.drain_timeout_s)
 
     def _connect(self, engine: EngineHandle) -> EngineClient:
-        from millrace.commands.front_child import max_open_requests
         from millrace.link.client import EngineClient
+        from millrace.supervise.front_child import max_open_requests
 
         self._line.show("starting the engine")
         return EngineClient(
@@ -136,7 +136,7 @@ class Server:
 
     async def _announce(self, state: FrontState) -> None:
         """Say that the server is ready; or, when the engine cannot start, end with the reason."""
-        from millrace.commands.announce import memory_table, reachable_url, ready_lines
+        from millrace.terminal.startup_message import memory_table, reachable_url, ready_lines
 
         try:
             ready = await state.client.wait_ready()
@@ -179,7 +179,7 @@ def check_files(config: Config) -> None:
     if server.keys_file:
         from pathlib import Path
 
-        from millrace.serve.keyring import read_tenants
+        from millrace.serve.tenancy.keyring import read_tenants
 
         read_tenants(Path(server.keys_file))
     if server.tls_cert or server.tls_key:

@@ -6,7 +6,7 @@ import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from millrace import __version__
+from millrace.version import __version__
 
 USAGE = "millrace version"
 EXAMPLES = "examples:\n  millrace version"

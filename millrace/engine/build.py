@@ -6,7 +6,6 @@ import hashlib
 
 import torch
 
-import millrace
 from millrace.config import Config
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
@@ -14,13 +13,14 @@ from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.families import spec_from_config
 from millrace.models.load import check_quantization, load_decoder, weight_bytes
-from millrace.plan.policy import make_policy
+from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device import Device, fast_dtype, open_device
-from millrace.run.kernel_builder import KernelBuilder
+from millrace.run.graphs.kernel_build_pool import KernelBuilder
 from millrace.run.kv_pool import resolve_kv_dtype
 from millrace.run.make import make_runner
 from millrace.sources.resolve import ModelFiles, resolve_model
+from millrace.version import __version__
 
 
 def build_engine(
@@ -92,7 +92,7 @@ def _ready(
     config: Config, files: ModelFiles, vocab_size: int, dtype: torch.dtype, device: Device, plan: MemoryPlan
 ) -> EngineReady:
     dtype_name = str(dtype).removeprefix("torch.")
-    identity = [millrace.__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
+    identity = [__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
     identity += [config.model.quantization, plan.kv_dtype]
     identity += [f"{path.name}:{path.stat().st_size}" for path in files.weights]
     return EngineReady(

@@ -10,11 +10,11 @@ import sys
 import threading
 
 from millrace.config import from_dict
-from millrace.engine.idle_memory import SettledGarbage
-from millrace.engine.process import serve_engine
+from millrace.engine.lifetime import serve_engine
+from millrace.host.idle_memory import SettledGarbage
+from millrace.host.time_slice import ask_for_usual_slices
 from millrace.link.engine_end import SocketEngineChannel
 from millrace.observe.logs import setup_logging
-from millrace.time_slice import ask_for_usual_slices
 
 ORPHAN_GRACE_S = 10.0
 GARBAGE_THRESHOLDS = (50_000, 20, 50)

@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from millrace.engine import idle_memory
 from millrace.engine.explain import explain
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
 from millrace.engine.pace import Pace
 from millrace.engine.watchdog import Watchdog
+from millrace.host import idle_memory
+from millrace.host.time_slice import ask_for_short_slices
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import (
     Abort,
@@ -37,9 +38,8 @@ from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
 from millrace.run.device import Device, Pending
-from millrace.run.request_table import RowParams
 from millrace.run.runner import AnyRunner, StepResult
-from millrace.time_slice import ask_for_short_slices
+from millrace.run.table.request_table import RowParams
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from millrace.engine.ledger import Ledger, front_of
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, StepTokens, TokenLogprobs
 from millrace.plan.step import Bools, Ended, Int64s, StepOutcome
-from millrace.run.logprobs import LogprobColumns
 from millrace.run.runner import StepResult
+from millrace.run.sampling.logprobs import LogprobColumns
 
 PromptScores = dict[int, tuple[TokenLogprobs | None, ...]]
 

@@ -20,16 +20,16 @@ from millrace.models.decoding import ALL_DECODE, Span, any_apart, by_kind, spans
 from millrace.models.native_stack import NativeStack, uncovered
 from millrace.models.spec import ModelSpec
 from millrace.ops.attention import Attention
-from millrace.ops.drawing_head import DrawingHead, DrawnTokens
-from millrace.ops.embedding import Embedding, PlainEmbedding
-from millrace.ops.experts import Experts, RoutingExperts
-from millrace.ops.gated_linear import GatedLinear
-from millrace.ops.kv_cache import cache_places
-from millrace.ops.linear import Adding, Head, Linear, NativeParts
+from millrace.ops.head.drawing_head import DrawingHead, DrawnTokens
+from millrace.ops.head.embedding import Embedding, PlainEmbedding
+from millrace.ops.head.softcap import softcap
+from millrace.ops.kv.cache import cache_places
+from millrace.ops.linear.dense import Adding, Head, Linear, NativeParts
+from millrace.ops.linear.gated import GatedLinear
+from millrace.ops.linear.qkv import PrepareQkv
+from millrace.ops.linear.unsummed import Unsummed
+from millrace.ops.moe.experts import Experts, RoutingExperts
 from millrace.ops.norm import add_rms_norm_of
-from millrace.ops.qkv import PrepareQkv
-from millrace.ops.softcap import softcap
-from millrace.ops.unsummed import Unsummed
 from millrace.ops.version import Choice
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millrace.ops.gated_linear import ComposedGatedLinear
-from millrace.ops.linear import NativeParts
+from millrace.ops.linear.dense import NativeParts
+from millrace.ops.linear.gated import ComposedGatedLinear
 
 Bools = npt.NDArray[np.bool_]
 

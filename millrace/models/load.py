@@ -40,13 +40,13 @@ from millrace.models.layout import (
 from millrace.models.rope import inverse_frequencies
 from millrace.models.spec import LayerSpec, ModelSpec
 from millrace.models.stored import QuantisedSource, StoredMatrices
-from millrace.ops.experts import ExpertWeights
-from millrace.ops.fp8_linear import fp8_missing
-from millrace.ops.gated_linear import GatedLinear
-from millrace.ops.linear import Head, Linear
-from millrace.ops.quantised import with_quantise
+from millrace.ops.linear.dense import Head, Linear
+from millrace.ops.linear.fp8 import fp8_missing
+from millrace.ops.linear.gated import GatedLinear
+from millrace.ops.linear.quantised import with_quantise
+from millrace.ops.linear.stored import StoredLinear, StoredWeight, keeps_stored
+from millrace.ops.moe.experts import ExpertWeights
 from millrace.ops.registry import choose
-from millrace.ops.stored_linear import StoredLinear, StoredWeight, keeps_stored
 from millrace.ops.version import Choice, short_name
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.spec import ModelSpec
 from millrace.ops.activation import NATIVE_NUMBERS
-from millrace.ops.gated_linear import ComposedGatedLinear
-from millrace.ops.linear import Linear, NativeParts
+from millrace.ops.linear.dense import Linear, NativeParts
+from millrace.ops.linear.gated import ComposedGatedLinear
+from millrace.ops.linear.qkv import NativePrepareQkv
 from millrace.ops.native import DTYPES, KV_DTYPES, native
-from millrace.ops.qkv import NativePrepareQkv
 from millrace.ops.version import Choice
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from millrace.models.layout import ModelLayout, Part, matrices_of
-from millrace.ops.stored_linear import FORMATS, LAYOUT, StoredPart, StoredWeight, pack_stored, packed_bytes
+from millrace.ops.linear.stored import FORMATS, LAYOUT, StoredPart, StoredWeight, pack_stored, packed_bytes
 
 log = logging.getLogger(__name__)
 

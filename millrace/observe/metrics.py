@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from millrace import __version__
 from millrace.link.messages import EngineReady, EngineStats, Finish
+from millrace.version import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops.linear.quantised import Quantised
 from millrace.ops.native import DTYPES, native, native_missing
-from millrace.ops.quantised import Quantised
 from millrace.ops.triton import triton_missing
 from millrace.ops.version import Version
 
@@ -64,7 +64,7 @@ def make_native(kind: Activation) -> Gated:
 
 
 def make_triton(kind: Activation) -> Callable[..., Tensor | Quantised]:
-    from millrace.ops.triton.gated import gated as launch
+    from millrace.ops.triton.gemm.gated import gated as launch
 
     def gated(gate_up: Tensor, quantise: bool = False) -> Tensor | Quantised:
         values, scales = launch(gate_up, kind, quantise)

@@ -46,13 +46,13 @@ QUICK_ROWS: Final = 64
 
 
 class LinearPart(ctypes.Structure):
-    """Outputs of a linear layer that are packed together; the same as in cpp/linear.h."""
+    """Outputs of a linear layer that are packed together; the same as in cpp/linear/linear.h."""
 
     _fields_ = (("packed", c_void_p), ("n", c_int64), ("format", c_int32), ("unused", c_int32))
 
 
 class LinearDesc(ctypes.Structure):
-    """A linear layer as the kernels see it; the same as in cpp/linear.h. Its maker keeps alive what it points to."""
+    """A linear layer as in cpp/linear/linear.h. Its maker keeps alive what it points to."""
 
     _fields_ = (
         ("parts", ctypes.POINTER(LinearPart)),
@@ -158,7 +158,7 @@ def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
     compiler = next((found for found in map(shutil.which, compilers) if found), None)
     if compiler is None:
         raise NativeUnavailable(f"needs a C++ compiler ({', '.join(compilers)}); none is installed")
-    sources = sorted(SOURCES.glob("*.cpp"))
+    sources = sorted(SOURCES.rglob("*.cpp"))
     path = folder / f"kernels-{_fingerprint(compiler)}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _prune(folder: Path) -> None:
 def _fingerprint(compiler: str) -> str:
     """Changes with the sources, the flags, the compiler and what the processor can do."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(SOURCES.rglob("*")):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.read_bytes())
     status = os.stat(compiler)
@@ -199,7 +199,9 @@ def _compile(compiler: str, sources: list[Path], scratch: Path) -> Path:
     objects = [scratch / f"{source.stem}.o" for source in sources]
     running = [
         subprocess.Popen(
-            [compiler, *FLAGS, "-c", str(source), "-o", str(target)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            [compiler, *FLAGS, "-I", str(SOURCES), "-c", str(source), "-o", str(target)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         for source, target in zip(sources, objects, strict=True)
     ]

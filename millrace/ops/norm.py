@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops.linear.quantised import Quantised
+from millrace.ops.linear.unsummed import Unsummed
 from millrace.ops.native import DTYPES, native, native_missing
-from millrace.ops.quantised import Quantised
 from millrace.ops.triton import triton_missing
-from millrace.ops.unsummed import Unsummed
 from millrace.ops.version import Version
 
 

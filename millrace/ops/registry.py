@@ -9,30 +9,20 @@ from typing import Any
 import torch
 
 from millrace.errors import ConfigError
-from millrace.ops import (
-    activation,
-    attention,
-    embedding,
-    experts,
-    fp8_linear,
-    gated_linear,
-    linear,
-    norm,
-    qkv,
-    router,
-    softcap,
-    stored_linear,
-)
+from millrace.ops import activation, attention, norm
+from millrace.ops.head import embedding, softcap
+from millrace.ops.linear import dense, fp8, gated, qkv, stored
+from millrace.ops.moe import experts, router
 from millrace.ops.version import Choice, Version, short_name
 
 OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
     {
         "embedding": embedding.VERSIONS,
         "tied_embedding": embedding.TIED_VERSIONS,
-        "linear": linear.VERSIONS,
-        "stored_linear": stored_linear.VERSIONS,
-        "fp8_linear": fp8_linear.VERSIONS,
-        "gated_linear": gated_linear.VERSIONS,
+        "linear": dense.VERSIONS,
+        "stored_linear": stored.VERSIONS,
+        "fp8_linear": fp8.VERSIONS,
+        "gated_linear": gated.VERSIONS,
         "rms_norm": norm.RMS_NORM_VERSIONS,
         "add_rms_norm": norm.ADD_RMS_NORM_VERSIONS,
         "qkv": qkv.VERSIONS,

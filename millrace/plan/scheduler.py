@@ -17,15 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.plan.block_pool import BlockPool
-from millrace.plan.crowd import Crowd
-from millrace.plan.delays import Cause, Delays
-from millrace.plan.fair_shares import FairShares
-from millrace.plan.forecast import OutputLengths
 from millrace.plan.foresight import Foreseen, foresee
-from millrace.plan.new_blocks import NewBlocks
-from millrace.plan.policy import FirstCome, Policy
-from millrace.plan.prefix import PrefixIndex
+from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.new_blocks import NewBlocks
+from millrace.plan.kv.prefix import PrefixIndex
+from millrace.plan.queue.admission_forecast import Crowd
+from millrace.plan.queue.delays import Cause, Delays
+from millrace.plan.queue.fair_shares import FairShares
+from millrace.plan.queue.forecast import OutputLengths
+from millrace.plan.queue.policy import FirstCome, Policy
+from millrace.plan.queue.waiting import Waiting
 from millrace.plan.request import Request, end_of
 from millrace.plan.rows import Rows
 from millrace.plan.steady import Steady, steady_from
@@ -42,7 +43,6 @@ from millrace.plan.step import (
     StepPlan,
 )
 from millrace.plan.victim import cheapest_victim
-from millrace.plan.waiting import Waiting
 
 CROWD, CROWD_SHARE = 8, 1 / 8
 """Requests without a first token that are a crowd, and their least share of the streams: then steps are made long,

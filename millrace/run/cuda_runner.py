@@ -19,19 +19,19 @@ from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.buckets import Buckets
 from millrace.run.device import Device, Pending
-from millrace.run.device_sampler import DeviceSampler, Variant
-from millrace.run.kernel_builder import KernelBuilder
+from millrace.run.graphs.buckets import Buckets
+from millrace.run.graphs.graph_cache import StepGraphs
+from millrace.run.graphs.kernel_build_pool import KernelBuilder
+from millrace.run.graphs.step_work import UPDATES_IN_PACKET, StepWork
+from millrace.run.graphs.warm_up import WarmUp, of_first_requests, usual_first
 from millrace.run.kv_pool import KvFormat, allocate_kv
-from millrace.run.logprobs import LogprobColumns, score
-from millrace.run.prompt_scores import PromptLogprobs, score_prompts
-from millrace.run.request_table import RequestTable
+from millrace.run.packet.step_packet import Bucket, PacketWriter, least_of, most_of
 from millrace.run.runner import StepResult, bring_back
-from millrace.run.step_graphs import StepGraphs
-from millrace.run.step_packet import Bucket, PacketWriter, least_of, most_of
-from millrace.run.step_work import UPDATES_IN_PACKET, StepWork
-from millrace.run.warm_up import WarmUp, of_first_requests, usual_first
+from millrace.run.sampling.device_sampler import DeviceSampler, Variant
+from millrace.run.sampling.logprobs import LogprobColumns, score
+from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
+from millrace.run.table.request_table import RequestTable
 
 SHARING_ROWS, SHARING_TOKENS = 16, 256
 """Rows and common tokens from which reading the common ones once for all rows is worth its own launch."""

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
-from millrace.ops.triton.prebuild import hash_ahead
-from millrace.run.cores import memory_nodes, usable_cores
+from millrace.host.cores import memory_nodes, usable_cores
+from millrace.host.time_slice import ask_for_long_slices
+from millrace.ops.triton.compile.prebuild import hash_ahead
 from millrace.run.side_stream import SideStream
-from millrace.time_slice import ask_for_long_slices
 
 CORES_TO_WATCH = 4
 """From this many cores on, a thread may spend one on watching the GPU while a step runs."""

@@ -1,7 +1,7 @@
 """The KV cache on the device: one tensor per layer, cut into blocks that the scheduler hands out by number.
 
 Layout per layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; packed and in eight bits as
-`ops/kv_cache.py` says. A head's tokens within a block lie side by side, so attention streams them. Block 0 is scratch:
+`ops/kv/cache.py` says. A head's tokens within a block lie side by side, so attention streams them. Block 0 is scratch:
 padding may write there, nobody reads it.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from millrace.config import KvDtype
 from millrace.errors import ConfigError
 from millrace.models.spec import ModelSpec
-from millrace.ops.fp8_linear import FP8_CAPABILITY, fp8_missing
-from millrace.ops.kv_cache import SCALE_BYTES, SCALE_WORDS
-from millrace.ops.packed import can_pack, packed_items
+from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS
+from millrace.ops.kv.packed import can_pack, packed_items
+from millrace.ops.linear.fp8 import FP8_CAPABILITY, fp8_missing
 from millrace.ops.triton import hopper_missing, triton_missing
 
 KvFormat = Literal["full", "packed", "fp8", "int8"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device import Device
-from millrace.run.kernel_builder import KernelBuilder
+from millrace.run.graphs.kernel_build_pool import KernelBuilder
 from millrace.run.kv_pool import KvFormat
 from millrace.run.runner import AnyRunner, Runner
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from millrace.models.decoder import Decoder
 from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device import Device, Pending
-from millrace.run.inputs import gather_inputs, last_tokens
 from millrace.run.kv_pool import KvFormat, allocate_kv
-from millrace.run.logprobs import LogprobColumns
-from millrace.run.native_step import NativeStep
-from millrace.run.prompt_scores import PromptLogprobs, score_prompts
-from millrace.run.request_table import RequestTable
-from millrace.run.sampler import Sampler
+from millrace.run.sampling.logprobs import LogprobColumns
+from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
+from millrace.run.sampling.sampler import Sampler
+from millrace.run.table.inputs import gather_inputs, last_tokens
+from millrace.run.table.request_table import RequestTable
 
 _NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 

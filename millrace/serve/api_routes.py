@@ -6,56 +6,54 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from millrace.serve import (
-    routes_anthropic,
-    routes_batches,
-    routes_files,
-    routes_generate,
-    routes_info,
-    routes_ollama,
-    routes_requests,
-    routes_responses,
-)
+from millrace.serve.anthropic import routes as anthropic
+from millrace.serve.describe import routes_info as info
+from millrace.serve.describe import routes_requests as requests
+from millrace.serve.ollama import routes as ollama
+from millrace.serve.openai import routes as openai
+from millrace.serve.responses import routes as responses
+from millrace.serve.stored import routes_batches as batches
+from millrace.serve.stored import routes_files as files
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 POST: dict[str, Handler] = {
-    "/v1/chat/completions": routes_generate.chat_completions,
-    "/v1/completions": routes_generate.completions,
-    "/v1/responses": routes_responses.create,
-    "/v1/responses/input_tokens": routes_responses.count_tokens,
-    "/v1/responses/{response_id}/cancel": routes_responses.cancel,
-    "/v1/files": routes_files.upload,
-    "/v1/batches": routes_batches.create,
-    "/v1/batches/{batch_id}/cancel": routes_batches.cancel,
-    "/v1/requests/{request_id}/cancel": routes_requests.cancel,
-    "/v1/messages": routes_anthropic.messages,
-    "/v1/messages/count_tokens": routes_anthropic.count_tokens,
-    "/api/chat": routes_ollama.chat,
-    "/api/generate": routes_ollama.generate,
-    "/api/show": routes_ollama.show,
-    "/tokenize": routes_info.tokenize,
-    "/detokenize": routes_info.detokenize,
+    "/v1/chat/completions": openai.chat_completions,
+    "/v1/completions": openai.completions,
+    "/v1/responses": responses.create,
+    "/v1/responses/input_tokens": responses.count_tokens,
+    "/v1/responses/{response_id}/cancel": responses.cancel,
+    "/v1/files": files.upload,
+    "/v1/batches": batches.create,
+    "/v1/batches/{batch_id}/cancel": batches.cancel,
+    "/v1/requests/{request_id}/cancel": requests.cancel,
+    "/v1/messages": anthropic.messages,
+    "/v1/messages/count_tokens": anthropic.count_tokens,
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
+    "/api/show": ollama.show,
+    "/tokenize": info.tokenize,
+    "/detokenize": info.detokenize,
 }
 GET: dict[str, Handler] = {
-    "/v1/models": routes_info.list_models,
-    "/v1/models/{model:.+}": routes_info.get_model,
-    "/v1/responses/{response_id}": routes_responses.retrieve,
-    "/v1/responses/{response_id}/input_items": routes_responses.list_input_items,
-    "/v1/files": routes_files.listing,
-    "/v1/files/{file_id}": routes_files.describe,
-    "/v1/files/{file_id}/content": routes_files.content,
-    "/v1/batches": routes_batches.listing,
-    "/v1/batches/{batch_id}": routes_batches.describe,
-    "/v1/requests": routes_requests.listing,
-    "/v1/requests/{request_id}": routes_requests.describe,
-    "/v1/requests/{request_id}/explain": routes_requests.explain,
-    "/api/tags": routes_ollama.tags,
-    "/api/ps": routes_ollama.loaded,
-    "/api/version": routes_ollama.version,
+    "/v1/models": info.list_models,
+    "/v1/models/{model:.+}": info.get_model,
+    "/v1/responses/{response_id}": responses.retrieve,
+    "/v1/responses/{response_id}/input_items": responses.list_input_items,
+    "/v1/files": files.listing,
+    "/v1/files/{file_id}": files.describe,
+    "/v1/files/{file_id}/content": files.content,
+    "/v1/batches": batches.listing,
+    "/v1/batches/{batch_id}": batches.describe,
+    "/v1/requests": requests.listing,
+    "/v1/requests/{request_id}": requests.describe,
+    "/v1/requests/{request_id}/explain": requests.explain,
+    "/api/tags": ollama.tags,
+    "/api/ps": ollama.loaded,
+    "/api/version": ollama.version,
 }
 DELETE: dict[str, Handler] = {
-    "/v1/responses/{response_id}": routes_responses.delete,
-    "/v1/files/{file_id}": routes_files.delete,
-    "/v1/requests/{request_id}": routes_requests.cancel,
+    "/v1/responses/{response_id}": responses.delete,
+    "/v1/files/{file_id}": files.delete,
+    "/v1/requests/{request_id}": requests.cancel,
 }

@@ -17,19 +17,19 @@ from aiohttp import web
 
 from millrace.config import Config
 from millrace.errors import ConfigError, EngineUnavailable
+from millrace.host.time_slice import ask_for_short_slices
 from millrace.link.client import EngineClient
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
-from millrace.serve.http_protocol import FrontRunner
-from millrace.serve.keyring import Keyring
-from millrace.serve.quotas import Quotas
+from millrace.serve.http.connection import FrontRunner
+from millrace.serve.http.siblings import socket_path
 from millrace.serve.routing import build_app
-from millrace.serve.siblings import socket_path
 from millrace.serve.state import FrontState
+from millrace.serve.tenancy.keyring import Keyring
+from millrace.serve.tenancy.quotas import Quotas
 from millrace.sources.resolve import ModelFiles
-from millrace.text.chat_template import load_chat_template
-from millrace.text.tokenizer import load_tokenizer
-from millrace.time_slice import ask_for_short_slices
+from millrace.text.chat.template import load_chat_template
+from millrace.text.tokenizers.tokenizer import load_tokenizer
 
 KEEP_ALIVE_S = 75.0
 """How long a connection may be idle, or take to send a request's head."""

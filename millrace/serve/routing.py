@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from aiohttp import web
 
 from millrace.errors import BadRequest, MillraceError, RequestFailed
-from millrace.serve import api_routes, routes_absent, routes_info
-from millrace.serve.access import authorise, cross_origin
-from millrace.serve.auditing import audit
-from millrace.serve.background import BACKGROUND, Background, in_background
-from millrace.serve.body import check_headers
-from millrace.serve.errors_http import error_response, from_aiohttp
-from millrace.serve.ids import request_id_of
-from millrace.serve.keys import DOCS, FINISH_WORD, OPENAPI, REQUEST_ID, STATE
-from millrace.serve.openapi import openapi_document
-from millrace.serve.routes_files import UPLOAD_PATH, check_upload
+from millrace.serve import api_routes
+from millrace.serve.describe import routes_absent, routes_info
+from millrace.serve.describe.openapi import docs_page, openapi_document
+from millrace.serve.http.app_keys import DOCS, FINISH_WORD, OPENAPI, REQUEST_ID, STATE
+from millrace.serve.http.body import check_headers
+from millrace.serve.http.error_bodies import error_response, from_aiohttp
+from millrace.serve.http.ids import request_id_of
 from millrace.serve.state import FrontState
+from millrace.serve.stored.background import BACKGROUND, Background, in_background
+from millrace.serve.stored.routes_files import UPLOAD_PATH, check_upload
+from millrace.serve.tenancy.access import authorise, cross_origin
+from millrace.serve.tenancy.auditing import audit
 
 log = logging.getLogger("millrace.serve")
 
@@ -30,7 +30,7 @@ def build_app(state: FrontState) -> web.Application:
     app = web.Application(middlewares=[cross_origin, guard, audit, authorise])
     app[STATE] = state
     app[OPENAPI] = openapi_document()
-    app[DOCS] = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+    app[DOCS] = docs_page()
     app[BACKGROUND] = Background(state)
     app.cleanup_ctx.append(in_background)
     post, get = _post(app), app.router.add_get

@@ -14,15 +14,15 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
-from millrace.serve.admission import Admission
-from millrace.serve.keyring import Keyring
-from millrace.serve.quotas import Quotas
-from millrace.serve.store import Store, store_directory
-from millrace.text.chat_template import ChatTemplate
-from millrace.text.tokenizer import Tokenizer
+from millrace.serve.stored.database import Store, store_directory
+from millrace.serve.tenancy.admission import Admission
+from millrace.serve.tenancy.keyring import Keyring
+from millrace.serve.tenancy.quotas import Quotas
+from millrace.text.chat.template import ChatTemplate
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from millrace.serve.job import Job
+    from millrace.serve.generate.job import Job
 
 TEXT_THREADS = 2
 

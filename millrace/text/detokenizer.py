@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 class Detokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from millrace.params import SamplingParams
 from millrace.text.detokenizer import Detokenizer
 from millrace.text.stop_strings import StopStrings
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 class TextStream:

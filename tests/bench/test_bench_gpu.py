@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from millrace.bench.gpu import GpuOptions, run_models
-from millrace.bench.gpu_cases import CASES, Bench, Sizes, Unit, host_times, units
-from millrace.bench.gpu_client import (
+from millrace.bench.gpu.cases import CASES, Bench, Sizes, Unit, host_times, units
+from millrace.bench.gpu.client import (
     Batch,
     EngineSession,
     GpuBenchError,
@@ -23,10 +22,11 @@ from millrace.bench.gpu_client import (
     decode_pace,
     is_warm,
 )
-from millrace.bench.gpu_models import DEFAULT_MODELS, SHAPES_DIR, GpuModel, known_shapes, make_model
-from millrace.bench.gpu_peers import PeerFigure, load_peers
-from millrace.bench.gpu_profile import kernel_times
-from millrace.bench.gpu_report import markdown, profile_table, read_records
+from millrace.bench.gpu.models import DEFAULT_MODELS, SHAPES_DIR, GpuModel, known_shapes, make_model
+from millrace.bench.gpu.peer_figures import PeerFigure, load_peers
+from millrace.bench.gpu.profile import kernel_times
+from millrace.bench.gpu.report import markdown, profile_table, read_records
+from millrace.bench.gpu.run import GpuOptions, run_models
 from millrace.cli import main
 from millrace.config import load_config
 from millrace.errors import ConfigError
@@ -336,7 +336,7 @@ def run_with(
     def with_a_bad_one(cases: Any, sizes: Sizes, *, quick: bool) -> list[Unit]:
         return [Unit("decode", {"batch": 9}, 1, breaks), *units(["ttft"], sizes, quick=quick)]
 
-    monkeypatch.setattr("millrace.bench.gpu.units", with_a_bad_one)
+    monkeypatch.setattr("millrace.bench.gpu.run.units", with_a_bad_one)
     return measure(tiny_model(shape), "ttft", limit_s=limit_s)
 
 

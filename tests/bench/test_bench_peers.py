@@ -18,6 +18,8 @@ from helpers.fake_openai import FakeServer, running
 from helpers.served import wait_until
 
 from millrace.bench.figures import Figure
+from millrace.bench.http.target import BenchError
+from millrace.bench.http.workloads import Shape, Workload, mixed, shared_prefix, single
 from millrace.bench.local_server import ServerProcess, free_port
 from millrace.bench.peers.bars import BARS, Bar, Board, bars_for, wanted_workloads
 from millrace.bench.peers.contestant import Contestant
@@ -26,8 +28,6 @@ from millrace.bench.peers.line_up import LineUp, peers
 from millrace.bench.peers.report import median_lines, print_tables, verdict_cells, verdict_line
 from millrace.bench.peers.rounds import Comparison, Listener, RoundOptions, what_fits
 from millrace.bench.peers.spec import PeerSpec, kind_of, parse_peer, parse_peer_args
-from millrace.bench.target import BenchError
-from millrace.bench.workloads import Shape, Workload, mixed, shared_prefix, single
 from millrace.cli import main
 from millrace.errors import ConfigError
 

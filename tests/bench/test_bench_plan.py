@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.bench.plan import measure_first_cost, measure_plan_cost
+from millrace.bench.micro.plan import measure_first_cost, measure_plan_cost
 
 
 def test_a_steady_step_and_a_first_token_have_a_cost() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.serving import ServeBench
-from millrace.bench.shape_model import write_shape_model
-from millrace.bench.stack_samples import hottest, sample_processes
+from millrace.bench.http.serving import ServeBench
+from millrace.bench.http.shape_model import write_shape_model
+from millrace.bench.http.stack_samples import hottest, sample_processes
 from millrace.cli import main
 from millrace.config import DEFAULT_MODEL, Config, num_fronts, replace
 from millrace.sources.resolve import resolve_model
-from millrace.text.chat_template import load_chat_template
-from millrace.text.tokenizer import load_tokenizer
+from millrace.text.chat.template import load_chat_template
+from millrace.text.tokenizers.tokenizer import load_tokenizer
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from millrace.bench.step import PRODUCTS, StepCase, StepCost, measure_steps
+from millrace.bench.micro.step import PRODUCTS, StepCase, StepCost, measure_steps
 from millrace.config import Config, ModelConfig, RunConfig
 from millrace.errors import ConfigError
 from millrace.models.native_stack import KINDS

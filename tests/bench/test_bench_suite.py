@@ -12,14 +12,14 @@ import time
 import pytest
 from helpers.fake_openai import FakeServer, running
 
-from millrace.bench.cpu_share import Usage, parts_of, share_figures, usage_of
-from millrace.bench.drive import Outcome, drive
 from millrace.bench.figures import Figure, figures_of, percentile
+from millrace.bench.http.cpu_share import Usage, parts_of, share_figures, usage_of
+from millrace.bench.http.drive import Outcome, drive
+from millrace.bench.http.prompts import IdPrompts, TextPrompts
+from millrace.bench.http.suite import SuiteOptions, run_remote
+from millrace.bench.http.target import BenchError, Sample, Target
+from millrace.bench.http.workloads import Shape, Workload, mixed, shared_prefix, single, suite
 from millrace.bench.local_server import cpu_seconds, descendants, free_port, resident_mib
-from millrace.bench.prompts import IdPrompts, TextPrompts
-from millrace.bench.suite import SuiteOptions, run_remote
-from millrace.bench.target import BenchError, Sample, Target
-from millrace.bench.workloads import Shape, Workload, mixed, shared_prefix, single, suite
 from millrace.cli import main
 
 

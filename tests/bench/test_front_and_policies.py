@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.front import FrontBench
-from millrace.bench.link import measure_link
-from millrace.bench.policies import POLICIES, Verdict, compare, plot_svg, read_trace
-from millrace.bench.target import BenchError
+from millrace.bench.http.target import BenchError
+from millrace.bench.micro.front import FrontBench
+from millrace.bench.micro.link import measure_link
+from millrace.bench.micro.policies import POLICIES, Verdict, compare, plot_svg, read_trace
 from millrace.cli import main
 from millrace.config import DEFAULT_MODEL
 

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from millrace.bench.figures import Figure
-from millrace.bench.perplexity import TEXT_FILE, NotOffered, Perplexity, cut, measure_perplexity
-from millrace.bench.suite import SuiteOptions, run_remote
-from millrace.bench.target import Target
+from millrace.bench.http.perplexity import TEXT_FILE, NotOffered, Perplexity, cut, measure_perplexity
+from millrace.bench.http.suite import SuiteOptions, run_remote
+from millrace.bench.http.target import Target
 
 WINDOW = 32
 TEXT = " ".join(f"w{(7 * i * i + 3 * i) % 90}" for i in range(150))

@@ -13,7 +13,7 @@ from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import post
 
 from millrace.link.messages import unpack_tokens
-from millrace.text.chat_template import ChatTemplate
+from millrace.text.chat.template import ChatTemplate
 
 TEXT = 'Grüße, "world" 🌍\nbye'
 HI = [{"role": "user", "content": "hi"}]

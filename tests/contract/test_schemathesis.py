@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from serve.front_under_test import MODEL, VOCAB, Front, running_front, saying
 
-from millrace.serve.openapi import openapi_document
+from millrace.serve.describe.openapi import openapi_document
 
 SIZE = int(os.environ.get("MILLRACE_FUZZ", "4"))
 CHECKS = (

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.engine import idle_memory
 from millrace.engine.loop import Engine
+from millrace.host import idle_memory
 from millrace.link.messages import AbortFront, StepTokens, ToEngine, ToFront
 from millrace.plan.scheduler import Scheduler
 

@@ -17,9 +17,9 @@ from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
-from millrace.run.logprobs import LogprobColumns
-from millrace.run.prompt_scores import PromptLogprobs
 from millrace.run.runner import StepResult
+from millrace.run.sampling.logprobs import LogprobColumns
+from millrace.run.sampling.prompt_scores import PromptLogprobs
 
 NONE = np.zeros(0, np.int64)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from helpers.served import MODEL, serving, wait_until
 
-from millrace.serve.keyring import digest_of
+from millrace.serve.tenancy.keyring import digest_of
 
 
 def test_a_request_explains_itself_and_can_be_cancelled(tmp_path: Path) -> None:

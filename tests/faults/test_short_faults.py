@@ -6,8 +6,8 @@ import asyncio
 
 from helpers.served import serving
 
-from millrace.bench.faults.disconnects import churn
-from millrace.bench.faults.fuzz import fuzz
+from millrace.faults.disconnects import churn
+from millrace.faults.fuzz import fuzz
 
 
 def test_mutated_requests_and_leaving_clients_break_and_keep_nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
-from millrace.ops.kv_cache import write_kv
+from millrace.ops.kv.cache import write_kv
 
 
 def make_batch(

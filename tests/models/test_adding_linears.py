@@ -16,7 +16,8 @@ from millrace.models import load
 from millrace.models.batch import DrawnStates, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
-from millrace.ops import linear, registry
+from millrace.ops import registry
+from millrace.ops.linear import dense as linear
 from millrace.ops.version import Choice, Version
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ ADDS_FROM = 4
 def added_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decoders are built with the GPU's linear, which here adds from few rows on: to how many, call by call."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install -r requirements-dev.txt")
-    from millrace.ops.triton.gemm_choice import LIBRARY
+    from millrace.ops.triton.gemm.choice import LIBRARY
 
     calls: list[int] = []
 

@@ -12,7 +12,7 @@ from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_r
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
-from millrace.ops import linear
+from millrace.ops.linear import dense as linear
 
 pytestmark = pytest.mark.gpu
 

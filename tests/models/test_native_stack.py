@@ -18,7 +18,7 @@ from millrace.models.load import build_decoder, load_decoder
 from millrace.models.native_stack import KINDS
 from millrace.ops import native
 from millrace.run.device import CpuDevice
-from millrace.run.inputs import last_tokens
+from millrace.run.table.inputs import last_tokens
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from helpers.triton_mode import device, interpreted
 from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.attention.context_rule import MOST_PARTS, context_parts
 from millrace.ops.attention.paged import SPLIT_CELLS, tiles_of
-from millrace.ops.kv_cache import SCALE_BYTES, SCALE_WORDS
-from millrace.ops.packed import packed_items
-from millrace.ops.triton.attention import ContextSplit, HeadShape, SplitWorkspace
+from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS
+from millrace.ops.kv.packed import packed_items
+from millrace.ops.triton.attention.prompt import ContextSplit, HeadShape, SplitWorkspace
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 """Triton's interpreter multiplies no bfloat16."""
@@ -153,8 +153,8 @@ import sys
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from millrace.ops.triton.attention import _prefill_kernel
-from millrace.ops.triton.attention_join import _join_parts_kernel
+from millrace.ops.triton.attention.prompt import _prefill_kernel
+from millrace.ops.triton.attention.join import _join_parts_kernel
 
 def build(kernel, warps, constants, kinds):
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*i32") for name in kernel.arg_names}

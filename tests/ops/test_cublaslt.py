@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops import cublaslt, cublaslt_table
-from millrace.ops.cublaslt import Algorithm, ChoicesByRows, ChosenProduct
-from millrace.ops.linear import ADDS_FROM, TunedLinear
+from millrace.ops.linear import cublaslt, cublaslt_table
+from millrace.ops.linear.cublaslt import Algorithm, ChoicesByRows, ChosenProduct
+from millrace.ops.linear.dense import ADDS_FROM, TunedLinear
 
 TABLES = {"bf16": cublaslt_table.BF16, "wide": cublaslt_table.BF16_WIDE}
 CASES = [(name, size) for name, table in TABLES.items() for size in table]

@@ -8,9 +8,9 @@ from helpers.stored_blocks import dequantised, random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.ops.linear import NativeLinear
+from millrace.ops.linear.dense import NativeLinear
+from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored
 from millrace.ops.native import native, native_missing
-from millrace.ops.stored_linear import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored
 
 pytestmark = pytest.mark.skipif(bool(native_missing(torch.device("cpu"))), reason="no native kernels here")
 

@@ -8,11 +8,11 @@ import torch
 
 from millrace.config import RunConfig
 from millrace.ops import native
-from millrace.ops.draw import NativeDraw
+from millrace.ops.head.draw import NativeDraw
 from millrace.run.device import open_device
-from millrace.run.noise import uniforms
-from millrace.run.request_table import RequestTable
-from millrace.run.sampler import Sampler
+from millrace.run.sampling.noise import uniforms
+from millrace.run.sampling.sampler import Sampler
+from millrace.run.table.request_table import RequestTable
 
 LIMITS = [
     (0.0, 0, 1.0, 0.0),

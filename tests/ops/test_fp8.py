@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.ops.activation import gated_reference
-from millrace.ops.fp8_linear import Fp8Invariant, Fp8Reference, Fp8Tuned
-from millrace.ops.gated_linear import TunedFp8GatedLinear
-from millrace.ops.quantised import FP8, FP8_MAX, Quantised, quantise_rows, quantise_weight, with_quantise
-from millrace.ops.triton import fp8
-from millrace.ops.triton.gemm import Kind, Scales, Tiles, multiply, new_counters
-from millrace.ops.triton.gemm_choice import Fp8Tiles, TilesByRows
+from millrace.ops.linear.fp8 import Fp8Invariant, Fp8Reference, Fp8Tuned
+from millrace.ops.linear.gated import TunedFp8GatedLinear
+from millrace.ops.linear.quantised import FP8, FP8_MAX, Quantised, quantise_rows, quantise_weight, with_quantise
+from millrace.ops.triton.gemm import fp8
+from millrace.ops.triton.gemm.choice import Fp8Tiles, TilesByRows
+from millrace.ops.triton.gemm.product import Kind, Scales, Tiles, multiply, new_counters
 
 
 def random(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, spread: float = 1.0) -> Tensor:
@@ -52,7 +52,7 @@ def test_rows_keep_their_size_and_their_zeros(rows: int, columns: int, spread: f
 def test_weights_are_quantised_in_slices_like_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(37, 50)
     whole = quantise_weight(weight)
-    monkeypatch.setattr("millrace.ops.quantised._SLICE_ITEMS", 150)
+    monkeypatch.setattr("millrace.ops.linear.quantised._SLICE_ITEMS", 150)
     sliced = quantise_weight(weight)
     assert torch.equal(whole.values.float(), sliced.values.float())
     assert torch.equal(whole.scales, sliced.scales)

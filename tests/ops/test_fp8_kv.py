@@ -14,19 +14,19 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
-from millrace.ops.kv_cache import SCALE_BYTES, fp8_parts, read_kv, write_kv
-from millrace.ops.qkv import TorchPrepareQkv
-from millrace.ops.quantised import FP8_MAX
-from millrace.ops.triton.attention import (
+from millrace.ops.kv.cache import SCALE_BYTES, fp8_parts, read_kv, write_kv
+from millrace.ops.linear.qkv import TorchPrepareQkv
+from millrace.ops.linear.quantised import FP8_MAX
+from millrace.ops.triton.attention.long_rows import contiguous_kv
+from millrace.ops.triton.attention.prompt import (
     DecodeTuning,
     HeadShape,
     PagedRows,
     SplitWorkspace,
     decode,
 )
-from millrace.ops.triton.long_rows import contiguous_kv
-from millrace.ops.triton.qkv import PrepareQkvKernel
-from millrace.run.single_queries import COLUMNS, num_words, write_singles
+from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
+from millrace.run.packet.decode_rows import COLUMNS, num_words, write_singles
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 STEP = 2.0**-4

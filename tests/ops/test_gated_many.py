@@ -11,16 +11,17 @@ from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
 from millrace.ops.activation import Activation, gated_reference, make_torch
-from millrace.ops.gated_linear import TunedGatedLinear
-from millrace.ops.linear import PlainLinear
-from millrace.ops.triton import gemm_choice, gemm_table
+from millrace.ops.linear.dense import PlainLinear
+from millrace.ops.linear.gated import TunedGatedLinear
+from millrace.ops.triton.gemm import choice as gemm_choice
+from millrace.ops.triton.gemm import table as gemm_table
 
 COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
-from millrace.ops.triton import gated_many as room, operand_ring
+from millrace.ops.triton.gemm import gated_many as room, operand_ring
 
 kernel, (rows, outputs) = room.gated_many_kernel, map(int, sys.argv[1:])
 blocks = {"x_desc": (rows, 64), "w_desc": (outputs, 64), "out_desc": (rows, outputs)}
@@ -87,7 +88,7 @@ def check(got: Tensor, x: Tensor, weight: Tensor, activation: Activation) -> Non
 def test_it_gives_what_its_parts_give(
     rows: int, outputs: int, inputs: int, activation: Activation, tile: tuple[int, int]
 ) -> None:
-    from millrace.ops.triton.gated_many import gated_many
+    from millrace.ops.triton.gemm.gated_many import gated_many
 
     x, weight = operands(rows, outputs, inputs)
     check(gated_many(x, weight, activation, tile), x, weight, activation)
@@ -95,7 +96,7 @@ def test_it_gives_what_its_parts_give(
 
 @pytest.mark.gpu
 def test_nothing_beyond_the_result_is_written_and_x_may_lie_anywhere() -> None:
-    from millrace.ops.triton.gated_many import gated_many
+    from millrace.ops.triton.gemm.gated_many import gated_many
 
     x, weight = operands(300, 264, 128)
     padded = torch.full((300, 129), 9.0, dtype=torch.bfloat16, device=device)
@@ -110,7 +111,7 @@ def test_nothing_beyond_the_result_is_written_and_x_may_lie_anywhere() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_op_takes_it_where_it_can(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millrace.ops.triton import gated_many as room
+    from millrace.ops.triton.gemm import gated_many as room
 
     x, weight = operands(2048, 3072, 1024)
     bias = torch.randn(6144, device=device).bfloat16() if has_bias else None

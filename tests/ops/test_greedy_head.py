@@ -9,16 +9,17 @@ from helpers.gpu_compiler import said_by
 from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
-from millrace.ops.drawing_head import DrawnTokens
-from millrace.ops.linear import TunedLinear
-from millrace.ops.triton import gemm_choice, gemm_table
+from millrace.ops.head.drawing_head import DrawnTokens
+from millrace.ops.linear.dense import TunedLinear
+from millrace.ops.triton.gemm import choice as gemm_choice
+from millrace.ops.triton.gemm import table as gemm_table
 
 COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
-from millrace.ops.triton import greedy_head as room, operand_ring
+from millrace.ops.triton.gemm import greedy_head as room, operand_ring
 
 kernel, (rows, tokens, stages) = room.greedy_head_kernel, map(int, sys.argv[1:])
 blocks = {"x_desc": (rows, 64), "w_desc": (tokens, 64)}
@@ -62,7 +63,7 @@ def drawn(rows: list[int]) -> DrawnTokens:
 
 
 def test_the_best_of_all_programs_is_picked_and_the_first_among_equals() -> None:
-    from millrace.ops.triton.greedy_head import pick
+    from millrace.ops.triton.gemm.greedy_head import pick
 
     best = torch.tensor([[1.0, 2.0, -torch.inf, 9.0], [3.0, 2.0, -torch.inf, 0.0], [3.0, 2.0, -torch.inf, 0.0]])
     token = torch.tensor([[5, 300, 0, 1], [200, 600, 0, 2], [100, 900, 0, 3]], dtype=torch.int32)
@@ -80,7 +81,7 @@ def operands(rows: int, vocab: int, inputs: int) -> tuple[Tensor, Tensor]:
 
 def check(x: Tensor, weight: Tensor, vocab: int, tile: tuple[int, int, int]) -> None:
     """Tokens are those of exact sums, but where the next best is nearer than sums in another order can tell."""
-    from millrace.ops.triton.greedy_head import HeadTile, greedy_head
+    from millrace.ops.triton.gemm.greedy_head import HeadTile, greedy_head
 
     count = x.shape[0]
     to = drawn([2 * count - 2 * row for row in range(count)])
@@ -119,7 +120,7 @@ def test_padding_ties_and_what_is_no_number(tile: tuple[int, int, int]) -> None:
     x, weight = operands(70, 5000, 128)
     weight[4990:] = weight[:1] * 50  # beyond the vocabulary
     check(x, weight, 4990, tile)
-    from millrace.ops.triton.greedy_head import HeadTile, greedy_head
+    from millrace.ops.triton.gemm.greedy_head import HeadTile, greedy_head
 
     weight[:] = 0
     weight[[77, 78, 3000], :] = 1

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from millrace.ops import native
 from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceAttention
-from millrace.ops.kv_cache import SCALE_BYTES, int8_parts, read_kv, write_kv
-from millrace.ops.qkv import NativePrepareQkv, TorchPrepareQkv
+from millrace.ops.kv.cache import SCALE_BYTES, int8_parts, read_kv, write_kv
+from millrace.ops.linear.qkv import NativePrepareQkv, TorchPrepareQkv
 from millrace.ops.rope import rope_rows
 
 needs_native = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.ops import embedding, linear
-from millrace.ops.linear import NativeLinear
+from millrace.ops.head import embedding
+from millrace.ops.linear import dense as linear
+from millrace.ops.linear.dense import NativeLinear
 from millrace.ops.version import Version
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from helpers.paged import make_batch
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.attention.long_rows import LongRow
-from millrace.ops.kv_cache import SCALE_BYTES, write_kv
+from millrace.ops.kv.cache import SCALE_BYTES, write_kv
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, DIM, BLOCK = 8, 2, 64, 16

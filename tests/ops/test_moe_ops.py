@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.ops.activation import gated_reference
-from millrace.ops.experts import DenseExperts, ExpertWeights, GroupedExperts, LoopExperts
-from millrace.ops.linear import NativeLinear, PlainLinear
-from millrace.ops.router import route
+from millrace.ops.linear.dense import NativeLinear, PlainLinear
+from millrace.ops.moe.experts import DenseExperts, ExpertWeights, GroupedExperts, LoopExperts
+from millrace.ops.moe.router import route
 
 
 def plain(

@@ -63,7 +63,7 @@ def test_helpers_follow_torch_and_survive_a_fork(tmp_path: Path) -> None:
     script = """
 import os, threading, torch
 torch.set_num_threads(3)
-from millrace.ops.linear import NativeLinear
+from millrace.ops.linear.dense import NativeLinear
 torch.manual_seed(0)
 x, weight = torch.randn(200, 512), torch.randn(2048, 512)
 before = len(os.listdir('/proc/self/task'))
@@ -89,7 +89,7 @@ def test_helpers_sleep_when_there_is_nothing_to_do() -> None:
     script = """
 import time, torch
 torch.set_num_threads(4)
-from millrace.ops.linear import NativeLinear
+from millrace.ops.linear.dense import NativeLinear
 layer = NativeLinear(torch.randn(2048, 512))
 layer(torch.randn(4, 512))
 time.sleep(0.05)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace.ops.kv_cache import SCALE_WORDS, head_dim_of, packed_parts, read_kv, write_kv
-from millrace.ops.packed import can_pack, pack, packed_items, unpack
+from millrace.ops.kv.cache import SCALE_WORDS, head_dim_of, packed_parts, read_kv, write_kv
+from millrace.ops.kv.packed import can_pack, pack, packed_items, unpack
 
 EXPONENT_AT, LARGEST_EXPONENT = 7, 254
 """Of bfloat16: where the exponent's bits begin; the largest that is not infinity's."""

@@ -15,19 +15,19 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.models.batch import ForwardBatch
 from millrace.ops.attention import PagedAttention, ReferenceAttention
-from millrace.ops.kv_cache import SCALE_WORDS, packed_parts, read_kv, write_kv
-from millrace.ops.packed import packed_items
-from millrace.ops.qkv import TorchPrepareQkv
-from millrace.ops.triton.attention import (
+from millrace.ops.kv.cache import SCALE_WORDS, packed_parts, read_kv, write_kv
+from millrace.ops.kv.packed import packed_items
+from millrace.ops.linear.qkv import TorchPrepareQkv
+from millrace.ops.triton.attention.long_rows import contiguous_kv
+from millrace.ops.triton.attention.prompt import (
     DecodeTuning,
     HeadShape,
     PagedRows,
     SplitWorkspace,
     decode,
 )
-from millrace.ops.triton.long_rows import contiguous_kv
-from millrace.ops.triton.qkv import PrepareQkvKernel
-from millrace.run.single_queries import COLUMNS, num_words, write_singles
+from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
+from millrace.run.packet.decode_rows import COLUMNS, num_words, write_singles
 
 BF16 = torch.bfloat16
 DTYPE = torch.float32 if interpreted else BF16

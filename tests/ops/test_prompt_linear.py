@@ -10,9 +10,9 @@ from helpers.stored_blocks import random_blocks
 
 from millrace.ops.activation import NATIVE_NUMBERS, Activation
 from millrace.ops.activation import VERSIONS as GATED
-from millrace.ops.linear import NativeLinear, NativeParts
+from millrace.ops.linear.dense import NativeLinear, NativeParts
+from millrace.ops.linear.stored import StoredLinear, StoredPart, StoredWeight, pack_stored
 from millrace.ops.native import native, native_missing
-from millrace.ops.stored_linear import StoredLinear, StoredPart, StoredWeight, pack_stored
 
 pytestmark = pytest.mark.skipif(bool(native_missing(torch.device("cpu"))), reason="no native kernels here")
 

@@ -15,10 +15,10 @@ from helpers.stored_blocks import dequantised, random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.ops.embedding import NativeTiedEmbedding
-from millrace.ops.linear import NativeLinear
+from millrace.ops.head.embedding import NativeTiedEmbedding
+from millrace.ops.linear.dense import NativeLinear
+from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored, packed_bytes
 from millrace.ops.native import native
-from millrace.ops.stored_linear import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored, packed_bytes
 
 ROWS = (1, 2, 7, 16, 17, 32, 33, 100, 150)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -162,8 +162,8 @@ module._native_or_reason = lambda: library
 assert not library.quick.has_amx()
 import torch
 from helpers.stored_blocks import dequantised, random_blocks
-from millrace.ops.linear import NativeLinear
-from millrace.ops.stored_linear import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored
+from millrace.ops.linear.dense import NativeLinear
+from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored
 for kind in FORMATS:
     blocks = random_blocks(kind, 45, 512)
     packed = pack_stored(kind, blocks, 45, 512)

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.ops import activation, norm, qkv
-from millrace.ops.kv_cache import cache_places, write_kv
+from millrace.ops import activation, norm
+from millrace.ops.head.softcap import softcap
+from millrace.ops.kv.cache import cache_places, write_kv
+from millrace.ops.linear import qkv
 from millrace.ops.rope import rope, rope_rows
-from millrace.ops.softcap import softcap
 from millrace.ops.version import Version
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from helpers.triton_mode import device, interpreted
 from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.attention.decode_rule import decode_tuning, takes_list
 from millrace.ops.attention.paged import SPLIT_CELLS
-from millrace.ops.kv_cache import CacheFormat
-from millrace.ops.triton.attention import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
-from millrace.run.single_queries import COLUMNS, num_words, write_singles
+from millrace.ops.kv.cache import CacheFormat
+from millrace.ops.triton.attention.prompt import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
+from millrace.run.packet.decode_rows import COLUMNS, num_words, write_singles
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 HALF = torch.float16 if interpreted else torch.bfloat16

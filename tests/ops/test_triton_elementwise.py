@@ -13,12 +13,12 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.ops.activation import gated_reference
 from millrace.ops.activation import make_triton as make_gated
+from millrace.ops.linear.qkv import TorchPrepareQkv, make_triton
+from millrace.ops.linear.quantised import Quantised
+from millrace.ops.linear.unsummed import Unsummed
 from millrace.ops.norm import TritonAddRmsNorm, add_rms_norm, add_rms_norm_of, make_triton_rms_norm, rms_norm
-from millrace.ops.qkv import TorchPrepareQkv, make_triton
-from millrace.ops.quantised import Quantised
 from millrace.ops.triton import norm
-from millrace.ops.triton.qkv import PrepareQkvKernel, Shape, shape_for
-from millrace.ops.unsummed import Unsummed
+from millrace.ops.triton.gemm.qkv import PrepareQkvKernel, Shape, shape_for
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -8,14 +8,15 @@ from helpers.triton_mode import device, interpreted
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops import linear
 from millrace.ops.activation import Activation, activate, gated_reference
-from millrace.ops.gated_linear import ComposedGatedLinear, TunedGatedLinear
-from millrace.ops.linear import InvariantLinear, PlainLinear, TunedLinear
-from millrace.ops.quantised import with_quantise
-from millrace.ops.triton import gemm_choice, gemm_table
-from millrace.ops.triton.gemm import Kind, Tiles, multiply, new_counters
-from millrace.ops.triton.gemm_choice import TilesByRows
+from millrace.ops.linear import dense as linear
+from millrace.ops.linear.dense import InvariantLinear, PlainLinear, TunedLinear
+from millrace.ops.linear.gated import ComposedGatedLinear, TunedGatedLinear
+from millrace.ops.linear.quantised import with_quantise
+from millrace.ops.triton.gemm import choice as gemm_choice
+from millrace.ops.triton.gemm import table as gemm_table
+from millrace.ops.triton.gemm.choice import TilesByRows
+from millrace.ops.triton.gemm.product import Kind, Tiles, multiply, new_counters
 
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 DTYPES = [torch.float16] if interpreted else [torch.bfloat16, torch.float16]

@@ -10,12 +10,14 @@ import torch
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.activation import Activation, activate
-from millrace.ops.experts import ExpertWeights, FixedTritonExperts, RoutingExperts, TritonExperts
-from millrace.ops.linear import PlainLinear
+from millrace.ops.linear.dense import PlainLinear
+from millrace.ops.moe.experts import ExpertWeights, FixedTritonExperts, RoutingExperts, TritonExperts
+from millrace.ops.moe.router import route as route_reference
 from millrace.ops.registry import choose
-from millrace.ops.router import route as route_reference
-from millrace.ops.triton import moe, moe_config, moe_route_kernels
-from millrace.ops.triton.moe_config import Gpu, MoeConfig, MoeShape, Tile, Way
+from millrace.ops.triton.moe import config as moe_config
+from millrace.ops.triton.moe import experts as moe
+from millrace.ops.triton.moe import route_kernels as moe_route_kernels
+from millrace.ops.triton.moe.config import Gpu, MoeConfig, MoeShape, Tile, Way
 
 # The interpreter multiplies the bits of bfloat16 matrices instead of their values.
 HALF = torch.float16 if interpreted else torch.bfloat16

@@ -15,8 +15,8 @@ import pytest
 from helpers.triton_mode import interpreted
 
 from millrace.config import Config
-from millrace.run import kernel_builder
-from millrace.run.kernel_builder import KernelBuilder, start_builder
+from millrace.run.graphs import kernel_build_pool as kernel_builder
+from millrace.run.graphs.kernel_build_pool import KernelBuilder, start_builder
 
 NORM = {
     "name": "millrace.ops.triton.norm._norm_kernel",
@@ -46,7 +46,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from millrace.ops.triton import norm
-from millrace.ops.triton.prebuild import source_of
+from millrace.ops.triton.compile.prebuild import source_of
 
 backend = make_backend(GPUTarget("cuda", 90, 32))
 for text in json.loads(sys.argv[1]):
@@ -80,7 +80,7 @@ def test_the_server_fills_the_cache(tmp_path: Path) -> None:
         {"target": ["cuda", 90, 32], "kernel": kernel, "turn": int(kernel == wide)} for kernel in (good, bad, wide)
     ]
     told = "".join(json.dumps(order) + "\n" for order in orders)
-    assert sorted(run("-m", "millrace.ops.triton.build_server", told=told)) == ["0", "0", "1"]
+    assert sorted(run("-m", "millrace.ops.triton.compile.build_server", told=told)) == ["0", "0", "1"]
     assert run("-c", CHECK, json.dumps([good, wide, bad])).split() == ["True", "True", "False"]
 
 

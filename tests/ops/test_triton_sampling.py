@@ -12,7 +12,7 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.ops.triton import sampling
 from millrace.ops.triton.sampling import RACE_START, ROW_DTYPE, ROW_WORDS, Cut, draw_full, draw_greedy, scatter_rows
-from millrace.run.noise import uniforms
+from millrace.run.sampling.noise import uniforms
 
 triton, tl = sampling.triton, sampling.tl
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.plan.block_pool import BlockPool
+from millrace.plan.kv.block_pool import BlockPool
 
 
 def test_the_sums_are_checked_without_looking_at_every_block() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.plan.new_blocks import NewBlocks
+from millrace.plan.kv.new_blocks import NewBlocks
 
 
 def listed(blocks: NewBlocks) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.plan.forecast import kv_peak
+from millrace.plan.queue.forecast import kv_peak
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.plan.policy import make_policy
+from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan

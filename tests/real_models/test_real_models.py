@@ -20,7 +20,7 @@ from millrace.models.weights.dequantise import dequantise
 from millrace.sources.gguf_file import read_gguf
 from millrace.sources.known_models import KNOWN_MODELS, find_known
 from millrace.sources.resolve import ModelFiles, resolve_model
-from millrace.text.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1800)]
 

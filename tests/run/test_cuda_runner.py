@@ -23,21 +23,24 @@ from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
 from millrace.ops.attention import PagedAttention, decode_rule
-from millrace.ops.drawing_head import DrawnTokens
-from millrace.ops.linear import Head
-from millrace.ops.qkv import NativePrepareQkv
-from millrace.ops.triton.qkv import PrepareQkvKernel
+from millrace.ops.head.drawing_head import DrawnTokens
+from millrace.ops.linear.dense import Head
+from millrace.ops.linear.qkv import NativePrepareQkv
+from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
-from millrace.run import buckets, cuda_runner, single_queries, step_packet
+from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
-from millrace.run.device_sampler import VARIANTS
+from millrace.run.graphs import buckets
 from millrace.run.kv_pool import KvFormat
-from millrace.run.request_table import RowParams
+from millrace.run.packet import decode_rows as single_queries
+from millrace.run.packet import step_packet
 from millrace.run.runner import Runner
+from millrace.run.sampling.device_sampler import VARIANTS
+from millrace.run.table.request_table import RowParams
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}

@@ -21,8 +21,8 @@ from millrace.ops import native
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.device import open_device
-from millrace.run.request_table import RowParams
 from millrace.run.runner import Runner
+from millrace.run.table.request_table import RowParams
 
 pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 

@@ -16,10 +16,10 @@ from millrace.ops.triton.sampling import Cut
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan
 from millrace.run.device import open_device
-from millrace.run.device_sampler import DeviceSampler
-from millrace.run.noise import uniforms
-from millrace.run.request_table import RequestTable, RowParams
-from millrace.run.sampler import Sampler
+from millrace.run.sampling.device_sampler import DeviceSampler
+from millrace.run.sampling.noise import uniforms
+from millrace.run.sampling.sampler import Sampler
+from millrace.run.table.request_table import RequestTable, RowParams
 
 SMALL = Cut(tile=1024, group=8, capacity=128, groups_wanted=16)
 NOTHING = np.zeros(0, np.int32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace.config import RunConfig
-from millrace.run.cores import memory_nodes, usable_cores
+from millrace.host.cores import memory_nodes, usable_cores
 from millrace.run.device import CpuDevice, open_device
 
 

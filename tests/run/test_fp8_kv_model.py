@@ -17,7 +17,7 @@ from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_referenc
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
 
-from millrace.bench.gpu_models import known_shapes, make_model
+from millrace.bench.gpu.models import known_shapes, make_model
 from millrace.config import KvDtype, RunConfig, load_config
 from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError
@@ -25,14 +25,14 @@ from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.ops.attention import PagedAttention, decode_rule
-from millrace.ops.kv_cache import SCALE_BYTES
+from millrace.ops.kv.cache import SCALE_BYTES
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device import CpuDevice, open_device
 from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
-from millrace.run.request_table import RowParams
+from millrace.run.table.request_table import RowParams
 
 CPU = torch.device("cpu")
 MEAN_ERROR, WORST_ERROR = 0.06, 0.25

@@ -17,7 +17,7 @@ from millrace.errors import ConfigError
 from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
-from millrace.ops.kv_cache import SCALE_BYTES
+from millrace.ops.kv.cache import SCALE_BYTES
 from millrace.run import kv_pool
 from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 

@@ -14,7 +14,7 @@ from helpers.paged import PagedDriver
 from helpers.reference_ops import use_reference_ops
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
-from millrace.bench.gpu_models import known_shapes, make_model
+from millrace.bench.gpu.models import known_shapes, make_model
 from millrace.config import KvDtype, load_config
 from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError
@@ -22,8 +22,8 @@ from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.families import spec_from_config
 from millrace.models.spec import LayerSpec, ModelSpec
-from millrace.ops.kv_cache import SCALE_WORDS, head_dim_of
-from millrace.ops.packed import packed_items
+from millrace.ops.kv.cache import SCALE_WORDS, head_dim_of
+from millrace.ops.kv.packed import packed_items
 from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -36,7 +36,7 @@ def forget_kernels() -> None:
 
 @torch.inference_mode()
 def met(runner: CudaRunner, decoder: Decoder) -> set[str]:
-    from millrace.ops.triton.prebuild import rehearsal
+    from millrace.ops.triton.compile.prebuild import rehearsal
 
     kernels: set[str] = set()
     with rehearsal(kernels.add):

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
-from millrace.run import single_queries
-from millrace.run.buckets import Buckets
 from millrace.run.device import CpuDevice
-from millrace.run.request_table import RequestTable, RowParams
-from millrace.run.single_queries import COLUMNS
-from millrace.run.step_packet import Bucket, PacketLayout, PacketWriter, Section
+from millrace.run.graphs.buckets import Buckets
+from millrace.run.packet import decode_rows as single_queries
+from millrace.run.packet.decode_rows import COLUMNS
+from millrace.run.packet.step_packet import Bucket, PacketLayout, PacketWriter, Section
+from millrace.run.table.request_table import RequestTable, RowParams
 
 MAX_ROWS, BLOCK = 40, 16
 SIZES = {"max_rows": MAX_ROWS, "queries_per_tile": 8}

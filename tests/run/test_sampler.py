@@ -19,9 +19,9 @@ from millrace.config import RunConfig
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.device import open_device
-from millrace.run.noise import uniforms
-from millrace.run.request_table import RequestTable, RowParams
-from millrace.run.sampler import Drawn, Sampler
+from millrace.run.sampling.noise import uniforms
+from millrace.run.sampling.sampler import Drawn, Sampler
+from millrace.run.table.request_table import RequestTable, RowParams
 
 VOCAB = 1500
 
@@ -104,7 +104,7 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
 @given(st.floats(0.01, 0.999), st.floats(0.5, 8.0), st.integers(0, 10_000))
 def test_the_nucleus_equals_hugging_face_even_when_it_is_wide(top_p: float, spread: float, seed: int) -> None:
     """A flat distribution needs more tokens than the first guess sorts."""
-    from millrace.run.sampler import _keep_nucleus
+    from millrace.run.sampling.sampler import _keep_nucleus
 
     torch.manual_seed(seed)
     logits = torch.randn(2, VOCAB) * spread / 4

@@ -15,8 +15,8 @@ from millrace.params import SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.device import open_device
 from millrace.run.kv_pool import KvFormat
-from millrace.run.request_table import RowParams
 from millrace.run.runner import Runner
+from millrace.run.table.request_table import RowParams
 
 BLOCK, SHARED, WIDTH, ROWS, STEPS = 16, 192, 15, 7, 6
 

@@ -12,7 +12,7 @@ from helpers.played_streams import PLACE, Streams, played_streams
 
 from millrace.config import RunConfig
 from millrace.run.device import CudaDevice, Pending, open_device
-from millrace.run.packet_ring import DrawnRing, PacketRing
+from millrace.run.packet.packet_ring import DrawnRing, PacketRing
 
 WORDS, ROWS = 3000, 5
 

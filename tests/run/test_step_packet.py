@@ -9,11 +9,11 @@ import pytest
 
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, StepPlan
-from millrace.run.buckets import Buckets
 from millrace.run.device import CpuDevice
-from millrace.run.request_table import RequestTable, RowParams
-from millrace.run.single_queries import COLUMNS
-from millrace.run.step_packet import ALIGN, ON_DEVICE, SHARED_UNIT, Bucket, PacketWriter
+from millrace.run.graphs.buckets import Buckets
+from millrace.run.packet.decode_rows import COLUMNS
+from millrace.run.packet.step_packet import ALIGN, ON_DEVICE, SHARED_UNIT, Bucket, PacketWriter
+from millrace.run.table.request_table import RequestTable, RowParams
 
 MAX_ROWS, BLOCK, PER_TILE, VOCAB = 24, 16, 8, 1000
 NOTHING = np.zeros(0, np.int32)

@@ -18,9 +18,9 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import NewRequest, unpack_tokens
 from millrace.observe.metrics import FrontMetrics
 from millrace.serve.app import FrontState, serve_front
-from millrace.text.chat_template import ChatTemplate
-from millrace.text.stand_in import build_stand_in
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.chat.template import ChatTemplate
+from millrace.text.tokenizers.stand_in import build_stand_in
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 MODEL = "null-model"
 END = 299

@@ -21,10 +21,10 @@ from millrace.cli import main
 from millrace.config import Config, replace
 from millrace.errors import ConfigError
 from millrace.observe.audit import AuditLog
-from millrace.serve import keyring
 from millrace.serve.app import tls_context
-from millrace.serve.keyring import Keyring, digest_of
-from millrace.serve.quotas import Quotas
+from millrace.serve.tenancy import keyring
+from millrace.serve.tenancy.keyring import Keyring, digest_of
+from millrace.serve.tenancy.quotas import Quotas
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from millrace.config import Config, replace
 from millrace.engine.pace import Pace
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
-from millrace.serve.admission import Admission, forecast
+from millrace.serve.tenancy.admission import Admission, forecast
 
 CONFIG = replace(
     Config(),

@@ -10,7 +10,7 @@ import pytest
 
 from millrace import errors
 from millrace.serve import api_routes
-from millrace.serve.routes_absent import ABSENT
+from millrace.serve.describe.routes_absent import ABSENT
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

@@ -415,7 +415,7 @@ def test_a_body_that_never_comes_does_not_hurt_others(front: Front) -> None:
 
 
 def test_a_slow_body_times_out(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.serve.body.BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("millrace.serve.http.body.BODY_TIMEOUT_S", 0.2)
     with connected(front.port) as sock:
         sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
         assert sock.recv(65536).startswith(b"HTTP/1.1 408")

@@ -121,7 +121,7 @@ def test_deadlines(streamed: bool) -> None:
 
 
 def test_an_engine_that_ignores_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.serve.work.DEADLINE_SLACK_S", 0.1)
+    monkeypatch.setattr("millrace.serve.generate.work.DEADLINE_SLACK_S", 0.1)
     with running_front(endless) as front:
         front.call(lambda: setattr(front.engine, "paused", True))
         assert post(front.port, CHAT, body(timeout=0.2, stream=True)).status == 504

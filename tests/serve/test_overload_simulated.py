@@ -13,10 +13,10 @@ from millrace.config import Config, replace
 from millrace.engine.pace import Pace
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
+from millrace.plan.queue.waiting import Waiting
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-from millrace.plan.waiting import Waiting
-from millrace.serve.admission import Admission
+from millrace.serve.tenancy.admission import Admission
 
 OBJECTIVES_S = (2.0, 10.0, 10.0)
 CALM_S, RUSH_S = 10.0, 90.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.text.gguf_tokenizer import build_gguf_tokenizer
-from millrace.text.token_table import CHAR_OF_BYTE
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.tokenizers.gguf_tokenizer import build_gguf_tokenizer
+from millrace.text.tokenizers.token_table import CHAR_OF_BYTE
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 

@@ -11,9 +11,9 @@ import pytest
 
 from millrace.errors import BadRequest, ConfigError
 from millrace.sources.resolve import ModelFiles
-from millrace.text import template_sandbox
-from millrace.text.chat_template import ChatTemplate, load_chat_template
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.chat import sandbox as template_sandbox
+from millrace.text.chat.template import ChatTemplate, load_chat_template
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hello"}]
 

@@ -9,8 +9,8 @@ import pytest
 from millrace.errors import BadRequest
 from millrace.sources.gguf_file import read_gguf
 from millrace.sources.resolve import ModelFiles, resolve_model
-from millrace.text.chat_template import ChatTemplate, load_chat_template
-from millrace.text.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.chat.template import ChatTemplate, load_chat_template
+from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 

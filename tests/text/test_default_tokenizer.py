@@ -15,8 +15,8 @@ from text import corpus
 from millrace.errors import BadRequest
 from millrace.sources.gguf_file import read_gguf
 from millrace.sources.resolve import ModelFiles
-from millrace.text.token_table import CHAR_OF_BYTE
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.tokenizers.token_table import CHAR_OF_BYTE
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<empty_output>"]
 GPT2_WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")

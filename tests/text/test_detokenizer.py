@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 
 from millrace.errors import ModelError
 from millrace.text.detokenizer import Detokenizer
-from millrace.text.stand_in import build_stand_in
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.tokenizers.stand_in import build_stand_in
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 BYTE_LEVEL = small_byte_level()
 SENTENCE_PIECE = small_sentence_piece()

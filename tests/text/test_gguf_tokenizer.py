@@ -21,11 +21,11 @@ from text.small_vocabularies import (
 )
 
 from millrace.errors import ModelError
-from millrace.text import merge_cache
-from millrace.text.gguf_tokenizer import build_gguf_tokenizer
-from millrace.text.pre_tokenizers import RECIPES, recipe_for
-from millrace.text.spm_merges import derive_merges
-from millrace.text.token_table import BYTE_OF_CHAR
+from millrace.text.tokenizers import merge_cache
+from millrace.text.tokenizers.gguf_tokenizer import build_gguf_tokenizer
+from millrace.text.tokenizers.pre_tokenizers import RECIPES, recipe_for
+from millrace.text.tokenizers.spm_merges import derive_merges
+from millrace.text.tokenizers.token_table import BYTE_OF_CHAR
 
 SAMPLE = "He'LL say 12345 x²  \n\n dogs,\tCamelCase/é中文!?\r\n"
 

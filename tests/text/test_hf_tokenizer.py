@@ -16,10 +16,10 @@ from tokenizers.trainers import BpeTrainer
 
 from millrace.errors import ModelError
 from millrace.sources.resolve import ModelFiles
-from millrace.text.chat_template import load_chat_template
+from millrace.text.chat.template import load_chat_template
 from millrace.text.detokenizer import Detokenizer
-from millrace.text.spm_merges import derive_merges
-from millrace.text.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.spm_merges import derive_merges
+from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 def trained() -> Backend:

@@ -16,7 +16,7 @@ from text import corpus
 
 from millrace.sources.resolve import resolve_model
 from millrace.text.detokenizer import Detokenizer
-from millrace.text.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.real_models
 

@@ -11,7 +11,7 @@ from text import corpus
 
 from millrace.params import SamplingParams
 from millrace.text.text_stream import TextStream
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 MEGABYTE = 1_000_000
 

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.params import SamplingParams
 from millrace.text.text_stream import TextStream
-from millrace.text.tokenizer import Tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 def run(tokenizer: Tokenizer, text: str, **params: object) -> tuple[str, TextStream]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from millrace.bench.figures import Figure
+from millrace.bench.http.target import BenchError, Target
 from millrace.bench.local_server import ServerProcess, cpu_seconds, descendants, resident_mib
-from millrace.bench.target import BenchError, Target
 
 Between = Literal["pause", "keep", "stop"]
 """What an engine that was started here does between its turns: stand still, run on, or end and start again."""

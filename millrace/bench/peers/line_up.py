@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from millrace.bench.http.workloads import Workload
 from millrace.bench.local_server import LocalServer, ServerProcess, free_port
 from millrace.bench.peers.bars import Bar, wanted_workloads
 from millrace.bench.peers.contestant import Between, Contestant
 from millrace.bench.peers.installed import Launch, PeerModels, find_installed
 from millrace.bench.peers.spec import KINDS, MILLRACE, PeerSpec, kind_of
-from millrace.bench.workloads import Workload
 from millrace.errors import ConfigError
 
 PEERS = KINDS[1:]

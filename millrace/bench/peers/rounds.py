@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.bench.drive import Outcome, drive, warm_up
 from millrace.bench.figures import Figure, figures_of
+from millrace.bench.http.drive import Outcome, drive, warm_up
+from millrace.bench.http.prompts import PromptMaker
+from millrace.bench.http.suite import about_server, perplexity_figure
+from millrace.bench.http.target import BenchError, Target
+from millrace.bench.http.workloads import Workload
 from millrace.bench.peers.contestant import Contestant, TurnWatch
-from millrace.bench.prompts import PromptMaker
-from millrace.bench.suite import about_server, perplexity_figure
-from millrace.bench.target import BenchError, Target
-from millrace.bench.workloads import Workload
 
 BUSY_PERCENT = 3.0
 """Of one core: an idle engine that uses this much is named, because it disturbs whoever is measured."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.attention.rows import Rows
-from millrace.ops.kv_cache import has_eight_bits, read_kv
-from millrace.ops.softcap import softcap as apply_softcap
+from millrace.ops.head.softcap import softcap as apply_softcap
+from millrace.ops.kv.cache import has_eight_bits, read_kv
 
 MAX_SCORES = 1 << 26
 """Most scores per KV head in one piece; bounds the memory of masks and of the float32 path."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from millrace.ops.kv_cache import CacheFormat
+from millrace.ops.kv.cache import CacheFormat
 
 if TYPE_CHECKING:
-    from millrace.ops.triton.attention import DecodeTuning, HeadShape
+    from millrace.ops.triton.attention.prompt import DecodeTuning, HeadShape
 
 VERY_FEW, FEW, SMS = 32, 96, 132
 """Numbers of streams between which other sizes of tiles and splits were measured to be best; and the multiprocessors
@@ -49,7 +49,7 @@ def takes_list(streams: int, held: CacheFormat) -> bool:
 def decode_tuning(
     shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, held: CacheFormat, listed: bool
 ) -> DecodeTuning:
-    from millrace.ops.triton.attention import DecodeTuning
+    from millrace.ops.triton.attention.prompt import DecodeTuning
 
     streams = num_rows * shape.num_kv_heads
     splits, least_keys = (LISTED_PARTS, 1) if listed else _splits(streams, held)

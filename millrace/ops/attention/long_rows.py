@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from millrace.ops.triton.attention import HeadShape, PagedRows
+    from millrace.ops.triton.attention.prompt import HeadShape, PagedRows
 
 WORTH_IT = 4096
 """Queries of a whole chunk from which the copy and the second call pay for themselves."""
@@ -40,7 +40,7 @@ def can_take_long_rows(device: torch.device, dtype: torch.dtype, head_dim: int, 
 def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, shape: HeadShape) -> Tensor:
     """The row's attention [queries, heads · head_dim]. `queries` are a view of the fused projection, whose key and
     value heads hold the step's own, rotated."""
-    from millrace.ops.triton.long_rows import contiguous_kv, join
+    from millrace.ops.triton.attention.long_rows import contiguous_kv, join
 
     tokens = slice(row.first_token, row.first_token + row.num_queries)
     mine = queries[tokens].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Attention by the C++ kernel (cpp/attention.cpp): one pass over the paged cache, no gathered copies."""
+"""Attention by the C++ kernel (cpp/attention/attention.cpp): one pass over the paged cache, no gathered copies."""
 
 from __future__ import annotations
 

@@ -16,10 +16,16 @@ from torch import Tensor
 from millrace.ops.attention.decode_rule import decode_tuning, takes_list
 from millrace.ops.attention.long_rows import LongRow, attend_long_row
 from millrace.ops.attention.rows import Rows
-from millrace.ops.kv_cache import format_of, holds_fp8
+from millrace.ops.kv.cache import format_of, holds_fp8
 
 if TYPE_CHECKING:
-    from millrace.ops.triton.attention import DecodeTuning, PagedRows, PrefillTuning, SharedPrefix, SplitWorkspace
+    from millrace.ops.triton.attention.prompt import (
+        DecodeTuning,
+        PagedRows,
+        PrefillTuning,
+        SharedPrefix,
+        SplitWorkspace,
+    )
 
 SPLIT_CELLS = 2048
 """Splits of all rows and KV heads together that the workspace has room for. One round of tiles needs less."""
@@ -71,7 +77,7 @@ class PagedAttention:
         *,
         everything_tiled: bool = False,
     ) -> None:
-        from millrace.ops.triton.attention import HeadShape
+        from millrace.ops.triton.attention.prompt import HeadShape
 
         self._shape = HeadShape(num_heads, num_kv_heads, head_dim, scale, softcap)
         self._workspace: SplitWorkspace | None = None
@@ -80,7 +86,7 @@ class PagedAttention:
         self.queries_per_tile = self._prefill_tuning(torch.bfloat16).queries_per_tile(self._shape.group)
 
     def prepare(self, rows: Rows, block_size: int, window: int | None) -> PreparedRows:
-        from millrace.ops.triton.attention import PagedRows
+        from millrace.ops.triton.attention.prompt import PagedRows
 
         shared_len, singles, context_parts = None, None, 1
         if isinstance(rows, Tiled) and rows.table_rows is not None:
@@ -114,14 +120,14 @@ class PagedAttention:
         return out
 
     def _attend_tiles(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, tiles: Tensor) -> None:
-        from millrace.ops.triton import attention as kernels
+        from millrace.ops.triton.attention import prompt as kernels
 
         tuning, parts = self._prefill_tuning(queries.dtype, holds_fp8(kv)), prepared.context_parts
         split = kernels.ContextSplit(parts, self._split_workspace(kv.device)) if parts > 1 else None
         kernels.prefill(queries, kv, out, tiles, prepared.rows, self._shape, tuning, prepared.window, split)
 
     def _attend_singles(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows) -> None:
-        from millrace.ops.triton import attention as kernels
+        from millrace.ops.triton.attention import prompt as kernels
 
         shape, num_rows = self._shape, prepared.rows.seq_lens.shape[0]
         listed = prepared.singles if takes_list(num_rows * shape.num_kv_heads, format_of(kv)) else None
@@ -140,7 +146,7 @@ class PagedAttention:
 
     def _attend_shared(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, length: Tensor) -> None:
         """The keys that all rows share once for many rows, then each row's own."""
-        from millrace.ops.triton import attention as kernels
+        from millrace.ops.triton.attention import prompt as kernels
 
         shape, rows = self._shape, prepared.rows
         if self._shared is None or self._shared.most_rows < rows.seq_lens.shape[0]:
@@ -152,7 +158,7 @@ class PagedAttention:
         kernels.decode(queries, kv, out, rows, shape, workspace, tuning, all_single=True, shared=self._shared)
 
     def _split_workspace(self, device: torch.device) -> SplitWorkspace:
-        from millrace.ops.triton.attention import SplitWorkspace
+        from millrace.ops.triton.attention.prompt import SplitWorkspace
 
         if self._workspace is None:
             self._workspace = SplitWorkspace(SPLIT_CELLS, self._shape, device)
@@ -163,7 +169,7 @@ class PagedAttention:
 
     def _prefill_tuning(self, dtype: torch.dtype, fp8: bool = False) -> PrefillTuning:
         """`block_m` is the same for every dtype: the host cuts rows into tiles without asking for it."""
-        from millrace.ops.triton.attention import PrefillTuning
+        from millrace.ops.triton.attention.prompt import PrefillTuning
 
         large = self._shape.head_dim > 128
         least = 64 if large else 128

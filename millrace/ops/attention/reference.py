@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from millrace.ops.attention.rows import Rows
-from millrace.ops.kv_cache import read_kv
-from millrace.ops.softcap import softcap as apply_softcap
+from millrace.ops.head.softcap import softcap as apply_softcap
+from millrace.ops.kv.cache import read_kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Attention(Protocol):
         ...
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: Any) -> Tensor:
-        """queries [T, heads, head_dim], kv a layer of the cache (see ops/kv_cache.py) -> [T, heads · head_dim]
+        """queries [T, heads, head_dim], kv a layer of the cache (see ops/kv/cache.py) -> [T, heads · head_dim]
 
         On a GPU, queries are a view of the fused projection: a prompt's own keys and values are read beside them."""
         ...

@@ -247,7 +247,7 @@ int64_t draw(const float* logits, int64_t count, const Limits& limits) {
 
 extern "C" {
 
-// The number in [0, 1) that run/noise.py gives a seed and a position.
+// The number in [0, 1) that run/sampling/noise.py gives a seed and a position.
 double millrace_uniform(uint64_t seed, uint64_t position) {
     constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, MIX_1 = 0xBF58476D1CE4E5B9u, MIX_2 = 0x94D049BB133111EBu;
     auto mix = [](uint64_t x) {

@@ -1,7 +1,7 @@
 // The kernels that other files call: the same functions that Python calls, with the meaning that their files give them.
 #pragma once
 
-#include "attention_sharing.h"
+#include "attention/attention_sharing.h"
 
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 // All layers of a step in one call, or the whole step from token ids to drawn tokens: the kernels of the other files, in
 // the order in which the Python decoder calls them, over buffers that stay allocated from step to step.
 #include "kernels.h"
-#include "linear.h"
+#include "linear/linear.h"
 
 #include <algorithm>
 #include <chrono>

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.linear.unsummed import Unsummed
 from millrace.ops.triton import early_start
-from millrace.ops.triton.early import wait_for_last
-from millrace.ops.unsummed import Unsummed
+from millrace.ops.triton.compile.early import wait_for_last
 
 MANY_ROWS = 1024
 """With more a program takes two and fetches the weights once for them."""

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
-from millrace.ops.triton.early import wait_for_last
+from millrace.ops.triton.compile.early import wait_for_last
 
 ROW_DTYPE = np.dtype(
     {
@@ -157,7 +157,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """In [0, 1), with 53 bits: the same number as run/noise.py gives."""
+    """In [0, 1), with 53 bits: the same number as run/sampling/noise.py gives."""
     state = _mix(seed.to(tl.uint64, bitcast=True) + _GOLDEN)
     state = _mix(state ^ (position.to(tl.int64).to(tl.uint64, bitcast=True) * _GOLDEN + _MIX_1))
     return (state >> 11).to(tl.float64) * 1.1102230246251565e-16

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton import early_start
-from millrace.ops.triton.early import wait_for_last
+from millrace.ops.triton.compile.early import wait_for_last
 from millrace.ops.triton.sampling import ROW_WORD
 
 UPDATE_PROGRAMS = 32

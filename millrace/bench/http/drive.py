@@ -1,0 +1,65 @@
+"""Runs one workload against one server: so many at once, for so long at most."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from millrace.bench.http.prompts import PromptMaker
+from millrace.bench.http.target import Sample, Target
+from millrace.bench.http.workloads import Shape, Workload
+
+
+@dataclass(slots=True)
+class Outcome:
+    workload: Workload
+    samples: list[Sample] = field(default_factory=list)
+    unsent: int = 0
+    """Requests that the time limit left undone; the figures are of the others."""
+    wall_s: float = 0.0
+
+    @property
+    def good(self) -> list[Sample]:
+        return [sample for sample in self.samples if not sample.error]
+
+    @property
+    def errors(self) -> list[str]:
+        return [sample.error for sample in self.samples if sample.error]
+
+
+async def drive(
+    target: Target,
+    workload: Workload,
+    prompts: PromptMaker,
+    *,
+    time_limit_s: float,
+    on_done: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """As many clients as the workload has at once, each taking the next request when its last one ends."""
+    outcome = Outcome(workload)
+    work = [(shape, prompts.make(shape)) for shape in workload.shapes]
+    waiting = iter(work)
+
+    async def client() -> None:
+        for shape, prompt in waiting:
+            outcome.samples.append(await target.complete(prompt, shape.output_tokens))
+            if on_done is not None:
+                on_done(len(outcome.samples), len(work))
+
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(time_limit_s):
+            await asyncio.gather(*(client() for _ in range(min(workload.at_once, len(work)))))
+    except TimeoutError:
+        pass
+    outcome.wall_s = time.monotonic() - started
+    outcome.unsent = len(work) - len(outcome.samples)
+    return outcome
+
+
+async def warm_up(target: Target, prompts: PromptMaker) -> None:
+    """One short request, so that the first figure does not carry the server's lazy starts."""
+    shape = Shape("warm-up", 0, 0, 16, 8)
+    await target.complete(prompts.make(shape), shape.output_tokens)

@@ -1,0 +1,264 @@
+"""An OpenAI-compatible server under measurement: finds out what it accepts, then times streamed completions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from millrace.bench.http.prompts import IdPrompts, Prompt, PromptMaker, TextPrompts, sample_text
+from millrace.errors import MillraceError
+
+_SAMPLE_WORDS = 400
+_REFUSED = (400, 422)
+_END: dict[str, Any] = {}
+"""Stands for the end of a stream, by identity."""
+
+
+class BenchError(MillraceError):
+    """The server cannot be measured. The message says what it answered."""
+
+    type = "bench_error"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as its client saw it. Times are seconds on the monotonic clock."""
+
+    started_at: float
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    ended_at: float = 0.0
+    chunks: int = 0
+    """Events that carried text."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """What the server took when probed. Each missing feature has a fallback that is named in the report."""
+
+    chat_only: bool = False
+    ignore_eos: bool = True
+    usage: bool = True
+    token_ids: bool = False
+
+
+@dataclass(slots=True)
+class Target:
+    """Use as `async with Target(url, model) as target`."""
+
+    url: str
+    model: str = ""
+    api_key: str = ""
+    request_timeout_s: float = 600.0
+    accepts: Accepts = field(default_factory=Accepts)
+    _session: aiohttp.ClientSession | None = None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise BenchError(f"'{self.url}' is not the address of a server; write it like http://127.0.0.1:8000")
+        self.url = self.url.rstrip("/").removesuffix("/v1")
+
+    async def __aenter__(self) -> Self:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self.request_timeout_s),
+            headers=headers,
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "use `async with`"
+        return self._session
+
+    async def probe(self, seed: int) -> PromptMaker:
+        """Learn the model's name and what the server accepts; return a maker of prompts that suit it."""
+        await self.find_model()
+        await self._probe_features()
+        ids = await self._tokenize(sample_text(_SAMPLE_WORDS, seed))
+        if ids and not self.accepts.chat_only and not (await self._try(ids[:16]))[0]:
+            self.accepts = replace(self.accepts, token_ids=True)
+            return IdPrompts(seed, tuple(dict.fromkeys(ids)))
+        return TextPrompts(seed, await self._tokens_per_word(ids, seed))
+
+    async def find_model(self) -> None:
+        """Take the one model that the server lists, unless a name was given."""
+        if not self.model:
+            self.model = await self._only_model()
+
+    async def complete(self, prompt: Prompt, output_tokens: int) -> Sample:
+        """One streamed completion, timed. A failure is a sample with its error, so that the rest goes on."""
+        sample = Sample(started_at=time.monotonic())
+        try:
+            async with self.session.post(self._endpoint(), json=self._body(prompt, output_tokens)) as response:
+                if response.status != 200:
+                    sample.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+                else:
+                    await self._read_stream(response, sample)
+        except TimeoutError:
+            sample.error = f"no end within {self.request_timeout_s:g} s"
+        except aiohttp.ClientError as error:
+            sample.error = f"{type(error).__name__}: {error}"
+        sample.ended_at = time.monotonic()
+        if not sample.error and not sample.chunks and not sample.output_tokens:
+            sample.error = "the stream ended without a token"
+        if not sample.output_tokens:
+            sample.output_tokens = sample.chunks
+        return sample
+
+    async def _read_stream(self, response: aiohttp.ClientResponse, sample: Sample) -> None:
+        async for event in _events(response):
+            if event.get("error"):
+                sample.error = str(event["error"])[:300]
+                return
+            _note_usage(sample, event.get("usage"))
+            if any(_text_of(choice) for choice in event.get("choices") or ()):
+                now = time.monotonic()
+                sample.first_token_at = sample.first_token_at or now
+                sample.last_token_at = now
+                sample.chunks += 1
+
+    def _endpoint(self) -> str:
+        return f"{self.url}/v1/{'chat/completions' if self.accepts.chat_only else 'completions'}"
+
+    def _body(self, prompt: Prompt, output_tokens: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": output_tokens, "temperature": 0, "stream": True}
+        if self.accepts.chat_only:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if self.accepts.ignore_eos:
+            body["ignore_eos"] = True
+        if self.accepts.usage:
+            body["stream_options"] = {"include_usage": True}
+        return body
+
+    async def _only_model(self) -> str:
+        try:
+            async with self.session.get(f"{self.url}/v1/models") as response:
+                text = await response.text()
+                if response.status in (401, 403):
+                    raise BenchError(f"{self.url} wants a key (HTTP {response.status}); give it with --api-key.")
+                names = [str(entry["id"]) for entry in json.loads(text)["data"]] if response.status == 200 else []
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise BenchError(f"{self.url} does not answer ({error}); is the server running?") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise BenchError(f"{self.url}/v1/models is not a list of models; give the name with --model.") from error
+        if len(names) != 1:
+            listed = ", ".join(names[:8]) or "none"
+            raise BenchError(f"{self.url} lists {len(names)} models ({listed}); name one with --model.")
+        return names[0]
+
+    async def _probe_features(self) -> None:
+        """Ask for everything; give up one feature after another until the server agrees."""
+        problem, missing = await self._try("Hello")
+        if missing:
+            self.accepts = replace(self.accepts, chat_only=True)
+            problem, _ = await self._try("Hello")
+        for change in ({"ignore_eos": False}, {"ignore_eos": True, "usage": False}, {"ignore_eos": False}):
+            if not problem:
+                return
+            self.accepts = replace(self.accepts, **change)
+            problem, _ = await self._try("Hello")
+        if problem:
+            raise BenchError(f"{self._endpoint()} refuses a plain streamed completion: {problem}")
+
+    async def _try(self, prompt: Prompt) -> tuple[str, bool]:
+        """The complaint about a two-token request, if any, and whether the address itself is missing."""
+        try:
+            async with self.session.post(self._endpoint(), json=self._body(prompt, 2)) as response:
+                text = await response.text()
+                if response.status in (401, 403):
+                    raise BenchError(f"{self.url} wants a key (HTTP {response.status}); give it with --api-key.")
+                if response.status == 200:
+                    return "", False
+                problem = f"HTTP {response.status}: {text[:300]}"
+                if response.status not in (*_REFUSED, 404, 405, 500, 501):
+                    raise BenchError(f"{self._endpoint()} answers {problem}")
+                unknown_model = "model" in text.lower() and response.status == 404
+                return problem, response.status in (404, 405, 501) and not unknown_model
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise BenchError(f"{self.url} does not answer ({error}); is the server running?") from error
+
+    async def _tokenize(self, text: str) -> list[int]:
+        """Token ids from the server's own /tokenize, in vLLM's or llama.cpp's form; empty when it has none."""
+        for body in ({"model": self.model, "prompt": text, "add_special_tokens": False}, {"content": text}):
+            try:
+                async with self.session.post(f"{self.url}/tokenize", json=body) as response:
+                    if response.status == 200:
+                        ids = json.loads(await response.text()).get("tokens")
+                        if isinstance(ids, list) and ids and all(isinstance(x, int) for x in ids):
+                            return ids
+            except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError):
+                continue
+        return []
+
+    async def _tokens_per_word(self, ids: list[int], seed: int) -> float:
+        if ids:
+            return len(ids) / _SAMPLE_WORDS
+        sample = await self.complete(sample_text(_SAMPLE_WORDS, seed), 1)
+        return sample.prompt_tokens / _SAMPLE_WORDS if sample.prompt_tokens else 1.0
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent stream. `[DONE]` ends it; comments and other fields are passed over.
+
+    Read as it arrives rather than line by line: the client shares the cores with the engine that it measures.
+    """
+    rest = b""
+    async for data in response.content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            event = _parsed(line)
+            if event is _END:
+                return
+            if event is not None:
+                yield event
+    event = _parsed(rest)
+    if event is not None and event is not _END:
+        yield event
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The object that a line of a stream carries; None for a line that carries none, `_END` for its end."""
+    if not line.startswith(b"data:"):
+        return None
+    data = line[5:].strip()
+    if data == b"[DONE]":
+        return _END
+    try:
+        event = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {"error": f"an event that is not JSON: {data[:80]!r}"}
+    return event if isinstance(event, dict) else {"error": f"an event that is not an object: {data[:80]!r}"}
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta")
+    text = (delta.get("content") or delta.get("reasoning_content")) if isinstance(delta, dict) else choice.get("text")
+    return text or ""
+
+
+def _note_usage(sample: Sample, usage: object) -> None:
+    if isinstance(usage, dict):
+        sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        sample.output_tokens = int(usage.get("completion_tokens") or 0)
+        details = usage.get("prompt_tokens_details")
+        sample.cached_tokens = int(details.get("cached_tokens") or 0) if isinstance(details, dict) else 0

@@ -1,0 +1,145 @@
+"""What a step on the CPU spends its time on, by kind of work, as the native step itself counts it.
+
+No server takes part: plans are made here and handed to the runner. Of many steps the fastest is shown, since what is
+slower is what else the machine was doing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from millrace.config import Config
+from millrace.errors import ConfigError
+from millrace.models.families import spec_from_config
+from millrace.models.load import load_decoder
+from millrace.models.native_stack import KINDS
+from millrace.params import SamplingParams
+from millrace.plan.step import Admission, StepPlan
+from millrace.run.cpu.native_step import NativeStep
+from millrace.run.device import CpuDevice, fast_dtype
+from millrace.run.kv_pool import resolve_kv_dtype
+from millrace.run.runner import Runner
+from millrace.run.table.request_table import RowParams
+from millrace.sources.resolve import resolve_model
+
+BLOCK_SIZE = 16
+PRODUCTS = ("qkv", "attention", "out", "gate_up", "down", "head")
+"""Matrix products and attention: what a step is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    name: str
+    num_rows: int
+    context: int
+    """Tokens of each row in the cache before the step."""
+    count: int
+    """Tokens of each row in the step."""
+    repetitions: int
+    shared: int = 0
+    """Tokens at the beginning that all rows have in the same blocks; a multiple of the block size."""
+
+
+CASES = (
+    StepCase("1 row at 512 tokens", 1, 512, 1, 100),
+    StepCase("16 rows at 300 tokens", 16, 300, 1, 40),
+    StepCase("8 rows at 1,056 tokens", 8, 1056, 1, 30),
+    StepCase("8 rows, 1,024 of 1,056 tokens shared", 8, 1056, 1, 30, shared=1024),
+    StepCase("prompt of 512 tokens", 1, 0, 512, 10),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    case: StepCase
+    wall_ms: float
+    """Of the whole step, as the runner's caller sees it."""
+    kinds_ms: dict[str, float]
+
+    @property
+    def python_ms(self) -> float:
+        return self.wall_ms - sum(self.kinds_ms.values())
+
+    @property
+    def products_share(self) -> float:
+        return sum(self.kinds_ms[kind] for kind in PRODUCTS) / self.wall_ms
+
+
+def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tuple[StepCase, ...] = CASES) -> None:
+    """Load the model and measure each case that its context has room for."""
+    files = resolve_model(config.model.source)
+    spec = spec_from_config(files.config)
+    device = CpuDevice(config.run.threads)
+    dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    kv_dtype = resolve_kv_dtype(config.memory.kv_dtype, spec, dtype=dtype, device=device.torch_device)
+    decoder = load_decoder(files, device=device.torch_device, dtype=dtype, seed=config.model.seed)
+    stack = decoder.native_stack
+    if stack is None or not stack.takes_whole_steps:
+        raise ConfigError(
+            f"{files.name} has no native step to look into: it needs a C++ compiler and a dense model that shares its"
+            " embedding as the head. Try the default model."
+        )
+    try:
+        for case in cases:
+            length = case.context + case.count + case.repetitions
+            if length > spec.max_context:
+                continue
+            blocks = -(-length // BLOCK_SIZE)
+            runner = Runner(
+                decoder,
+                device,
+                num_blocks=case.num_rows * blocks,
+                block_size=BLOCK_SIZE,
+                max_rows=case.num_rows,
+                max_context=blocks * BLOCK_SIZE,
+                kv_dtype=kv_dtype,
+            )
+            assert runner.native_step is not None
+            report(_measure(runner, runner.native_step, case, blocks, spec.vocab_size))
+    finally:
+        device.close()
+
+
+def _measure(runner: Runner, native_step: NativeStep, case: StepCase, blocks: int, vocab_size: int) -> StepCost:
+    tokens = np.random.default_rng(0).integers(0, vocab_size, max(1, case.context + case.count)).astype(np.int32)
+    params = RowParams(SamplingParams(temperature=0.0))
+    admitted = tuple(Admission(row, row, tokens, len(tokens), params) for row in range(case.num_rows))
+    first = _plan(case.num_rows, 0, max(1, case.context), admitted, blocks, case.shared // BLOCK_SIZE)
+    runner.launch(first).wait()
+    spent, best = native_step.measure(), (float("inf"), [0] * len(KINDS))
+    for repetition in range(case.repetitions):
+        start = case.context + (repetition if case.count == 1 else 0)
+        plan = _plan(case.num_rows, start, case.count)
+        spent.zero_()
+        began = time.perf_counter()
+        runner.launch(plan).wait()
+        best = min(best, (time.perf_counter() - began, spent.tolist()))
+    return StepCost(case, best[0] * 1e3, {kind: ns / 1e6 for kind, ns in zip(KINDS, best[1], strict=True)})
+
+
+def _plan(
+    num_rows: int, start: int, count: int, admitted: tuple[Admission, ...] = (), blocks: int = 0, num_shared: int = 0
+) -> StepPlan:
+    """`count` tokens of every row. With admissions, all of the rows' blocks are handed out as well, the first
+    `num_shared` of them the same to all: what the rows write there is the same, since their tokens are."""
+    rows = np.arange(num_rows, dtype=np.int32)
+    block_ids = 1 + np.arange(num_rows * blocks, dtype=np.int32).reshape(num_rows, blocks)
+    block_ids[:, :num_shared] = block_ids[:1, :num_shared]
+    return StepPlan(
+        step_no=0,
+        rows=rows,
+        starts=np.full(num_rows, start, np.int32),
+        counts=np.full(num_rows, count, np.int32),
+        draft_counts=np.zeros(num_rows, np.int32),
+        samples=np.ones(num_rows, np.bool_),
+        adapter_slots=np.zeros(num_rows, np.int32),
+        block_rows=np.repeat(rows, blocks),
+        block_cols=np.tile(np.arange(blocks, dtype=np.int32), num_rows),
+        block_ids=block_ids.reshape(-1),
+        admitted=admitted,
+    )

@@ -1,0 +1,45 @@
+"""An engine from its settings to its end, in whichever thread or process calls `serve_engine`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from millrace.config import Config
+from millrace.errors import MillraceError
+from millrace.host.early_context import make_context_ahead
+from millrace.link.channel import EngineChannel
+from millrace.link.messages import EngineFailed
+from millrace.run.graphs.kernel_build_pool import start_builder
+
+log = logging.getLogger(__name__)
+
+
+def serve_engine(
+    config: Config,
+    channel: EngineChannel,
+    on_hang: Callable[[], None] | None = None,
+    on_idle: Callable[[], None] | None = None,
+) -> None:
+    """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
+    builder = start_builder(config)
+    make_context_ahead(config.run)
+    from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
+
+    try:
+        engine, ready = build_engine(config, channel, builder)
+        engine.ready, engine.on_hang = ready, on_hang
+        if on_idle is not None:
+            engine.on_idle = on_idle
+        for front in range(channel.num_fronts):
+            channel.send(front, ready)
+        engine.run()
+    except Exception as error:
+        message = error.message if isinstance(error, MillraceError) else f"The engine failed: {error!r}"
+        if not isinstance(error, MillraceError):
+            log.exception("the engine failed")
+        for front in range(channel.num_fronts):
+            channel.send(front, EngineFailed(message))
+    finally:
+        if builder is not None:
+            builder.close()

@@ -1,0 +1,73 @@
+"""Clients that leave at random moments: before the answer, in the middle of it, in the middle of their own request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from dataclasses import dataclass
+
+from millrace.faults.rest import Rests, rests_around
+from millrace.faults.wire import Address, completion
+
+MEAN_STAY_S = 0.7
+
+
+@dataclass(slots=True)
+class Churn:
+    left: int = 0
+    ended: int = 0
+    refused: int = 0
+    """Connections that the system or the server would not take."""
+    rests: Rests | None = None
+
+
+async def churn(url: str, pid: int, num_clients: int, seconds: float, seed: int = 0) -> Churn:
+    address, result = Address.of(url), Churn()
+    seeds = itertools.count(seed * 1000)
+
+    async def work(part_s: float, counts: bool) -> None:
+        await _crowd(address, num_clients, part_s, next(seeds), result if counts else Churn())
+
+    result.rests = await rests_around(url, pid, seconds, work)
+    return result
+
+
+async def _crowd(address: Address, num_clients: int, seconds: float, seed: int, result: Churn) -> None:
+    end = time.monotonic() + seconds
+
+    async def client(number: int) -> None:
+        rng = random.Random(seed * 1_000_003 + number)
+        await asyncio.sleep(rng.random())
+        while time.monotonic() < end:
+            try:
+                await _one(address, rng, result)
+            except OSError:
+                result.refused += 1
+                await asyncio.sleep(0.1)
+
+    await asyncio.gather(*(client(number) for number in range(num_clients)))
+
+
+async def _one(address: Address, rng: random.Random, result: Churn) -> None:
+    prompt = " ".join(rng.choice(("river", "mill", "wheel", "stone")) for _ in range(rng.randrange(1, 60)))
+    data = completion(
+        address, prompt=prompt, max_tokens=rng.randrange(1, 200), stream=rng.random() < 0.8, ignore_eos=True
+    )
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        # Some leave with half of their request sent.
+        writer.write(data if rng.random() < 0.9 else data[: rng.randrange(len(data))])
+        async with asyncio.timeout(rng.expovariate(1 / MEAN_STAY_S)):
+            while piece := await reader.read(65536):
+                if piece.endswith(b"0\r\n\r\n"):
+                    result.ended += 1
+                    return
+    except TimeoutError:
+        result.left += 1
+    finally:
+        if rng.random() < 0.5:
+            writer.transport.abort()  # A reset instead of a farewell.
+        else:
+            writer.close()

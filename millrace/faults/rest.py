@@ -1,0 +1,97 @@
+"""What a server holds at rest: blocks, requests, memory, open files. Compared before and after, it shows leaks.
+
+Memory needs care. What is made once and kept (pages of the KV pool, remembered requests, what allocators keep for
+later between pieces that are in use) grows at first and then no more; a leak grows with every request. So there is a
+time to warm up, and then two halves: what the second half adds is what counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from millrace.bench.local_server import descendants, resident_mib
+from millrace.faults.wire import metrics
+
+SETTLE_S = 60.0
+QUIET_S = 7.0
+"""Longer than the engine waits before it gives memory back (`host/idle_memory.py`)."""
+FILES_SETTLE_S = 30.0
+FEW_FILES = 2
+"""Opened once and kept, as a tenant's counters are."""
+LONG_RUN_S = 20.0
+"""Shorter ones say nothing about memory."""
+WARM_UP_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    used_blocks: float
+    requests: float
+    memory_mib: float
+    open_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rests:
+    """Readings after the warm-up, after half of the work, and after all of it."""
+
+    before: AtRest
+    half: AtRest
+    after: AtRest
+
+
+async def rests_around(url: str, pid: int, seconds: float, work: Callable[[float, bool], Awaitable[None]]) -> Rests:
+    """`work` goes on for so many seconds, and is told whether that counts."""
+    quiet_s = QUIET_S if seconds >= LONG_RUN_S else 0.0
+    await work(max(seconds * WARM_UP_SHARE, min(15.0, seconds / 2)), False)
+    before = await asyncio.to_thread(at_rest, url, pid, quiet_s)
+    await work(seconds / 2, True)
+    half = await asyncio.to_thread(at_rest, url, pid, quiet_s, before)
+    await work(seconds / 2, True)
+    return Rests(before, half, await asyncio.to_thread(at_rest, url, pid, quiet_s, before))
+
+
+def at_rest(url: str, pid: int, quiet_s: float = 0.0, like: AtRest | None = None) -> AtRest:
+    """Waits, for a bounded time, until nothing runs and no more files are open than in `like`; whatever is still held
+    then is what leaked."""
+    end = time.monotonic() + SETTLE_S
+    while True:
+        page = _metrics_soon(url, end)
+        requests = (
+            page["millrace_running_requests"] + page["millrace_waiting_requests"] + page["millrace_open_requests"]
+        )
+        used = page['millrace_kv_blocks{state="used"}']
+        if (requests == 0 and used == 0) or time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    if not pid:
+        return AtRest(used, requests, 0.0, 0)
+    time.sleep(quiet_s)
+    open_files = _settled_files(pid, like.open_files if like is not None else 0)
+    return AtRest(used, requests, resident_mib(pid), open_files)
+
+
+def _metrics_soon(url: str, end: float) -> dict[str, float]:
+    """A front that has yet to work off what a crowd left behind may take longer than a scrape waits."""
+    while True:
+        try:
+            return metrics(url)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+
+
+def _settled_files(pid: int, expected: int) -> int:
+    """The last sockets take a moment to close: a connection whose request broke off is kept for ten seconds."""
+    end = time.monotonic() + (FILES_SETTLE_S if expected else 0.0)
+    while (count := _open_files(pid)) > expected + FEW_FILES and time.monotonic() < end:
+        time.sleep(1.0)
+    return count
+
+
+def _open_files(pid: int) -> int:
+    return sum(len(os.listdir(f"/proc/{process}/fd")) for process in [pid, *descendants(pid)])

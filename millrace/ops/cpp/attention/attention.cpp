@@ -1,0 +1,285 @@
+// Causal attention over the paged cache in one pass, with an online softmax.
+//
+// The unit of work is up to 16 query vectors of one row (a decoding row has as many as heads) against tiles of 64 keys.
+// A query's sums run over the same tiles, in the same order, whatever block size, chunk or batch it comes in. This file
+// holds the version in plain vectors, with one KV head per unit; attention_amx.cpp that on the matrix unit.
+#include "attention/attention.h"
+#include "kernels.h"
+
+namespace {
+
+constexpr int ROWS = 4;  // query vectors held in registers at once
+constexpr int KEY_VECTORS = KEYS / LANES;
+constexpr int64_t MIN_PARALLEL = 1 << 15;  // multiplications below which other threads are not worth involving
+
+struct Scratch {
+    alignas(64) float queries[QUERIES][MAX_HEAD];
+    alignas(64) float keys[MAX_HEAD][KEYS];  // transposed
+    alignas(64) float values[KEYS][MAX_HEAD];
+    alignas(64) float scores[QUERIES][KEYS];
+    alignas(64) float sums[QUERIES][MAX_HEAD];
+    alignas(64) vf weights[QUERIES];
+    float largest[QUERIES];
+};
+
+#if defined(__aarch64__)
+// out[row] = sum of vectors[i] * scalars[row][i], of ROWS rows and LANES columns, on top of `out` if it `adds`. Sums of vectors
+// of sixteen would not stay in registers of four.
+void sum_products(float* out, int64_t out_stride, const float* vectors, int64_t vector_stride, const float* scalars,
+                  int64_t scalar_stride, int64_t n, bool adds) {
+    // Every loop over an array of sums is unrolled: else it would live in memory.
+    float32x4_t sums[ROWS][4];
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++)
+            sums[row][part] = adds ? vld1q_f32(out + row * out_stride + 4 * part) : vdupq_n_f32(0);
+    for (int64_t i = 0; i < n; i++, vectors += vector_stride) {
+        float32x4_t vector[4] = {vld1q_f32(vectors), vld1q_f32(vectors + 4), vld1q_f32(vectors + 8),
+                                 vld1q_f32(vectors + 12)};
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; row++) {
+            float32x4_t scalar = vld1q_dup_f32(scalars + row * scalar_stride + i);
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) sums[row][part] = vfmaq_f32(sums[row][part], vector[part], scalar);
+        }
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) vst1q_f32(out + row * out_stride + 4 * part, sums[row][part]);
+}
+#endif
+
+template <typename T, typename C>
+struct Attention : UnitRows<T, C> {
+    using Rows = UnitRows<T, C>;
+    static constexpr bool SCALED = sizeof(C) == 1;
+    Scratch& m;
+    TileRows<C> tiles[2];
+    TileRows<C>*now = tiles, *next = tiles + 1;
+    using Rows::s, Rows::positions, Rows::count;
+
+    Attention(const Step& s, const T* queries, const C* kv, T* out, Scratch& scratch)
+        : Rows{s, queries, {s, kv}, out, {}, 0, 0, 0}, m(scratch) {}
+
+    void run(const Unit& unit) {
+        this->begin(unit);
+        clear(unit);
+        int64_t first_tile = this->lowest / KEYS * KEYS;
+        this->find(unit, unit.kv_head, first_tile, *next);
+        for (int64_t tile = first_tile; tile < this->highest; tile += KEYS) {
+            std::swap(now, next);
+            this->find(unit, unit.kv_head, tile + KEYS, *next);
+            transpose_keys();
+            for (int first = 0; first < count; first += ROWS) score(first);
+            for (int i = 0; i < count; i++) weigh(i, tile);
+            convert_values();
+            for (int first = 0; first < count; first += ROWS) add(first);
+        }
+        finish(unit);
+    }
+
+    static constexpr int64_t STATE = MAX_HEAD + 2 * LANES;  // floats of a query: sums, parts of its weight, its largest
+
+    void clear(const Unit& unit) {
+        memset(m.queries, 0, sizeof m.queries);
+        memset(m.sums, 0, sizeof m.sums);
+        memset(m.scores, 0, sizeof m.scores);
+        for (int i = 0; i < count; i++) {
+            m.largest[i] = -INFINITY;
+            m.weights[i] = vf{};
+            for (int64_t d = 0; d < s.head_dim; d += LANES)
+                store(&m.queries[i][d], load_upto(this->query(unit, i) + d, s.head_dim - d) * s.scale);
+            if (unit.from) resume(i, state_of(s, unit, i, STATE));
+        }
+    }
+
+    void resume(int i, const float* state) {
+        memcpy(m.sums[i], state, sizeof m.sums[i]);
+        m.weights[i] = load(state + MAX_HEAD);
+        m.largest[i] = state[MAX_HEAD + LANES];
+    }
+
+    void leave(int i, float* state) const {
+        memcpy(state, m.sums[i], sizeof m.sums[i]);
+        store(state + MAX_HEAD, m.weights[i]);
+        state[MAX_HEAD + LANES] = m.largest[i];
+    }
+
+    void transpose_keys() {
+        vf rows[LANES];
+        for (int64_t d = 0; d < s.head_dim; d += LANES)
+            for (int first = 0; first < KEYS; first += LANES) {
+                for (int k = 0; k < LANES; k++) {
+                    rows[k] = load_upto(now->keys[first + k] + d, s.head_dim - d);
+                    if (SCALED) rows[k] *= now->key_scales[first + k];
+                }
+                transpose(rows);
+                for (int k = 0; k < LANES; k++) store(&m.keys[d + k][first], rows[k]);
+            }
+    }
+
+    void score(int first) {
+#if defined(__aarch64__)
+        for (int v = 0; v < KEYS; v += LANES)
+            sum_products(&m.scores[first][v], KEYS, &m.keys[0][v], KEYS, m.queries[first], MAX_HEAD, s.head_dim, false);
+#else
+        vf sums[ROWS][KEY_VECTORS] = {};
+        for (int64_t d = 0; d < s.head_dim; d++)
+#pragma GCC unroll 4
+            for (int v = 0; v < KEY_VECTORS; v++) {
+                vf keys = load(&m.keys[d][v * LANES]);
+#pragma GCC unroll 4
+                for (int row = 0; row < ROWS; row++) sums[row][v] = fma(keys, m.queries[first + row][d], sums[row][v]);
+            }
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < KEY_VECTORS; v++) store(&m.scores[first + row][v * LANES], sums[row][v]);
+#endif
+    }
+
+    // Turn a query's scores into weights relative to its largest so far, and rescale what was summed before.
+    void weigh(int i, int64_t tile) {
+        const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const vf hidden = splat(-INFINITY);
+        int last = std::min<int64_t>(positions[i] - tile, KEYS);
+        int before = s.window ? std::max<int64_t>(positions[i] - s.window - tile, -1) : -1;
+        vf scores[KEY_VECTORS], top = hidden;
+        for (int v = 0; v < KEY_VECTORS; v++) {
+            vf x = load(&m.scores[i][v * LANES]);
+            if (s.softcap > 0) x = s.softcap * tanh(x / s.softcap);
+            vi key = lanes + v * LANES;
+            scores[v] = (key <= last) & (key > before) ? x : hidden;
+            top = max(top, scores[v]);
+        }
+        float largest = std::max(m.largest[i], max_lanes(top));
+        float base = largest == -INFINITY ? 0.0f : largest;  // nothing seen yet: all weights are 0
+        float shrink = exp(splat(m.largest[i] - base))[0];
+        m.largest[i] = largest;
+        vf total = m.weights[i] * shrink;
+        for (int v = 0; v < KEY_VECTORS; v++) {
+            vf weight = exp(scores[v] - base);
+            store(&m.scores[i][v * LANES], weight);
+            total += weight;
+        }
+        m.weights[i] = total;
+        if (shrink != 1.0f)
+            for (int64_t d = 0; d < s.head_dim; d += LANES) store(&m.sums[i][d], load(&m.sums[i][d]) * shrink);
+    }
+
+    void convert_values() {
+        for (int k = 0; k < KEYS; k++) {
+            this->prefetch(*next, k);
+            for (int64_t d = 0; d < s.head_dim; d += LANES) {
+                vf value = load_upto(now->values[k] + d, s.head_dim - d);
+                store(&m.values[k][d], SCALED ? value * now->value_scales[k] : value);
+            }
+        }
+    }
+
+    void add(int first) {
+        int64_t d = 0;
+#if defined(__aarch64__)
+        for (; d < s.head_dim; d += LANES)
+            sum_products(&m.sums[first][d], MAX_HEAD, &m.values[0][d], MAX_HEAD, m.scores[first], KEYS, KEYS, true);
+#else
+        for (; d + 4 * LANES <= s.head_dim; d += 4 * LANES) add_columns<4>(first, d);
+        for (; d < s.head_dim; d += LANES) add_columns<1>(first, d);
+#endif
+    }
+
+    template <int VECTORS>
+    void add_columns(int first, int64_t d) {
+        vf sums[ROWS][VECTORS];
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < VECTORS; v++) sums[row][v] = load(&m.sums[first + row][d + v * LANES]);
+        for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                vf value = load(&m.values[k][d + v * LANES]);
+#pragma GCC unroll 4
+                for (int row = 0; row < ROWS; row++) sums[row][v] = fma(value, m.scores[first + row][k], sums[row][v]);
+            }
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < VECTORS; v++) store(&m.sums[first + row][d + v * LANES], sums[row][v]);
+    }
+
+    void finish(const Unit& unit) {
+        for (int i = 0; i < count; i++) {
+            if (unit.members) {
+                leave(i, state_of(s, unit, i, STATE));
+                continue;
+            }
+            float scale = 1.0f / sum_lanes(m.weights[i]);
+            for (int64_t d = 0; d < s.head_dim; d += LANES)
+                store_upto(this->target(unit, i) + d, load(&m.sums[i][d]) * scale, s.head_dim - d);
+        }
+    }
+};
+
+bool is_worth_sharing(const Step& s, int64_t num_rows) {
+    int64_t work = 0;
+    for (int64_t row = 0; row < num_rows; row++)
+        work += int64_t(s.query_starts[row + 1] - s.query_starts[row]) * s.seq_lens[row] * s.heads * s.head_dim;
+    return work >= MIN_PARALLEL;
+}
+
+// The units of a step, of one KV head each.
+std::vector<Unit> units_of(const Step& s, int64_t num_rows) {
+    std::vector<Unit> units;
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t vectors = int64_t(s.query_starts[row + 1] - s.query_starts[row]) * s.group;
+        for (int64_t first = 0; first < vectors; first += QUERIES)
+            for (int64_t head = 0; head < s.kv_heads; head++)
+                units.push_back({row, head, 1, first, std::min<int64_t>(QUERIES, vectors - first)});
+    }
+    return units;
+}
+
+template <typename T, typename C>
+void attend(const Step& s, const T* queries, const C* kv, T* out, int64_t num_rows, bool parallel) {
+    auto run = [&](const Unit& unit, const Unit*) {
+        static thread_local Scratch scratch;
+        Attention<T, C>(s, queries, kv, out, scratch).run(unit);
+    };
+    run_levels(s, num_rows, units_of(s, num_rows), 1, Attention<T, C>::STATE, parallel, run);
+}
+
+template <typename C>
+void attend_bf16(const Step& s, const bf16* queries, const C* kv, bf16* out, int64_t num_rows, bool parallel) {
+    if (!attend_amx(s, queries, kv, out, num_rows, parallel)) attend(s, queries, kv, out, num_rows, parallel);
+}
+
+}  // namespace
+
+void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
+                    void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                    int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                    int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
+                    Sharing& sharing) {
+    // A row that a window keeps from its first keys begins at a tile of its own.
+    bool shares = !sharing.levels.empty() && (!window || sharing.longest <= window);
+    Step s{heads,        kv_heads, head_dim, heads / kv_heads, query_stride, num_blocks, block_size, table_width,
+           query_starts, seq_lens, tables,   window,           scale,        softcap,    shares ? &sharing : nullptr};
+    bool parallel = is_worth_sharing(s, num_rows);
+    if (dtype == F32 && kv_dtype == INT8)
+        attend(s, (const float*)queries, (const int8_t*)kv, (float*)out, num_rows, parallel);
+    else if (dtype == F32)
+        attend(s, (const float*)queries, (const float*)kv, (float*)out, num_rows, parallel);
+    else if (kv_dtype == INT8)
+        attend_bf16(s, (const bf16*)queries, (const int8_t*)kv, (bf16*)out, num_rows, parallel);
+    else
+        attend_bf16(s, (const bf16*)queries, (const bf16*)kv, (bf16*)out, num_rows, parallel);
+}
+
+extern "C" {
+
+void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
+                        void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+                        int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                        int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap) {
+    Sharing sharing = find_sharing(query_starts, seq_lens, tables, num_rows, table_width, block_size);
+    attend_sharing(dtype, kv_dtype, queries, query_stride, kv, out, query_starts, seq_lens, tables, num_rows,
+                   table_width, heads, kv_heads, head_dim, num_blocks, block_size, window, scale, softcap, sharing);
+}
+}

@@ -1,0 +1,209 @@
+// What the attention kernels share: the facts of a step, its units of work, and where a unit's keys and values lie.
+#pragma once
+
+#include "attention/attention_sharing.h"
+#include "pool.h"
+#include "transpose.h"
+#include "vec.h"
+
+#include <algorithm>
+#include <vector>
+
+constexpr int QUERIES = 16;  // query vectors per unit of work
+constexpr int MAX_HEAD = 256;
+constexpr int UNIT_HEADS = 8;  // most KV heads in one unit
+
+struct Step {
+    int64_t heads, kv_heads, head_dim, group;
+    int64_t query_stride, num_blocks, block_size, table_width;
+    const int32_t *query_starts, *seq_lens, *tables;
+    int64_t window;  // keys a query sees, itself included; 0 for all
+    float scale, softcap;
+    Sharing* sharing;  // or null
+};
+
+// Up to 16 query vectors of one row. Those that share a KV head are numbered: vector v is token v / group and head
+// v % group of the KV head's group. A unit has `each` of them, from `first` on, for each of `heads` KV heads, from
+// `kv_head` on: its query i is vector first + i % each of KV head kv_head + i / each.
+//
+// Where rows share tiles, vector v is that of member v / group; `row` is the first of them. Such a unit ends at `to` and
+// leaves its sums as they are by then; a unit with a `from` goes on with what has been left.
+struct Unit {
+    int64_t row, kv_head, heads, first, each;
+    const int32_t* members = nullptr;  // rows; or null
+    int64_t from = 0, to = INT64_MAX;
+
+    int64_t count() const { return each * heads; }
+    int64_t row_of(const Step& s, int64_t i) const { return members ? members[(first + i % each) / s.group] : row; }
+    int64_t head_of(const Step& s, int64_t i) const {
+        return (kv_head + i / each) * s.group + (first + i % each) % s.group;
+    }
+    int64_t token_of(const Step& s, int64_t i) const {
+        return members ? s.query_starts[row_of(s, i)] : s.query_starts[row] + (first + i % each) / s.group;
+    }
+    int64_t position_of(const Step& s, int64_t i) const {
+        int64_t own = row_of(s, i);
+        return s.seq_lens[own] - (s.query_starts[own + 1] - token_of(s, i));
+    }
+};
+
+// Where a cache of items C has the keys and values of a head. In eight bits the items of a head's part of a block are
+// followed by the float scales of its tokens.
+template <typename C>
+struct Cache {
+    const C* kv;
+    int64_t kv_heads, block_size, head_dim;
+    int64_t head_items;  // of a head's part of a block
+    int64_t values_at;   // how far behind its key a value is
+
+    Cache(const Step& s, const C* kv) : kv(kv), kv_heads(s.kv_heads), block_size(s.block_size), head_dim(s.head_dim) {
+        constexpr int64_t SCALE = sizeof(C) == 1 ? sizeof(float) : 0;
+        head_items = block_size * (head_dim + SCALE);
+        values_at = s.num_blocks * kv_heads * head_items;
+    }
+
+    const C* head(int64_t block, int64_t kv_head) const { return kv + (block * kv_heads + kv_head) * head_items; }
+    const C* key(int64_t block, int64_t kv_head, int64_t offset) const {
+        return head(block, kv_head) + offset * head_dim;
+    }
+    const float* key_scale(int64_t block, int64_t kv_head, int64_t offset) const {
+        return (const float*)(head(block, kv_head) + block_size * head_dim) + offset;
+    }
+    const float* value_scale(const float* key_scale) const { return key_scale + values_at / sizeof(float); }
+};
+
+// Where the keys and values of a tile lie, and which of its positions are seen at all: from <= k < to.
+template <typename C>
+struct TileRows {
+    const C *keys[KEYS], *values[KEYS];
+    float key_scales[KEYS], value_scales[KEYS];  // with eight bits
+    int64_t from, to;
+};
+
+template <typename T, typename C>
+struct UnitRows {
+    const Step& s;
+    const T* queries;
+    const Cache<C> cache;
+    T* out;
+    int32_t positions[QUERIES];
+    int64_t lowest, highest;  // positions that some query of the unit sees: lowest <= k < highest
+    int count;                // query vectors
+
+    const T* query(const Unit& unit, int i) const {
+        return queries + unit.token_of(s, i) * s.query_stride + unit.head_of(s, i) * s.head_dim;
+    }
+    T* target(const Unit& unit, int i) const {
+        return out + (unit.token_of(s, i) * s.heads + unit.head_of(s, i)) * s.head_dim;
+    }
+
+    void begin(const Unit& unit) {
+        count = unit.count();
+        for (int i = 0; i < QUERIES; i++) positions[i] = i < count ? unit.position_of(s, i) : -1;
+        highest = std::min<int64_t>(unit.to, positions[count - 1] + 1);
+        lowest = std::max(unit.from, s.window ? positions[0] - s.window + 1 : 0);
+    }
+
+    // Point at a tile's keys and values of a head. Places that no query of the unit sees are not read: they may hold
+    // anything.
+    void find(const Unit& unit, int64_t kv_head, int64_t tile, TileRows<C>& rows) const {
+        static const C zeros[MAX_HEAD] = {};
+        const int32_t* table = s.tables + unit.row * s.table_width;
+        rows.from = std::max(tile, lowest);
+        rows.to = std::min(tile + KEYS, highest);
+        if (rows.to - rows.from < KEYS)
+            for (int k = 0; k < KEYS; k++) {
+                rows.keys[k] = rows.values[k] = zeros;
+                rows.key_scales[k] = rows.value_scales[k] = 0;
+            }
+        for (int64_t position = rows.from; position < rows.to;) {  // block by block
+            int64_t block = position / s.block_size, end = std::min(rows.to, (block + 1) * s.block_size);
+            int64_t offset = position - block * s.block_size;
+            const C* key = cache.key(table[block], kv_head, offset);
+            const float* scale = cache.key_scale(table[block], kv_head, offset);
+            for (; position < end; position++, key += s.head_dim, scale++) {
+                rows.keys[position - tile] = key;
+                rows.values[position - tile] = key + cache.values_at;
+                if constexpr (sizeof(C) == 1) {
+                    rows.key_scales[position - tile] = *scale;
+                    rows.value_scales[position - tile] = *cache.value_scale(scale);
+                }
+            }
+        }
+    }
+
+    // Bring one key and value of the next tile closer. Spread over a tile's work, so that memory is never waited for.
+    void prefetch(const TileRows<C>& next, int k) const {
+        for (int64_t d = 0; d < s.head_dim; d += 64 / sizeof(C)) {
+            __builtin_prefetch(next.keys[k] + d);
+            __builtin_prefetch(next.values[k] + d);
+        }
+    }
+};
+
+// A 16 x 16 matrix of 32-bit items: four perfect shuffles of its rows are a transposition.
+inline void transpose(vf* rows) {
+#if defined(__AVX512F__)
+    return transpose16((const uint32_t*)rows, LANES, (uint32_t*)rows, LANES);
+#endif
+    const vi low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    const vi high = low + 8;
+    vf next[LANES];
+#pragma GCC unroll 4
+    for (int round = 0; round < 4; round++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = __builtin_shuffle(rows[i], rows[i + LANES / 2], low);
+            next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + LANES / 2], high);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
+}
+
+// What a unit's query has summed when the unit ends before its last key: `size` floats for each query of the step.
+inline float* state_of(const Step& s, const Unit& unit, int64_t i, int64_t size) {
+    return s.sharing->state.data() + (unit.row_of(s, i) * s.heads + unit.head_of(s, i)) * size;
+}
+
+// The units of tiles that rows share: of up to `max_groups` sixteens of queries, so long as each thread has one.
+inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTiles>& level, int64_t max_groups) {
+    int64_t groups = 0;
+    for (const SharedTiles& shared : level)
+        groups += (int64_t(shared.rows.size()) * s.group + QUERIES - 1) / QUERIES * s.kv_heads;
+    int64_t size = QUERIES * std::clamp<int64_t>(groups / pool::threads(), 1, max_groups);
+    std::vector<Unit> units;
+    for (const SharedTiles& shared : level) {
+        int64_t vectors = shared.rows.size() * s.group;
+        for (int64_t head = 0; head < s.kv_heads; head++)
+            for (int64_t first = 0; first < vectors; first += size)
+                units.push_back({shared.rows[0], head, 1, first, std::min(size, vectors - first), shared.rows.data(),
+                                 shared.from, shared.to});
+    }
+    return units;
+}
+
+// Call run(unit, following) for each unit; `following`, or null, is the one that the same thread is likely to run next.
+template <typename F>
+void run_units(const std::vector<Unit>& units, bool parallel, F run) {
+    pool::for_each(units.size(), parallel,
+                   [&](size_t i) { run(units[i], i + 1 < units.size() ? &units[i + 1] : nullptr); });
+}
+
+// The same for the units of all levels of tiles that rows share, level after level, then for the rows' `own`.
+// `max_groups` is how many sixteens of queries a unit of a level has at most, `state_size` how many floats a query's sums
+// take.
+template <typename F>
+void run_levels(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t max_groups, int64_t state_size,
+                bool parallel, F run) {
+    if (s.sharing) {
+        s.sharing->state.resize(num_rows * s.heads * state_size);
+        for (const auto& level : s.sharing->levels) run_units(shared_units(s, level, max_groups), parallel, run);
+        for (Unit& unit : own) unit.from = s.sharing->done[unit.row];
+    }
+    run_units(own, parallel, run);
+}
+
+// bfloat16 on the AMX unit, over a cache in bfloat16 or in eight bits; false where there is none.
+bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel);
+bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out, int64_t num_rows, bool parallel);

@@ -1,0 +1,77 @@
+// The scales and offsets of one tile, as vectors over its 16 outputs.
+#pragma once
+
+#include <type_traits>
+
+#include "quantised/quantised_format.h"
+
+namespace quantised {
+
+inline float widen(uint16_t half) {
+    uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+    if (exponent == 0) {
+        float value = fraction * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline vf load_halves(const char* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+    float values[ROWS];
+    for (int i = 0; i < ROWS; i++) {
+        uint16_t half;
+        memcpy(&half, p + 2 * i, sizeof half);
+        values[i] = widen(half);
+    }
+    return load(values);
+#endif
+}
+
+typedef uint8_t vb __attribute__((vector_size(16)));
+typedef int8_t vsb __attribute__((vector_size(16)));
+
+template <typename V>
+inline vf load_bytes(const char* p) {
+#if defined(__AVX512F__)
+    __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    bool is_signed = std::is_same_v<V, vsb>;
+    return (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#else
+    V v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(__builtin_convertvector(v, vi), vf);
+#endif
+}
+
+// By group of the tile's inputs.
+struct ScaleVectors {
+    vf scales[2], offsets[2];
+};
+
+// The products of float16 and 8-bit scales are exact in float32.
+template <int F>
+inline __attribute__((always_inline)) void read_scales(const Panel& panel, int64_t tile, ScaleVectors& out) {
+    constexpr Format f = format_of(F);
+    const char* halves = panel.halves + (f.super ? tile / SUPER_TILES : tile) * half_bytes(f);
+    vf scale = load_halves(halves), offset{};
+    if (f.offset) offset = load_halves(halves + 2 * ROWS);
+    if (!f.super) {
+        out.scales[0] = scale;
+        out.offsets[0] = offset;
+        return;
+    }
+    const char* smalls = panel.smalls + tile * small_bytes(f);
+    for (int g = 0; g < f.groups; g++) {
+        vf small = f.offset ? load_bytes<vb>(smalls + g * ROWS) : load_bytes<vsb>(smalls + g * ROWS);
+        out.scales[g] = scale * small;
+        if (f.offset) out.offsets[g] = -(offset * load_bytes<vb>(smalls + (f.groups + g) * ROWS));
+    }
+}
+
+}  // namespace quantised

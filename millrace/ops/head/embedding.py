@@ -1,0 +1,125 @@
+"""Token embeddings, and the output head of models that share one matrix for both.
+
+embedding:       make(weight) -> Embedding.
+tied_embedding:  make(weight) -> TiedEmbedding: `rows(ids)` looks tokens up, `head` is the Linear over the same memory.
+
+The weight is a Tensor, or for native versions, where the shape says `stored`, a `StoredWeight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops.linear.dense import Head, InvariantLinear, PlainLinear, TiledLinear, TunedLinear
+from millrace.ops.linear.stored import StoredLinear, StoredWeight, native_linear
+from millrace.ops.native import DTYPES, native_missing
+from millrace.ops.triton import hopper_missing, triton_missing
+from millrace.ops.version import Version
+
+Embedding = Callable[[Tensor], Tensor]
+
+
+class TiedEmbedding(Protocol):
+    head: Head
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden]"""
+        ...
+
+
+class PlainEmbedding:
+    """Rows of a plain matrix, which may also be read by others."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+class NativeTiedEmbedding:
+    """One packed matrix, read by rows for tokens and as a linear layer for logits."""
+
+    def __init__(self, weight: Tensor | StoredWeight) -> None:
+        self.head = native_linear(weight)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return self.head.take_rows(token_ids)
+
+
+class PlainTiedEmbedding:
+    def __init__(self, weight: Tensor, head: Callable[[Tensor], Head] = PlainLinear) -> None:
+        self.rows = PlainEmbedding(weight)
+        self.head = head(weight)
+
+
+VERSIONS = (
+    Version(
+        op="embedding",
+        name="native",
+        make=lambda weight: StoredLinear(weight).take_rows,
+        when="for a matrix kept as its file stores it: the tokens' rows are unpacked as they are read",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        fits=lambda shape: bool(shape.get("stored", False)),
+        missing=native_missing,
+    ),
+    Version(
+        op="embedding",
+        name="torch",
+        make=PlainEmbedding,
+        when="for a plain matrix: a copy of the tokens' rows",
+        invariant_on=("cpu", "cuda"),
+    ),
+)
+
+TIED_VERSIONS = (
+    Version(
+        op="tied_embedding",
+        name="native",
+        make=NativeTiedEmbedding,
+        when="C++ over one packed matrix, which is also read back by rows",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
+    Version(
+        op="tied_embedding",
+        name="tuned",
+        make=lambda weight: PlainTiedEmbedding(weight, TunedLinear),
+        when="one plain matrix read by rows and by the tuned linear",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        missing=hopper_missing,
+    ),
+    Version(
+        op="tied_embedding",
+        name="reference",
+        make=PlainTiedEmbedding,
+        when="defines the meaning: one plain matrix read by rows and by the library's linear",
+    ),
+    Version(
+        op="tied_embedding",
+        name="tiles",
+        make=lambda weight: PlainTiedEmbedding(weight, lambda plain: TiledLinear(PlainLinear(plain))),
+        when="as the reference, the head in fixed tiles of rows: the same sums whatever the batch",
+        devices=("cpu",),
+        invariant_on=("cpu",),
+    ),
+    Version(
+        op="tied_embedding",
+        name="invariant",
+        make=lambda weight: PlainTiedEmbedding(weight, InvariantLinear),
+        when="one plain matrix read by rows and by the invariant linear: the same sums whatever the batch",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
+    ),
+)

@@ -1,0 +1,145 @@
+"""From the fused projection to attention's inputs: QK-norm, RoPE, and the write of K and V into the cache.
+
+make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm) -> PrepareQkv; norm weights are float32 [head_dim] or None.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from millrace.ops.kv.cache import write_kv
+from millrace.ops.native import DTYPES, KV_DTYPES, native, native_missing
+from millrace.ops.norm import rms_norm
+from millrace.ops.rope import rope
+from millrace.ops.triton import triton_missing
+from millrace.ops.version import Version
+
+MAX_HEAD_DIM = 512
+"""The largest head that cpp/elementwise.cpp has room for."""
+
+
+class PrepareQkv(Protocol):
+    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        """qkv [T, (heads + 2 kv_heads) · head_dim], rows [T, r] or None for no rotation.
+
+        Returns queries [T, heads, head_dim], perhaps a view of qkv, which may be overwritten."""
+        ...
+
+
+class TorchPrepareQkv:
+    """The reference ops in a row, in float32, rounded once."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> None:
+        self.heads = [num_heads, num_kv_heads, num_kv_heads]
+        self.head_dim = head_dim
+        self.eps = eps
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        queries, keys, values = torch.split(heads, self.heads, dim=1)
+        queries, keys = self._prepare(queries, self.q_norm, rows), self._prepare(keys, self.k_norm, rows)
+        write_kv(torch.stack((keys, values), dim=1), kv, block_ids, offsets)
+        return queries
+
+    def _prepare(self, heads: Tensor, norm: Tensor | None, rows: Tensor | None) -> Tensor:
+        dtype = heads.dtype
+        if norm is not None:
+            heads = rms_norm(heads.float(), norm, self.eps)
+        if rows is not None:
+            heads = rope(heads, rows)
+        return heads.to(dtype)
+
+
+class NativePrepareQkv:
+    """Overwrites the queries in place; keys and values go straight to the cache."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> None:
+        self._native = native()
+        self._sizes = (num_heads, num_kv_heads, head_dim)
+        self._eps = eps
+        self._norms = (q_norm, k_norm)
+        self.norms_at = tuple(None if norm is None else norm.data_ptr() for norm in self._norms)
+
+    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        heads, kv_heads, head_dim = self._sizes
+        tokens = qkv.shape[0]
+        self._native.for_rows(tokens).prepare_qkv(
+            DTYPES[qkv.dtype],
+            KV_DTYPES[kv.dtype],
+            qkv.data_ptr(),
+            None if rows is None else rows.data_ptr(),
+            *self.norms_at,
+            kv.data_ptr(),
+            block_ids.data_ptr(),
+            offsets.data_ptr(),
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            0 if rows is None else rows.shape[1],
+            kv.shape[1],
+            kv.shape[3],
+            self._eps,
+        )
+        return qkv.view(tokens, -1, head_dim)[:, :heads]
+
+
+def make_triton(
+    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, q_norm: Tensor | None, k_norm: Tensor | None
+) -> PrepareQkv:
+    from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
+
+    return PrepareQkvKernel(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm)
+
+
+VERSIONS = (
+    Version(
+        op="qkv",
+        name="native",
+        make=NativePrepareQkv,
+        when="C++: norm, rotation and cache write of a token in one go",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        fits=lambda shape: bool(shape["head_dim"] <= MAX_HEAD_DIM),
+        missing=native_missing,
+    ),
+    Version(
+        op="qkv",
+        name="triton",
+        make=make_triton,
+        when="norm, rotation and cache write of a token's heads in one kernel",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        fits=lambda shape: bool(shape["head_dim"] % 2 == 0),
+        missing=triton_missing,
+    ),
+    Version(
+        op="qkv",
+        name="torch",
+        make=TorchPrepareQkv,
+        when="defines the meaning: norm, rotation and cache write one after the other, in float32",
+        invariant_on=("cpu",),
+    ),
+)

@@ -1,0 +1,235 @@
+"""The experts of a mixture: each token's k chosen MLPs, weighted and summed.
+
+make(weights, activation, linear) -> Experts, where `weights` yields (gate_up [2 I, H], down [H, I]) expert by expert
+and `linear` makes a Linear. A version that stacks or packs them holds at most one expert twice while it does so.
+Each token's k results are summed in the order of its choices, so the batch cannot change the order of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops.activation import Activation, activate
+from millrace.ops.linear.dense import Linear
+from millrace.ops.linear.unsummed import Unsummed
+from millrace.ops.triton import triton_missing
+from millrace.ops.version import Version
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of one layer, to be read once, in order."""
+
+    count: int
+    pairs: Iterable[tuple[Any, Any]]
+    """Tensors, or whatever else `linear` takes where the version makes linears of them."""
+
+
+class Experts(Protocol):
+    num_bytes: int
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        """x [T, H], weights float32 [T, k], expert_ids int32 or int64 [T, k], each row's distinct -> [T, H]"""
+        ...
+
+
+@runtime_checkable
+class RoutingExperts(Protocol):
+    """Experts that also route, in fewer kernels than a router before them."""
+
+    def routed(
+        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, unsummed: bool = False
+    ) -> Tensor | Unsummed:
+        """x [T, H], the router's logits [T, E] -> [T, H]. With `unsummed` the sums may be left to a norm after it."""
+        ...
+
+
+MakeLinear = Callable[[Any, Tensor | None], Linear]
+
+
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    left, right = gate_up.chunk(2, dim=-1)
+    return activate(left, activation).mul_(right)
+
+
+def combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Bring expert outputs [T k, H], sorted by `order`, back to their tokens and add each token's k of them."""
+    num_tokens, top_k = weights.shape
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    own = outputs[inverse].view(num_tokens, top_k, -1)
+    return (own.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
+
+
+class LoopExperts:
+    """One expert after the other over the tokens that chose it. How many those are is read on the host."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
+        self.experts = [(linear(gate_up, None), linear(down, None)) for gate_up, down in weights.pairs]
+        self.activation: Activation = activation
+        self.num_bytes = sum(up.num_bytes + down.num_bytes for up, down in self.experts)
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        top_k = expert_ids.shape[1]
+        flat = expert_ids.flatten()
+        order = torch.argsort(flat, stable=True)
+        counts: list[int] = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        inputs = x[order // top_k]
+        outputs = torch.empty_like(inputs)
+        start = 0
+        for (gate_up, down), count in zip(self.experts, counts, strict=True):
+            if count:
+                chosen = slice(start, start + count)
+                outputs[chosen] = down(gate(gate_up(inputs[chosen]), self.activation))
+                start += count
+        return combine(outputs, order, weights)
+
+
+class StackedExperts:
+    """Base of the versions that keep all experts in two tensors, [E, 2 I, H] and [E, H, I]."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
+        self.activation: Activation = activation
+        self.gate_up, self.down = _stack(weights)
+        self.num_bytes = self.gate_up.nbytes + self.down.nbytes
+
+
+def _stack(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    stacks: tuple[Tensor, Tensor] | None = None
+    for index, pair in enumerate(weights.pairs):
+        if stacks is None:
+            first, second = (part.new_empty((weights.count, *part.shape)) for part in pair)
+            stacks = (first, second)
+        for stack, part in zip(stacks, pair, strict=True):
+            stack[index] = part
+    if stacks is None:
+        raise ValueError("a mixture needs at least one expert")
+    return stacks
+
+
+class GroupedExperts(StackedExperts):
+    """Two grouped matrix products whose group limits stay on the device, so the host never waits for them."""
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        flat = expert_ids.flatten()
+        order = torch.argsort(flat, stable=True)
+        ends = _group_ends(flat, self.gate_up.shape[0])
+        inputs = x[order // expert_ids.shape[1]]
+        hidden = gate(torch._grouped_mm(inputs, self.gate_up.mT, offs=ends), self.activation)
+        return combine(torch._grouped_mm(hidden, self.down.mT, offs=ends), order, weights)
+
+
+def _group_ends(flat: Tensor, num_experts: int) -> Tensor:
+    experts = torch.arange(num_experts, device=flat.device)
+    return (flat[:, None] <= experts).sum(dim=0).to(torch.int32)
+
+
+class DenseExperts(StackedExperts):
+    """Every expert over every token, the unchosen weighted by zero: wasteful, but nothing is read on the host."""
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        shares = torch.zeros((x.shape[0], self.gate_up.shape[0]), device=x.device)
+        shares.scatter_(1, expert_ids.long(), weights)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert in range(self.gate_up.shape[0]):
+            hidden = gate(F.linear(x, self.gate_up[expert]), self.activation)
+            total += F.linear(hidden, self.down[expert]).float() * shares[:, expert, None]
+        return total.to(x.dtype)
+
+
+class TritonExperts(StackedExperts):
+    """Products that gather each expert's tokens, in tiles that suit the number of tokens."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
+        from millrace.ops.triton.moe import config as moe_config
+        from millrace.ops.triton.moe import experts as moe
+
+        super().__init__(weights, activation, linear)
+        self._experts, self._routed, self._summed = moe.experts, moe.routed_experts, moe.summed
+        self._gpu = moe_config.gpu_of(self.gate_up.device)
+        self._counters = torch.zeros((2, weights.count), dtype=torch.int32, device=self.gate_up.device)
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, None, self._gpu)
+
+    def routed(
+        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, unsummed: bool = False
+    ) -> Tensor | Unsummed:
+        parts = self._routed(
+            x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._counters, gpu=self._gpu
+        )
+        return parts if unsummed else self._summed(parts)
+
+
+class FixedTritonExperts(StackedExperts):
+    """The same with one tile for every number of tokens: a row of a product is added up alike whatever else is in the
+    step."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
+        from millrace.ops.triton.moe import config as moe_config
+        from millrace.ops.triton.moe import experts as moe
+
+        super().__init__(weights, activation, linear)
+        self._experts, self._config = moe.experts, moe_config.FIXED
+        self._gpu = moe_config.gpu_of(self.gate_up.device)
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, self._config, self._gpu)
+
+
+def _no_grouped_mm(device: torch.device) -> str:
+    if not hasattr(torch, "_grouped_mm"):
+        return "needs a torch with grouped matrix products"
+    return "" if torch.cuda.get_device_capability(device) >= (9, 0) else "needs compute capability 9.0"
+
+
+VERSIONS = (
+    Version(
+        op="experts",
+        name="triton",
+        make=TritonExperts,
+        when="no permutation: two products that gather an expert's tokens, tiles to suit the number of tokens",
+        devices=("cuda",),
+        missing=triton_missing,
+    ),
+    Version(
+        op="experts",
+        name="triton_fixed",
+        make=FixedTritonExperts,
+        when="the same with one tile for every number of tokens, so that a batch cannot change a token's result",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
+    ),
+    Version(
+        op="experts",
+        name="grouped",
+        make=GroupedExperts,
+        when="tokens sorted by expert, two grouped products, no host in between",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        fits=lambda shape: bool(shape["in_features"] % 8 == 0 and shape["inner_features"] % 8 == 0),
+        missing=_no_grouped_mm,
+    ),
+    Version(
+        op="experts",
+        name="dense",
+        make=DenseExperts,
+        when="every expert over every token, so that the host never waits for the routing",
+        devices=("cuda",),
+    ),
+    Version(
+        op="experts",
+        name="loop",
+        make=LoopExperts,
+        when="defines the meaning: tokens sorted by expert, one expert after the other",
+        devices=("cpu",),
+        invariant_on=("cpu",),
+    ),
+)

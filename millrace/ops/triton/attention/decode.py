@@ -1,0 +1,357 @@
+"""Paged attention of rows with a single query.
+
+Programs are (KV head, row, split of the row's keys), so that those who run at once read neighbouring parts of the same
+blocks. Rows come as they are, or as a list: the longest first, so that none of them is left to the end, and those in
+several parts that are much longer than the others. What a row is known by was written at the start of the step, so all
+of it is read while the kernel just before still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.ops.kv.cache import format_of
+from millrace.ops.triton import early_start
+from millrace.ops.triton.attention.parts import (
+    TRITON_TYPES,
+    HeadShape,
+    PagedRows,
+    _accumulate,
+    _accumulate_swapped,
+    _blocks_of,
+    _load_keys,
+    _load_queries,
+    _load_scales,
+    _load_values,
+    _places,
+    _scales_of,
+    _scores,
+    _whole,
+    _zeros,
+    cache_pointers,
+    cache_sizes,
+    is_wide,
+    padded_dim,
+    padded_group,
+    precision,
+)
+
+SHARED_PARTS = 4
+"""Parts a shared prefix is cut into, so that few rows still fill the chip."""
+LIST_COLUMNS = 6
+"""Columns of a list of rows: their tokens, their rows of the block tables, their lengths, which of how many parts, and
+the first cell of those parts. An entry of length 0 is none."""
+MOST_SPLITS = 64
+"""Splits of one row: what the join of their results has room for."""
+NO_WEIGHT = 1e30
+"""A greatest score beside which no score weighs anything."""
+JOINED_ITEMS = 4096
+"""Items of partial results, for each warp, that are all in flight together when they are joined: what its registers
+hold. More go in turns."""
+
+
+@triton.jit
+def _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
+              DP: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """[GJ, DP]: the results of at most PARTS splits as one. All are asked for before the first is used."""
+    parts = tl.arange(0, PARTS)
+    g = tl.arange(0, GJ)
+    here = (parts < active)[:, None] & (g < GROUP)[None, :]
+    at = (cell + parts)[:, None] * GP + g[None, :]
+    lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+    theirs = at.to(tl.int64)[:, :, None] * DP + d[None, None, :]
+    partial = tl.load(partial_ptr + theirs, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+    top = tl.max(lse, 0)
+    top = tl.where(g < GROUP, top, 0.0)
+    weights = tl.math.exp2(lse - top[None, :])
+    total = tl.where(g < GROUP, tl.sum(weights, 0), 1.0)
+    return tl.sum(partial * weights[:, :, None], 0) / total[:, None]
+
+
+@triton.jit
+def _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
+               DP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    """As _join_few for up to MOST splits, four at a time."""
+    g = tl.arange(0, GJ)
+    parts = tl.arange(0, MOST)
+    weights = tl.load(
+        lse_ptr + (cell + parts[:, None]) * GP + g[None, :],
+        mask=(parts < active)[:, None] & (g < GROUP)[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    top = tl.where(g < GROUP, tl.max(weights, 0), 0.0)
+    total = tl.sum(tl.math.exp2(weights - top[None, :]), 0)
+    total = tl.where(g < GROUP, total, 1.0)
+    joined = tl.zeros([GJ, DP], tl.float32)
+    for first_part in range(0, active, 4):
+        for step in tl.static_range(4):
+            index = first_part + step
+            here = (tl.zeros([GJ], tl.int32) + index < active) & (g < GROUP)
+            at = (cell + index) * GP + g
+            lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+            theirs = at.to(tl.int64)[:, None] * DP + d[None, :]
+            partial = tl.load(partial_ptr + theirs, mask=here[:, None], other=0.0, cache_modifier=".cg")
+            joined += partial * tl.math.exp2(lse - top)[:, None]
+    return joined / total[:, None]
+
+
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
+    listed_ptr, query_starts, seq_lens, table_rows, tables, shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
+    softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PART: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, LISTED: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, NO_WEIGHT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
+    where there are more. LISTED: a list says which rows there are."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    first_cell = row * splits
+    if LISTED:
+        entry = listed_ptr + row
+        entries = tl.num_programs(1)
+        start = tl.load(entry)
+        table_row = tl.load(entry + entries)
+        last = tl.load(entry + 2 * entries)
+        split = tl.load(entry + 3 * entries)
+        splits = tl.load(entry + 4 * entries)
+        first_cell = tl.load(entry + 5 * entries)
+    else:
+        last = tl.load(seq_lens + row)
+        table_row = tl.load(table_rows + row)
+        if ALL_SINGLE:
+            start = row
+            is_single = True
+        else:
+            start = tl.load(query_starts + row)
+            is_single = tl.load(query_starts + row + 1) - start == 1
+    table = tables + table_row.to(tl.int64) * table_stride
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(last - WINDOW, 0)
+    if SHARED_PARTS > 0:
+        first = tl.load(shared_len_ptr)
+    first_tile = first // TILE
+    tiles = tl.cdiv(last, TILE) - first_tile
+    active = tl.minimum(tl.cdiv(tiles, min_tiles), splits)
+    if SHARED_PARTS > 0:
+        # A row of padding has no keys of its own.
+        active = tl.maximum(active, 1)
+    per_split = tl.cdiv(tiles, tl.maximum(active, 1))
+    active = tl.minimum(active, tl.cdiv(tiles, tl.maximum(per_split, 1)))
+    if SHARED_PARTS > 0:
+        active = tl.maximum(active, 1)
+    # Whoever has nothing to do need not wait: the first programs do, so that the kernel does not end before the one
+    # before it, and split 0 of a row does.
+    if LISTED:
+        is_single = split < active
+        if (split >= active) & (row > 0):
+            return
+    else:
+        if split >= active:
+            return
+    begin = (first_tile + split * per_split) * TILE
+    end = tl.minimum(begin + per_split * TILE, last)
+    head_offset = head * HEAD_ITEMS
+    scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
+    # The loop looks up its blocks two tiles ahead: loads that depend on one of the same round would not be pipelined.
+    keys = begin + tl.arange(0, TILE)
+    blocks = _blocks_of(table, keys, last, BS)
+    blocks_ahead = _blocks_of(table, keys + TILE, last, BS)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if not is_single:
+        return
+
+    part = tl.arange(0, PART)
+    g = tl.arange(0, GP)
+    heads = head * GROUP + g
+    q_row = q_ptr + start.to(tl.int64) * q_stride
+    # Rows that no query has weigh every key with 0: products of nothing take less of the chip's power, which binds.
+    m = tl.where(g < GROUP, float("-inf"), NO_WEIGHT)
+    if SWAP:
+        mine = (g < GROUP)[None, :] & (part < D)[:, None]
+        q = _load_queries(q_row + heads[None, :] * D + part[:, None], mine, D, FORMAT)
+        z = tl.zeros([TILE, GP], tl.float32)
+        acc = _zeros(DP, GP, FORMAT)
+    else:
+        mine = (g < GROUP)[:, None] & (part < D)[None, :]
+        q = _load_queries(q_row + heads[:, None] * D + part[None, :], mine, D, FORMAT)
+        z = tl.where(g < GROUP, 0.0, 1.0)
+        acc = _zeros(GP, PART, FORMAT)
+    for at in tl.range(begin, end, TILE, num_stages=STAGES):
+        keys = at + tl.arange(0, TILE)
+        inside = keys < last
+        where = _places(blocks, keys, head_offset, block_stride, part, ITEMS, BS, WIDE)
+        k_scales, v_scales = _load_scales(
+            k_scales_ptr, v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, WIDE, FORMAT
+        )
+        blocks = tl.where(keys + TILE < last, blocks_ahead, 0)
+        blocks_ahead = _blocks_of(table, keys + 2 * TILE, last, BS)
+        k = _load_keys(k_ptr, where, part, D, DP, BS, DTYPE, FORMAT, EARLY)
+        v = _load_values(v_ptr, where, inside, part, D, DP, BS, True, DTYPE, FORMAT, EARLY)
+        if WINDOW > 0:
+            inside = inside & (keys >= first)
+        if SWAP:
+            acc, m, z = _accumulate_swapped(acc, m, z, q, k, v, inside, softmax_scale, CAP, DTYPE, PRECISION)
+        else:
+            s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
+            if FORMAT == "packed":  # whose words are always numbers: adding takes less than choosing
+                s += tl.where(inside, 0.0, float("-inf"))[None, :]
+            else:
+                s = tl.where(inside[None, :], s, float("-inf"))
+            acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, FORMAT, EARLY)
+    if SWAP:
+        sums = tl.trans(acc[0])
+        z = tl.sum(z, 0)
+    else:
+        sums = _whole(acc, GP, DP)
+    d = tl.arange(0, DP)
+    out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
+
+    if SHARED_PARTS > 0:
+        shared_cell = (row * KV_HEADS + head) * SHARED_PARTS
+        for index in tl.static_range(SHARED_PARTS):
+            lse = tl.load(shared_lse_ptr + (shared_cell + index) * GROUP + g, mask=g < GROUP, other=float("-inf"))
+            shared_at = (shared_cell + index).to(tl.int64) * (GROUP * DP) + g[:, None] * DP + d[None, :]
+            shared = tl.load(shared_partial_ptr + shared_at, mask=(g < GROUP)[:, None], other=0.0)
+            top_now = tl.maximum(m, lse)
+            mine, theirs_share = tl.math.exp2(m - top_now), tl.math.exp2(lse - top_now)
+            sums = sums * mine[:, None] + shared * theirs_share[:, None]
+            z = z * mine + theirs_share
+            m = top_now
+    out_row = out_ptr + start.to(tl.int64) * (KV_HEADS * GROUP * D)
+    if active == 1:
+        tl.store(
+            out_row + heads[:, None] * D + d[None, :],
+            (sums / z[:, None]).to(out_ptr.dtype.element_ty),
+            mask=out_mask,
+        )
+        return
+    cell = first_cell * KV_HEADS + head * splits
+    part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
+    tl.store(partial_ptr + part_at, sums / z[:, None], mask=out_mask)
+    tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < GROUP)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + cell, 1, sem="acq_rel")
+    if arrived != active - 1:
+        return
+    tl.store(arrivals_ptr + cell, 0)
+    if PARTS > 0:
+        joined = _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, PARTS)
+    else:
+        joined = _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, MOST_SPLITS)
+    j = tl.arange(0, GJ)
+    tl.store(
+        out_row + (head * GROUP + j)[:, None] * D + d[None, :],
+        joined.to(out_ptr.dtype.element_ty),
+        mask=(j < GROUP)[:, None] & (d < D)[None, :],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    tile: int = 64
+    splits: int = 1
+    """The most splits of a row."""
+    min_tiles: int = 1
+    """Tiles of keys below which a split is not worth its overhead."""
+    warps: int = 2
+    stages: int = 3
+    swap: bool = False
+    """Keys along the longer side of the matrix unit: with 4 warps and tiles of 64, Hopper's wide instruction."""
+
+
+class SplitWorkspace:
+    """Room for the partial results of splits, shared by all layers: they run one after the other. It never moves, so
+    captured launches stay good."""
+
+    def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
+        """`cells` is the most splits of all rows and KV heads together, where there is more than one per row."""
+        padded = padded_group(shape)
+        width = padded_dim(shape.head_dim)
+        self.cells = cells
+        self.partial = torch.empty(cells * padded * width, dtype=torch.float32, device=device)
+        self.lse = torch.empty(cells * padded, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
+
+
+class SharedPrefix:
+    """What rows with a common beginning share: its length in tokens, on the device, and room for the partial results.
+
+    The length is a multiple of SHARED_UNIT and below that of every row."""
+
+    def __init__(self, most_rows: int, shape: HeadShape, device: torch.device, length: Tensor) -> None:
+        width = padded_dim(shape.head_dim)
+        cells = most_rows * shape.num_heads * SHARED_PARTS
+        self.length = length
+        self.most_rows = most_rows
+        self.partial = torch.empty(cells * width, dtype=torch.float32, device=device)
+        self.lse = torch.empty(cells, dtype=torch.float32, device=device)
+
+
+def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
+    """What the kernel's PARTS stands for. Few sizes, so that few kernels need to be compiled."""
+    parts = max(4, int(triton.next_power_of_2(tuning.splits)))
+    items = parts * triton.next_power_of_2(shape.group) * padded_dim(shape.head_dim)
+    return parts if items <= JOINED_ITEMS * tuning.warps else 0
+
+
+def decode(
+    queries: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    rows: PagedRows,
+    shape: HeadShape,
+    workspace: SplitWorkspace,
+    tuning: DecodeTuning,
+    window: int = 0,
+    *,
+    all_single: bool = False,
+    shared: SharedPrefix | None = None,
+    listed: Tensor | None = None,
+) -> None:
+    """Attention of the rows that have exactly one query; other rows are left alone. `all_single` says there are none
+    of those. With `shared`, whose part has been computed, a row's keys begin where the shared ones end.
+
+    `listed` int32 [LIST_COLUMNS, n] are those rows, each in at most `tuning.splits` parts."""
+    num_rows = rows.seq_lens.shape[0]
+    if shared is not None and (tuning.splits > 1 or window or listed is not None):
+        raise ValueError("a shared prefix goes with neither splits nor a window nor a list")
+    if tuning.swap and format_of(kv) != "plain":
+        raise ValueError("keys go along the longer side of the matrix unit only from a plain cache")
+    if tuning.splits > MOST_SPLITS:
+        raise ValueError(f"{tuning.splits} splits are more than {MOST_SPLITS}")
+    if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
+        raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
+    grid = (num_rows, tuning.splits) if listed is None else (listed.shape[1], 1)
+    _decode_kernel[(shape.num_kv_heads, *grid)](
+        queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
+        listed, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+        None if shared is None else shared.length, None if shared is None else shared.partial,
+        None if shared is None else shared.lse,
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
+        tuning.min_tiles if listed is None else 1,
+        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
+        GJ=triton.next_power_of_2(shape.group), **cache_sizes(kv, shape),
+        TILE=tuning.tile,
+        WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
+        PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
+        SWAP=tuning.swap, LISTED=listed is not None,
+        ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
+        SHARED_PARTS=0 if shared is None else SHARED_PARTS, NO_WEIGHT=NO_WEIGHT,
+        num_warps=tuning.warps, **early_start(queries.device),
+    )  # fmt: skip

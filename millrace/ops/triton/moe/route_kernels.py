@@ -1,0 +1,93 @@
+"""Kernels that route tokens to experts and group the slots of each. `moe.py` beside this launches them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.moe.kernels import prefetch_kept
+
+
+@triton.jit(do_not_specialize=["tokens", "capacity", "at_once"])
+def route_kernel(
+    logits,
+    weights,
+    ids,
+    counts,
+    table,
+    gate_up,
+    row_stride,
+    tokens,
+    capacity,
+    at_once,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One token: its TOP_K largest logits, the lower expert first among equals, and their shares of the softmax.
+
+    GROUP: its slots are also counted for their experts, and put into those experts' rows of the table [E, capacity], in
+    whatever order tokens come; nobody's result depends on it. `counts` are zero before.
+    AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other: with
+    many tokens nearly every expert is chosen, and until that is known memory would have nothing to do. The first
+    `at_once` of them do so while the router still runs, which has asked for its own weights before. What comes is kept:
+    the experts' kernel would push out what it has not yet read.
+    """
+    if AHEAD > 0:
+        share = tl.program_id(0) - tokens
+        if share >= 0:
+            if share >= at_once:
+                wait_for_last(EARLY)
+            PIECE: tl.constexpr = AHEAD // 64
+            pieces = gate_up.to(tl.pointer_type(tl.int8)) + share.to(tl.int64) * AHEAD + tl.arange(0, 64) * PIECE
+            prefetch_kept(pieces, PIECE)
+            return
+    wait_for_last(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, EXPERT_BLOCK)
+    choices = tl.arange(0, CHOICES)
+    row = tl.load(logits + token * row_stride + experts, mask=experts < EXPERTS, other=float("-inf")).to(tl.float32)
+    largest = tl.max(row, 0)
+    total = tl.sum(tl.exp(row - largest), 0)
+    chosen = tl.zeros([CHOICES], tl.int32)
+    values = tl.full([CHOICES], float("-inf"), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        value, index = tl.max(row, 0, return_indices=True)
+        values = tl.where(choices == choice, value, values)
+        # Logits that are not numbers could elect a place past the last expert, which must not be read.
+        chosen = tl.where(choices == choice, tl.minimum(index, EXPERTS - 1), chosen)
+        row = tl.where(experts == index, float("-inf"), row)
+    shares = tl.exp(values - largest)
+    if RENORMALISE:
+        total = tl.sum(shares, 0)
+    shares = shares / total
+    real = choices < TOP_K
+    tl.store(weights + token * TOP_K + choices, shares, mask=real)
+    tl.store(ids + token * TOP_K + choices, chosen, mask=real)
+    if GROUP:
+        ranks = tl.atomic_add(counts + chosen, 1, mask=real, sem="relaxed")
+        slots = (token * TOP_K + choices).to(tl.int32)
+        tl.store(table + chosen.to(tl.int64) * capacity + ranks, slots, mask=real & (ranks < capacity))
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def group_kernel(ids, counts, table, num_slots, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One expert: how many slots chose it, and which, in their order, in its row of the table [E, capacity]."""
+    wait_for_last(EARLY)
+    expert = tl.program_id(0)
+    places = table + expert.to(tl.int64) * capacity
+    offsets = tl.arange(0, BLOCK)
+    count = 0
+    for start in range(0, num_slots, BLOCK):
+        slots = start + offsets
+        mine = tl.load(ids + slots, mask=slots < num_slots, other=-1).to(tl.int32) == expert
+        ranks = count + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(places + ranks, slots, mask=mine & (ranks < capacity))
+        count += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts + expert, tl.minimum(count, capacity))

@@ -1,0 +1,397 @@
+"""What the host sends to a GPU for one step: one array of int32, laid out for the bucket that the step is padded to.
+
+Padding is ordinary work on things that nobody owns: a padded token is token 0 of a row whose block table is all
+scratch. A step in which every row has one token pads with further such rows; any other pads with one row that has all
+the missing tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
+from millrace.run.packet.decode_rows import LEAST_ROWS, lengthen_singles, num_words, write_singles
+from millrace.run.table.request_table import RequestTable
+
+ALIGN = 16
+"""Sections start at multiples of this many words, so that kernels see equally aligned addresses in every bucket."""
+ON_DEVICE = -1
+"""Stands in the host's token column where the token was drawn on the device."""
+KEPT_LAYOUTS = 1024
+FEW_ROWS = 8
+"""Up to so many rows are cheaper to write one by one than as columns."""
+FIRST_TILES = 1024
+"""Tiles of one row for which their first queries are at hand."""
+MOST_TOKENS = 1 << 31
+SHARED_UNIT = 128
+"""Tokens of a shared prefix that attention reads at a time."""
+
+
+Integers = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The sizes a step is padded to. Decode: as many tokens as rows, no tiles unless every query is tiled."""
+
+    tokens: int
+    rows: int
+    tiles: int
+    is_decode: bool
+    long_from: int = 0
+    """Rows with at least this many tokens have no tiles: the library attends to them. 0 for none."""
+    shares: bool = False
+    """Decode: all rows begin with the same blocks, and their keys are read for many rows at once."""
+    has_singles: bool = True
+    """Whether rows with one query may be among others; if not, the padding's are tiled whatever their number."""
+    context: int = 0
+    """Where one long row is all there is: its tokens before this step's."""
+    last_only: bool = False
+    """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
+    parts: int = 1
+    """Without singles: programs that share the keys of one tile, where few tokens come after many known ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    start: int
+    length: int
+
+    def of(self, packet: Int32s) -> Int32s:
+        return packet[self.start : self.start + self.length]
+
+
+class PacketLayout:
+    """Where things are in the packet of one bucket. What is sampled has the same place in all buckets.
+
+    Behind the fixed part come the block updates, three words each, and behind these, aligned, the records of new rows.
+    """
+
+    def __init__(self, bucket: Bucket, max_rows: int) -> None:
+        self.bucket = bucket
+        self._end = 0
+        self.num_updates = self._take(1)
+        self.num_records = self._take(1)
+        self.shared_len = self._take(1)
+        self.drawn_start = self._take(1)
+        """Where in the ring of drawn tokens those of this step go."""
+        self.sample_states = self._take(max_rows)
+        """Which of the step's hidden states, of tokens or, with `last_only`, of rows, precede a draw."""
+        self.sample_rows = self._take(max_rows)
+        self.sample_positions = self._take(max_rows)
+        self.table_rows = self._take(bucket.rows)
+        self.starts = self._take(bucket.rows)
+        self.query_starts = self._take(bucket.rows + 1)
+        self.seq_lens = self._take(bucket.rows)
+        self.tokens_in = self._take(bucket.tokens)
+        self.token_rows = self._take(0 if bucket.is_decode else bucket.tokens)
+        self.tiles = self._take(2 * bucket.tiles)
+        self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
+        lists = bucket.has_singles and not bucket.shares and bucket.rows >= LEAST_ROWS
+        self.singles = self._take(num_words(bucket.rows) if lists else 0)
+        """The rows with one query, as `single_queries` lists them."""
+        self.updates_start = self._end
+        self.single_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
+        """Decode: one for each row, from its first query on, where every query is tiled."""
+        self.single_tiles[1::2] = 0
+        self.blank = self._blank(max_rows)
+        """What stands before `tokens_in` where there is no row: writing it first leaves only real rows to fill in."""
+
+    def _take(self, length: int) -> Section:
+        section = Section(self._end, length)
+        self._end += _aligned(length)
+        return section
+
+    def _blank(self, max_rows: int) -> Int32s:
+        blank = np.zeros(self.tokens_in.start, np.int32)
+        self.sample_rows.of(blank)[:] = -1
+        self.table_rows.of(blank)[:] = max_rows
+        self.seq_lens.of(blank)[:] = 1  # a row without queries may still be asked for its last token
+        if self.bucket.is_decode:
+            self.query_starts.of(blank)[:] = np.arange(self.bucket.rows + 1)
+        else:
+            self.query_starts.of(blank)[1:] = self.bucket.tokens
+        return blank
+
+
+class _Template:
+    """The fixed part of the packet of a decode step in which every row draws. A step that repeats it differs in the
+    rows' positions alone."""
+
+    def __init__(self, layout: PacketLayout, packet: Int32s, num_rows: int, order: Int64s | None) -> None:
+        self.layout = layout
+        self._words = words = packet[: layout.updates_start].copy()
+        self._order = order
+        """Of the list of single queries, while it may be lengthened."""
+        sections = (layout.starts, layout.seq_lens, layout.sample_positions)
+        self._starts, self._ends, self._positions = (section.of(words)[:num_rows] for section in sections)
+        self._singles, self._lengths = layout.singles.of(words), layout.seq_lens.of(words)
+        # Tokens that the host gave are behind a row that has drawn.
+        layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
+
+    def write(self, starts: Int32s, packet: Int32s) -> None:
+        self._starts[:] = starts
+        np.add(starts, 1, out=self._ends)
+        self._positions[:] = self._ends
+        if len(self._singles):
+            self._write_singles()
+        packet[: len(self._words)] = self._words
+
+    def _write_singles(self) -> None:
+        order = self._order
+        if order is None or not lengthen_singles(self._singles, order, self._lengths):
+            self._order = _write_decode_singles(self.layout, self._words)
+
+
+class PacketWriter:
+    def __init__(self, *, max_rows: int, block_size: int, queries_per_tile: int, tile_singles: bool) -> None:
+        self._max_rows = max_rows
+        self._block_size = block_size
+        self._queries_per_tile = queries_per_tile
+        self._tile_singles = tile_singles
+        self._layouts: dict[Bucket, PacketLayout] = {}
+        self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
+        """First queries of a row's tiles."""
+        self._template: _Template | None = None
+        """Of the packet that was written last, if there may be more like it."""
+
+    def layout(self, bucket: Bucket) -> PacketLayout:
+        layout = self._layouts.get(bucket)
+        if layout is None:
+            if len(self._layouts) >= KEPT_LAYOUTS:  # uncaptured steps have layouts of their own, any number of them
+                self._layouts.clear()
+            layout = self._layouts[bucket] = PacketLayout(bucket, self._max_rows)
+        return layout
+
+    def num_tiles(self, counts: Int32s, long_from: int = 0) -> int:
+        if len(counts) <= FEW_ROWS:
+            return sum(num_tiles for _, num_tiles in self._tiles_of(counts.tolist(), long_from))
+        tiled = counts[self._is_tiled(counts, long_from)]
+        return int((-(-tiled // self._queries_per_tile)).sum())
+
+    def _is_tiled(self, counts: Int32s, long_from: int) -> Bools:
+        """Rows whose queries are cut into tiles."""
+        tiled: Bools = counts > (0 if self._tile_singles else 1)
+        return tiled & (counts < long_from) if long_from else tiled
+
+    def _tiles_of(self, lengths: list[int], long_from: int, *, singles: bool = False) -> list[tuple[int, int]]:
+        """The same for few rows: each with the number of its tiles. `singles`: those of one query, too."""
+        least, most = 1 if singles or self._tile_singles else 2, long_from or MOST_TOKENS
+        return [
+            (row, -(-length // self._queries_per_tile)) for row, length in enumerate(lengths) if least <= length < most
+        ]
+
+    def write(
+        self,
+        plan: StepPlan | None,
+        table: RequestTable,
+        bucket: Bucket,
+        packet: Int32s,
+        records: Int32s | None = None,
+        drawn_start: int = 0,
+    ) -> int:
+        """Fill the packet and return the words used. No plan is a step of padding alone. `records` [n, words] are of
+        rows that the step admits."""
+        layout, template = self.layout(bucket), self._template
+        if plan is not None and plan.repeats and template is not None and template.layout is layout:
+            template.write(plan.starts, packet)
+        else:
+            self._template = self._write_rows(plan, table, layout, packet)
+        packet[layout.drawn_start.start] = drawn_start
+        packet[layout.shared_len.start] = 0 if plan is None else self.shared_tokens(plan)
+        return _write_records(layout, _write_updates(layout, plan, packet), packet, records)
+
+    def _write_rows(
+        self, plan: StepPlan | None, table: RequestTable, layout: PacketLayout, packet: Int32s
+    ) -> _Template | None:
+        """All that has a fixed place; returns it as a template if the next step may repeat this one."""
+        bucket = layout.bucket
+        packet[: len(layout.blank)] = layout.blank
+        if plan is None:
+            rows = starts = counts = np.zeros(0, np.int32)
+        else:
+            rows, starts, counts = plan.rows, plan.starts, plan.counts
+        ends = starts + counts
+        _put(packet, layout.table_rows, rows)
+        _put(packet, layout.starts, starts)
+        _put(packet, layout.seq_lens, ends)
+        if bucket.is_decode:
+            total = len(rows)
+            layout.tiles.of(packet)[:] = layout.single_tiles
+        else:
+            total = self._write_queries(layout, counts, packet)
+        first, last = layout.tokens_in.start, layout.tokens_in.start + bucket.tokens
+        packet[first : first + total] = ON_DEVICE
+        packet[first + total : last] = 0
+        query_starts = layout.query_starts.of(packet)
+        last_tokens = query_starts[1:] - 1
+        if bucket.last_only:
+            _put(packet, layout.last_tokens, last_tokens)
+        order = _write_singles(layout, packet, counts) if layout.singles.length else None
+        if plan is None:
+            return None
+        _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
+        states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
+        all_draw = _write_samples(layout, packet, plan.samples, states, rows, ends)
+        return _Template(layout, packet, len(rows), order) if bucket.is_decode and all_draw else None
+
+    def shared_tokens(self, plan: StepPlan) -> int:
+        """Tokens that all rows share, in the units that attention takes."""
+        return plan.shared_blocks * self._block_size // SHARED_UNIT * SHARED_UNIT
+
+    def _write_queries(self, layout: PacketLayout, counts: Int32s, packet: Int32s) -> int:
+        """Which token is whose, in a step of chunks; the tokens that are no padding."""
+        bucket, num_rows = layout.bucket, len(counts)
+        total = _write_query_starts(packet, layout.query_starts.start + 1, counts)
+        padding = bucket.tokens - total
+        if padding:
+            packet[layout.seq_lens.start + num_rows] = padding
+        at = layout.token_rows.start
+        packet[at : at + total] = 0 if num_rows == 1 else np.arange(num_rows, dtype=np.int32).repeat(counts)
+        packet[at + total : at + bucket.tokens] = num_rows
+        if bucket.tiles:
+            self._write_tiles(layout, counts, padding, packet)
+        return total
+
+    def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
+        """(row, first query) of each tile, the padding's row included, the last tiles first; -1 beyond."""
+        tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_singles
+        if len(counts) <= FEW_ROWS:
+            at = 0
+            for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all)[::-1]:
+                end = at + 2 * num_tiles
+                tiles[at:end:2], tiles[at + 1 : end : 2] = row, self._first_queries(num_tiles)[::-1]
+                at = end
+            tiles[at:] = -1
+            return
+        lengths = np.append(counts, np.int32(padding))
+        wanted = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
+        per_row = -(-lengths[wanted] // self._queries_per_tile)
+        total = int(per_row.sum())
+        tiles[0 : 2 * total : 2] = wanted.repeat(per_row)[::-1]
+        before = (per_row.cumsum() - per_row).repeat(per_row)
+        tiles[1 : 2 * total : 2] = ((np.arange(total) - before) * self._queries_per_tile)[::-1]
+        tiles[2 * total :] = -1
+
+    def _first_queries(self, num_tiles: int) -> Int32s:
+        if num_tiles > len(self._firsts):
+            self._firsts = np.arange(2 * num_tiles, dtype=np.int32) * self._queries_per_tile
+        return self._firsts[:num_tiles]
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGN) * ALIGN
+
+
+def _put(packet: Int32s, section: Section, values: Integers) -> None:
+    packet[section.start : section.start + len(values)] = values
+
+
+def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
+    """Where each row ends and the next begins, from the packet's word `start` on; returns where the last ends."""
+    if len(counts) > FEW_ROWS:
+        ends = packet[start : start + len(counts)]
+        counts.cumsum(out=ends)
+        return int(ends[-1])
+    end = 0
+    for index, count in enumerate(counts.tolist(), start):
+        end += count
+        packet[index] = end
+    return end
+
+
+def _write_singles(layout: PacketLayout, packet: Int32s, counts: Int32s) -> Int64s | None:
+    """Those of padding included, which may be one token; their order, as `write_singles` returns it."""
+    if layout.bucket.is_decode:
+        return _write_decode_singles(layout, packet)
+    single = np.flatnonzero(np.append(counts, layout.bucket.tokens - int(counts.sum())) == 1)
+    return _list_singles(layout, packet, single[single < layout.bucket.rows])
+
+
+def _write_decode_singles(layout: PacketLayout, packet: Int32s) -> Int64s | None:
+    """All rows are single queries, and so is all that is left."""
+    return _list_singles(layout, packet, slice(None))
+
+
+def _list_singles(layout: PacketLayout, packet: Int32s, single: slice | Integers) -> Int64s | None:
+    columns = (layout.query_starts, layout.table_rows, layout.seq_lens)
+    tokens, table_rows, lengths = (section.of(packet)[: layout.bucket.rows][single] for section in columns)
+    return write_singles(layout.singles.of(packet), tokens, table_rows, lengths)
+
+
+def _write_samples(
+    layout: PacketLayout, packet: Int32s, samples: Bools, states: Integers, rows: Int32s, positions: Int32s
+) -> bool:
+    """Returns whether all rows draw."""
+    all_draw = _all(samples)
+    if not all_draw:
+        states, rows, positions = states[samples], rows[samples], positions[samples]
+    _put(packet, layout.sample_states, states)
+    _put(packet, layout.sample_rows, rows)
+    _put(packet, layout.sample_positions, positions)
+    return all_draw
+
+
+def _all(flags: Bools) -> bool:
+    return all(flags.tolist()) if len(flags) <= FEW_ROWS else bool(flags.all())
+
+
+def least_of(counts: Int32s) -> int:
+    return min(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.min())
+
+
+def most_of(counts: Int32s) -> int:
+    return max(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.max())
+
+
+def _write_updates(layout: PacketLayout, plan: StepPlan | None, packet: Int32s) -> int:
+    """Returns where they end."""
+    count = 0 if plan is None else len(plan.block_ids)
+    end = layout.updates_start + 3 * count
+    if end > len(packet):
+        raise ValueError(f"{count} block updates do not fit the packet")
+    packet[layout.num_updates.start] = count
+    if plan is not None and count:
+        updates = packet[layout.updates_start : end].reshape(count, 3)
+        updates[:, 0], updates[:, 1], updates[:, 2] = plan.block_rows, plan.block_cols, plan.block_ids
+    return end
+
+
+def _write_records(layout: PacketLayout, end: int, packet: Int32s, records: Int32s | None) -> int:
+    count = 0 if records is None else len(records)
+    packet[layout.num_records.start] = count
+    if records is None or not count:
+        return end
+    start = layout.updates_start + _aligned(end - layout.updates_start)
+    end = start + records.size
+    if end > len(packet):
+        raise ValueError(f"{count} records of rows do not fit the packet")
+    packet[start:end] = records.reshape(-1)
+    return end
+
+
+def _write_known_tokens(
+    rows: Int32s,
+    starts: Int32s,
+    counts: Int32s,
+    table: RequestTable,
+    query_starts: Int32s,
+    tokens_in: npt.NDArray[np.int32],
+) -> None:
+    """Token ids that the host gave at admission; the others were drawn on the device."""
+    for index in _with_given(rows, starts, table):
+        start, count, first = int(starts[index]), int(counts[index]), int(query_starts[index])
+        given = table.tokens[int(rows[index])][start : start + count]
+        tokens_in[first : first + len(given)] = given
+
+
+def _with_given(rows: Int32s, starts: Int32s, table: RequestTable) -> list[int]:
+    """Which of the step's rows begin with tokens that the host gave."""
+    if len(rows) > FEW_ROWS:
+        at: list[int] = np.flatnonzero(starts < table.num_admitted[rows]).tolist()
+        return at
+    listed = enumerate(zip(rows.tolist(), starts.tolist(), strict=True))
+    return [index for index, (row, start) in listed if start < table.num_admitted[row]]

@@ -1,0 +1,110 @@
+"""A step's model inputs, gathered from the request table: one upload of packed columns, the rest on the device.
+
+On a CPU the table is read where it lies, without torch: a step of one token must not cost dozens of tensor ops.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.models.batch import ForwardBatch, LastTokens
+from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.run.device import Device
+from millrace.run.table.request_table import RequestTable
+
+ON_DEVICE = -1
+"""Stands in the host's token column where the token was drawn on the device."""
+
+
+def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:
+    if device.kind == "cpu":
+        return _gather_on_host(plan, table, block_size)
+    seq_lens = plan.starts + plan.counts
+    query_starts = np.zeros(len(plan.rows) + 1, np.int32)
+    np.cumsum(plan.counts, out=query_starts[1:])
+    token_rows = np.repeat(plan.rows, plan.counts)
+    offsets = np.arange(query_starts[-1], dtype=np.int32) - np.repeat(query_starts[:-1], plan.counts)
+    positions = np.repeat(plan.starts, plan.counts) + offsets
+    tokens = host_tokens(plan, table, query_starts)
+    parts = (tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
+    tokens_in, rows_of, places, starts_d, lens_d, rows_d = _upload(parts, device)
+    rows_of, places = rows_of.long(), places.long()
+    tokens_in = tokens_in.long()
+    token_ids = torch.where(tokens_in == ON_DEVICE, table.last_tokens[rows_of], tokens_in)
+    blocks = table.block_tables[rows_of, places // block_size].long()
+    max_seq_len = int(seq_lens.max())
+    width = -(-max_seq_len // block_size)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=places,
+        slots=blocks * block_size + places % block_size,
+        query_starts=starts_d,
+        seq_lens=lens_d,
+        block_tables=table.block_tables[rows_d.long(), :width],
+        max_query_len=int(plan.counts.max()),
+        max_seq_len=max_seq_len,
+        query_starts_host=query_starts.tolist(),
+        seq_lens_host=seq_lens.tolist(),
+    )
+
+
+def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> ForwardBatch:
+    seq_lens = plan.starts + plan.counts
+    query_starts = np.zeros(len(plan.rows) + 1, np.int32)
+    np.cumsum(plan.counts, out=query_starts[1:])
+    rows_of, positions = plan.rows, plan.starts.astype(np.int64)
+    num_tokens = int(query_starts[-1])
+    if num_tokens != len(plan.rows):
+        rows_of = np.repeat(plan.rows, plan.counts)
+        positions = np.arange(num_tokens) + np.repeat(positions - query_starts[:-1], plan.counts)
+    tokens = host_tokens(plan, table, query_starts)
+    token_ids = np.where(tokens == ON_DEVICE, table.last_tokens.numpy()[rows_of], tokens)
+    tables = table.block_tables.numpy()
+    blocks = tables[rows_of, positions // block_size].astype(np.int64)
+    max_seq_len = int(seq_lens.max())
+    return ForwardBatch(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(blocks * block_size + positions % block_size),
+        query_starts=torch.from_numpy(query_starts),
+        seq_lens=torch.from_numpy(seq_lens),
+        block_tables=torch.from_numpy(tables[plan.rows, : -(-max_seq_len // block_size)]),
+        max_query_len=int(plan.counts.max()),
+        max_seq_len=max_seq_len,
+        query_starts_host=query_starts.tolist(),
+        seq_lens_host=seq_lens.tolist(),
+        decodes=positions >= table.num_prompt[rows_of],
+    )
+
+
+def last_tokens(batch: ForwardBatch, due: Int64s, device: Device) -> LastTokens:
+    """The last tokens of the rows `due`."""
+    index = np.asarray(batch.query_starts_host, np.int64)[due + 1] - 1
+    chosen, rows = device.upload(np.stack([index, due]).astype(np.int32)).long()
+    return LastTokens(
+        index=chosen,
+        query_starts=torch.arange(len(due) + 1, dtype=torch.int32, device=device.torch_device),
+        seq_lens=batch.seq_lens[rows],
+        block_tables=batch.block_tables[rows],
+        query_starts_host=list(range(len(due) + 1)),
+        seq_lens_host=[batch.seq_lens_host[row] for row in due.tolist()],
+    )
+
+
+def host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
+    """Token ids the host knows, and ON_DEVICE for rows that read the token drawn in the step before."""
+    tokens = np.full(int(query_starts[-1]), ON_DEVICE, np.int32)
+    from_host = np.flatnonzero(plan.starts < table.num_admitted[plan.rows])
+    for index in from_host.tolist():
+        start, count = int(plan.starts[index]), int(plan.counts[index])
+        given = table.tokens[int(plan.rows[index])][start : start + count]
+        first = int(query_starts[index])
+        tokens[first : first + len(given)] = given
+    return tokens
+
+
+def _upload(parts: tuple[Int32s, ...], device: Device) -> list[Tensor]:
+    packed = device.upload(np.concatenate(parts))
+    return list(torch.split(packed, [len(part) for part in parts]))

@@ -1,0 +1,174 @@
+"""The bodies of Anthropic's API: what its clients send, as strict structs, and what they receive."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from millrace.serve.openai.schemas import Refused, Strict, described, later
+
+CacheControl = Annotated[
+    Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, with or without it.")
+]
+
+
+# ── what clients send ─────────────────────────────────────────────────────────────────────────────────────────────────
+class TextBlock(Strict, kw_only=True, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+    cache_control: CacheControl = UNSET
+    citations: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
+    """Not supported yet: this server takes text only. So it is with the blocks below."""
+
+
+class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
+    """Not supported yet."""
+
+
+class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
+    """Not supported yet."""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """Not supported yet."""
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+    """Not supported yet."""
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Not supported yet."""
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    """Not supported yet."""
+
+
+Block = (
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+)
+
+
+class AnthropicMessage(Strict, kw_only=True):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class AnthropicMetadata(Strict, kw_only=True):
+    user_id: Annotated[str | None, described("A label; no effect on generation.")] = None
+
+
+class CountTokensRequest(Strict, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
+    messages: Annotated[
+        list[AnthropicMessage],
+        described("The conversation; a final message of the assistant is continued.", minItems=1),
+    ]
+    system: Annotated[str | list[Block] | None, described("How the model should behave.")] = None
+    cache_control: CacheControl = UNSET
+    thinking: Annotated[Refused, later('null and {"type": "disabled"} are accepted.')] = UNSET
+    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    tool_choice: Annotated[Refused, later('null, {"type": "auto"} and {"type": "none"} are accepted.')] = UNSET
+    output_config: Annotated[Refused, later("null and {} are accepted.")] = UNSET
+    speed: Annotated[Refused, later('null and "standard" are accepted.')] = UNSET
+    user_profile_id: Annotated[Refused, later("null is accepted.")] = UNSET
+    workspace_id: Annotated[Refused, later("null is accepted.")] = UNSET
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, described("Most tokens to generate.", minimum=1)]
+    stop_sequences: Annotated[list[str] | None, described("Generation ends before these texts.")] = None
+    stream: Annotated[bool | None, described("Send typed events as tokens come.")] = None
+    temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=1)] = None
+    top_p: Annotated[float | None, described("Nucleus sampling.", exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 keeps all.", minimum=0)] = None
+    metadata: Annotated[AnthropicMetadata | None, described("Labels; no effect on generation.")] = None
+    service_tier: Annotated[Refused, later('null, "auto" and "standard_only" are accepted.')] = UNSET
+    container: Annotated[Refused, later("null is accepted.")] = UNSET
+    context_management: Annotated[Refused, later("null is accepted.")] = UNSET
+    mcp_servers: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    diagnostics: Annotated[Refused, later("null is accepted.")] = UNSET
+    inference_geo: Annotated[Refused, later("null is accepted.")] = UNSET
+
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "tools": ([],),
+    "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    "output_config": ({},),
+    "speed": ("standard",),
+    "user_profile_id": (),
+    "workspace_id": (),
+    "service_tier": ("auto", "standard_only"),
+    "container": (),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "diagnostics": (),
+    "inference_geo": (),
+}
+
+
+# ── what they receive ─────────────────────────────────────────────────────────────────────────────────────────────────
+class OutputTextBlock(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class AnthropicUsage(msgspec.Struct):
+    input_tokens: int
+    """Prompt tokens that were computed; those found in the prefix cache count apart."""
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+
+
+class MessageAnswer(msgspec.Struct):
+    """A whole message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[OutputTextBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class MessageEvent(msgspec.Struct):
+    """One event of a streamed message; `type` says which further fields it has."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]
+
+
+class CountTokensAnswer(msgspec.Struct):
+    input_tokens: int

@@ -1,0 +1,141 @@
+"""The OpenAPI document, built from the very structs that decode requests and encode answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.serve.anthropic import schemas as schemas_anthropic
+from millrace.serve.describe import routes_requests
+from millrace.serve.describe.openapi_paths import paths
+from millrace.serve.generate.prompts import RESERVED
+from millrace.serve.ollama import schemas as schemas_ollama
+from millrace.serve.openai import answers, schemas
+from millrace.serve.responses import schemas as schemas_responses
+from millrace.serve.stored.batch_store import BatchAnswer, BatchList
+from millrace.serve.stored.file_store import FileAnswer, FileDeleted, FileList
+from millrace.serve.stored.routes_batches import BatchRequest
+from millrace.serve.stored.routes_files import PURPOSES
+from millrace.version import __version__
+
+_TYPES = (
+    *(schemas.ChatRequest, schemas.CompletionRequest, schemas.TokenizeRequest, schemas.DetokenizeRequest),
+    *(answers.ChatAnswer, answers.ChatChunk, answers.CompletionAnswer, answers.CompletionChunk),
+    *(answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Model, answers.ModelList, answers.Health),
+    *(answers.ErrorAnswer, answers.AnthropicErrorAnswer, answers.OllamaErrorAnswer),
+    *(schemas_responses.ResponsesRequest, schemas_responses.InputTokensRequest, schemas_responses.ResponseAnswer),
+    *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
+    *(schemas_responses.InputItem, schemas_responses.InputTokensAnswer, schemas_responses.ResponseInputMessage),
+    *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
+    *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.CancelledRequest),
+    *(schemas_anthropic.MessagesRequest, schemas_anthropic.CountTokensRequest),
+    *(schemas_anthropic.MessageAnswer, schemas_anthropic.MessageEvent, schemas_anthropic.CountTokensAnswer),
+    *(schemas_ollama.OllamaChatRequest, schemas_ollama.OllamaGenerateRequest, schemas_ollama.OllamaShowRequest),
+    *(schemas_ollama.OllamaAnswer, schemas_ollama.OllamaModels, schemas_ollama.OllamaShowAnswer),
+    schemas_ollama.OllamaVersion,
+)
+
+_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("ChatRequest", "CompletionRequest"), schemas.NOT_SUPPORTED),
+    "AssistantMessage": schemas.NOT_SUPPORTED_IN_MESSAGES,
+    **dict.fromkeys(("ResponsesRequest", "InputTokensRequest"), schemas_responses.NOT_SUPPORTED),
+    "ResponseText": schemas_responses.TEXT_NOT_SUPPORTED,
+    **{name: {"include_obfuscation": (False,)} for name in ("StreamOptions", "ResponseStreamOptions")},
+    "ResponseInputMessage": {"phase": ()},
+    **dict.fromkeys(("MessagesRequest", "CountTokensRequest"), schemas_anthropic.NOT_SUPPORTED),
+    "TextBlock": {"citations": ([],)},
+    **dict.fromkeys(("OllamaChatRequest", "OllamaGenerateRequest"), schemas_ollama.NOT_SUPPORTED),
+    "OllamaOptions": schemas_ollama.OPTIONS_NOT_SUPPORTED,
+    "OllamaMessage": schemas_ollama.MESSAGE_NOT_SUPPORTED,
+}
+"""The values of each refused field that are accepted, beside null."""
+
+_TAGS = {
+    "generate": "Text from the model.",
+    "responses": "Stored responses.",
+    "files": "Stored files.",
+    "batches": "Files of requests, run when there is room.",
+    "models": "What is served.",
+    "text": "The tokenizer.",
+    "anthropic": "Anthropic's API.",
+    "ollama": "Ollama's API.",
+    "operate": "Running requests, health, readiness, metrics.",
+}
+
+
+def docs_page() -> str:
+    """The page at /docs."""
+    return Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+
+
+def openapi_document() -> bytes:
+    document = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Millrace",
+            "version": __version__,
+            "description": "An LLM serving engine with OpenAI's, Anthropic's and Ollama's APIs. Unknown fields are"
+            " refused, never ignored; null means the same as leaving a field out.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
+        "paths": paths(),
+        "components": {"schemas": _schemas()},
+    }
+    return msgspec.json.encode(document)
+
+
+def _schemas() -> dict[str, Any]:
+    _, components = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    for name, schema in components.items():
+        _tidy(schema)
+        _name_neutral(schema, _NEUTRAL.get(name, {}))
+        _required_first(schema)
+    components["FileForm"] = _file_form()
+    return dict(sorted(components.items()))
+
+
+def _file_form() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": "The form of POST /v1/files.",
+        "required": ["purpose", "file"],
+        "additionalProperties": False,
+        "properties": {
+            "purpose": {"type": "string", "enum": list(PURPOSES), "description": "What the file is for."},
+            "file": {"type": "string", "format": "binary", "description": "The file."},
+            "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+        },
+    }
+
+
+def _name_neutral(schema: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> None:
+    for name, accepted in neutral.items():
+        if name in schema.get("properties", {}):
+            schema["properties"][name]["enum"] = [None, *accepted]
+    variables = schema.get("properties", {}).get("chat_template_kwargs")
+    if variables is not None:
+        variables["propertyNames"] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}}
+
+
+def _tidy(schema: Any) -> None:
+    """A limit beside `anyOf` holds for the number in it; JSON Schema ignores it for null, so it may stay. What is
+    dropped is `default: null`, which only repeats that the field may be left out."""
+    if isinstance(schema, dict):
+        if schema.get("default", ...) is None:
+            del schema["default"]
+        for value in schema.values():
+            _tidy(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            _tidy(value)
+
+
+def _required_first(schema: dict[str, Any]) -> None:
+    required = schema.get("required", [])
+    fields = schema.get("properties", {})
+    schema["properties"] = {name: fields[name] for name in sorted(fields, key=lambda name: name not in required)}

@@ -1,0 +1,338 @@
+"""The paths of the OpenAPI document: each operation with its parameters, body, answers and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.serve.http.error_bodies import ANTHROPIC_PATHS, OLLAMA_PATHS
+from millrace.serve.tenancy.access import OPEN_PATHS
+
+ERRORS = {
+    "400": "The request is wrong; the message names the field, the value and the remedy.",
+    "401": "An API key is wanted, or this one is not known.",
+    "403": "The key's tenant may not do this.",
+    "404": "There is no such model, file, batch, response or request.",
+    "408": "The body did not arrive in time.",
+    "409": "It is not in a state in which this can be done.",
+    "413": "The body is too large; it was not read.",
+    "415": "The body is compressed, or not UTF-8.",
+    "429": "A quota is used up, the queue is full, or the first token would come too late; see Retry-After.",
+    "499": "The request was cancelled through /v1/requests.",
+    "500": "The request failed.",
+    "503": "The engine is loading, draining or gone; Retry-After says when to try again.",
+    "504": "The deadline passed.",
+}
+BODY_ERRORS = ("400", "404", "408", "413", "415", "500", "503")
+_STREAM_NOTE = (
+    "With `stream`: server-sent events, each `data: ` and a chunk, then `data: [DONE]`."
+    " An error after the first event is an event of its own, with an `error` object."
+)
+_TYPED_NOTE = "With `stream`: server-sent events, each with its type in `event: ` and in its data."
+_LINES_NOTE = "Streams unless `stream` is false: one JSON object a line, the last with `done`."
+
+_NAME = "smollm2-135m-instruct"
+_TURN = [{"role": "user", "content": "Why is the sky blue?"}]
+_LINK = "#/components/schemas/"
+
+
+def ref(name: str) -> dict[str, str]:
+    return {"$ref": _LINK + name}
+
+
+def _json(name: str, description: str = "OK") -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": ref(name)}}}
+
+
+def _errors(statuses: tuple[str, ...], shape: str) -> dict[str, Any]:
+    return {status: _json(shape, ERRORS[status]) for status in statuses}
+
+
+def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": ref(name), "example": example}}}
+
+
+def _operation(
+    tag: str, operation: str, summary: str, answer: Any, errors: tuple[str, ...] = (), **more: Any
+) -> dict[str, Any]:
+    """`answer` is a schema's name or a whole response. `shape` names the error body."""
+    shape = more.pop("shape", "ErrorAnswer")
+    ok = _json(answer) if isinstance(answer, str) else answer
+    responses = {"200": ok, **_errors(errors, shape)}
+    return {"tags": [tag], "operationId": operation, "summary": summary, "responses": responses, **more}
+
+
+def _header() -> dict[str, Any]:
+    return {
+        "name": "X-Request-Id",
+        "in": "header",
+        "required": False,
+        "description": "Echoed in the answer if it is up to 128 printable characters; else the server makes one up.",
+        "schema": {"type": "string"},
+    }
+
+
+def _timeout_header() -> dict[str, Any]:
+    return {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "required": False,
+        "description": "Seconds until the request is given up; the smaller of this and the field `timeout` holds.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+
+
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _in_query(name: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+def _page(most: int, *names: str) -> list[dict[str, Any]]:
+    known = {
+        "limit": _in_query("limit", type="integer", minimum=1, maximum=most),
+        "order": _in_query("order", type="string", enum=["asc", "desc"]),
+        "after": _in_query("after", type="string"),
+    }
+    return [known[name] for name in names]
+
+
+def _event(name: str) -> dict[str, Any]:
+    """One server-sent event as an object, its data being JSON in a text."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(name)}
+    return {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
+
+
+def _generate(
+    operation: str,
+    summary: str,
+    names: tuple[str, str, str],
+    example: dict[str, Any],
+    *,
+    note: str = _STREAM_NOTE,
+    media_type: str = "text/event-stream",
+    shape: str = "ErrorAnswer",
+) -> dict[str, Any]:
+    request, answer, chunk = names
+    ok = _json(answer, "The answer, or its stream.")
+    ok["content"][media_type] = {"schema": _event(chunk) if media_type == "text/event-stream" else ref(chunk)}
+    errors = tuple(status for status in ERRORS if status != "409" or request == "ResponsesRequest")
+    made = _operation(
+        "generate",
+        operation,
+        summary,
+        ok,
+        errors,
+        description=note,
+        parameters=[_header(), _timeout_header()],
+        shape=shape,
+    )
+    return {**made, "requestBody": _body(request, example)}
+
+
+def paths() -> dict[str, Any]:
+    found = _all_paths()
+    for path, methods in found.items():
+        if path not in OPEN_PATHS:
+            for operation in methods.values():
+                operation["responses"].setdefault("401", _json(_error_shape(path), ERRORS["401"]))
+    return found
+
+
+def _error_shape(path: str) -> str:
+    if path.startswith(ANTHROPIC_PATHS):
+        return "AnthropicErrorAnswer"
+    return "OllamaErrorAnswer" if path.startswith(OLLAMA_PATHS) else "ErrorAnswer"
+
+
+def _all_paths() -> dict[str, Any]:
+    return {
+        **_openai_paths(),
+        **_response_paths(),
+        **_file_paths(),
+        **_batch_paths(),
+        **_anthropic_paths(),
+        **_ollama_paths(),
+        **_own_paths(),
+        **_operate_paths(),
+    }
+
+
+def _openai_paths() -> dict[str, Any]:
+    chat = {"model": _NAME, "messages": _TURN, "max_completion_tokens": 64}
+    text = {"model": _NAME, "prompt": "The sea is", "max_tokens": 16}
+    model = [_in_path("model")]
+    return {
+        "/v1/chat/completions": {
+            "post": _generate(
+                "createChatCompletion", "Answer a conversation", ("ChatRequest", "ChatAnswer", "ChatChunk"), chat
+            )
+        },
+        "/v1/completions": {
+            "post": _generate(
+                "createCompletion",
+                "Continue a text",
+                ("CompletionRequest", "CompletionAnswer", "CompletionChunk"),
+                text,
+            )
+        },
+        "/v1/models": {"get": _operation("models", "listModels", "List the served model", "ModelList")},
+        "/v1/models/{model}": {
+            "get": _operation("models", "retrieveModel", "Describe it", "Model", ("404",), parameters=model)
+        },
+    }
+
+
+def _response_paths() -> dict[str, Any]:
+    one, stored = [_in_path("response_id")], ("400", "404", "500")
+    names = ("ResponsesRequest", "ResponseAnswer", "ResponseEvent")
+    include = {"type": "array", "items": {"type": "string", "enum": ["message.output_text.logprobs"]}}
+    show = [*one, _in_query("include", **include), _in_query("stream", type="boolean", enum=[False])]
+    count = _operation("responses", "countResponseTokens", "Count tokens", "InputTokensAnswer", (*BODY_ERRORS, "409"))
+    example = {"model": _NAME, "input": "Why is the sky blue?"}
+    return {
+        "/v1/responses": {
+            "post": _generate("createResponse", "Answer, and keep the conversation", names, example, note=_TYPED_NOTE)
+        },
+        "/v1/responses/input_tokens": {"post": {**count, "requestBody": _body("InputTokensRequest", example)}},
+        "/v1/responses/{response_id}": {
+            "get": _operation(
+                "responses", "retrieveResponse", "A stored response", "ResponseAnswer", stored, parameters=show
+            ),
+            "delete": _operation("responses", "deleteResponse", "Forget it", "ResponseDeleted", stored, parameters=one),
+        },
+        "/v1/responses/{response_id}/cancel": {
+            "post": _operation(
+                "responses",
+                "cancelResponse",
+                "Cancel one in the background",
+                "ResponseAnswer",
+                (*stored, "409"),
+                parameters=one,
+            )
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": _operation(
+                "responses",
+                "listInputItems",
+                "What it answered",
+                "InputItemList",
+                stored,
+                parameters=[*one, *_page(100, "limit", "order", "after"), _in_query("include", **include)],
+            )
+        },
+    }
+
+
+def _file_paths() -> dict[str, Any]:
+    one, stored = [_in_path("file_id")], ("404", "500")
+    octets = {"description": "The file's bytes.", "content": {"application/octet-stream": {"schema": {}}}}
+    listed = [_in_query("purpose", type="string"), *_page(10_000, "limit", "order", "after")]
+    upload = _operation("files", "createFile", "Upload a file", "FileAnswer", ("400", "408", "413", "415", "500"))
+    form = {"required": True, "content": {"multipart/form-data": {"schema": ref("FileForm")}}}
+    return {
+        "/v1/files": {
+            "post": {**upload, "requestBody": form},
+            "get": _operation("files", "listFiles", "List files", "FileList", ("400", "500"), parameters=listed),
+        },
+        "/v1/files/{file_id}": {
+            "get": _operation("files", "retrieveFile", "Describe a file", "FileAnswer", stored, parameters=one),
+            "delete": _operation("files", "deleteFile", "Delete a file", "FileDeleted", stored, parameters=one),
+        },
+        "/v1/files/{file_id}/content": {
+            "get": _operation("files", "downloadFile", "Its bytes", octets, stored, parameters=one)
+        },
+    }
+
+
+def _batch_paths() -> dict[str, Any]:
+    one, stored = [_in_path("batch_id")], ("404", "500")
+    example = {"input_file_id": "file-…", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    create = _operation("batches", "createBatch", "Run a file of requests", "BatchAnswer", BODY_ERRORS)
+    listed = _page(100, "limit", "after")
+    return {
+        "/v1/batches": {
+            "post": {**create, "requestBody": _body("BatchRequest", example)},
+            "get": _operation("batches", "listBatches", "List", "BatchList", ("400", "500"), parameters=listed),
+        },
+        "/v1/batches/{batch_id}": {
+            "get": _operation("batches", "retrieveBatch", "Its progress", "BatchAnswer", stored, parameters=one)
+        },
+        "/v1/batches/{batch_id}/cancel": {
+            "post": _operation("batches", "cancelBatch", "Stop it", "BatchAnswer", (*stored, "409"), parameters=one)
+        },
+    }
+
+
+def _anthropic_paths() -> dict[str, Any]:
+    shape = "AnthropicErrorAnswer"
+    ask = {"model": _NAME, "messages": _TURN}
+    names = ("MessagesRequest", "MessageAnswer", "MessageEvent")
+    count = _operation("anthropic", "countMessageTokens", "Count tokens", "CountTokensAnswer", BODY_ERRORS, shape=shape)
+    return {
+        "/v1/messages": {
+            "post": _generate(
+                "createMessage", "Anthropic: answer", names, {**ask, "max_tokens": 64}, note=_TYPED_NOTE, shape=shape
+            )
+        },
+        "/v1/messages/count_tokens": {"post": {**count, "requestBody": _body("CountTokensRequest", ask)}},
+    }
+
+
+def _ollama_paths() -> dict[str, Any]:
+    shape, lines = "OllamaErrorAnswer", {"note": _LINES_NOTE, "media_type": "application/x-ndjson"}
+    chat = ("OllamaChatRequest", "OllamaAnswer", "OllamaAnswer")
+    generate = ("OllamaGenerateRequest", "OllamaAnswer", "OllamaAnswer")
+    asked, prompted = {"model": _NAME, "messages": _TURN}, {"model": _NAME, "prompt": "Why is the sky blue?"}
+    show = _operation("ollama", "ollamaShow", "Describe the model", "OllamaShowAnswer", BODY_ERRORS, shape=shape)
+    return {
+        "/api/chat": {"post": _generate("ollamaChat", "Ollama: answer", chat, asked, shape=shape, **lines)},
+        "/api/generate": {
+            "post": _generate("ollamaGenerate", "Ollama: continue", generate, prompted, shape=shape, **lines)
+        },
+        "/api/show": {"post": {**show, "requestBody": _body("OllamaShowRequest", {"model": _NAME})}},
+        "/api/tags": {"get": _operation("ollama", "ollamaTags", "List the served model", "OllamaModels")},
+        "/api/ps": {"get": _operation("ollama", "ollamaPs", "List the loaded model", "OllamaModels")},
+        "/api/version": {"get": _operation("ollama", "ollamaVersion", "The server's version", "OllamaVersion")},
+    }
+
+
+def _own_paths() -> dict[str, Any]:
+    one, ended = [_in_path("request_id")], ("404", "503")
+    told = {"application/json": {"schema": {"type": "object"}}}
+    explained = {"description": "Its stages, in figures and in sentences.", "content": told}
+    encode = _operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
+    decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
+    return {
+        "/tokenize": {"post": {**encode, "requestBody": _body("TokenizeRequest", {"prompt": "The sea is"})}},
+        "/detokenize": {"post": {**decode, "requestBody": _body("DetokenizeRequest", {"tokens": [504, 3217, 314]})}},
+        "/v1/requests": {"get": _operation("operate", "listRequests", "What is running", "RunningRequests")},
+        "/v1/requests/{request_id}": {
+            "get": _operation("operate", "retrieveRequest", "One of them", "RunningRequest", ("404",), parameters=one),
+            "delete": _operation("operate", "cancelRequest", "End it", "CancelledRequest", ended, parameters=one),
+        },
+        "/v1/requests/{request_id}/explain": {
+            "get": _operation(
+                "operate", "explainRequest", "Why it took as long as it did", explained, ("404", "503"), parameters=one
+            )
+        },
+        "/v1/requests/{request_id}/cancel": {
+            "post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ended, parameters=one)
+        },
+    }
+
+
+def _operate_paths() -> dict[str, Any]:
+    text = {"description": "Prometheus text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    html = {"description": "This page.", "content": {"text/html": {"schema": {"type": "string"}}}}
+    json = {"description": "This document.", "content": {"application/json": {"schema": {"type": "object"}}}}
+    ready = _operation("operate", "ready", "Requests would be answered", "Health")
+    ready["responses"]["503"] = _json("Health", "Not ready, with the reason.")
+    return {
+        "/health": {"get": _operation("operate", "health", "The process is alive", "Health")},
+        "/ready": {"get": ready},
+        "/metrics": {"get": _operation("operate", "metrics", "Metrics for Prometheus", text)},
+        "/docs": {"get": _operation("operate", "docs", "The documentation for people", html)},
+        "/openapi.json": {"get": _operation("operate", "openapi", "The documentation for programs", json)},
+    }

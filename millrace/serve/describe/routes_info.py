@@ -1,0 +1,137 @@
+"""The routes that tell: models, health, metrics, documentation, and the tokenizer's two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from millrace.errors import BadRequest
+from millrace.observe.metrics import CONTENT_TYPE
+from millrace.serve.generate.prompts import (
+    encode_chat,
+    encode_texts,
+    generation_prompt,
+    template_kwargs,
+    template_messages,
+)
+from millrace.serve.generate.sampling import check_model
+from millrace.serve.http.app_keys import DOCS, OPENAPI, REQUEST_ID, STATE
+from millrace.serve.http.body import BodyDecoder, read_body
+from millrace.serve.http.error_bodies import RETRY_AFTER_S
+from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.http.siblings import all_metrics, is_for_sibling
+from millrace.serve.openai.answers import DetokenizeAnswer, Health, Model, ModelList, TokenizeAnswer, encode
+from millrace.serve.openai.schemas import DetokenizeRequest, TokenizeRequest
+from millrace.serve.state import FrontState
+
+_tokenize = BodyDecoder(TokenizeRequest)
+_detokenize = BodyDecoder(DetokenizeRequest)
+
+
+def json_answer(request: web.Request, body: Any, *, status: int = 200, **headers: str) -> web.Response:
+    return web.Response(
+        status=status,
+        body=body if isinstance(body, bytes) else encode(body),
+        headers={REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", **headers},
+        content_type="application/json",
+    )
+
+
+# ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _model(state: FrontState) -> Model:
+    ready = state.client.ready
+    return Model(state.model_name, "model", state.started, "millrace", ready.max_context if ready else None)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return json_answer(request, ModelList("list", [_model(request.app[STATE])]))
+
+
+async def get_model(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    check_model(request.match_info["model"], state.model_name)
+    return json_answer(request, _model(state))
+
+
+# ── health ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def health(request: web.Request) -> web.Response:
+    """The process is alive and its loop turns."""
+    return json_answer(request, Health("ok"))
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Requests would be answered: the engine has started, makes progress, and nobody is shutting down."""
+    reason = request.app[STATE].not_ready_because()
+    if reason is None:
+        return json_answer(request, Health("ready"))
+    return json_answer(request, Health("not ready", reason), status=503, **{"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    state.metrics.open_requests.set(len(state.jobs))
+    state.metrics.open_streams.set(sum(job.out is not None for job in state.jobs))
+    body = state.metrics.own_part() if is_for_sibling(request) else await all_metrics(state)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
+
+
+# ── documentation ─────────────────────────────────────────────────────────────────────────────────────────────────────
+async def openapi(request: web.Request) -> web.Response:
+    return json_answer(request, request.app[OPENAPI])
+
+
+async def docs(request: web.Request) -> web.Response:
+    return web.Response(text=request.app[DOCS], content_type="text/html", headers={"Server": "millrace"})
+
+
+async def index(request: web.Request) -> web.Response:
+    raise web.HTTPFound("/docs")
+
+
+# ── the tokenizer ─────────────────────────────────────────────────────────────────────────────────────────────────────
+async def tokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body = _tokenize.decode(await read_body(request, state.body_limit_bytes))
+    limits = state.require_engine()
+    if body.model is not None:
+        check_model(body.model, state.model_name)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("Send either 'prompt' or 'messages'.", param="prompt")
+    if body.messages is not None:
+        tokens = await _tokenize_chat(state, body)
+    else:
+        add_special = body.add_special_tokens is not False
+        [tokens] = await encode_texts(state, [body.prompt or ""], add_special=add_special, max_tokens=None)
+    return json_answer(request, TokenizeAnswer(len(tokens), limits.max_context, tokens))
+
+
+async def _tokenize_chat(state: FrontState, body: TokenizeRequest) -> list[int]:
+    if body.add_special_tokens:
+        raise BadRequest(
+            "'add_special_tokens' is true, but a chat template adds its own; remove it.", param="add_special_tokens"
+        )
+    add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
+    return await encode_chat(
+        state,
+        template_messages(body.messages or []),
+        add_generation_prompt=add,
+        continue_final_message=continue_final,
+        template_kwargs=template_kwargs(body.chat_template_kwargs),
+        max_tokens=None,
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body = _detokenize.decode(await read_body(request, state.body_limit_bytes))
+    if body.model is not None:
+        check_model(body.model, state.model_name)
+    size = state.tokenizer.vocab_size
+    for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
+        if not 0 <= token_id < size:
+            raise BadRequest(
+                f"'tokens' holds the id {token_id!s:.40}; the vocabulary has ids 0 to {size - 1}.", param="tokens"
+            )
+    text = state.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
+    return json_answer(request, DetokenizeAnswer(text))

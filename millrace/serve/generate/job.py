@@ -1,0 +1,246 @@
+"""One HTTP request while it generates: its choices, their submission, and the one way in which it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from millrace.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineUnavailable,
+    MillraceError,
+    RequestCancelled,
+    RequestFailed,
+)
+from millrace.link.messages import Finish, FinishReason
+from millrace.params import SamplingParams
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, DetailedFrames, PlainChoice
+from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.sampling import name_fields
+from millrace.serve.http.event_stream import EventStream
+from millrace.serve.openai.answers import PromptTokensDetails, Usage
+from millrace.serve.state import FrontState
+from millrace.text.text_stream import TextStream
+
+DEADLINE_SLACK_S = 2.0
+"""The engine ends a request at its deadline; after this much longer the front no longer waits for it to say so."""
+
+log = logging.getLogger("millrace.serve")
+
+
+class Shape(DetailedFrames, Protocol):
+    """How one API writes its answers. An instance belongs to one job."""
+
+    limit_names: dict[str, str]
+    """Names in this API of the fields that errors about the engine's limits speak of."""
+
+    def preamble(self, choices: list[Choice]) -> bytes:
+        """Frames before the first text of a stream."""
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the escaped text of a plain chunk."""
+
+    def finish_frame(self, choice: Choice) -> bytes: ...
+
+    def end_frames(self, usage: Usage) -> bytes:
+        """What closes a stream that ended well."""
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        """What closes a stream that had begun when it failed."""
+
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        """The whole body of an answer that is not streamed."""
+
+
+class Job:
+    """Ends exactly once: `done` is set when everything is generated or (streams) said, or holds the error to answer."""
+
+    def __init__(
+        self,
+        state: FrontState,
+        generation: Generation,
+        make_shape: Callable[[Job], Shape],
+        out: EventStream | None = None,
+    ) -> None:
+        self.state = state
+        self.generation = generation
+        self.out = out
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: MillraceError | None = None
+        self.submitted_at = 0.0
+        self.request_id = self.path = self.owner = ""
+        """The request that it belongs to, where that went, and whose it is."""
+        self.shape = make_shape(self)
+        self._num_open = 0
+        self._taken_back: set[int] = set()
+        """Indices of the choices that the engine was told to abort."""
+        self.choices: list[Choice] = []
+        self._make_choices()
+
+    # ── start ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def start(self) -> None:
+        """Submit every sequence, or none: what was submitted before a refusal is taken back."""
+        generation, client = self.generation, self.state.client
+        self.submitted_at = time.monotonic()
+        self._num_open = len(self.choices)
+        try:
+            for choice in self.choices:
+                choice.request_id = client.submit(
+                    choice.prompt.token_ids,
+                    choice.params,
+                    choice,
+                    end_token_ids=self.state.tokenizer.end_token_ids,
+                    priority=generation.priority,
+                    deadline=generation.deadline,
+                    cache_salt=generation.cache_salt,
+                    caller=generation.caller,
+                )
+        except MillraceError as error:
+            self.close()
+            raise (name_fields(error, self.shape.limit_names) if isinstance(error, BadRequest) else error) from None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether every sequence was accepted."""
+        return all(choice.request_id is not None for choice in self.choices)
+
+    def _make_choices(self) -> None:
+        generation, choices = self.generation, self.choices
+        for prompt in generation.prompts:
+            for number in range(generation.num_sequences):
+                choices.append(self._make_choice(len(choices), prompt, _params_of(generation.params, number)))
+        if self.out is not None:
+            holders = [choice for choice in choices if isinstance(choice, PlainChoice)]
+            self.out.begin_with(self.shape.preamble(choices), list(holders), self.on_slow_client)
+
+    def _make_choice(self, index: int, prompt: Prompt, params: SamplingParams) -> Choice:
+        text = TextStream(self.state.tokenizer, params)
+        if self.out is None:
+            return CollectedChoice(self, index, prompt, params, text)
+        if self.generation.is_detailed:
+            return DetailedChoice(self, index, prompt, params, text, self.out, self.shape)
+        return PlainChoice(self, index, prompt, params, text, self.out, self.shape.text_frame(index))
+
+    # ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def on_choice_end(self, choice: Choice, finish: Finish) -> None:
+        """Called once for each choice, whatever became of it."""
+        if self.done.done():
+            return
+        if finish.reason not in ("stop", "length") and not choice.is_stopped:
+            self.fail(self._error_of(finish))
+            return
+        choice.complete()
+        if self.out is not None:
+            self.out.send(self.shape.finish_frame(choice))
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._end_well()
+
+    def _end_well(self) -> None:
+        if self.out is not None and not self.generation.holds_end:
+            self.out.end(self.shape.end_frames(self.usage()))
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: MillraceError) -> None:
+        """End with an error: as a response while nothing has been sent, as the stream's last event afterwards."""
+        if self.done.done():
+            return
+        self.error = error
+        self.close()
+        if self.out is None or not self.out.started:
+            self.done.set_exception(error)
+            return
+        self.out.end(self.shape.error_frames(error))
+        self.done.set_result(None)
+
+    def on_bug(self, error: Exception) -> None:
+        """A defect of ours must not reach the other requests of the step."""
+        if self.out is not None and self.out.is_gone:
+            # The client left between two steps; its handler is about to be cancelled for it.
+            self.out.close()
+            self.close()
+            return
+        log.error("A request failed while its tokens were written.", exc_info=error)
+        self.fail(RequestFailed("The server failed while writing this answer; its log says more."))
+
+    def on_slow_client(self, unread_bytes: int) -> None:
+        """The client let too much pile up; its connection is being cut, which cancels the handler."""
+        self.state.metrics.slow_client_drops.inc()
+        log.warning("%s: dropped a client that left %d bytes unread.", self.generation.answer_id, unread_bytes)
+        self.error = RequestFailed(f"The client left {unread_bytes} bytes unread.", code="slow_client")
+        self.close()
+
+    def close(self) -> None:
+        """Take back every sequence that has not ended."""
+        for choice in self.choices:
+            self.abort_choice(choice, "abort")
+
+    def abort_choice(self, choice: Choice, reason: FinishReason) -> None:
+        """At most once for each: whoever notices first that nobody reads on takes the sequence back."""
+        if choice.request_id is not None and choice.finish is None and choice.index not in self._taken_back:
+            self._taken_back.add(choice.index)
+            self.state.client.abort(choice.request_id, reason)
+
+    def _error_of(self, finish: Finish) -> MillraceError:
+        if finish.reason == "deadline":
+            after = time.monotonic() - self.submitted_at
+            return DeadlineExceeded(
+                f"The request had not ended at its deadline, after {after:.1f} s; ask for fewer tokens or send a"
+                " larger 'timeout'.",
+                param="timeout",
+            )
+        if finish.reason == "cancelled":
+            return RequestCancelled(finish.message or "The request was cancelled.")
+        if finish.reason == "abort":
+            return EngineUnavailable(finish.message or "The request was cancelled by the server; send it again.")
+        if self.state.client.failure is not None:
+            return EngineUnavailable(self.state.client.failure)
+        return RequestFailed(finish.message or "The engine failed on this request.")
+
+    # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def usage(self) -> Usage:
+        """A prompt counts once. What was cached of it is what all of its choices found there."""
+        generation = self.generation
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in generation.prompts)
+        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
+        per_prompt = generation.num_sequences
+        cached = 0
+        for first in range(0, len(self.choices), per_prompt):
+            finishes = [choice.finish for choice in self.choices[first : first + per_prompt]]
+            cached += min((finish.cached_tokens for finish in finishes if finish is not None), default=0)
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached))
+
+    def chunk_usage(self) -> Usage | UnsetType | None:
+        """The `usage` of a chunk that is not the last: the count so far, null, or no such field."""
+        if self.generation.continuous_usage:
+            return self.usage()
+        return None if self.generation.include_usage else UNSET
+
+    def body(self) -> bytes:
+        """The whole answer, after `done`."""
+        return self.shape.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
+
+    @property
+    def finish_word(self) -> str:
+        """How it ended, for metrics and logs."""
+        if self.error is not None:
+            return self.error.code or "error"
+        if any(choice.finish is None for choice in self.choices):
+            return "abort"
+        return self.choices[0].finish_word
+
+
+def _params_of(params: SamplingParams, number: int) -> SamplingParams:
+    """Parameters of a prompt's choice `number`. A given seed stays within its legal range."""
+    if params.seed is None or number == 0:
+        return params if params.n == 1 else dataclasses.replace(params, n=1)
+    seed = params.seed + number
+    return dataclasses.replace(params, n=1, seed=seed if seed < 2**64 else seed - 2**64)

@@ -1,0 +1,203 @@
+"""The bodies of Ollama's API: what its clients send, as strict structs, and what they receive."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from millrace.serve.openai.answers import TokenLogprob
+from millrace.serve.openai.schemas import Refused, Strict, described, later
+
+
+# ── what clients send ─────────────────────────────────────────────────────────────────────────────────────────────────
+class OllamaOptions(Strict, kw_only=True):
+    """Sampling. What steers Ollama's own runner is refused by name."""
+
+    temperature: Annotated[float | None, described("0 is greedy; default 0.8.", minimum=0, maximum=100)] = None
+    top_k: Annotated[int | None, described("Default 40; 0 keeps all.", minimum=-1)] = None
+    top_p: Annotated[float | None, described("Default 0.9.", exclusiveMinimum=0, maximum=1)] = None
+    min_p: Annotated[float | None, described("Default 0.", minimum=0, maximum=1)] = None
+    seed: Annotated[int | None, described("Same seed, same text; -1 is a random one.")] = None
+    num_predict: Annotated[
+        int | None, described("Most tokens; -1 or -2: to the end of the context.", minimum=-2, **{"not": {"const": 0}})
+    ] = None
+    num_ctx: Annotated[int | None, described("Most tokens of prompt and answer; never above the model's.")] = None
+    stop: Annotated[str | list[str] | None, described("Generation ends before these texts.")] = None
+    repeat_penalty: Annotated[
+        float | None, described("Over prompt and output; default off.", minimum=0.01, maximum=100)
+    ] = None
+    presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
+    repeat_last_n: Annotated[Refused, later("null and -1, the whole context, are accepted.")] = UNSET
+    typical_p: Annotated[Refused, later("null and 1 are accepted.")] = UNSET
+    tfs_z: Annotated[Refused, later("null and 1 are accepted.")] = UNSET
+    mirostat: Annotated[Refused, later("null and 0 are accepted.")] = UNSET
+    mirostat_tau: Annotated[Refused, later("null is accepted.")] = UNSET
+    mirostat_eta: Annotated[Refused, later("null is accepted.")] = UNSET
+    penalize_newline: Annotated[Refused, later("null and true are accepted.")] = UNSET
+    num_keep: Annotated[Refused, later("a prompt is never shifted; null is accepted.")] = UNSET
+    numa: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    num_batch: Annotated[Refused, later("null is accepted.")] = UNSET
+    num_gpu: Annotated[Refused, later("null is accepted.")] = UNSET
+    main_gpu: Annotated[Refused, later("null is accepted.")] = UNSET
+    num_thread: Annotated[Refused, later("null is accepted.")] = UNSET
+    low_vram: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    f16_kv: Annotated[Refused, later("null is accepted.")] = UNSET
+    logits_all: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    vocab_only: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    use_mmap: Annotated[Refused, later("null is accepted.")] = UNSET
+    use_mlock: Annotated[Refused, later("null is accepted.")] = UNSET
+    embedding_only: Annotated[Refused, later("null and false are accepted.")] = UNSET
+
+
+class OllamaMessage(Strict, kw_only=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: Annotated[Refused, later('null and "" are accepted.')] = UNSET
+    images: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    tool_calls: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    tool_name: Annotated[Refused, later("null is accepted.")] = UNSET
+
+
+class OllamaCommon(Strict, kw_only=True):
+    model: Annotated[str, described("The served model's name; `:latest` may follow.")]
+    stream: Annotated[bool | None, described("Send JSON lines as tokens come; default true.")] = None
+    options: OllamaOptions | None = None
+    logprobs: Annotated[bool | None, described("Return the log-probability of every token.")] = None
+    top_logprobs: Annotated[int | None, described("And of this many likeliest tokens.", minimum=0, maximum=20)] = None
+    keep_alive: Annotated[
+        str | float | None, described("Accepted: the model stays loaded. 0 asks to unload it, which is refused.")
+    ] = None
+    format: Annotated[Refused, later('null and "" are accepted.')] = UNSET
+    think: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    truncate: Annotated[Refused, later("a prompt is never truncated; null and false are accepted.")] = UNSET
+    shift: Annotated[Refused, later("a context is never shifted; null and false are accepted.")] = UNSET
+
+
+class OllamaChatRequest(OllamaCommon, kw_only=True):
+    """The body of POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage] | None, described("The conversation; none only checks the model.")] = None
+    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+
+
+class OllamaGenerateRequest(OllamaCommon, kw_only=True):
+    """The body of POST /api/generate."""
+
+    prompt: Annotated[str | None, described("What the user says; none only checks the model.")] = None
+    system: Annotated[str | None, described("How the model should behave.")] = None
+    raw: Annotated[bool | None, described("Give the prompt to the model without its chat template.")] = None
+    suffix: Annotated[Refused, later('null and "" are accepted.')] = UNSET
+    template: Annotated[Refused, later('null and "" are accepted.')] = UNSET
+    context: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    images: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    width: Annotated[Refused, later("null is accepted.")] = UNSET
+    height: Annotated[Refused, later("null is accepted.")] = UNSET
+    steps: Annotated[Refused, later("null is accepted.")] = UNSET
+
+
+class OllamaShowRequest(Strict, kw_only=True):
+    """The body of POST /api/show."""
+
+    model: Annotated[str | None, described("The served model's name.")] = None
+    name: Annotated[str | None, described("The older name of `model`.")] = None
+    verbose: Annotated[bool | None, described("Accepted; there is nothing more to say.")] = None
+
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "format": ("",),
+    "think": (False,),
+    "truncate": (False,),
+    "shift": (False,),
+    "tools": ([],),
+    "suffix": ("",),
+    "template": ("",),
+    "context": ([],),
+    "images": ([],),
+    "width": (),
+    "height": (),
+    "steps": (),
+}
+OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "repeat_last_n": (-1,),
+    "typical_p": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "mirostat": (0,),
+    "penalize_newline": (True,),
+    **dict.fromkeys(("numa", "low_vram", "logits_all", "vocab_only", "embedding_only"), (False,)),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "num_keep", "num_batch", "num_gpu", "main_gpu"), ()),
+    **dict.fromkeys(("num_thread", "f16_kv", "use_mmap", "use_mlock"), ()),
+}
+MESSAGE_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "thinking": ("",),
+    "images": ([],),
+    "tool_calls": ([],),
+    "tool_name": (),
+}
+
+
+# ── what they receive ─────────────────────────────────────────────────────────────────────────────────────────────────
+class OllamaAnswerMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str
+
+
+class OllamaAnswer(msgspec.Struct):
+    """A whole answer, or one line of its stream: /api/chat fills `message`, /api/generate `response`."""
+
+    model: str
+    created_at: str
+    message: OllamaAnswerMessage | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    done: bool = False
+    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    """Durations are in nanoseconds."""
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class OllamaDetails(msgspec.Struct):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(msgspec.Struct):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    context_length: int | UnsetType = UNSET
+    """With `size_vram` and `expires_at` in /api/ps only."""
+    size_vram: int | UnsetType = UNSET
+    expires_at: str | UnsetType = UNSET
+
+
+class OllamaModels(msgspec.Struct):
+    models: list[OllamaModel]
+
+
+class OllamaShowAnswer(msgspec.Struct):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int | float | bool | None]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaVersion(msgspec.Struct):
+    version: str

@@ -1,0 +1,130 @@
+"""How /v1/chat/completions writes its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+
+from millrace.errors import MillraceError
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.serve.generate.job import Job
+from millrace.serve.generate.logprobs import chat_logprobs, prompt_logprobs
+from millrace.serve.http.error_bodies import error_event
+from millrace.serve.http.event_stream import DONE
+from millrace.serve.openai.answers import (
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    Delta,
+    Usage,
+    encode,
+)
+
+PLACEHOLDER = "\0"
+"""Stands for the text when a frame is shaped; no other field can hold it."""
+
+
+class ChatShape:
+    def __init__(self, job: Job, limit_names: dict[str, str]) -> None:
+        self.limit_names = limit_names
+        self._job = job
+        self._generation = job.generation
+        ready = job.state.client.ready
+        self._common: dict[str, Any] = {
+            "id": job.generation.answer_id,
+            "created": job.generation.created,
+            "model": job.state.model_name,
+            "system_fingerprint": ready.fingerprint if ready is not None else "",
+        }
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def preamble(self, choices: list[Choice]) -> bytes:
+        prompt = self._generation.prompts[0]
+        ids = prompt.token_ids if self._generation.return_token_ids else UNSET
+        dropped = prompt.num_dropped if self._generation.reports_dropped else UNSET
+        return b"".join(
+            self._frame(
+                ChatChunkChoice(choice.index, Delta(role="assistant", content="")),
+                prompt_token_ids=ids if choice.index == 0 else UNSET,
+                truncated_prompt_tokens=dropped if choice.index == 0 else UNSET,
+            )
+            for choice in choices
+        )
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        shaped = self._frame(ChatChunkChoice(index, Delta(content=PLACEHOLDER)))
+        before, _, after = shaped.partition(encode(PLACEHOLDER))
+        return before, after
+
+    def prompt_chunk(self, choice: DetailedChoice) -> bytes:
+        return b""
+
+    def chunk(self, choice: DetailedChoice, text: str) -> bytes:
+        generation = self._generation
+        token_ids, logprobs = choice.take_pending()
+        shown = None
+        if generation.logprobs is not None:
+            shown = chat_logprobs(self._job.state.tokenizer, logprobs, generation.logprobs)
+        return self._frame(
+            ChatChunkChoice(
+                choice.index,
+                Delta(content=text),
+                shown,
+                token_ids=token_ids if generation.return_token_ids else UNSET,
+            )
+        )
+
+    def finish_frame(self, choice: Choice) -> bytes:
+        return self._frame(
+            ChatChunkChoice(choice.index, Delta(), None, choice.finish_word, stop_reason=choice.stop_reason)
+        )
+
+    def end_frames(self, usage: Usage) -> bytes:
+        if not self._generation.include_usage:
+            return DONE
+        chunk = ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._common)
+        return b"data: " + encode(chunk) + b"\n\n" + DONE
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        return error_event(error) + DONE
+
+    def _frame(self, choice: ChatChunkChoice, **further: Any) -> bytes:
+        usage = self._job.chunk_usage()
+        chunk = ChatChunk(object="chat.completion.chunk", choices=[choice], usage=usage, **self._common, **further)
+        return b"data: " + escape_lines(encode(chunk)) + b"\n\n"
+
+    # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        generation, tokenizer = self._generation, self._job.state.tokenizer
+        first = choices[0]
+        shown_prompt: Any = UNSET
+        if generation.prompt_logprobs:
+            shown_prompt = prompt_logprobs(tokenizer, first.prompt.token_ids, first.prompt_logprobs)
+        return encode(
+            ChatAnswer(
+                object="chat.completion",
+                choices=[self._choice(choice) for choice in choices],
+                usage=usage,
+                prompt_logprobs=shown_prompt,
+                prompt_token_ids=first.prompt.token_ids if generation.return_token_ids else UNSET,
+                truncated_prompt_tokens=first.prompt.num_dropped if generation.reports_dropped else UNSET,
+                **self._common,
+            )
+        )
+
+    def _choice(self, choice: CollectedChoice) -> ChatChoice:
+        generation = self._generation
+        logprobs = None
+        if generation.logprobs is not None:
+            logprobs = chat_logprobs(self._job.state.tokenizer, choice.logprobs, generation.logprobs)
+        return ChatChoice(
+            choice.index,
+            AnswerMessage("assistant", choice.answer_text),
+            logprobs,
+            choice.finish_word,
+            choice.stop_reason,
+            choice.token_ids if generation.return_token_ids else UNSET,
+        )

@@ -1,0 +1,166 @@
+"""How /v1/completions writes its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+
+from millrace.errors import MillraceError
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.serve.generate.generation import Prompt
+from millrace.serve.generate.job import Job
+from millrace.serve.generate.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
+from millrace.serve.http.error_bodies import error_event
+from millrace.serve.http.event_stream import DONE
+from millrace.serve.openai.answers import (
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    Usage,
+    encode,
+)
+from millrace.serve.openai.write_chat import PLACEHOLDER
+
+
+class CompletionShape:
+    limit_names: dict[str, str]
+
+    def __init__(self, job: Job) -> None:
+        self.limit_names = {}
+        self._job = job
+        self._generation = job.generation
+        self._tokenizer = job.state.tokenizer
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
+        ready = job.state.client.ready
+        self._common: dict[str, Any] = {
+            "id": job.generation.answer_id,
+            "object": "text_completion",
+            "created": job.generation.created,
+            "model": job.state.model_name,
+            "system_fingerprint": ready.fingerprint if ready is not None else "",
+        }
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def preamble(self, choices: list[Choice]) -> bytes:
+        return b""
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        before, _, after = self._frame(CompletionChunkChoice(index, PLACEHOLDER)).partition(encode(PLACEHOLDER))
+        return before, after
+
+    def prompt_chunk(self, choice: DetailedChoice) -> bytes:
+        generation = self._generation
+        if not (generation.echo or generation.return_token_ids or generation.reports_dropped):
+            return b""
+        logprobs = self._echo_logprobs(choice) if generation.echo else None
+        return self._frame(
+            CompletionChunkChoice(
+                choice.index,
+                self._echo_text(choice.prompt) if generation.echo else "",
+                logprobs,
+                prompt_token_ids=choice.prompt.token_ids if generation.return_token_ids else UNSET,
+                truncated_prompt_tokens=choice.prompt.num_dropped if generation.reports_dropped else UNSET,
+            )
+        )
+
+    def chunk(self, choice: DetailedChoice, text: str) -> bytes:
+        token_ids, entries = choice.take_pending()
+        logprobs = None
+        if self._generation.logprobs is not None:
+            logprobs = self._writer(choice).generated(entries)
+        return self._frame(
+            CompletionChunkChoice(
+                choice.index,
+                text,
+                logprobs,
+                token_ids=token_ids if self._generation.return_token_ids else UNSET,
+            )
+        )
+
+    def finish_frame(self, choice: Choice) -> bytes:
+        self._writers.pop(choice.index, None)
+        return self._frame(
+            CompletionChunkChoice(choice.index, "", None, choice.finish_word, stop_reason=choice.stop_reason)
+        )
+
+    def end_frames(self, usage: Usage) -> bytes:
+        if not self._generation.include_usage:
+            return DONE
+        return b"data: " + encode(CompletionChunk(choices=[], usage=usage, **self._common)) + b"\n\n" + DONE
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        return error_event(error) + DONE
+
+    def _frame(self, choice: CompletionChunkChoice) -> bytes:
+        chunk = CompletionChunk(choices=[choice], usage=self._job.chunk_usage(), **self._common)
+        return b"data: " + escape_lines(encode(chunk)) + b"\n\n"
+
+    # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        chosen = [self._choice(index, choice) for index, choice in enumerate(self._best(choices))]
+        return encode(CompletionAnswer(choices=chosen, usage=usage, **self._common))
+
+    def _best(self, choices: list[CollectedChoice]) -> list[CollectedChoice]:
+        """Of each prompt's sequences the likeliest n, likeliest first; all of them in order where n is all."""
+        generation = self._generation
+        per_prompt = generation.num_sequences
+        if generation.n == per_prompt:
+            return choices
+        best: list[CollectedChoice] = []
+        for first in range(0, len(choices), per_prompt):
+            ranked = sorted(choices[first : first + per_prompt], key=lambda choice: -choice.mean_logprob)
+            best += ranked[: generation.n]
+        return best
+
+    def _choice(self, index: int, choice: CollectedChoice) -> CompletionChoice:
+        generation = self._generation
+        text = choice.answer_text
+        shown_prompt: Any = UNSET
+        if generation.prompt_logprobs:
+            shown_prompt = prompt_logprobs(self._tokenizer, choice.prompt.token_ids, choice.prompt_logprobs)
+        return CompletionChoice(
+            index,
+            self._echo_text(choice.prompt) + text if generation.echo else text,
+            self._logprobs(choice),
+            choice.finish_word,
+            choice.stop_reason,
+            shown_prompt,
+            choice.prompt.token_ids if generation.return_token_ids else UNSET,
+            choice.token_ids if generation.return_token_ids else UNSET,
+            choice.prompt.num_dropped if generation.reports_dropped else UNSET,
+        )
+
+    def _logprobs(self, choice: CollectedChoice) -> CompletionLogprobs | None:
+        if self._generation.logprobs is None:
+            return None
+        echoed = self._echo_logprobs(choice) if self._generation.echo else None
+        generated = self._writer(choice).generated(choice.logprobs)
+        return generated if echoed is None else joined(echoed, generated)
+
+    # ── echo ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _echo_text(self, prompt: Prompt) -> str:
+        """What the client wrote; of token ids, their text."""
+        if prompt.text is not None:
+            return prompt.text
+        return self._tokenizer.decode(prompt.token_ids, skip_special=self._generation.params.skip_special_tokens)
+
+    def _echo_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
+        if self._generation.logprobs is None:
+            return None
+        entries = choice.prompt_logprobs or (None,) * len(choice.prompt.token_ids)
+        return self._writer(choice).echoed(choice.prompt.token_ids, entries)
+
+    def _writer(self, choice: Choice) -> CompletionLogprobsWriter:
+        """One per choice: its offsets run on from chunk to chunk."""
+        writer = self._writers.get(choice.index)
+        if writer is None:
+            writer = CompletionLogprobsWriter(
+                self._tokenizer,
+                self._generation.logprobs or 0,
+                skip_special=self._generation.params.skip_special_tokens,
+            )
+            self._writers[choice.index] = writer
+        return writer

@@ -1,0 +1,120 @@
+"""/v1/responses: create (whole, streamed, in the background), retrieve, delete, cancel, input items, token count."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from aiohttp import web
+
+from millrace.errors import BadRequest
+from millrace.serve.describe.routes_info import json_answer
+from millrace.serve.http.app_keys import STATE
+from millrace.serve.http.body import read_body
+from millrace.serve.http.queries import check_query, page_of
+from millrace.serve.openai.routes import answer
+from millrace.serve.responses.schemas import (
+    LOGPROBS,
+    InputTokensAnswer,
+    ResponseAnswer,
+    ResponseDeleted,
+    ResponsesRequest,
+)
+from millrace.serve.responses.translate import count_input_tokens, decode_response, opening_answer, response_work
+from millrace.serve.responses.translate import input_items as read_input
+from millrace.serve.state import FrontState
+from millrace.serve.stored.background import BACKGROUND
+from millrace.serve.stored.response_store import (
+    add_response,
+    cancel_response,
+    delete_response,
+    get_response,
+    input_items,
+)
+from millrace.serve.tenancy.owner import owner_of
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    state, received, owner = request.app[STATE], time.monotonic(), owner_of(request)
+    data = await read_body(request, state.body_limit_bytes)
+    body = decode_response(data)
+    if body.background:
+        _check_background(body)
+        # What would fail is refused now, while somebody hears it.
+        work = await response_work(state, data, received, owner=owner)
+        queued = await _queue(state, data, body, owner, work.generation.answer_id)
+        request.app[BACKGROUND].wake()
+        return json_answer(request, queued)
+    work = await response_work(state, data, received, owner=owner)
+    return await answer(state, request, work, received)
+
+
+def _check_background(body: ResponsesRequest) -> None:
+    if body.stream:
+        raise BadRequest(
+            "'background' and 'stream' are both true, which is not supported yet; set one of them to false.",
+            param="background",
+        )
+    if body.store is False:
+        raise BadRequest(
+            "'background' is true and 'store' is false, but a response that nobody waits for must be stored; set"
+            " store to true.",
+            param="store",
+        )
+
+
+async def _queue(
+    state: FrontState, data: bytes, body: ResponsesRequest, owner: str, response_id: str
+) -> ResponseAnswer:
+    queued = msgspec.structs.replace(opening_answer(state, body, response_id), status="queued")
+    await state.store.run(add_response, queued, owner, read_input(body.input), data)
+    return queued
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    check_query(request, ("include", "stream", "starting_after", "include_obfuscation"))
+    for name in ("stream", "starting_after", "include_obfuscation"):
+        if request.query.get(name, "false").lower() != "false":
+            raise BadRequest(
+                f"{name} is {request.query[name][:80]!r}, which is not supported yet; remove it.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    _check_include(request)
+    response_id, owner = request.match_info["response_id"], owner_of(request)
+    return json_answer(request, await request.app[STATE].store.run(get_response, response_id, owner))
+
+
+def _check_include(request: web.Request) -> None:
+    for name in (*request.query.getall("include", ()), *request.query.getall("include[]", ())):
+        if name != LOGPROBS:
+            raise BadRequest(f"include is {name[:80]!r}, which is not supported yet; remove it.", param="include")
+
+
+async def delete(request: web.Request) -> web.Response:
+    response_id, owner = request.match_info["response_id"], owner_of(request)
+    await request.app[STATE].store.run(delete_response, response_id, owner)
+    request.app[BACKGROUND].wake()
+    return json_answer(request, ResponseDeleted(response_id, "response", True))
+
+
+async def cancel(request: web.Request) -> web.Response:
+    response_id, owner = request.match_info["response_id"], owner_of(request)
+    body = await request.app[STATE].store.run(cancel_response, response_id, owner)
+    request.app[BACKGROUND].wake()
+    return json_answer(request, body)
+
+
+async def list_input_items(request: web.Request) -> web.Response:
+    check_query(request, ("limit", "order", "after", "include"))
+    _check_include(request)
+    page = page_of(request, most=100, usual=20)
+    response_id, owner = request.match_info["response_id"], owner_of(request)
+    return json_answer(request, await request.app[STATE].store.run(input_items, response_id, owner, page))
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    data = await read_body(request, state.body_limit_bytes)
+    num_tokens = await count_input_tokens(state, data, owner_of(request))
+    return json_answer(request, InputTokensAnswer("response.input_tokens", num_tokens))

@@ -1,0 +1,309 @@
+"""The bodies of /v1/responses: what clients send, as strict structs, and what they receive."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from millrace.serve.openai.answers import TokenLogprob
+from millrace.serve.openai.schemas import CacheBreakpoint, PriorityClass, Refused, Strict, described, later
+from millrace.serve.stored.batch_store import OutputTokensDetails
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+# ── input ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class InputTextPart(Strict, kw_only=True, tag_field="type", tag="input_text"):
+    """A piece of text."""
+
+    text: str
+    prompt_cache_breakpoint: CacheBreakpoint = UNSET
+
+
+class OutputTextPart(Strict, kw_only=True, tag_field="type", tag="output_text"):
+    """A piece of an earlier answer, as it was given."""
+
+    text: str
+    annotations: Annotated[Raw | UnsetType, described("Accepted; an answer's text has none here.")] = UNSET
+    logprobs: Annotated[Raw | UnsetType, described("Accepted; the text is what is read.")] = UNSET
+
+
+class InputImagePart(msgspec.Struct, tag_field="type", tag="input_image"):
+    """Not supported yet: this server takes text only."""
+
+
+class InputFilePart(msgspec.Struct, tag_field="type", tag="input_file"):
+    """Not supported yet: this server takes text only."""
+
+
+class InputAudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
+    """Not supported yet: this server takes text only."""
+
+
+class RefusedPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    """Not supported yet."""
+
+
+ResponsePart = InputTextPart | OutputTextPart | InputImagePart | InputFilePart | InputAudioPart | RefusedPart
+
+
+class ResponseInputMessage(Strict, kw_only=True):
+    """One message of the input."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[ResponsePart]
+    type: Literal["message"] = "message"
+    id: Annotated[str | None, described("Accepted; items are numbered anew.")] = None
+    status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, described("Accepted.")] = None
+    phase: Annotated[Refused, later("null is accepted.")] = UNSET
+
+
+_INPUT_SCHEMA: dict[str, Any] = {
+    "oneOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/ResponseInputMessage"}},
+    ]
+}
+
+
+class ResponseText(Strict, kw_only=True):
+    format: Annotated[Refused, later('null and {"type": "text"} are accepted.')] = UNSET
+    verbosity: Annotated[Refused, later('null and "medium" are accepted.')] = UNSET
+
+
+class ResponseStreamOptions(Strict, kw_only=True):
+    include_obfuscation: Annotated[Refused, later("null and false are accepted.")] = UNSET
+
+
+class _ResponseInput(Strict, kw_only=True):
+    model: Annotated[str | None, described("The served model's name; default: that one.")] = None
+    input: Annotated[Raw, described("A text, or a list of messages.", **_INPUT_SCHEMA)]
+    instructions: Annotated[str | None, described("A system message before everything else.")] = None
+    previous_response_id: Annotated[str | None, described("Continue the conversation of a stored response.")] = None
+    text: ResponseText | None = None
+    truncation: Annotated[Refused, later('null and "disabled" are accepted.')] = UNSET
+    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    tool_choice: Annotated[Refused, later('null, "none" and "auto" are accepted.')] = UNSET
+    parallel_tool_calls: Annotated[Refused, later("null, true and false mean nothing without tools.")] = UNSET
+    reasoning: Annotated[Refused, later("null, {} and one with null fields are accepted.")] = UNSET
+    conversation: Annotated[Refused, later("null is accepted; see `previous_response_id`.")] = UNSET
+
+
+class InputTokensRequest(_ResponseInput, kw_only=True):
+    """The body of POST /v1/responses/input_tokens."""
+
+
+class ResponsesRequest(_ResponseInput, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    stream: Annotated[bool | None, described("Send typed events as tokens come.")] = None
+    stream_options: ResponseStreamOptions | None = None
+    store: Annotated[bool | None, described("Keep the response for 30 days; default true.")] = None
+    background: Annotated[bool | None, described("Answer at once and generate later; not with `stream`.")] = None
+    max_output_tokens: Annotated[
+        int | None, described("Most tokens to generate; default: to the end of the context.", minimum=1)
+    ] = None
+    temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, described("Nucleus sampling; default 1.", exclusiveMinimum=0, maximum=1)] = None
+    top_logprobs: Annotated[
+        int | None, described(f"Log-probabilities; needs `include` {LOGPROBS}.", minimum=0, maximum=MAX_LOGPROBS)
+    ] = None
+    include: Annotated[list[str] | None, described(f"Only {LOGPROBS}.")] = None
+    metadata: Annotated[dict[str, str] | None, described("Labels, given back with the response.")] = None
+    user: Annotated[str | None, described("A label; no effect on generation.")] = None
+    safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
+    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused here.")] = None
+    prompt_cache_retention: Annotated[Refused, later('null and "in_memory" are accepted.')] = UNSET
+    prompt_cache_options: Annotated[Refused, later("null is accepted.")] = UNSET
+    service_tier: Annotated[Refused, later('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
+    max_tool_calls: Annotated[Refused, later("null is accepted.")] = UNSET
+    context_management: Annotated[Refused, later("null is accepted.")] = UNSET
+    prompt: Annotated[Refused, later("null is accepted.")] = UNSET
+    moderation: Annotated[Refused, later("null is accepted.")] = UNSET
+
+    presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
+    seed: Annotated[int | None, described("Same seed, prompt and parameters: same text.")] = None
+    stop: Annotated[str | list[str] | None, described("Generation ends before these texts.")] = None
+    top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 or -1 keeps all.", minimum=-1)] = None
+    min_p: Annotated[
+        float | None, described("Drop tokens below this share of the likeliest.", minimum=0, maximum=1)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, described("Over prompt and output; 1 is off.", minimum=0.01, maximum=100)
+    ] = None
+    ignore_eos: Annotated[bool | None, described("Do not end at the model's end tokens.")] = None
+    min_tokens: Annotated[int | None, described("End tokens are impossible before this many.", minimum=0)] = None
+    stop_token_ids: Annotated[
+        list[int] | None, described("Generation ends at these tokens.", maxItems=MAX_STOP_TOKEN_IDS)
+    ] = None
+    include_stop_str_in_output: Annotated[bool | None, described("Keep the stop text.")] = None
+    skip_special_tokens: Annotated[bool | None, described("Leave special tokens out; default true.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, described("Variables for the chat template.")] = None
+    priority: Annotated[
+        PriorityClass | int | None, described("The class in the queue; 0 interactive, 1 standard (default), 2 batch.")
+    ] = None
+    cache_salt: Annotated[str | None, described("Share cached prefixes only with equal salts.", maxLength=1024)] = None
+    timeout: Annotated[float | None, described("Seconds until it is given up.", exclusiveMinimum=0)] = None
+
+
+SHARED_WITH_CHAT = (
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p"),
+    *("repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "include_stop_str_in_output"),
+    *("skip_special_tokens", "chat_template_kwargs", "priority", "cache_salt", "timeout", "metadata", "stream"),
+)
+"""Fields that mean the same in a chat request."""
+
+_NO_REASONING = tuple(
+    dict.fromkeys(names) for names in ((), ("effort",), ("summary",), ("effort", "summary"), ("generate_summary",))
+)
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "truncation": ("disabled",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning": _NO_REASONING,
+    "conversation": (),
+    "prompt_cache_retention": ("in_memory",),
+    "prompt_cache_options": (),
+    "service_tier": ("auto", "default"),
+    "max_tool_calls": (),
+    "context_management": (),
+    "prompt": (),
+    "moderation": (),
+}
+TEXT_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"format": ({"type": "text"},), "verbosity": ("medium",)}
+
+
+# ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[None] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class InputText(msgspec.Struct, kw_only=True, tag_field="type", tag="input_text"):
+    text: str
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """An item of a stored response's input."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    status: Literal["completed"] = "completed"
+    content: list[InputText | OutputText]
+
+
+class InputItemList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Raw]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class ResponseInputDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: ResponseInputDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(msgspec.Struct):
+    code: str
+    message: str
+
+
+class Incomplete(msgspec.Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class NoReasoning(msgspec.Struct):
+    effort: None = None
+    summary: None = None
+
+
+class TextFormat(msgspec.Struct):
+    type: Literal["text"] = "text"
+
+
+class PlainText(msgspec.Struct):
+    format: TextFormat = msgspec.field(default_factory=TextFormat)
+
+
+ResponseStatus = Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
+
+
+class ResponseAnswer(msgspec.Struct, kw_only=True):
+    """A response, at whatever stage it is."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: ResponseStatus
+    background: bool
+    error: ResponseFailure | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    model: str
+    output: list[OutputMessage] = []
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: NoReasoning = msgspec.field(default_factory=NoReasoning)
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: PlainText = msgspec.field(default_factory=PlainText)
+    tool_choice: Literal["auto"] = "auto"
+    tools: list[None] = []
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | UnsetType = UNSET
+    user: str | UnsetType = UNSET
+    metadata: dict[str, str]
+
+
+class ResponseDeleted(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputTokensAnswer(msgspec.Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ResponseEvent(msgspec.Struct):
+    """One event of a stream; `type` says which further fields it has."""
+
+    type: str
+    sequence_number: int

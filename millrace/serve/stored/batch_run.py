@@ -1,0 +1,261 @@
+"""One batch from its input file to its result files, at batch priority, through the same jobs as HTTP requests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sqlite3
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from millrace.errors import BadRequest, EngineUnavailable, MillraceError, Overloaded, RequestFailed
+from millrace.serve.generate.work import Prepare, Work, unattended_answer
+from millrace.serve.http.error_bodies import error_body
+from millrace.serve.http.ids import new_id
+from millrace.serve.openai.schemas import PRIORITY_CLASSES
+from millrace.serve.state import FrontState
+from millrace.serve.stored.batch_store import (
+    BAD,
+    GOOD,
+    BatchError,
+    Line,
+    OpenBatch,
+    begin,
+    close_batch,
+    fail_validation,
+    finalize,
+    pending_lines,
+    record,
+    results,
+)
+from millrace.serve.stored.file_store import add_file, path_of
+
+MAX_LINES = 50_000
+MAX_ERRORS = 100
+"""Errors of a refused input file that are listed."""
+RETRY_S = 1.0
+"""How long a line waits before it is tried again when the engine is full or away."""
+
+
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of the input file."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+_envelope = msgspec.json.Decoder(_Envelope)
+
+
+class BatchRun:
+    """Carries one batch on from wherever it stands."""
+
+    def __init__(self, state: FrontState, batch: OpenBatch, prepare: Prepare, slots: asyncio.Semaphore) -> None:
+        self._state = state
+        self._store = state.store
+        self._batch = batch
+        self._prepare = prepare
+        self._slots = slots
+        self._path = path_of(self._store, batch.input_file_id)
+        self.stop = asyncio.Event()
+        """Set when the batch was cancelled."""
+
+    async def run(self) -> None:
+        """Ends when the batch has ended, or (draining) early; then the next run goes on from there."""
+        batch = self._batch
+        if batch.status == "validating" and not await self._validate():
+            return
+        if batch.status != "finalizing":
+            outcome = "cancelled" if batch.status == "cancelling" else await self._run_lines()
+            if outcome is None:
+                return
+            await self._store.run(self._give_up_the_rest, outcome)
+            batch = self._batch = dataclasses.replace(batch, status="finalizing", outcome=outcome)
+        await self._store.run(self._write_results)
+
+    # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _validate(self) -> bool:
+        lines, errors = await self._store.in_thread(self._read_lines)
+        if not lines and not errors:
+            errors = [BatchError("empty_file", "The input file holds no requests; put one JSON object on each line.")]
+        if errors:
+            await self._store.run(fail_validation, self._batch.id, errors[:MAX_ERRORS])
+            return False
+        await self._store.run(begin, self._batch.id, lines)
+        return True
+
+    def _read_lines(self) -> tuple[list[Line], list[BatchError]]:
+        lines: list[Line] = []
+        errors: list[BatchError] = []
+        seen: set[str] = set()
+        try:
+            for line_no, offset, data in self._raw_lines():
+                if len(lines) == MAX_LINES:
+                    text = f"The input file holds more than {MAX_LINES} requests; split it."
+                    return lines, [BatchError("too_many_requests", text, line=line_no)]
+                try:
+                    custom_id = self._check(data, seen)
+                except BadRequest as error:
+                    errors.append(BatchError(error.code or "invalid_request", error.message, error.param, line_no))
+                else:
+                    seen.add(custom_id)
+                    lines.append(Line(line_no, custom_id, offset, len(data)))
+        except FileNotFoundError:
+            errors = [BatchError("file_not_found", "The input file has been deleted; upload it again.")]
+        return lines, errors
+
+    def _raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """Number (from 1), offset and bytes of each line that is not blank."""
+        offset = 0
+        with self._path.open("rb") as file:
+            for line_no, data in enumerate(file, 1):
+                if data.strip():
+                    yield line_no, offset, data
+                offset += len(data)
+
+    def _check(self, data: bytes, seen: set[str]) -> str:
+        """The line's custom id, or what is wrong with the line. Its body is checked when its turn comes."""
+        try:
+            line = _envelope.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f"This line is not a request: {error}.", code="invalid_json_line") from None
+        if line.custom_id in seen:
+            raise BadRequest(
+                f"custom_id {line.custom_id[:80]!r} was used before; make every one different.",
+                param="custom_id",
+                code="duplicate_custom_id",
+            )
+        if line.method != "POST":
+            raise BadRequest(
+                f"method is {line.method[:80]!r}; it must be 'POST'.", param="method", code="invalid_method"
+            )
+        if line.url != self._batch.endpoint:
+            raise BadRequest(
+                f"url is {line.url[:80]!r}; this batch's endpoint is {self._batch.endpoint!r}.",
+                param="url",
+                code="mismatched_url",
+            )
+        return line.custom_id
+
+    # ── the lines ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _run_lines(self) -> str | None:
+        """Answer what is pending. Gives the batch's outcome, or None when the server stops first."""
+        pending = iter(await self._store.run(pending_lines, self._batch.id))
+        workers = [asyncio.create_task(self._work(pending)) for _ in range(self._state.config.server.batch_lines)]
+        whole = asyncio.gather(*workers)
+        stopped = asyncio.create_task(self.stop.wait())
+        left_s = self._batch.expires_at - time.time()
+        try:
+            await asyncio.wait((whole, stopped), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+            if whole.done():
+                return "completed" if all(whole.result()) else None
+            return "cancelled" if self.stop.is_set() else "expired"
+        finally:
+            for task in (*workers, stopped):
+                task.cancel()
+            await asyncio.gather(*workers, whole, stopped, return_exceptions=True)
+
+    async def _work(self, pending: Iterator[Line]) -> bool:
+        """Take lines until there are none. False when the server is being stopped."""
+        for line in pending:
+            async with self._slots:
+                if not await self._answer_line(line):
+                    return False
+        return not self._state.draining
+
+    async def _answer_line(self, line: Line) -> bool:
+        while not self._state.draining:
+            try:
+                status, result, tokens = await self._result(line)
+            except (Overloaded, EngineUnavailable):
+                await asyncio.sleep(RETRY_S)
+                continue
+            await self._store.run(record, self._batch.id, line.line_no, status, result, tokens)
+            return True
+        return False
+
+    async def _result(self, line: Line) -> tuple[int, bytes, tuple[int, int, int]]:
+        request_id, received, tokens = new_id("req-"), time.monotonic(), (0, 0, 0)
+        try:
+            work = await self._prepared(line)
+            body, usage = await unattended_answer(
+                self._state, work, self._batch.owner, request_id, self._batch.endpoint, received
+            )
+            code = 200
+            tokens = (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+        except (Overloaded, EngineUnavailable):
+            raise
+        except MillraceError as error:
+            body, code = error_body(error), error.status
+        response = {"status_code": code, "request_id": request_id, "body": msgspec.Raw(body)}
+        return GOOD if code == 200 else BAD, _result_line(line.custom_id, response, None), tokens
+
+    async def _prepared(self, line: Line) -> Work:
+        body = bytes(_envelope.decode(await self._store.in_thread(lambda: self._read(line))).body)
+        work = await self._prepare(self._state, body, time.monotonic())
+        generation = work.generation
+        if generation.stream:
+            raise BadRequest("'stream' is true, but a batch's answers are files; set it to false.", param="stream")
+        deadline = time.monotonic() + self._batch.expires_at - time.time()
+        if _has_timeout(body):
+            deadline = min(deadline, generation.deadline)
+        generation = dataclasses.replace(generation, priority=PRIORITY_CLASSES["batch"], deadline=deadline)
+        return dataclasses.replace(work, generation=generation)
+
+    def _read(self, line: Line) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(line.offset)
+                return file.read(line.length)
+        except FileNotFoundError:
+            raise RequestFailed("The batch's input file was deleted before this line was reached.") from None
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _give_up_the_rest(self, database: sqlite3.Connection, outcome: str) -> None:
+        if outcome != "completed":
+            why = "was cancelled" if outcome == "cancelled" else "expired"
+            error = {"code": f"batch_{outcome}", "message": f"The batch {why} before this request was answered."}
+            for line in pending_lines(database, self._batch.id):
+                record(database, self._batch.id, line.line_no, BAD, _result_line(line.custom_id, None, error))
+        finalize(database, self._batch.id, outcome)
+
+    def _write_results(self, database: sqlite3.Connection) -> None:
+        """Files first, then the row that names them: after a crash in between both are simply written again."""
+        batch = self._batch
+        ids = [self._write_file(database, status, name) for status, name in ((GOOD, "output"), (BAD, "error"))]
+        close_batch(database, batch, *ids)
+
+    def _write_file(self, database: sqlite3.Connection, status: int, name: str) -> str | None:
+        file_id = f"file-{self._batch.id.removeprefix('batch_')}-{name}"
+        path = path_of(self._store, file_id)
+        partial = path.with_name(f".{file_id}.part")
+        with partial.open("wb") as file:
+            for row in results(database, self._batch.id, status):
+                file.write(row["result"])
+            size = file.tell()
+        if size == 0:
+            partial.unlink()
+            return None
+        partial.replace(path)
+        filename = f"{self._batch.id}_{name}.jsonl"
+        add_file(database, file_id, self._batch.owner, filename, "batch_output", size, self._batch.output_lives_s)
+        return file_id
+
+
+def _has_timeout(body: bytes) -> bool:
+    """Whether a line sets its own deadline; one that sets none may take as long as its batch."""
+    return msgspec.json.decode(body, type=_Timeout).timeout is not None
+
+
+class _Timeout(msgspec.Struct):
+    timeout: float | None = None
+
+
+def _result_line(custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
+    line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line) + b"\n"

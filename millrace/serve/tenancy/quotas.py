@@ -1,0 +1,142 @@
+"""What each tenant has in use, across all fronts of a server: requests at once, and tokens in the last minute.
+
+Each tenant has a small file in the server's own directory, mapped by every front. A front writes only its own row and
+reads all rows, so no lock is needed; two fronts that admit at the same instant may overshoot by one request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.errors import BadRequest, QuotaExceeded
+from millrace.serve.tenancy.keyring import Tenant
+
+WINDOW_S = 60
+_OPEN, _SECONDS, _TOKENS = 0, 1, 1 + WINDOW_S
+_WIDTH = 1 + 2 * WINDOW_S
+
+
+class Usage:
+    """One tenant's row per front: open requests, then for each second of the last minute its number and its tokens."""
+
+    def __init__(self, cells: npt.NDArray[np.int64], front_index: int) -> None:
+        self._cells = cells
+        self._mine = cells[front_index]
+
+    @property
+    def num_open(self) -> int:
+        return int(self._cells[:, _OPEN].sum())
+
+    def open(self, change: int) -> None:
+        self._mine[_OPEN] += change
+
+    def spend(self, tokens: int, second: int) -> None:
+        slot = second % WINDOW_S
+        if self._mine[_SECONDS + slot] != second:
+            self._mine[_SECONDS + slot] = second
+            self._mine[_TOKENS + slot] = 0
+        self._mine[_TOKENS + slot] += tokens
+
+    def refund(self, tokens: int, second: int) -> None:
+        """Take back what was reserved at `second` and not used; nothing if that is no longer in the window."""
+        slot = second % WINDOW_S
+        if self._mine[_SECONDS + slot] == second:
+            self._mine[_TOKENS + slot] -= tokens
+
+    def spent(self, second: int) -> int:
+        return int(self._tokens(second).sum())
+
+    def seconds_until_free(self, wanted: int, limit: int, second: int) -> int:
+        """How long until `wanted` tokens fit under `limit`, if nothing else is spent."""
+        excess = int(self._tokens(second).sum()) + wanted - limit
+        order = np.argsort(self._cells[:, _SECONDS:_TOKENS], axis=None)
+        seconds = self._cells[:, _SECONDS:_TOKENS].ravel()[order]
+        leaving = np.cumsum(self._tokens(second).ravel()[order])
+        at = int(np.searchsorted(leaving, excess))
+        return max(1, int(seconds[min(at, len(seconds) - 1)]) + WINDOW_S - second)
+
+    def _tokens(self, second: int) -> npt.NDArray[np.int64]:
+        recent = self._cells[:, _SECONDS:_TOKENS] > second - WINDOW_S
+        tokens: npt.NDArray[np.int64] = np.where(recent, self._cells[:, _TOKENS:], 0)
+        return tokens
+
+
+class Quotas:
+    def __init__(self, directory: str | None = None, num_fronts: int = 1, front_index: int = 0) -> None:
+        self._directory = Path(directory) / "tenants" if directory is not None else None
+        self._num_fronts, self._front_index = num_fronts, front_index
+        self._usages: dict[str, Usage] = {}
+        if self._directory is not None:
+            self._directory.mkdir(exist_ok=True)
+            for file in self._directory.iterdir():  # What a former front of this index had open went with it.
+                self._map(file)[front_index] = 0
+
+    def usage(self, tenant: str) -> Usage:
+        if tenant not in self._usages:
+            self._usages[tenant] = Usage(self._cells(tenant), self._front_index)
+        return self._usages[tenant]
+
+    def _cells(self, tenant: str) -> npt.NDArray[np.int64]:
+        if self._directory is None:
+            return np.zeros((self._num_fronts, _WIDTH), np.int64)
+        return self._map(self._directory / hashlib.sha256(tenant.encode()).hexdigest())
+
+    def _map(self, file: Path) -> npt.NDArray[np.int64]:
+        size = self._num_fronts * _WIDTH * 8
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        return np.frombuffer(memory, np.int64).reshape(self._num_fronts, _WIDTH)
+
+
+class Reservation:
+    """What one admitted request holds of its tenant's quotas, until `release`."""
+
+    __slots__ = ("_second", "_tokens", "_usage")
+
+    def __init__(self, usage: Usage, tokens: int, second: int) -> None:
+        self._usage, self._tokens, self._second = usage, tokens, second
+
+    def release(self, used_tokens: int) -> None:
+        self._usage.open(-1)
+        if self._tokens > used_tokens:
+            self._usage.refund(self._tokens - used_tokens, self._second)
+
+
+def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservation:
+    """Take one request and `tokens` tokens from the tenant's quotas, or say when there will be room."""
+    usage, second = quotas.usage(tenant.name), math.floor(now)
+    if tenant.max_concurrent and usage.num_open >= tenant.max_concurrent:
+        raise QuotaExceeded(
+            f"Tenant {tenant.name!r} has {usage.num_open} requests open, the most it may have at once is"
+            f" {tenant.max_concurrent}; wait for one to end.",
+            retry_after_s=1.0,
+        )
+    limit = tenant.tokens_per_minute
+    if limit and tokens > limit:
+        raise BadRequest(
+            f"The request may use {tokens} tokens; tenant {tenant.name!r} may use {limit} in a minute."
+            " Shorten the prompt or lower max_tokens.",
+            param="max_tokens",
+            code="quota_exceeded",
+        )
+    if limit and (spent := usage.spent(second)) + tokens > limit:
+        wait_s = usage.seconds_until_free(tokens, limit, second)
+        raise QuotaExceeded(
+            f"Tenant {tenant.name!r} has used {spent} of its {limit} tokens per minute and this request may use"
+            f" {tokens}; retry in {wait_s} s.",
+            retry_after_s=wait_s,
+        )
+    usage.open(1)
+    usage.spend(tokens, second)
+    return Reservation(usage, tokens, second)

@@ -1,0 +1,104 @@
+"""Keeps an engine running under a server: starts it, notices its end, starts another.
+
+An engine that cannot start at all ends the server with its own sentence. One that has served and then dies is replaced,
+at once the first time and more and more slowly when it keeps dying; the fronts stay up and say so on /ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from millrace.config import Config
+
+if TYPE_CHECKING:
+    from millrace.link.client import EngineClient
+    from millrace.supervise.engine_process import EngineHandle
+
+log = logging.getLogger("millrace.serve")
+
+LAST_WORDS_S = 0.3
+"""The engine's own last message may still be on its way when its process has ended, and says more."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+CALM_S = 60.0
+"""An engine that has served this long has shown that it can: the next restart is at once again."""
+MOST_RESTARTS = 10
+"""In a row, none of which lived that long."""
+
+
+class EngineKeeper:
+    def __init__(self, config: Config, engine: EngineHandle) -> None:
+        self._config = config
+        self.engine = engine
+        self._client: EngineClient | None = None
+        self._on_replaced: Callable[[EngineHandle], None] = lambda engine: None
+        self._on_given_up: Callable[[str], None] = lambda message: None
+        self._num_restarts = 0
+        self._ready_at = 0.0
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def keep(
+        self,
+        client: EngineClient,
+        *,
+        on_replaced: Callable[[EngineHandle], None],
+        on_given_up: Callable[[str], None],
+    ) -> None:
+        """From now on, on this loop. `on_replaced` hears of each new engine, `on_given_up` of the end of trying."""
+        self._client, self._on_replaced, self._on_given_up = client, on_replaced, on_given_up
+        self._watch()
+
+    def close(self) -> None:
+        """The server is going down: a dying engine is no longer news."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _watch(self) -> None:
+        engine, loop = self.engine, asyncio.get_running_loop()
+
+        def on_death(message: str) -> None:
+            if engine is self.engine and not self._closed:
+                loop.call_later(LAST_WORDS_S, self._settle, message)
+
+        engine.watch(loop, on_death)
+
+    def _settle(self, message: str) -> None:
+        client = self._client
+        if client is None or self._closed:
+            return
+        was_ready = client.ready is not None
+        message = client.failure or message
+        if client.num_engine_starts == 0 or self._num_restarts >= MOST_RESTARTS:
+            client.fail(message)
+            self._on_given_up(message)
+            return
+        if was_ready and asyncio.get_running_loop().time() - self._ready_at > CALM_S:
+            self._num_restarts = 0
+        self._num_restarts += 1
+        client.fail(f"{message} It is being restarted.")
+        client.failure = f"{message.removesuffix(' It is being restarted.')} It is being restarted."
+        log.error("%s It is being restarted (%d in a row).", message, self._num_restarts)
+        task = asyncio.get_running_loop().create_task(self._replace())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _replace(self) -> None:
+        from millrace.supervise.engine_process import start_engine
+
+        if self._num_restarts > 1:
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_restarts - 2), LONGEST_PAUSE_S))
+        await asyncio.to_thread(self.engine.stop)
+        if self._closed or self._client is None:
+            return
+        self.engine = start_engine(self._config)
+        self._client.reconnect(self.engine.channel(0))
+        self._on_replaced(self.engine)
+        self._watch()
+        await self._client.wait_ready_again()
+        self._ready_at = asyncio.get_running_loop().time()
+        log.info("The engine is ready again.")

@@ -1,0 +1,153 @@
+"""Where the engine lives: a thread of this process, or a child process reached over Unix sockets.
+
+Either way the caller gets an `EngineHandle`. The child is started before its parent imports anything heavy, reads its
+settings from standard input, and ends when that pipe closes: an engine never outlives its server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from millrace.config import Config, as_dict
+from millrace.engine.lifetime import serve_engine
+from millrace.host.bytecode import keep_bytecode
+from millrace.host.early_context import has_gpu
+from millrace.host.libraries_ahead import read_libraries_ahead
+from millrace.link.address import engine_path
+from millrace.link.channel import FrontChannel, InProcessLink
+from millrace.link.front_end import SocketFrontChannel
+from millrace.link.messages import Stop
+
+STOP_TIMEOUT_S = 10.0
+
+
+OnDeath = Callable[[str], None]
+
+
+class EngineHandle(Protocol):
+    def channel(self, front_index: int = 0) -> FrontChannel: ...
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
+        """Call `on_death` on the loop with a sentence when the engine has ended."""
+
+    def kill(self) -> None:
+        """End it now, whatever it is doing."""
+
+    def stop(self) -> None:
+        """End the engine; bounded in time."""
+
+
+def start_engine(config: Config) -> EngineHandle:
+    engine: EngineHandle = EngineThread(config) if config.server.in_process else EngineProcess(config)
+    if config.run.device != "cpu" and has_gpu():
+        read_libraries_ahead()
+    return engine
+
+
+def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
+    """OpenMP threads that spin while they wait cost a busy neighbour dearly. Takes effect before torch is imported."""
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+class EngineThread:
+    """Front and engine in one process: the same code path, only the channel differs."""
+
+    def __init__(self, config: Config) -> None:
+        if "torch" not in sys.modules:
+            calm_threads(os.environ)
+        self._link = InProcessLink()
+        self._thread = threading.Thread(target=serve_engine, args=(config, self._link), name="engine", daemon=True)
+        self._thread.start()
+
+    def channel(self, front_index: int = 0) -> FrontChannel:
+        return self._link.front
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
+        def wait() -> None:
+            self._thread.join()
+            with contextlib.suppress(RuntimeError):  # The loop has closed: nobody is left to tell.
+                loop.call_soon_threadsafe(on_death, "The engine ended; the log says why.")
+
+        threading.Thread(target=wait, name="engine-watch", daemon=True).start()
+
+    def kill(self) -> None:
+        """A thread cannot be killed; it is asked to stop, and ends with the process if it does not."""
+        self._link.front.send(Stop())
+
+    def stop(self) -> None:
+        self._link.front.send(Stop())
+        self._thread.join(timeout=STOP_TIMEOUT_S)
+
+
+class EngineProcess:
+    def __init__(self, config: Config) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="millrace-")
+        engine_path(self._directory.name)  # Refused before a process is started for it.
+        environment = dict(os.environ)
+        calm_threads(environment)
+        keep_bytecode(environment)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "millrace.engine.child", self._directory.name, str(max(1, config.server.fronts))],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the front alone, which then drains.
+        )
+        if self.process.stdin is None:
+            raise AssertionError("the child has a pipe for its settings")
+        self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
+        self.process.stdin.flush()
+
+    @property
+    def directory(self) -> str:
+        """Where the sockets are; further fronts in other processes connect there."""
+        return self._directory.name
+
+    def channel(self, front_index: int = 0) -> FrontChannel:
+        return SocketFrontChannel(self._directory.name, front_index)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
+        watch_process(self.process.pid, loop, lambda: on_death(self._obituary()))
+
+    def _obituary(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1.0)
+        return f"The engine process ended with code {self.process.returncode}; its log says why."
+
+    def stop(self) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        try:
+            self.process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._directory.cleanup()
+
+
+def watch_process(pid: int, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
+    """Call `on_death` on the loop when the process ends. Works for any process, not only for a child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        loop.call_soon(on_death)
+        return
+
+    def on_readable() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        on_death()
+
+    loop.add_reader(descriptor, on_readable)

@@ -1,0 +1,100 @@
+"""A further front: `python -m millrace.supervise.front_child DIRECTORY INDEX INCARNATION`.
+
+Standard input brings one JSON line of settings, then a line for each engine in turn (where its sockets are, its
+process). The front listens on the same port as the first, and drains when it is told to or when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from millrace.config import MOST_RUNNING, Config, from_dict
+
+if TYPE_CHECKING:
+    from millrace.link.client import EngineClient
+
+ENGINE_ENDED = "The engine process ended; its log says why. It is being restarted."
+
+
+def max_open_requests(config: Config) -> int:
+    """A bound on what one front holds; how much may wait in all is the business of admission."""
+    return (config.plan.max_running or MOST_RUNNING) + config.plan.max_waiting
+
+
+def main() -> None:
+    directory, index, incarnation = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    config = from_dict(json.loads(sys.stdin.buffer.readline()))
+    engine = json.loads(sys.stdin.buffer.readline())
+
+    from millrace.observe.logs import setup_logging
+    from millrace.serve.app import run_front
+    from millrace.sources.resolve import resolve_model
+
+    setup_logging(config.observe.log_level, process=f"front {index}")
+
+    async def connect() -> EngineClient:
+        return _connect(config, index, incarnation, engine)
+
+    run_front(config, connect, resolve_model(config.model.source), reuse_port=True, directory=directory)
+
+
+def _connect(config: Config, index: int, incarnation: int, engine: dict[str, Any]) -> EngineClient:
+    from millrace.link.client import EngineClient
+    from millrace.link.front_end import SocketFrontChannel
+
+    client = EngineClient(
+        SocketFrontChannel(engine["directory"], index),
+        front_index=index,
+        incarnation=incarnation,
+        max_open=max_open_requests(config),
+    )
+    _watch_engine(client, engine["pid"])
+    _follow_parent(client, index)
+    return client
+
+
+def _watch_engine(client: EngineClient, pid: int) -> None:
+    from millrace.supervise.engine_process import watch_process
+
+    channel = client.channel
+
+    def on_death() -> None:
+        if client.channel is channel:
+            client.fail(ENGINE_ENDED)
+            client.failure = ENGINE_ENDED
+
+    watch_process(pid, asyncio.get_running_loop(), on_death)
+
+
+def _follow_parent(client: EngineClient, index: int) -> None:
+    """Each line on the pipe is a new engine. The pipe closes when the parent ends."""
+    from millrace.link.front_end import SocketFrontChannel
+
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+    pending = bytearray()
+
+    def on_readable() -> None:
+        data = os.read(descriptor, 65536)
+        if not data:
+            loop.remove_reader(descriptor)
+            signal.raise_signal(signal.SIGTERM)
+            return
+        pending.extend(data)
+        while b"\n" in pending:
+            line, _, rest = bytes(pending).partition(b"\n")
+            pending[:] = rest
+            engine = json.loads(line)
+            client.fail(ENGINE_ENDED)
+            client.reconnect(SocketFrontChannel(engine["directory"], index))
+            _watch_engine(client, engine["pid"])
+
+    loop.add_reader(descriptor, on_readable)
+
+
+if __name__ == "__main__":
+    main()

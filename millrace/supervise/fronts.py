@@ -1,0 +1,136 @@
+"""The further fronts of a server, as their parent sees them: started, told of each engine, replaced when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from millrace.config import Config, as_dict
+
+if TYPE_CHECKING:
+    from millrace.serve.app import FrontState
+    from millrace.supervise.engine_process import EngineHandle
+
+log = logging.getLogger("millrace.serve")
+
+STOP_GRACE_S = 5.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+
+
+class FrontProcess:
+    """One of them. Its settings and then each engine reach it as JSON lines on its standard input."""
+
+    def __init__(self, config: Config, directory: str, index: int, incarnation: int) -> None:
+        self.index = index
+        self.incarnation = incarnation
+        self._is_draining = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "millrace.supervise.front_child", directory, str(index), str(incarnation)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which then tells all fronts to drain.
+        )
+        self._tell(as_dict(config))
+
+    def tell_engine(self, engine: EngineHandle) -> None:
+        from millrace.supervise.engine_process import EngineProcess
+
+        assert isinstance(engine, EngineProcess), "config refuses several fronts in one process"
+        self._tell({"directory": engine.directory, "pid": engine.process.pid})
+
+    def _tell(self, line: object) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # It has died; whoever watches it replaces it.
+            self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def drain(self) -> None:
+        """Told once: a second signal would mean to stop at once."""
+        if not self._is_draining:
+            self._is_draining = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+class Fronts:
+    """All fronts but the first, which is the caller."""
+
+    def __init__(self, config: Config, directory: str, engine: EngineHandle) -> None:
+        self._config, self._directory, self._engine = config, directory, engine
+        self._stopping = False
+        self._state: FrontState | None = None
+        self._fronts = [self._start(index, 0) for index in range(1, config.server.fronts)]
+
+    def _start(self, index: int, incarnation: int) -> FrontProcess:
+        front = FrontProcess(self._config, self._directory, index, incarnation)
+        front.tell_engine(self._engine)
+        return front
+
+    def keep(self, state: FrontState) -> None:
+        """From now on replace those that die, on this loop."""
+        self._state = state
+        for front in self._fronts:
+            self._watch(front)
+
+    def tell_engine(self, engine: EngineHandle) -> None:
+        self._engine = engine
+        for front in self._fronts:
+            front.tell_engine(engine)
+
+    def _watch(self, front: FrontProcess) -> None:
+        from millrace.supervise.engine_process import watch_process
+
+        watch_process(front.process.pid, asyncio.get_running_loop(), lambda: self._on_death(front))
+
+    def _on_death(self, front: FrontProcess) -> None:
+        if self._stopping or self._state is None:
+            return
+        front.wait(1.0)
+        pause_s = min(FIRST_PAUSE_S * 2**front.incarnation, LONGEST_PAUSE_S)
+        log.error(
+            "Front %d ended with code %s; its streams are lost. Another takes its place in %.1f s.",
+            front.index,
+            front.process.returncode,
+            pause_s,
+        )
+        self._state.metrics.front_restarts.inc()
+        self._state.client.abort_front(front.index)
+        asyncio.get_running_loop().call_later(pause_s, self._replace, front)
+
+    def _replace(self, front: FrontProcess) -> None:
+        if not self._stopping:
+            successor = self._start(front.index, front.incarnation + 1)
+            self._fronts[self._fronts.index(front)] = successor
+            self._watch(successor)
+
+    def drain(self) -> None:
+        self._stopping = True
+        for front in self._fronts:
+            front.drain()
+
+    def stop(self, timeout_s: float) -> None:
+        self.drain()
+        for front in self._fronts:
+            front.wait(timeout_s + STOP_GRACE_S)
+
+    def kill(self) -> None:
+        self._stopping = True
+        for front in self._fronts:
+            with contextlib.suppress(ProcessLookupError):
+                front.process.kill()

@@ -1,0 +1,40 @@
+"""A progress bar for downloads, on standard error."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from millrace.sources.resolve import ModelFiles, resolve_model
+
+
+def fetch_with_progress(source: str, console: Console | None = None) -> ModelFiles:
+    """Resolve `source` with a progress bar on standard error. What is here already shows no bar."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console or Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        return resolve_model(source, progress=_Display(bar))
+
+
+class _Display:
+    """Turns (what, done, total) reports into tasks of one bar: a new task when what is done changes."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._what = ""
+        self._task: TaskID | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what != self._what and self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+        if self._task is None:
+            self._task = self._bar.add_task(what, total=total or None)
+            self._what = what
+        self._bar.update(self._task, completed=done, total=total or None)

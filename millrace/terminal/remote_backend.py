@@ -1,0 +1,137 @@
+"""Answers from any OpenAI-compatible server, streamed over plain HTTP with the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from millrace.errors import EngineUnavailable, MillraceError
+from millrace.params import SamplingParams
+from millrace.terminal.sampling_options import AnswerStats, openai_fields
+
+_TIMEOUT_S = 600.0
+
+
+class RemoteError(MillraceError):
+    """The server answered with an error; the message is its own."""
+
+
+class RemoteBackend:
+    """`stream_chat` and `stream_text` yield text as it comes; closing the generator early stops the server's work."""
+
+    def __init__(self, url: str, model: str = "", api_key: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RemoteError(f"'{url}' is not the address of a server; write it like http://127.0.0.1:8000")
+        self._parts = parts
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        self.model_name = model or self._first_model()
+        self.last = AnswerStats()
+
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Iterator[str]:
+        yield from self._stream("/v1/chat/completions", {"messages": list(messages), **openai_fields(params)})
+
+    def stream_text(self, prompt: str, params: SamplingParams) -> Iterator[str]:
+        yield from self._stream("/v1/completions", {"prompt": prompt, **openai_fields(params)})
+
+    def close(self) -> None:
+        pass
+
+    def _first_model(self) -> str:
+        connection, response = self._request("GET", "/v1/models", None)
+        try:
+            names = [entry["id"] for entry in json.loads(response.read())["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteError(f"{self._address()} does not list its models; name one as MODEL.") from error
+        finally:
+            connection.close()
+        if not names:
+            raise RemoteError(f"{self._address()} serves no model.")
+        return str(names[0])
+
+    def _stream(self, path: str, fields: dict[str, object]) -> Iterator[str]:
+        body = {"model": self.model_name, "stream": True, "stream_options": {"include_usage": True}, **fields}
+        started = time.monotonic()
+        connection, response = self._request("POST", path, body)
+        first_s, pieces, reason = 0.0, 0, ""
+        usage: dict[str, Any] = {}
+        try:
+            for event in _events(response):
+                if event.get("error"):
+                    raise RemoteError(_message_of(event) or str(event["error"]))
+                usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    reason = choice.get("finish_reason") or reason
+                    text = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+                    if text:
+                        first_s = first_s or time.monotonic() - started
+                        pieces += 1
+                        yield text
+        except (http.client.HTTPException, OSError) as error:
+            raise RemoteError(f"{self._address()} broke off the answer ({type(error).__name__} {error}).") from error
+        finally:
+            connection.close()
+            self.last = AnswerStats(
+                prompt_tokens=usage.get("prompt_tokens", 0),
+                cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+                output_tokens=usage.get("completion_tokens", pieces),
+                first_token_s=first_s,
+                total_s=time.monotonic() - started,
+                finish_reason=reason or "interruption",
+            )
+
+    def _request(
+        self, method: str, path: str, body: object
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=_TIMEOUT_S)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._base + path, body=data, headers=self._headers)
+            response = connection.getresponse()
+        except (http.client.HTTPException, OSError) as error:
+            connection.close()
+            raise EngineUnavailable(f"{self._address()} does not answer ({error}); is the server running?") from error
+        if response.status != 200:
+            text = response.read().decode(errors="replace")
+            connection.close()
+            hint = " Give a key with --api-key." if response.status in (401, 403) else ""
+            raise RemoteError(f"{self._address()} answers {response.status}: {_explained(text)}{hint}")
+        return connection, response
+
+    def _address(self) -> str:
+        return f"{self._parts.scheme}://{self._parts.netloc}"
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    while line := response.readline():
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        event = json.loads(data)
+        if isinstance(event, dict):
+            yield event
+
+
+def _explained(text: str) -> str:
+    """The sentence inside an error body, or the body itself."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return text[:300].strip() or "nothing"
+    return (_message_of(body) if isinstance(body, dict) else "") or text[:300]
+
+
+def _message_of(body: dict[str, Any]) -> str:
+    error = body.get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""

@@ -1,0 +1,282 @@
+"""Conversations to prompts: the model's own Jinja template, rendered byte for byte as Hugging Face renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from millrace.errors import BadRequest, ConfigError
+from millrace.text.chat.sandbox import ChatEnvironment
+from millrace.text.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from millrace.sources.resolve import ModelFiles
+
+Message = dict[str, Any]
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+_REMEDY = "give another template with --chat-template"
+_PROBE = "qxqPROBEqxq"
+"""A text that templates let through unchanged: no spaces, nothing to escape."""
+
+
+class ChatTemplate:
+    """A model's templates by name, compiled when first used. May be used from any number of threads."""
+
+    def __init__(
+        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], model: str = "The model"
+    ) -> None:
+        """`special_tokens` are variables in every template: bos_token and its like."""
+        self._templates = dict(templates)
+        self._special_tokens = dict(special_tokens)
+        self._model = model
+        self._environment = ChatEnvironment()
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._takes_parts: dict[tuple[str, str], bool] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt, special tokens included; encode it with `add_special=False`.
+
+        `add_generation_prompt` opens the assistant's turn, which is the default. `continue_final_message` leaves the
+        last message open instead, at its content or at the field named. Content given as text parts reaches the
+        template as parts if it renders them like plain text, and otherwise joined by newlines.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise BadRequest(
+                "add_generation_prompt and continue_final_message are both set, but an answer either begins or"
+                " continues; drop one of them.",
+                param="continue_final_message",
+            )
+        opens_turn = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        name = self._choose(tools)
+        chat = _checked_messages(messages)
+        for message in chat:
+            self._settle_parts(name, message)
+        given = _plain({"tools": tools, "documents": documents, **_checked_variables(variables)}, "The template's data")
+        field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        final = _tag_final(chat, field, self._templates[name]) if continue_final_message else None
+        own = {"messages": chat, "add_generation_prompt": opens_turn}
+        text = self._run(name, {**self._special_tokens, **given, **own})
+        return text if final is None else _cut_at_tag(text, final)
+
+    def _choose(self, tools: object) -> str:
+        """The template's name. A model may have one of its own for conversations with tools."""
+        if not self._templates:
+            raise BadRequest(
+                f"{self._model} has no chat template, so it takes no messages. Use /v1/completions with a prompt, or"
+                " start the server with --chat-template <file>.",
+                param="messages",
+                code="no_chat_template",
+            )
+        if tools is not None and TOOL_USE in self._templates:
+            return TOOL_USE
+        if DEFAULT in self._templates:
+            return DEFAULT
+        raise BadRequest(
+            f"{self._model} has the chat templates {', '.join(sorted(self._templates))}, none of them 'default';"
+            f" {_REMEDY}.",
+            param="messages",
+        )
+
+    @property
+    def source(self) -> str:
+        """The default template as it was written; empty where there is none."""
+        return self._templates.get(DEFAULT, "")
+
+    def compile(self, name: str = DEFAULT) -> jinja2.Template:
+        """The compiled template; raises jinja2.TemplateSyntaxError."""
+        template = self._compiled.get(name)
+        if template is None:
+            template = self._compiled[name] = self._environment.from_string(self._templates[name])
+        return template
+
+    def _run(self, name: str, variables: dict[str, Any]) -> str:
+        try:
+            return self._environment.render_within_budget(self.compile(name), variables)
+        except jinja2.TemplateSyntaxError as error:
+            what = f"has a syntax error in line {error.lineno}: {error.message}; {_REMEDY}"
+        except jinja2.exceptions.SecurityError as error:
+            what = f"was stopped: {error}; {_REMEDY}"
+        except jinja2.UndefinedError as error:
+            what = f"cannot be applied to these messages: {error}"
+        except jinja2.TemplateError as error:
+            what = f"refuses these messages: {error}"
+        except RecursionError:
+            what = f"was stopped: it calls itself without end; {_REMEDY}"
+        except MemoryError:
+            what = f"was stopped: it needs more memory than there is; {_REMEDY}"
+        except Exception as error:  # whatever a template's own expressions can raise
+            what = f"cannot be applied to these messages: {type(error).__name__}: {error}"
+        raise BadRequest(f"The chat template {_one_sentence(what)}", param="messages", code="chat_template_failed")
+
+    # ── content in parts ──────────────────────────────────────────────────────────────────────────────────────────────
+    def _settle_parts(self, name: str, message: Message) -> None:
+        """Content in parts becomes one text unless the template reads parts itself."""
+        content = message.get("content")
+        if not isinstance(content, (list, tuple)):
+            return
+        texts = [_part_text(part) for part in content]
+        role = str(message.get("role"))
+        takes_parts = self._takes_parts.get((name, role))
+        if takes_parts is None:
+            takes_parts = self._takes_parts[name, role] = self._renders_parts(name, role)
+        if not takes_parts:
+            message["content"] = "\n".join(texts)
+
+    def _renders_parts(self, name: str, role: str) -> bool:
+        """Whether one text part of this role renders as the text itself does, or as only parts do."""
+
+        def rendered(content: Any) -> str:
+            probe: Message = {"role": role, "content": content}
+            user = {"role": "user", "content": "x"}
+            chat = {"user": [probe], "system": [probe, user], "developer": [probe, user]}.get(role, [user, probe])
+            try:
+                return self._run(name, {**self._special_tokens, "messages": chat, "add_generation_prompt": False})
+            except BadRequest:
+                return ""
+
+        as_parts, as_text = rendered([{"type": "text", "text": _PROBE}]), rendered(_PROBE)
+        return _PROBE in as_parts and (as_parts == as_text or _PROBE not in as_text)
+
+
+def _one_sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return (text if len(text) <= 500 else text[:500] + "…").removesuffix(".") + "."
+
+
+# ── what goes into a template ─────────────────────────────────────────────────────────────────────────────────────────
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    if not messages:
+        raise BadRequest("messages is empty; send at least one message.", param="messages")
+    chat = _plain(list(messages), "messages")
+    for place, message in enumerate(chat):
+        if not isinstance(message, dict):
+            raise BadRequest(
+                f"messages[{place}] is a {type(message).__name__}; it must be an object.", param="messages"
+            )
+    return [_with_reasoning(message) for message in chat]
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Templates read a message's reasoning under several names; all of them are filled."""
+    reasoning = next((message[field] for field in _REASONING_FIELDS if message.get(field) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _checked_variables(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in variables:
+        if name in _RESERVED:
+            raise BadRequest(f"The template variable {name!r} is reserved; remove it.", param="chat_template_kwargs")
+    return variables
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A deep copy out of plain JSON types, so that a template can reach nothing else and change nothing of ours."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int.__int__(value) if isinstance(value, int) else float.__float__(value)
+    raise BadRequest(f"{where} holds a {type(value).__name__}; only JSON values are allowed there.", param="messages")
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise BadRequest(
+        f"A message's content has a part of type {kind!r}; this model reads text parts only:"
+        ' {"type": "text", "text": "…"}.',
+        param="messages",
+    )
+
+
+# ── continuing the last message ───────────────────────────────────────────────────────────────────────────────────────
+def _tag_final(chat: list[Message], field: str, template: str) -> str:
+    """Mark the end of the text to continue, and return that text."""
+    final = chat[-1]
+    text = final.get(field)
+    if text is None:
+        raise BadRequest(
+            f"continue_final_message is set, but the last message has no {field!r} to continue.", param="messages"
+        )
+    fields = [field]
+    if field in _REASONING_FIELDS:
+        fields = [name for name in _REASONING_FIELDS if final.get(name) == text]
+    if not any(name in template for name in fields):
+        raise BadRequest(
+            f"continue_final_message names {field!r}, which the chat template does not read.", param="messages"
+        )
+    if isinstance(text, list):
+        return _tag_last_part(text)
+    if not isinstance(text, str):
+        raise BadRequest(f"The last message's {field!r} is not a text, so it cannot be continued.", param="messages")
+    for name in fields:
+        final[name] = final[name] + _CONTINUE_TAG
+    return text
+
+
+def _tag_last_part(parts: list[Any]) -> str:
+    for part in reversed(parts):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _CONTINUE_TAG
+            return text
+    raise BadRequest("continue_final_message is set, but the last message has no text to continue.", param="messages")
+
+
+def _cut_at_tag(rendered: str, final: str) -> str:
+    """The prompt up to the tag. Where the template trimmed the tag's space, it would have trimmed the text's too."""
+    if final.strip() not in rendered or _CONTINUE_TAG.strip() not in rendered:
+        raise BadRequest(
+            "continue_final_message is set, but the chat template does not write the last message as it is, so it"
+            " cannot be continued.",
+            param="continue_final_message",
+        )
+    at = rendered.rindex(_CONTINUE_TAG.strip())
+    is_kept = rendered[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG
+    return rendered[:at] if is_kept else rendered[:at].rstrip()
+
+
+# ── finding templates ─────────────────────────────────────────────────────────────────────────────────────────────────
+def load_chat_template(files: ModelFiles, tokenizer: Tokenizer, override_path: str = "") -> ChatTemplate:
+    """The model's templates, or the one in the file given. Without any, `render` says what to do."""
+    if not override_path:
+        return ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens, f"The model '{files.name}'")
+    path = Path(override_path).expanduser()
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The chat template {path} cannot be read: {error}. Give a file with a Jinja template.",
+            param="model.chat_template",
+        ) from error
+    template = ChatTemplate({DEFAULT: source}, tokenizer.special_tokens, f"The model '{files.name}'")
+    try:
+        template.compile()
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"The chat template {path} has a syntax error in line {error.lineno}: {error.message}.",
+            param="model.chat_template",
+        ) from error
+    return template

@@ -1,0 +1,144 @@
+"""Text to token ids and back, over the `tokenizers` library, with the same ids as the model's own tokenizer.
+
+A `Tokenizer` is immutable once built and may be used from any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer as Backend
+
+from millrace.errors import BadRequest
+from millrace.text.tokenizers.token_table import TokenTable, table_for
+
+if TYPE_CHECKING:
+    from millrace.sources.resolve import ModelFiles
+
+_MAX_ID = 2**31 - 1
+
+END_NAMES = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+)
+"""Control tokens that end a turn in every family that has them, whether or not the file names them as such."""
+
+
+class Tokenizer:
+    """One model's vocabulary: how it cuts text, which ids are special, and what a text begins and ends with."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        vocab_size: int = 0,
+        bos_token_id: int | None = None,
+        end_token_ids: tuple[int, ...] = (),
+        prefix_ids: tuple[int, ...] = (),
+        suffix_ids: tuple[int, ...] = (),
+        special_tokens: Mapping[str, str] | None = None,
+        special_ids: frozenset[int] = frozenset(),
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """`special_ids` are hidden besides the ones that the backend itself calls special."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._prefix = list(prefix_ids)
+        self._suffix = list(suffix_ids)
+        self.chat_templates: dict[str, str] = dict(chat_templates or {})
+        """Jinja sources by name ("default", "tool_use", …), as they came with the vocabulary."""
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        """One above the highest id that may be decoded; ids in between can lack a token."""
+        self.bos_token_id = bos_token_id
+        self.end_token_ids = end_token_ids
+        """Every token that ends a turn, the model's own end of text first."""
+        self.special_tokens: dict[str, str] = dict(special_tokens or {})
+        """By role (bos_token, eos_token, …), as chat templates want them."""
+        self.special_ids = frozenset(index for index, token in added.items() if token.special) | special_ids
+        """Control tokens: the ones that decoding hides unless asked not to."""
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """Ids to bytes and text, for the detokeniser."""
+        return table_for(self._backend, self.vocab_size, self.special_ids)
+
+    def to_json(self) -> str:
+        """In the form of a tokenizer.json, without the tokens that a text begins and ends with."""
+        return self._backend.to_str()
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of the text. Special tokens spelled out in it become those tokens.
+
+        `add_special` puts BOS (and what else the model wants) around the text; a rendered chat has them already.
+        """
+        return self.encode_batch([text], add_special=add_special)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
+        """As `encode`, for many texts on all cores. The interpreter is free while it runs."""
+        try:
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise _not_unicode(texts) or error from error
+        if not add_special or not (self._prefix or self._suffix):
+            return [one.ids for one in encoded]
+        return [self._prefix + one.ids + self._suffix for one in encoded]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of the ids, as Hugging Face decodes them. Ids without a token have no text."""
+        if len(ids) and not (min(ids) >= 0 and max(ids) <= _MAX_ID):
+            wrong = next(token_id for token_id in ids if not 0 <= token_id <= _MAX_ID)
+            raise BadRequest(f"{wrong} is not a token id; ids run from 0 to {self.vocab_size - 1}.")
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes, which need not be whole characters. None for an id without a token."""
+        return self.table.bytes_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The token's bytes as text, broken characters as U+FFFD."""
+        return self.table.bytes_of(token_id).decode("utf-8", "replace")
+
+    def as_json(self) -> str:
+        """The vocabulary and its rules as a tokenizer.json."""
+        return self._backend.to_str()
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling in the vocabulary."""
+        return self._backend.token_to_id(token)
+
+
+def _not_unicode(texts: Sequence[str]) -> BadRequest | None:
+    """The error for a text with half of a surrogate pair, which no encoding can carry."""
+    for text in texts:
+        for place, char in enumerate(text):
+            if "\ud800" <= char <= "\udfff":
+                return BadRequest(
+                    f"The text is not valid Unicode: character {place} is the lone surrogate U+{ord(char):04X}."
+                    " Send text that is valid UTF-8."
+                )
+    return None
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of a resolved model."""
+    if files.kind == "gguf":
+        from millrace.sources.gguf_file import read_gguf
+        from millrace.text.tokenizers.gguf_tokenizer import build_gguf_tokenizer
+
+        return build_gguf_tokenizer(read_gguf(files.path).metadata, str(files.path))
+    from millrace.text.tokenizers.hf_tokenizer import build_hf_tokenizer
+    from millrace.text.tokenizers.stand_in import build_stand_in
+
+    directory = files.path.parent if files.kind == "random" else files.path
+    if files.kind == "random" and not (directory / "tokenizer.json").is_file():
+        return build_stand_in(files.config)
+    return build_hf_tokenizer(directory, files.config)

@@ -1,0 +1,73 @@
+"""Threads that answer ask for short slices; threads that compute do not inherit them."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from millrace.host.time_slice import LONG_NS, SHORT_NS, ask_for_short_slices, ask_for_usual_slices, own_slice_ns
+from millrace.run.device import CpuDevice
+
+
+def in_thread(work: Callable[[], None]) -> list[int | None]:
+    """The slices of a new thread before and after `work`."""
+    seen: list[int | None] = []
+
+    def run() -> None:
+        seen.append(own_slice_ns())
+        work()
+        seen.append(own_slice_ns())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    return seen
+
+
+@pytest.fixture
+def usual() -> int:
+    before, after = in_thread(ask_for_short_slices)
+    if before in (None, 0) or after != SHORT_NS:
+        pytest.skip("this system has no slices that a thread can choose (Linux 6.12 and later)")
+    assert before is not None
+    return before
+
+
+def test_a_thread_asks_for_itself(usual: int) -> None:
+    assert in_thread(ask_for_short_slices) == [usual, SHORT_NS]
+
+    def there_and_back() -> None:
+        ask_for_short_slices()
+        ask_for_usual_slices()
+
+    assert in_thread(there_and_back) == [usual, usual]
+    assert own_slice_ns() == usual
+
+
+def test_threads_that_compute_have_long_slices(usual: int) -> None:
+    """Longer than those of all who ask for none, also when the thread that starts them has short ones."""
+    assert usual < LONG_NS
+    device = CpuDevice(1)
+    found: list[int | None] = []
+
+    def loop() -> None:
+        ask_for_short_slices()
+        found.append(device.launch(own_slice_ns, lambda slice_ns: slice_ns).wait())
+
+    assert in_thread(loop) == [usual, SHORT_NS]
+    assert found == [LONG_NS]
+    device.close()
+
+
+def test_the_policy_and_niceness_of_the_user_stay() -> None:
+    code = (
+        "import os; os.nice(5); os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0));"
+        "from millrace.host.time_slice import ask_for_short_slices; ask_for_short_slices();"
+        "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_BATCH)"
+    )
+    if sys.platform != "linux":
+        pytest.skip("niceness and policies are Linux's here")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == ["5", "True"]

@@ -1,0 +1,86 @@
+"""What serve says: a memory plan that adds up, a line a shell accepts, a status line that cleans up after itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+
+import pytest
+
+from millrace.link.messages import EngineReady
+from millrace.terminal.startup_message import curl_line, memory_table, reachable_url, ready_lines
+from millrace.terminal.status_line import StatusLine
+
+READY = EngineReady(
+    model_name="it's a model",
+    max_context=8192,
+    vocab_size=10,
+    kv_tokens=1000,
+    block_size=16,
+    dtype="float32",
+    device="cpu",
+    memory_plan={"weights": 270 << 20, "KV pool, 1,000 tokens": 1 << 30},
+    fingerprint="f",
+)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_curl_line_is_one_line_that_a_shell_splits_as_meant(is_chat: bool) -> None:
+    line = curl_line("it's a model", "http://127.0.0.1:1", is_chat=is_chat)
+    assert "\n" not in line
+    words = shlex.split(line)
+    assert words[:2] == ["curl", f"http://127.0.0.1:1/v1/{'chat/' if is_chat else ''}completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "it's a model"
+    assert ("messages" in body) is is_chat
+
+
+def test_last_line_is_the_curl() -> None:
+    assert list(ready_lines(READY, "http://h:1", 1.0, is_chat=True))[-1].startswith("curl http://h:1/")
+
+
+def test_memory_table_lists_every_part() -> None:
+    lines = list(memory_table(READY))
+    assert lines[0] == "memory on cpu, float32:"
+    assert lines[1].split() == ["weights", "270", "MiB"]
+    assert lines[2].endswith("1,024 MiB")
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:5"),
+        ("::", "http://127.0.0.1:5"),
+        ("::1", "http://[::1]:5"),
+        ("10.0.0.1", "http://10.0.0.1:5"),
+    ],
+)
+def test_url_can_be_reached_from_here(host: str, url: str) -> None:
+    assert reachable_url(host, 5) == url
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_status_line_is_redrawn_and_removed() -> None:
+    out = FakeTerminal()
+    with StatusLine(out) as line:
+        line.show("weights", 1, 2)
+        line.show("weights", 2, 2)
+    assert " 50%" in out.getvalue()
+    assert "100%" in out.getvalue()
+    assert out.getvalue().endswith("\r\033[K")
+    assert "\n" not in out.getvalue()
+
+
+def test_status_line_elsewhere_says_each_thing_once() -> None:
+    out = io.StringIO()
+    with StatusLine(out) as line:
+        for done in range(5):
+            line.show("weights", done, 5)
+        line.show("warm-up")
+    assert out.getvalue() == "weights …\nwarm-up …\n"
