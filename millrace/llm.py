@@ -24,7 +24,8 @@ from millrace.sources.resolve import resolve_model
 from millrace.supervise.engine_process import EngineThread
 from millrace.text.chat.template import ChatTemplate, load_chat_template
 from millrace.text.text_stream import TextStream
-from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -173,7 +174,7 @@ class LLM:
     async def _generate_all(
         self, prompts: list[Prompt], params: list[SamplingParams], progress: bool
     ) -> list[Generation]:
-        from millrace.terminal.progress import count_progress
+        from millrace.observe.progress import count_progress
 
         # Enough requests open to keep every row busy; a list of any length costs no more memory than that.
         window = asyncio.Semaphore(4 * (self.config.plan.max_running or MOST_RUNNING))

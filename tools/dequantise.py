@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 
 from millrace.sources.resolve import ModelFiles, resolve_model
-from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.sources.resolve import ModelFiles
 from millrace.text.chat.template import load_chat_template
-from millrace.text.tokenizers.tokenizer import load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
 
 KEEP_ALIVE_S = 75.0
 """How long a connection may be idle, or take to send a request's head."""

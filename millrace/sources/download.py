@@ -7,7 +7,6 @@ under its final name, and only after its SHA-256 was verified; a marker beside i
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import os
@@ -110,21 +109,25 @@ def _verify_existing(path: Path, model: KnownModel, report: Progress) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path, model: KnownModel, report: Progress) -> Iterator[None]:
     """Hold the lock file. The kernel releases it when its holder ends, however it ends, so it never goes stale."""
-    deadline = time.monotonic() + LOCK_WAIT_S
-    with path.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ModelError(
-                        f"Another process has held {path} for {LOCK_WAIT_S:.0f} s while fetching {model.name}."
-                        " End that process and run again."
-                    ) from None
-                report(f"waiting for another process that fetches {model.name}", 0, model.download_bytes)
-                time.sleep(0.1)
+    from filelock import FileLock, Timeout  # 20 ms to import, and seldom needed.
+
+    deadline, lock = time.monotonic() + LOCK_WAIT_S, FileLock(path)
+    while True:
+        try:
+            lock.acquire(blocking=False)
+            break
+        except Timeout:
+            if time.monotonic() > deadline:
+                raise ModelError(
+                    f"Another process has held {path} for {LOCK_WAIT_S:.0f} s while fetching {model.name}."
+                    " End that process and run again."
+                ) from None
+            report(f"waiting for another process that fetches {model.name}", 0, model.download_bytes)
+            time.sleep(0.1)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _fetch(path: Path, model: KnownModel, report: Progress, limits: Limits | None) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from millrace.errors import ModelError
 from millrace.sources.download import Progress, fetch_known
-from millrace.sources.gguf_config import config_from_gguf
-from millrace.sources.gguf_model import open_gguf_model
+from millrace.sources.gguf.config import config_from_gguf
+from millrace.sources.gguf.model import open_gguf_model
 from millrace.sources.hf_config import read_config
 from millrace.sources.hf_files import find_weights, has_pickled_weights
 from millrace.sources.hub import fetch_gguf, fetch_snapshot

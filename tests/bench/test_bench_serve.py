@@ -14,7 +14,7 @@ from millrace.cli import main
 from millrace.config import DEFAULT_MODEL, Config, num_fronts, replace
 from millrace.sources.resolve import resolve_model
 from millrace.text.chat.template import load_chat_template
-from millrace.text.tokenizers.tokenizer import load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

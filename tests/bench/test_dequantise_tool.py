@@ -15,7 +15,7 @@ from helpers.gguf_files import write_gguf
 from millrace.models.weights.open import open_weights
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.text.tokenizers.hf_tokenizer import build_hf_tokenizer
-from millrace.text.tokenizers.tokenizer import load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
 
 TOOL = Path(__file__).parents[2] / "tools" / "dequantise.py"
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from millrace.models.weights.dequantise import dequantise
-from millrace.sources.gguf_file import read_gguf
+from millrace.sources.gguf.reader import read_gguf
 from millrace.sources.known_models import KNOWN_MODELS, find_known
 from millrace.sources.resolve import ModelFiles, resolve_model
-from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1800)]
 

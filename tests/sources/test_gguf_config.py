@@ -11,8 +11,8 @@ import pytest
 from helpers.gguf_files import write_gguf
 
 from millrace.errors import ModelError
-from millrace.sources.gguf_config import config_from_gguf
-from millrace.sources.gguf_model import open_gguf_model
+from millrace.sources.gguf.config import config_from_gguf
+from millrace.sources.gguf.model import open_gguf_model
 
 BASE: dict[str, Any] = {
     "block_count": 2,

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import ModelError
-from millrace.sources.gguf_file import read_gguf
-from millrace.sources.gguf_model import open_gguf_model
+from millrace.sources.gguf.model import open_gguf_model
+from millrace.sources.gguf.reader import read_gguf
 
 
 def pack_string(text: bytes | str) -> bytes:

@@ -7,7 +7,8 @@ from text.small_vocabularies import small_byte_level, small_sentence_piece
 
 from millrace.config import DEFAULT_MODEL
 from millrace.sources.resolve import ModelFiles, resolve_model
-from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from millrace.errors import BadRequest
-from millrace.sources.gguf_file import read_gguf
+from millrace.sources.gguf.reader import read_gguf
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.text.chat.template import ChatTemplate, load_chat_template
-from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 

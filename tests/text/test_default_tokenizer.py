@@ -13,7 +13,7 @@ import regex
 from text import corpus
 
 from millrace.errors import BadRequest
-from millrace.sources.gguf_file import read_gguf
+from millrace.sources.gguf.reader import read_gguf
 from millrace.sources.resolve import ModelFiles
 from millrace.text.tokenizers.token_table import CHAR_OF_BYTE
 from millrace.text.tokenizers.tokenizer import Tokenizer

@@ -18,8 +18,9 @@ from millrace.errors import ModelError
 from millrace.sources.resolve import ModelFiles
 from millrace.text.chat.template import load_chat_template
 from millrace.text.detokenizer import Detokenizer
+from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.spm_merges import derive_merges
-from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 def trained() -> Backend:

@@ -16,7 +16,8 @@ from text import corpus
 
 from millrace.sources.resolve import resolve_model
 from millrace.text.detokenizer import Detokenizer
-from millrace.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real_models
 

@@ -8,8 +8,8 @@ import pytest
 
 from millrace.errors import ModelError
 from millrace.sources.resolve import ModelFiles
+from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.stand_in import build_stand_in
-from millrace.text.tokenizers.tokenizer import load_tokenizer
 
 
 def test_ids_are_bytes() -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from millrace.sources.resolve import resolve_model
-from millrace.text.tokenizers.tokenizer import load_tokenizer
+from millrace.text.tokenizers.load import load_tokenizer
 
 
 def write_shape_model(folder: Path, shape: Path, tokenizer_of: str) -> None:
@@ -15,6 +15,6 @@ def write_shape_model(folder: Path, shape: Path, tokenizer_of: str) -> None:
     tokenizer = load_tokenizer(resolve_model(tokenizer_of))
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(shape, folder / "config.json")
-    (folder / "tokenizer.json").write_text(tokenizer.as_json(), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     settings = {**tokenizer.special_tokens, "chat_template": tokenizer.chat_templates.get("default", "")}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.errors import ModelError
-from millrace.sources.gguf_model import GgufModel
+from millrace.sources.gguf.model import GgufModel
 
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",

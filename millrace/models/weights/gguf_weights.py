@@ -12,7 +12,7 @@ import torch
 from millrace.errors import ModelError
 from millrace.models.weights.dequantise import PLAIN, Bytes, check_supported, dequantise, stored_dtype
 from millrace.models.weights.gguf_names import Part, parts_by_name
-from millrace.sources.gguf_model import GgufModel
+from millrace.sources.gguf.model import GgufModel
 
 
 class GgufWeights:

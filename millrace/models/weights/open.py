@@ -6,7 +6,7 @@ from millrace.models.weights.gguf_weights import GgufWeights
 from millrace.models.weights.random_weights import RandomWeights
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
 from millrace.models.weights.source import WeightSource
-from millrace.sources.gguf_model import open_gguf_model
+from millrace.sources.gguf.model import open_gguf_model
 from millrace.sources.resolve import ModelFiles
 
 

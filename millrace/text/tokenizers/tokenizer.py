@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as Backend
 
 from millrace.errors import BadRequest
 from millrace.text.tokenizers.token_table import TokenTable, table_for
-
-if TYPE_CHECKING:
-    from millrace.sources.resolve import ModelFiles
 
 _MAX_ID = 2**31 - 1
 
@@ -107,10 +103,6 @@ class Tokenizer:
         """The token's bytes as text, broken characters as U+FFFD."""
         return self.table.bytes_of(token_id).decode("utf-8", "replace")
 
-    def as_json(self) -> str:
-        """The vocabulary and its rules as a tokenizer.json."""
-        return self._backend.to_str()
-
     def token_id(self, token: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
         return self._backend.token_to_id(token)
@@ -126,19 +118,3 @@ def _not_unicode(texts: Sequence[str]) -> BadRequest | None:
                     " Send text that is valid UTF-8."
                 )
     return None
-
-
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of a resolved model."""
-    if files.kind == "gguf":
-        from millrace.sources.gguf_file import read_gguf
-        from millrace.text.tokenizers.gguf_tokenizer import build_gguf_tokenizer
-
-        return build_gguf_tokenizer(read_gguf(files.path).metadata, str(files.path))
-    from millrace.text.tokenizers.hf_tokenizer import build_hf_tokenizer
-    from millrace.text.tokenizers.stand_in import build_stand_in
-
-    directory = files.path.parent if files.kind == "random" else files.path
-    if files.kind == "random" and not (directory / "tokenizer.json").is_file():
-        return build_stand_in(files.config)
-    return build_hf_tokenizer(directory, files.config)

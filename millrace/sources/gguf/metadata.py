@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import ModelError
-from millrace.sources.gguf_model import GgufModel
+from millrace.sources.gguf.model import GgufModel
 
 
 class Metadata:

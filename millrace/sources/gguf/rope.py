@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.errors import ModelError
-from millrace.sources.gguf_metadata import Metadata
+from millrace.sources.gguf.metadata import Metadata
 
 ROPE_FREQS = "rope_freqs.weight"
 _RELATIVE_TOLERANCE = 1e-3

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.errors import ModelError
-from millrace.sources.gguf_metadata import Metadata
-from millrace.sources.gguf_model import GgufModel
-from millrace.sources.gguf_rope import rope_scaling
+from millrace.sources.gguf.metadata import Metadata
+from millrace.sources.gguf.model import GgufModel
+from millrace.sources.gguf.rope import rope_scaling
 
 MAX_LAYERS = 1024
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.errors import ModelError
-from millrace.sources.gguf_file import GgufFile, GgufTensor, read_gguf
+from millrace.sources.gguf.reader import GgufFile, GgufTensor, read_gguf
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 
