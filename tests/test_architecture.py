@@ -1,17 +1,82 @@
-"""The walls of the house, where import-linter's contracts (pyproject.toml) cannot say it exactly enough."""
+"""Rules about the tree that import-linter's contracts in pyproject.toml cannot express."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1] / "millrace"
+MAX_FILES_PER_ROOM = 18
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """Every import of the package, including those inside functions and under TYPE_CHECKING."""
+    return grimp.build_graph("millrace", cache_dir=None)
+
+
+def find_circle(graph: grimp.ImportGraph) -> list[str]:
+    """One chain of modules that ends where it starts, or nothing."""
+    edges = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_import_circle(graph: grimp.ImportGraph) -> None:
+    circle = find_circle(graph)
+    assert not circle, " <- ".join(circle)
+
+
+@pytest.mark.parametrize("importer", ["import toy.b", "def f():\n    from toy import b"])
+def test_import_circle_is_found_at_module_and_function_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importer: str
+) -> None:
+    package = tmp_path / "toy"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "a.py").write_text(importer)
+    (package / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from toy.a import x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert set(find_circle(grimp.build_graph("toy", cache_dir=None))) == {"toy.a", "toy.b"}
+
+
+def test_no_room_is_crowded() -> None:
+    num_files = Counter(file.parent for file in ROOT.rglob("*.py"))
+    crowded = {str(room.relative_to(ROOT)): count for room, count in num_files.items() if count > MAX_FILES_PER_ROOM}
+    assert not crowded, f"more than {MAX_FILES_PER_ROOM} files; make sub-rooms: {crowded}"
+
+
+def contract_modules(contract: dict[str, Any]) -> Iterator[str]:
+    """Every module that an import-linter contract names. Layers are relative to their containers."""
+    for key in ("source_modules", "forbidden_modules", "modules", "containers"):
+        yield from contract.get(key, [])
+    for ignored in contract.get("ignore_imports", []):
+        yield from (side.strip() for side in ignored.split("->"))
+    for layer in contract.get("layers", []):
+        for name in (part.strip(" ()") for part in re.split(r"[|:]", layer)):
+            containers = contract.get("containers")
+            yield from (f"{container}.{name}" for container in containers) if containers else (name,)
+
+
+def test_import_contracts_name_only_modules_that_exist(graph: grimp.ImportGraph) -> None:
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    for contract in settings["contracts"]:
+        ours = {name for name in contract_modules(contract) if name.partition(".")[0] == "millrace" and "*" not in name}
+        assert not ours - graph.modules, contract["name"]
 
 
 def modules(room: str) -> list[Path]:
@@ -45,8 +110,8 @@ def test_plan_reads_no_clock_and_draws_no_randomness() -> None:
 
 def test_only_config_reads_the_environment() -> None:
     for file in ROOT.rglob("*.py"):
-        # supervise/engine_process.py hands OpenMP its waiting policy, which can only be said through the environment.
-        if file not in (ROOT / "config.py", ROOT / "engine" / "process.py"):
+        # supervise/engine_process.py sets the wait policy of OpenMP, which can only be set through the environment.
+        if file not in (ROOT / "config.py", ROOT / "supervise" / "engine_process.py"):
             text = file.read_text(encoding="utf-8")
             assert "os.environ" not in text, f"{file} reads the environment"
             assert "getenv" not in text, f"{file} reads the environment"
@@ -54,7 +119,7 @@ def test_only_config_reads_the_environment() -> None:
 
 @pytest.mark.parametrize("room", ["text", "link", "observe", "sources", "serve", "plan"])
 def test_room_runs_without_torch(room: str) -> None:
-    """As imported for real, with everything that its imports import."""
+    """Imports every module of the room in a fresh interpreter, so that indirect imports count."""
     names = [".".join(file.relative_to(ROOT.parent).with_suffix("").parts) for file in modules(room)]
     names = [name.removesuffix(".__init__") for name in names]
     code = f"import importlib, sys\nfor n in {names!r}: importlib.import_module(n)\nsys.exit('torch' in sys.modules)"
