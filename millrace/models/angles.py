@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from millrace.models.spec import RopeSpec
-from millrace.ops.rope import rope_rows
+from millrace.models.spec.model_spec import RopeSpec
+from millrace.ops.elementwise.rope import rope_rows
 
 FIRST_POSITIONS = 1024
 """Positions that are computed at first; twice as many whenever a longer context comes."""

@@ -16,17 +16,10 @@ from torch import Tensor
 
 from millrace.config import Quantization, cache_dir
 from millrace.errors import ConfigError, ModelError
-from millrace.models.decoder import (
-    Decoder,
-    DecoderLayer,
-    DecoderOps,
-    DecoderWeights,
-    DenseMlp,
-    Mlp,
-    MoeMlp,
-)
-from millrace.models.families import spec_from_config
-from millrace.models.layout import (
+from millrace.models.decoder import Decoder, DecoderOps
+from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.layout import (
     HEAD,
     LayerLayout,
     Matrix,
@@ -37,17 +30,17 @@ from millrace.models.layout import (
     layout_of,
     norms_of,
 )
-from millrace.models.rope import inverse_frequencies
-from millrace.models.spec import LayerSpec, ModelSpec
+from millrace.models.spec.model_spec import LayerSpec, ModelSpec
+from millrace.models.spec.rope import inverse_frequencies
 from millrace.models.stored import QuantisedSource, StoredMatrices
+from millrace.ops.base.quantised import with_quantise
+from millrace.ops.base.version import Choice, short_name
 from millrace.ops.linear.dense import Head, Linear
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.gated import GatedLinear
-from millrace.ops.linear.quantised import with_quantise
 from millrace.ops.linear.stored import StoredLinear, StoredWeight, keeps_stored
 from millrace.ops.moe.experts import ExpertWeights
 from millrace.ops.registry import choose
-from millrace.ops.version import Choice, short_name
 
 if TYPE_CHECKING:
     from millrace.models.weights import WeightSource

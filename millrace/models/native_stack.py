@@ -11,23 +11,21 @@ import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
-from millrace.models.spec import ModelSpec
-from millrace.ops.activation import NATIVE_NUMBERS
+from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp
+from millrace.models.spec.model_spec import ModelSpec
+from millrace.ops.attention.qkv import NativePrepareQkv
+from millrace.ops.base.version import Choice
+from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native
+from millrace.ops.elementwise.activation import NATIVE_NUMBERS
 from millrace.ops.linear.dense import Linear, NativeParts
 from millrace.ops.linear.gated import ComposedGatedLinear
-from millrace.ops.linear.qkv import NativePrepareQkv
-from millrace.ops.native import DTYPES, KV_DTYPES, native
-from millrace.ops.version import Choice
-
-if TYPE_CHECKING:
-    from millrace.models.decoder import DecoderLayer, DecoderWeights
 
 NEEDED = (
     *("rms_norm", "add_rms_norm", "gated", "attention", "qkv"),
@@ -208,8 +206,6 @@ class NativeStack:
 
 
 def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:
-    from millrace.models.decoder import DenseMlp
-
     assert isinstance(layer.prepare_qkv, NativePrepareQkv)
     assert isinstance(layer.mlp, DenseMlp)
     assert isinstance(layer.mlp.gate_up, ComposedGatedLinear)

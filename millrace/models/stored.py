@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millrace.models.layout import ModelLayout, Part, matrices_of
+from millrace.models.spec.layout import ModelLayout, Part, matrices_of
 from millrace.ops.linear.stored import FORMATS, LAYOUT, StoredPart, StoredWeight, pack_stored, packed_bytes
 
 log = logging.getLogger(__name__)

@@ -18,14 +18,15 @@ from torch import Tensor
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import WORTH_IT, LongRow, can_take_long_rows
+from millrace.ops.tuning.load import num_multiprocessors
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.device import Device, Pending
+from millrace.run.device.device import Device, Pending
+from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.graphs.graph_cache import StepGraphs
 from millrace.run.graphs.kernel_build_pool import KernelBuilder
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, StepWork
 from millrace.run.graphs.warm_up import WarmUp, of_first_requests, usual_first
-from millrace.run.kv_pool import KvFormat, allocate_kv
 from millrace.run.packet.step_packet import Bucket, PacketWriter, least_of, most_of
 from millrace.run.runner import StepResult, bring_back
 from millrace.run.sampling.device_sampler import DeviceSampler, Variant
@@ -90,6 +91,7 @@ class CudaRunner:
             queries_per_tile=per_tile,
             tile_singles=tile_singles,
             split_heads=0 if has_windows else spec.num_kv_heads,
+            num_multiprocessors=num_multiprocessors(place),
         )
         self._can_share = not tile_singles and not has_windows
         self._takes_long_rows = (
@@ -181,7 +183,7 @@ class CudaRunner:
 
     def _draws_of(self, plan: StepPlan) -> Draws:
         last = self._draws
-        if plan.repeats and last is not None and last.is_final:
+        if plan.is_repeated_decode and last is not None and last.is_final:
             return last
         due, sampler = plan.samples.nonzero()[0], self._sampler
         rows = plan.rows[due]
@@ -193,7 +195,7 @@ class CudaRunner:
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """The step's bucket; or its exact size, not to be captured, for steps that are rare or fit no bucket."""
-        num_rows, longest = len(plan.rows), 1 if plan.repeats else most_of(plan.counts)
+        num_rows, longest = len(plan.rows), 1 if plan.is_repeated_decode else most_of(plan.counts)
         scores_prompts = self._table.scores_prompts(plan.rows)
         if longest == 1 and not scores_prompts:
             return self._buckets.decode(num_rows, shares=self._shares(plan)), False

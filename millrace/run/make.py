@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
-from millrace.run.device import Device
+from millrace.run.device.device import Device
+from millrace.run.device.kv_pool import KvFormat
 from millrace.run.graphs.kernel_build_pool import KernelBuilder
-from millrace.run.kv_pool import KvFormat
 from millrace.run.runner import AnyRunner, Runner
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from millrace.models.decoder import Decoder
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.cpu.native_step import NativeStep
-from millrace.run.device import Device, Pending
-from millrace.run.kv_pool import KvFormat, allocate_kv
+from millrace.run.device.device import Device, Pending
+from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Sampler

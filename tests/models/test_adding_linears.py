@@ -15,10 +15,10 @@ from torch import Tensor
 from millrace.models import load
 from millrace.models.batch import DrawnStates, LastTokens
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
+from millrace.models.spec.families import spec_from_config
 from millrace.ops import registry
+from millrace.ops.base.version import Choice, Version
 from millrace.ops.linear import dense as linear
-from millrace.ops.version import Choice, Version
 
 CPU = torch.device("cpu")
 ADDS_FROM = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from millrace.models.angles import FIRST_POSITIONS, Angles
-from millrace.models.rope import inverse_frequencies
-from millrace.models.spec import RopeSpec
+from millrace.models.spec.model_spec import RopeSpec
+from millrace.models.spec.rope import inverse_frequencies
 
 ROPES = (RopeSpec(8, 10000.0), RopeSpec(16, 500000.0, "yarn", factor=4.0, original_context=64, attention_factor=1.2))
 

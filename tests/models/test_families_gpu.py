@@ -10,8 +10,8 @@ from helpers.paged import PagedDriver, make_batch
 from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
+from millrace.models.spec.families import spec_from_config
 from millrace.ops.linear import dense as linear
 
 pytestmark = pytest.mark.gpu

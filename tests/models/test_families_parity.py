@@ -10,9 +10,9 @@ from helpers.paged import PagedDriver
 from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
-from millrace.ops import native
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.cpp import native
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

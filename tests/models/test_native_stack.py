@@ -13,11 +13,11 @@ from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_r
 from millrace.config import DEFAULT_MODEL
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder, load_decoder
 from millrace.models.native_stack import KINDS
-from millrace.ops import native
-from millrace.run.device import CpuDevice
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.cpp import native
+from millrace.run.device.device import CpuDevice
 from millrace.run.table.inputs import last_tokens
 from millrace.sources.resolve import resolve_model
 

@@ -10,10 +10,10 @@ import torch
 from helpers.tiny_models import CASES, config_of, make_reference
 
 from millrace.errors import ModelError
-from millrace.models.families import FAMILIES, spec_from_config
-from millrace.models.layout import all_parts, layout_of
-from millrace.models.rope import inverse_frequencies, read_rope
-from millrace.models.spec import RopeSpec
+from millrace.models.spec.families import FAMILIES, spec_from_config
+from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.model_spec import RopeSpec
+from millrace.models.spec.rope import inverse_frequencies, read_rope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

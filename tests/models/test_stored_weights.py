@@ -16,11 +16,11 @@ from helpers.stored_blocks import StoredSource
 from millrace.models import load as load_module
 from millrace.models import stored as stored_module
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
-from millrace.models.layout import layout_of
 from millrace.models.load import build_decoder, load_decoder, spec_weight_bytes
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.layout import layout_of
 from millrace.models.stored import StoredMatrices
-from millrace.ops import native as native_module
+from millrace.ops.cpp import native as native_module
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from helpers.gguf_files import convert_state, split_fused_experts, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.errors import ModelError
-from millrace.models.families import spec_from_config
-from millrace.models.layout import all_parts, layout_of
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.layout import all_parts, layout_of
 from millrace.models.weights import WeightSource, open_weights
-from millrace.sources.gguf_file import read_gguf
+from millrace.sources.gguf.reader import read_gguf
 from millrace.sources.resolve import ModelFiles, resolve_model
 
 SIZES = {

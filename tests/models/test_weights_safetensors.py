@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.errors import ModelError
-from millrace.models.families import spec_from_config
-from millrace.models.layout import all_parts, layout_of
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.layout import all_parts, layout_of
 from millrace.models.weights import WeightSource, open_weights
 from millrace.sources.resolve import resolve_model
 

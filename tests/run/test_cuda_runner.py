@@ -20,27 +20,26 @@ from helpers.triton_mode import interpreted
 
 from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
+from millrace.models.spec.families import spec_from_config
 from millrace.ops.attention import PagedAttention, decode_rule
-from millrace.ops.head.drawing_head import DrawnTokens
+from millrace.ops.attention.qkv import NativePrepareQkv
+from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.linear.dense import Head
-from millrace.ops.linear.qkv import NativePrepareQkv
 from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
-from millrace.params import SamplingParams
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
 from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
-from millrace.run.device import CpuDevice, open_device
+from millrace.run.device.device import CpuDevice, open_device
+from millrace.run.device.kv_pool import KvFormat
 from millrace.run.graphs import buckets
-from millrace.run.kv_pool import KvFormat
 from millrace.run.packet import decode_rows as single_queries
 from millrace.run.packet import step_packet
 from millrace.run.runner import Runner
 from millrace.run.sampling.device_sampler import VARIANTS
-from millrace.run.table.request_table import RowParams
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}
@@ -73,7 +72,7 @@ def requests(count: int, seed: int, params: list[SamplingParams]) -> list[Reques
                 end_token_ids=(5,),
                 min_tokens=chosen.min_tokens,
                 read_cache=chosen.prompt_logprobs is None,
-                payload=RowParams(chosen, (5,)),
+                row_params=RowParams(chosen, (5,)),
             )
         )
     return made
@@ -235,9 +234,9 @@ def test_a_packed_cache_gives_what_the_full_one_gives(monkeypatch: pytest.Monkey
 def turn(index: int, num_tokens: int, read_cache: bool) -> Request:
     """A prompt that goes on where shorter ones end."""
     prompt = np.array(random.Random(9).choices(range(VOCAB), k=num_tokens), np.int32)
-    payload = RowParams(dataclasses.replace(GREEDY, max_tokens=2))
+    row_params = RowParams(dataclasses.replace(GREEDY, max_tokens=2))
     return Request(
-        id=index, prompt=prompt, max_tokens=2, end_token_ids=(5,), read_cache=read_cache, payload=payload
+        id=index, prompt=prompt, max_tokens=2, end_token_ids=(5,), read_cache=read_cache, row_params=row_params
     )  # fmt: skip
 
 
@@ -336,7 +335,7 @@ def test_whole_chunks_go_through_the_library(kv_dtype: KvFormat, monkeypatch: py
             runner.warm_next()
         scores: list[float] = []
         for index, prompt in enumerate(prompts):  # one after the other: whole chunks
-            asked = Request(id=index, prompt=prompt, max_tokens=2, payload=RowParams(params, ()))
+            asked = Request(id=index, prompt=prompt, max_tokens=2, row_params=RowParams(params, ()))
             scores += drive(runner, [asked])[1][:6]  # of the first token: a later one may follow on another
         captured = [key for key in runner._graphs.captured if isinstance(key, step_packet.Bucket)]
         return scores, {bucket.context for bucket in captured if bucket.long_from}

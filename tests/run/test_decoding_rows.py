@@ -15,14 +15,13 @@ from helpers.stored_blocks import StoredSource
 from millrace.config import RunConfig
 from millrace.models import load as load_module
 from millrace.models.decoding import spans_of
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
-from millrace.ops import native
-from millrace.params import SamplingParams
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.cpp import native
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
-from millrace.run.device import open_device
+from millrace.run.device.device import open_device
 from millrace.run.runner import Runner
-from millrace.run.table.request_table import RowParams
 
 pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
@@ -118,9 +117,7 @@ def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tupl
         rows=columns[0],
         starts=columns[1],
         counts=columns[2],
-        draft_counts=np.zeros(len(rows), np.int32),
         samples=np.asarray([row[3] for row in rows]),
-        adapter_slots=np.zeros(len(rows), np.int32),
         block_rows=block_rows,
         block_cols=block_cols,
         block_ids=block_ids,

@@ -13,13 +13,13 @@ from helpers.triton_mode import device, interpreted
 from millrace.config import RunConfig
 from millrace.errors import RequestFailed
 from millrace.ops.triton.sampling import Cut
-from millrace.params import SamplingParams
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan
-from millrace.run.device import open_device
+from millrace.run.device.device import open_device
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.sampler import Sampler
-from millrace.run.table.request_table import RequestTable, RowParams
+from millrace.run.table.request_table import RequestTable
 
 SMALL = Cut(tile=1024, group=8, capacity=128, groups_wanted=16)
 NOTHING = np.zeros(0, np.int32)
@@ -36,8 +36,8 @@ def _quick() -> Iterator[None]:
 
 def plan_of(admitted: list[Admission], released: list[Release] | None = None) -> StepPlan:
     return StepPlan(
-        step_no=0, rows=NOTHING, starts=NOTHING, counts=NOTHING, draft_counts=NOTHING, samples=np.zeros(0, np.bool_),
-        adapter_slots=NOTHING, block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING,
+        step_no=0, rows=NOTHING, starts=NOTHING, counts=NOTHING, samples=np.zeros(0, np.bool_),
+ block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING,
         admitted=tuple(admitted), released=tuple(released or ()),
     )  # fmt: skip
 
@@ -315,5 +315,3 @@ def test_a_token_outside_the_vocabulary_is_refused_before_it_reaches_the_device(
         pair.ours.admit(plan_of([seat(0, SamplingParams(presence_penalty=1.0), [1, 99])]))
     with pytest.raises(RequestFailed, match="200 end tokens"):
         pair.ours.admit(plan_of([seat(0, SamplingParams(min_tokens=1), ends=range(200))]))
-    with pytest.raises(TypeError, match="no RowParams"):
-        pair.ours.admit(plan_of([Admission(0, 0, NOTHING, 0, None)]))

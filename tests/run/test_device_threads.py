@@ -10,7 +10,7 @@ import torch
 
 from millrace.config import RunConfig
 from millrace.host.cores import memory_nodes, usable_cores
-from millrace.run.device import CpuDevice, open_device
+from millrace.run.device.device import CpuDevice, open_device
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_threads_stay_by_one_memory_node(
 ) -> None:
     mine = os.sched_getaffinity(0)
     home = {min(mine)}
-    monkeypatch.setattr("millrace.run.device.memory_nodes", lambda: [home, mine - home])
+    monkeypatch.setattr("millrace.run.device.device.memory_nodes", lambda: [home, mine - home])
     device = CpuDevice(asked)
     try:
         assert device.threads == threads

@@ -23,16 +23,15 @@ from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError
 from millrace.models import load
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
+from millrace.models.spec.families import spec_from_config
 from millrace.ops.attention import PagedAttention, decode_rule
 from millrace.ops.kv.cache import SCALE_BYTES
-from millrace.params import SamplingParams
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.run.cuda_runner import CudaRunner
-from millrace.run.device import CpuDevice, open_device
-from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
-from millrace.run.table.request_table import RowParams
+from millrace.run.device.device import CpuDevice, open_device
+from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU = torch.device("cpu")
 MEAN_ERROR, WORST_ERROR = 0.06, 0.25
@@ -110,7 +109,7 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(
     cached = []
     for index in drawn:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        scheduler.submit(Request(index, prompt, 3, payload=RowParams(params, ())))
+        scheduler.submit(Request(index, prompt, 3, row_params=RowParams(params, ())))
         while scheduler.has_work:
             plan = scheduler.plan(0.0)
             assert plan is not None
@@ -160,12 +159,12 @@ def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
 
 
 def test_heads_of_odd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.run.kv_pool.fp8_missing", lambda device: "")
-    monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "")
+    monkeypatch.setattr("millrace.run.device.kv_pool.fp8_missing", lambda device: "")
+    monkeypatch.setattr("millrace.run.device.kv_pool.triton_missing", lambda device: "")
     assert resolve("fp8", 80) == "fp8"
     with pytest.raises(ConfigError, match="multiples of 16 items, but the model's have 72"):
         resolve("fp8", 72)
-    monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "needs the package triton")
+    monkeypatch.setattr("millrace.run.device.kv_pool.triton_missing", lambda device: "needs the package triton")
     with pytest.raises(ConfigError, match="needs the package triton"):
         resolve("fp8", 80)
 

@@ -16,10 +16,10 @@ from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError
 from millrace.models import load
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
+from millrace.models.spec.families import spec_from_config
 from millrace.ops.kv.cache import SCALE_BYTES
-from millrace.run import kv_pool
-from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.device import kv_pool
+from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU = torch.device("cpu")
 TOKENS = 80

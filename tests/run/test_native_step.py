@@ -10,14 +10,13 @@ import torch
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.config import RunConfig
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
-from millrace.ops import native
-from millrace.params import SamplingParams
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.cpp import native
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
-from millrace.run.device import open_device
+from millrace.run.device.device import open_device
 from millrace.run.runner import Runner
-from millrace.run.table.request_table import RowParams
 
 ROWS, BLOCK = 6, 4
 NOTHING = np.zeros(0, np.int32)
@@ -43,9 +42,7 @@ def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tupl
         rows=columns[0],
         starts=columns[1],
         counts=columns[2],
-        draft_counts=np.zeros(len(rows), np.int32),
         samples=np.asarray([row[3] for row in rows]),
-        adapter_slots=np.zeros(len(rows), np.int32),
         block_rows=block_rows,
         block_cols=block_cols,
         block_ids=block_ids,

@@ -20,11 +20,11 @@ from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError
 from millrace.models import load
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
-from millrace.models.spec import LayerSpec, ModelSpec
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.ops.kv.cache import SCALE_WORDS, head_dim_of
 from millrace.ops.kv.packed import packed_items
-from millrace.run.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TOKENS = 48
@@ -53,13 +53,13 @@ def half_rotated() -> ModelSpec:
 
 @pytest.fixture
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "")
-    monkeypatch.setattr("millrace.run.kv_pool.hopper_missing", lambda device: "")
+    monkeypatch.setattr("millrace.run.device.kv_pool.triton_missing", lambda device: "")
+    monkeypatch.setattr("millrace.run.device.kv_pool.hopper_missing", lambda device: "")
 
 
 @pytest.mark.usefixtures("with_triton")
 def test_where_it_was_not_measured_auto_is_full_and_packed_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.run.kv_pool.hopper_missing", lambda device: "was measured elsewhere")
+    monkeypatch.setattr("millrace.run.device.kv_pool.hopper_missing", lambda device: "was measured elsewhere")
     assert (resolve("auto"), resolve("packed")) == ("full", "packed")
 
 
@@ -97,7 +97,7 @@ def test_where_it_cannot_be_auto_is_full_and_packed_is_refused(case: dict[str, A
 
 
 def test_without_triton_auto_is_full_and_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.run.kv_pool.triton_missing", lambda device: "needs the package triton")
+    monkeypatch.setattr("millrace.run.device.kv_pool.triton_missing", lambda device: "needs the package triton")
     assert resolve("auto") == "full"
     with pytest.raises(ConfigError, match="packed, which needs the package triton. Install it, or set --kv-dtype auto"):
         resolve("packed")

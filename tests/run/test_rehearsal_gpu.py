@@ -12,10 +12,10 @@ from helpers.tiny_models import StateDictSource, config_of, make_reference
 
 from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
+from millrace.models.spec.families import spec_from_config
 from millrace.run.cuda_runner import CudaRunner
-from millrace.run.device import open_device
+from millrace.run.device.device import open_device
 
 pytestmark = pytest.mark.gpu
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.params import SamplingParams
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
-from millrace.run.device import CpuDevice
+from millrace.run.device.device import CpuDevice
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.packet import decode_rows as single_queries
 from millrace.run.packet.decode_rows import COLUMNS
 from millrace.run.packet.step_packet import Bucket, PacketLayout, PacketWriter, Section
-from millrace.run.table.request_table import RequestTable, RowParams
+from millrace.run.table.request_table import RequestTable
 
 MAX_ROWS, BLOCK = 40, 16
 SIZES = {"max_rows": MAX_ROWS, "queries_per_tile": 8}
@@ -72,9 +72,9 @@ class Decoding:
         ones, blocks = np.ones_like(rows), int(self.rng.integers(0, 5))
         block_rows, block_cols, block_ids = self.rng.integers(1, 99, (3, blocks)).astype(np.int32)
         return StepPlan(
-            step_no=0, rows=rows, starts=starts, counts=ones, draft_counts=0 * ones, samples=ones > 0,
-            adapter_slots=0 * ones, block_rows=block_rows, block_cols=block_cols, block_ids=block_ids,
-            admitted=admitted, repeats=repeats, shared_blocks=int(self.rng.choice([0, 40], p=[0.9, 0.1])),
+            step_no=0, rows=rows, starts=starts, counts=ones, samples=ones > 0,
+ block_rows=block_rows, block_cols=block_cols, block_ids=block_ids,
+            admitted=admitted, is_repeated_decode=repeats, shared_blocks=int(self.rng.choice([0, 40], p=[0.9, 0.1])),
         )  # fmt: skip
 
     def pad(self) -> None:
@@ -89,11 +89,11 @@ class Decoding:
         packet, expected = self.buffers[self.num_steps % 4], np.full(6000, 555, np.int32)
         used = self.writer.write(plan, self.table, bucket, packet, records, self.num_steps)
         forgetful = PacketWriter(block_size=BLOCK, tile_singles=self.tile_singles, **SIZES)
-        alone = replace(plan, repeats=False)
+        alone = replace(plan, is_repeated_decode=False)
         assert used == forgetful.write(alone, self.table, bucket, expected, records, self.num_steps)
         self.compare(forgetful.layout(bucket), packet, expected, used)
         self.num_steps += 1
-        self.num_repeated += plan.repeats
+        self.num_repeated += plan.is_repeated_decode
 
     def compare(self, layout: PacketLayout, packet: Int32s, expected: Int32s, used: int) -> None:
         for name, section in vars(layout).items():
@@ -149,9 +149,9 @@ def test_a_template_is_taken_for_a_repeated_step_and_only_then(monkeypatch: pyte
     rows, none = np.arange(10, dtype=np.int32), np.zeros(0, np.int32)
     ones = np.ones_like(rows)
     plan = StepPlan(
-        step_no=0, rows=rows, starts=500 + rows, counts=ones, draft_counts=0 * ones, samples=ones > 0,
-        adapter_slots=0 * ones, block_rows=none, block_cols=none, block_ids=none,
+        step_no=0, rows=rows, starts=500 + rows, counts=ones, samples=ones > 0,
+ block_rows=none, block_cols=none, block_ids=none,
     )  # fmt: skip
     for step, repeats in enumerate([False, True, True, False, True]):
-        writer.write(replace(plan, starts=plan.starts + step, repeats=repeats), table, bucket, packet)
+        writer.write(replace(plan, starts=plan.starts + step, is_repeated_decode=repeats), table, bucket, packet)
     assert len(sorted_times) == 2

@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from millrace.config import RunConfig
-from millrace.params import SamplingParams
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
-from millrace.run.device import open_device
+from millrace.run.device.device import open_device
 from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.sampler import Drawn, Sampler
-from millrace.run.table.request_table import RequestTable, RowParams
+from millrace.run.table.request_table import RequestTable
 
 VOCAB = 1500
 
@@ -43,9 +43,7 @@ class Bench:
             rows=nothing,
             starts=nothing,
             counts=nothing,
-            draft_counts=nothing,
             samples=np.zeros(0, np.bool_),
-            adapter_slots=nothing,
             block_rows=nothing,
             block_cols=nothing,
             block_ids=nothing,

@@ -8,15 +8,14 @@ import torch
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.config import RunConfig
-from millrace.models.families import spec_from_config
 from millrace.models.load import build_decoder
-from millrace.ops import native
-from millrace.params import SamplingParams
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.cpp import native
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
-from millrace.run.device import open_device
-from millrace.run.kv_pool import KvFormat
+from millrace.run.device.device import open_device
+from millrace.run.device.kv_pool import KvFormat
 from millrace.run.runner import Runner
-from millrace.run.table.request_table import RowParams
 
 BLOCK, SHARED, WIDTH, ROWS, STEPS = 16, 192, 15, 7, 6
 
@@ -49,9 +48,7 @@ def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: boo
         rows=np.asarray(rows, np.int32),
         starts=np.asarray(starts, np.int32),
         counts=np.asarray(counts, np.int32),
-        draft_counts=np.zeros(len(rows), np.int32),
         samples=np.ones(len(rows), np.bool_),
-        adapter_slots=np.zeros(len(rows), np.int32),
         block_rows=np.asarray([row for row, _ in columns], np.int32),
         block_cols=np.asarray([column for _, column in columns], np.int32),
         block_ids=np.asarray(ids, np.int32),

@@ -11,7 +11,7 @@ import torch
 from helpers.played_streams import PLACE, Streams, played_streams
 
 from millrace.config import RunConfig
-from millrace.run.device import CudaDevice, Pending, open_device
+from millrace.run.device.device import CudaDevice, Pending, open_device
 from millrace.run.packet.packet_ring import DrawnRing, PacketRing
 
 WORDS, ROWS = 3000, 5
@@ -24,7 +24,7 @@ class Steps:
         self.streams = streams
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_device", lambda: 0)
-            patch.setattr("millrace.run.device.hash_ahead", lambda: None)
+            patch.setattr("millrace.run.device.device.hash_ahead", lambda: None)
             self.device = CudaDevice()
         self.ring, self.drawn = PacketRing(WORDS, PLACE), DrawnRing(ROWS, PLACE)
         self.seen: list[tuple[int, int, int]] = []

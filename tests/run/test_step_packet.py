@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.params import SamplingParams
+from millrace.ops.attention.decode_rule import SHARED_UNIT
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
-from millrace.run.device import CpuDevice
+from millrace.run.device.device import CpuDevice
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.packet.decode_rows import COLUMNS
-from millrace.run.packet.step_packet import ALIGN, ON_DEVICE, SHARED_UNIT, Bucket, PacketWriter
-from millrace.run.table.request_table import RequestTable, RowParams
+from millrace.run.packet.step_packet import ALIGN, Bucket, PacketWriter
+from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 MAX_ROWS, BLOCK, PER_TILE, VOCAB = 24, 16, 8, 1000
 NOTHING = np.zeros(0, np.int32)
@@ -32,8 +33,8 @@ def a_plan(rng: np.random.Generator, num_rows: int, longest: int, table: Request
         admitted.append(Admission(row, row, tokens, known, RowParams(SamplingParams())))
     blocks = int(rng.integers(0, 9))
     plan = StepPlan(
-        step_no=0, rows=rows, starts=starts, counts=counts, draft_counts=np.zeros_like(counts),
-        samples=rng.random(num_rows) < 0.7, adapter_slots=np.zeros_like(counts),
+        step_no=0, rows=rows, starts=starts, counts=counts,
+        samples=rng.random(num_rows) < 0.7,
         block_rows=rng.integers(0, MAX_ROWS, blocks).astype(np.int32),
         block_cols=rng.integers(0, 4, blocks).astype(np.int32),
         block_ids=rng.integers(1, 99, blocks).astype(np.int32),

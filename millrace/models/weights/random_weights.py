@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from millrace.errors import ModelError
-from millrace.models.families import spec_from_config
-from millrace.models.layout import all_parts, layout_of
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.layout import all_parts, layout_of
 
 _MANTISSA_BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 _EXPONENT_BIAS = {torch.float32: 127, torch.float16: 15, torch.bfloat16: 127}

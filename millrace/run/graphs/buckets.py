@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from millrace.ops.attention.context_rule import context_parts
+from millrace.ops.tuning.load import H200_MULTIPROCESSORS
 from millrace.run.packet.step_packet import Bucket
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
@@ -37,10 +38,18 @@ SPARE_TILES = 256
 
 class Buckets:
     def __init__(
-        self, *, max_rows: int, token_budget: int, queries_per_tile: int, tile_singles: bool, split_heads: int = 0
+        self,
+        *,
+        max_rows: int,
+        token_budget: int,
+        queries_per_tile: int,
+        tile_singles: bool,
+        split_heads: int = 0,
+        num_multiprocessors: int = H200_MULTIPROCESSORS,
     ) -> None:
         """`split_heads`: KV heads, where keys may be shared out among programs; 0 where not."""
         self._queries_per_tile = queries_per_tile
+        self._num_multiprocessors = num_multiprocessors
         self._tile_singles = tile_singles
         self._token_budget = token_budget
         self.decode_sizes = _capped([*DECODE_SIZES, *range(160, 513, 32), *range(576, max_rows + 64, 64)], max_rows)
@@ -114,7 +123,7 @@ class Buckets:
 
     def _split_bucket(self, tokens: int, heads: int) -> Bucket:
         tiles = -(-tokens // self._queries_per_tile)
-        parts = context_parts(tiles, heads) if heads and tokens <= SPLIT_TOKENS else 1
+        parts = context_parts(tiles, heads, self._num_multiprocessors) if heads and tokens <= SPLIT_TOKENS else 1
         return replace(self._few[tokens], parts=parts)
 
     def _mixed_bucket(self, tokens: int, rows: int) -> Bucket:

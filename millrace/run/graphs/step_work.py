@@ -14,7 +14,7 @@ from torch import Tensor
 from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.long_rows import LongRow
-from millrace.ops.head.drawing_head import DrawnTokens
+from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.triton.sampling import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.plan.step import Int32s
-from millrace.run.side_stream import SideStream
+from millrace.run.device.side_stream import SideStream
 
 RING = 4
 """Turns: more than there are steps in flight."""

@@ -12,22 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from millrace.ops.attention.decode_rule import SHARED_UNIT
 from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
 from millrace.run.packet.decode_rows import LEAST_ROWS, lengthen_singles, num_words, write_singles
-from millrace.run.table.request_table import RequestTable
+from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 ALIGN = 16
 """Sections start at multiples of this many words, so that kernels see equally aligned addresses in every bucket."""
-ON_DEVICE = -1
-"""Stands in the host's token column where the token was drawn on the device."""
 KEPT_LAYOUTS = 1024
 FEW_ROWS = 8
 """Up to so many rows are cheaper to write one by one than as columns."""
 FIRST_TILES = 1024
 """Tiles of one row for which their first queries are at hand."""
 MOST_TOKENS = 1 << 31
-SHARED_UNIT = 128
-"""Tokens of a shared prefix that attention reads at a time."""
 
 
 Integers = npt.NDArray[np.integer]
@@ -196,7 +193,7 @@ class PacketWriter:
         """Fill the packet and return the words used. No plan is a step of padding alone. `records` [n, words] are of
         rows that the step admits."""
         layout, template = self.layout(bucket), self._template
-        if plan is not None and plan.repeats and template is not None and template.layout is layout:
+        if plan is not None and plan.is_repeated_decode and template is not None and template.layout is layout:
             template.write(plan.starts, packet)
         else:
             self._template = self._write_rows(plan, table, layout, packet)

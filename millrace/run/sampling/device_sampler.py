@@ -28,10 +28,10 @@ from millrace.ops.triton.sampling import (
 )
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
-from millrace.run.device import Device
+from millrace.run.device.device import Device
 from millrace.run.sampling.penalties import wants_penalties
 from millrace.run.sampling.sampler import GREEDY_BELOW
-from millrace.run.table.request_table import RequestTable, RowParams
+from millrace.run.table.request_table import RequestTable
 
 Variant = Literal["greedy", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "full")
@@ -154,9 +154,7 @@ class DeviceSampler:
 
     def _record(self, admission: Admission) -> tuple[float, ...]:
         """The row's record, in the order of ROW_STRUCT; its lines and end tokens are filled on the way."""
-        spec, row = admission.payload, admission.row
-        if not isinstance(spec, RowParams):
-            raise TypeError(f"request {admission.request_id} carries no RowParams")
+        spec, row = admission.row_params, admission.row
         params = spec.params
         temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
         penalties, bias = wants_penalties(params), bool(params.logit_bias)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from millrace.ops.head.draw import NativeDraw, native_missing
+from millrace.params import RowParams
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.device import Device
+from millrace.run.device.device import Device
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.penalties import Penalties, wants_penalties
-from millrace.run.table.request_table import RequestTable, RowParams
+from millrace.run.table.request_table import RequestTable
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""

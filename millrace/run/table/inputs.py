@@ -11,11 +11,8 @@ from torch import Tensor
 
 from millrace.models.batch import ForwardBatch, LastTokens
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.device import Device
-from millrace.run.table.request_table import RequestTable
-
-ON_DEVICE = -1
-"""Stands in the host's token column where the token was drawn on the device."""
+from millrace.run.device.device import Device
+from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 
 def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:

@@ -6,22 +6,17 @@ it. The newest token of a row lives only here until the host hears of it, and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from millrace.params import SamplingParams
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
-from millrace.run.device import Device
+from millrace.run.device.device import Device
 
-
-@dataclass(frozen=True, slots=True)
-class RowParams:
-    """What the engine attaches to a request for the runner: the scheduler passes it through unread."""
-
-    params: SamplingParams
-    end_token_ids: tuple[int, ...] = ()
+ON_DEVICE = -1
+"""Placeholder in the host's token column: the token was drawn on the device and is read from `last_tokens`."""
 
 
 class RequestTable:
@@ -66,14 +61,12 @@ class RequestTable:
 
     def _admit(self, admission: Admission) -> None:
         row = admission.row
-        if not isinstance(admission.payload, RowParams):
-            raise TypeError(f"request {admission.request_id} carries no RowParams")
         self.num_admitted[row] = len(admission.tokens)
         self.num_prompt[row] = admission.num_prompt
         self.tokens[row] = admission.tokens
         self.request_ids[row] = admission.request_id
-        self.params[row] = admission.payload
-        wanted = admission.payload.params.prompt_logprobs
+        self.params[row] = admission.row_params
+        wanted = admission.row_params.params.prompt_logprobs
         self.num_prompt_logprobs[row] = -1 if wanted is None else wanted
         (self._scored.discard if wanted is None else self._scored.add)(row)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from millrace.ops.activation import Activation
+from millrace.ops.base.activation_kind import Activation
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 

@@ -23,7 +23,7 @@ from millrace.errors import ConfigError
 from millrace.host.cores import memory_nodes, usable_cores
 from millrace.host.time_slice import ask_for_long_slices
 from millrace.ops.triton.compile.prebuild import hash_ahead
-from millrace.run.side_stream import SideStream
+from millrace.run.device.side_stream import SideStream
 
 CORES_TO_WATCH = 4
 """From this many cores on, a thread may spend one on watching the GPU while a step runs."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import ModelError
-from millrace.models.config_reader import ConfigReader
-from millrace.models.rope import read_rope
-from millrace.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
-from millrace.ops.activation import Activation
+from millrace.models.spec.config_reader import ConfigReader
+from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from millrace.models.spec.rope import read_rope
+from millrace.ops.base.activation_kind import Activation
 
 Windows = list[int | None]
 

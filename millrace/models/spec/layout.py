@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from millrace.models.families import WeightNames, family_named
-from millrace.models.spec import LayerSpec, ModelSpec
+from millrace.models.spec.families import WeightNames, family_named
+from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from millrace.config import KvDtype
 from millrace.errors import ConfigError
-from millrace.models.spec import ModelSpec
+from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS
 from millrace.ops.kv.packed import can_pack, packed_items
 from millrace.ops.linear.fp8 import FP8_CAPABILITY, fp8_missing

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.models.config_reader import ConfigReader
-from millrace.models.spec import RopeSpec
+from millrace.models.spec.config_reader import ConfigReader
+from millrace.models.spec.model_spec import RopeSpec
 
 _SUPPORTED = "default, linear, dynamic, llama3, yarn, divisors"
 
