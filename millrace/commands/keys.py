@@ -98,19 +98,18 @@ def _remove(args: argparse.Namespace) -> None:
 
 def _write(file: Path, tenants: dict[str, Tenant]) -> None:
     """The whole file at once, readable by its owner only: a server that reads it never meets half of it."""
-    import json
+    import tomli_w
 
     from millrace.serve.tenancy.keyring import read_tenants
 
-    lines: list[str] = []
-    for name, tenant in tenants.items():
-        lines += [f"[tenants.{json.dumps(name)}]", "keys = ["]
-        lines += [f"    {json.dumps(key)}," for key in tenant.keys]
-        lines += ["]", *(f"{field} = {json.dumps(getattr(tenant, field))}" for field in _FIELDS), ""]
+    tables = {
+        name: {"keys": list(tenant.keys), **{field: getattr(tenant, field) for field in _FIELDS}}
+        for name, tenant in tenants.items()
+    }
     descriptor, path = tempfile.mkstemp(dir=file.parent or Path(), prefix=file.name)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write("\n".join(lines))
+        with os.fdopen(descriptor, "wb") as out:
+            tomli_w.dump({"tenants": tables}, out)
         read_tenants(Path(path))  # What could not be read again is not put in place.
         os.replace(path, file)
     except BaseException:
