@@ -1,8 +1,6 @@
-"""The `millrace` command: finds the subcommand, imports only that one, and turns designed errors into one sentence.
+"""The `millrace` command: imports only the module of the subcommand, and prints expected errors as one sentence.
 
-A command is a module in `millrace/commands/` with `USAGE`, `EXAMPLES`, `add_arguments(parser)` and
-`run(args) -> exit code`. Its heavy imports (torch, aiohttp, rich) stay inside `run`, so that help and error messages
-are instant.
+`millrace/commands/__init__.py` describes what a command module contains.
 """
 
 from __future__ import annotations
@@ -15,40 +13,41 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from millrace.errors import ConfigError, MillraceError
+from millrace.terminal.colour import RED, coloured
 from millrace.terminal.parser import CommandParser, UsageError
 from millrace.version import __version__
 
 COMMANDS = {
     "serve": "serve a model over HTTP",
-    "chat": "talk to a model in the terminal",
+    "chat": "chat with a model in the terminal",
     "generate": "complete one prompt and print the text",
     "bench": "measure this machine, or any OpenAI-compatible server",
-    "models": "list the models known by name, and which are here",
-    "fetch": "bring a model into the cache",
-    "faults": "make things go wrong on purpose and see what holds",
-    "keys": "make, list and withdraw API keys",
+    "models": "list the models known by name, and which are downloaded",
+    "fetch": "download a model",
+    "faults": "inject faults into a server and check how it behaves",
+    "keys": "create, list and revoke API keys",
     "config": "print every setting with its value, source and meaning",
     "ops": "print which version of each operation this machine uses",
-    "version": "print the versions of Millrace and of what it stands on",
+    "version": "print the versions of Millrace and its dependencies",
 }
 
 HELP = """\
 usage: millrace COMMAND [MODEL] [options]
 
-An LLM serving engine: fast because it is simple, readable in a weekend, nothing silent.
+Millrace is an LLM serving engine.
 
 commands:
 {commands}
 
 examples:
   millrace serve                                  serve the default model on http://127.0.0.1:8000
-  millrace serve ./my-model --port 8123           a Hugging Face directory, on another port
+  millrace serve ./my-model --port 8123           serve a Hugging Face directory on another port
   millrace chat qwen2.5-coder-1.5b                chat with a model known by name
   millrace generate "The sea is" --max-tokens 32  print a completion
   millrace bench --url http://127.0.0.1:8000      measure a running server
-  millrace config --port 8123                     see every setting and where it came from
+  millrace config --port 8123                     show every setting and where its value came from
 
-`millrace COMMAND --help` explains one command. --debug shows the traceback of an error.
+`millrace COMMAND --help` shows the options of a command. --debug shows the traceback of an error.
 """
 
 EXIT_FAILED = 1
@@ -67,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`millrace config | head`). Python must not complain again when it flushes at exit.
+        # The reader closed the pipe (`millrace config | head`). Keep Python from failing again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".rstrip(": ")
-        return _fail(error, f"Unexpected {problem}. Run it again with --debug to see where.", arguments, EXIT_FAILED)
+        return _fail(error, f"Unexpected {problem}. Run again with --debug for a traceback.", arguments, EXIT_FAILED)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -84,7 +83,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, rest = _split(arguments)
     if name not in COMMANDS:
-        raise UsageError(f"There is no command '{name}'.{_nearest(name, COMMANDS)}")
+        raise UsageError(f"Unknown command '{name}'.{_nearest(name, COMMANDS)}")
     module = importlib.import_module(f"millrace.commands.{name}")
     return run_command(module, name, rest)
 
@@ -113,18 +112,18 @@ def top_help() -> str:
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """The command and its own arguments; `--debug` may stand before the command too."""
+    """The command and its arguments; `--debug` may also come before the command."""
     first = next((i for i, item in enumerate(arguments) if item != "--debug"), None)
     if first is None:
-        raise UsageError("--debug needs a command, such as: millrace serve --debug")
+        raise UsageError("--debug needs a command, for example: millrace serve --debug")
     if arguments[first].startswith("-"):
-        raise UsageError(f"'{arguments[first]}' stands before the command; write: millrace COMMAND {arguments[first]}")
+        raise UsageError(f"Options come after the command: millrace COMMAND {arguments[first]}")
     return arguments[first], [*arguments[:first], *arguments[first + 1 :]]
 
 
 def _nearest(name: str, known: Sequence[str] | dict[str, str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else f" The commands are: {', '.join(known)}."
+    return f" Did you mean '{close[0]}'?" if close else f" Commands: {', '.join(known)}."
 
 
 def _fail(error: Exception, message: str, arguments: Sequence[str], code: int) -> int:
@@ -132,13 +131,12 @@ def _fail(error: Exception, message: str, arguments: Sequence[str], code: int) -
         import traceback
 
         traceback.print_exception(error)
-    red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}millrace: {message}{plain}", file=sys.stderr, flush=True)
+    print(coloured(f"millrace: {message}", RED, sys.stderr), file=sys.stderr, flush=True)
     return code
 
 
 def wants_traceback(arguments: Sequence[str]) -> bool:
-    """Read from the raw arguments, because the error may be in parsing them."""
+    """Looks at the raw arguments, because parsing them may be what failed."""
     if "--debug" in arguments:
         return True
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Self
 
-from millrace.bench.http.target import BenchError
+from millrace.bench.errors import BenchError
 
 _LOG_TAIL_CHARS = 1500
 _STOP_WITHIN_S = 20.0

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.commands import bench_gpu, bench_peers, bench_serve
-from millrace.commands.config import toml_lines
 from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import add_settings, load_settings
+from millrace.terminal.settings_table import toml_lines
 from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:

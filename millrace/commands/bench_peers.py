@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands.config import toml_lines
 from millrace.terminal.parser import UsageError
 from millrace.terminal.settings_options import load_settings
+from millrace.terminal.settings_table import toml_lines
 from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:

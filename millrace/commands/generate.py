@@ -1,4 +1,4 @@
-"""`millrace generate`: one prompt in, text streamed to standard output, nothing else on it."""
+"""`millrace generate`: completes one prompt and streams the text, and nothing else, to standard output."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from millrace.commands.chat import Backend
-from millrace.params import SamplingParams
 from millrace.terminal.parser import UsageError
 from millrace.terminal.sampling_options import add_sampling, sampling_params
-from millrace.terminal.settings_options import add_settings, load_settings
+from millrace.terminal.settings_options import LOCAL_MODEL_SETTINGS, add_settings, load_settings
+
+if TYPE_CHECKING:
+    from millrace.params import SamplingParams
+    from millrace.terminal.backend import Backend
 
 USAGE = "millrace generate PROMPT [--chat] [--model MODEL] [options]"
 EXAMPLES = """\
@@ -24,48 +26,39 @@ examples:
   millrace generate "def fib(n):" --model qwen2.5-coder-1.5b --json"""
 
 
-class TextBackend(Backend, Protocol):
-    def stream_text(self, prompt: str, params: SamplingParams) -> Iterator[str]: ...
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to go on from; - reads it from standard input")
+    parser.add_argument("prompt", metavar="PROMPT", help="the prompt to continue; - reads it from standard input")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--raw", action="store_true", help="continue the prompt as it stands (default)")
-    form.add_argument("--chat", action="store_true", help="ask the prompt as a question, through the chat template")
-    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt, with --chat")
+    form.add_argument("--raw", action="store_true", help="continue the prompt as it is (default)")
+    form.add_argument("--chat", action="store_true", help="send the prompt as a user message, with the chat template")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
-    parser.add_argument("--url", default="", help="ask this OpenAI-compatible server instead of loading a model")
-    parser.add_argument("--api-key", default="", help="the key that the server wants")
+    parser.add_argument("--url", default="", help="use this OpenAI-compatible server instead of loading a model")
+    parser.add_argument("--api-key", default="", help="API key for the server")
     add_sampling(parser, max_tokens=256)
-    add_settings(parser, sections=("model", "memory", "run", "plan", "observe"), taken=("seed",))
+    add_settings(
+        parser, sections=("model", "memory", "run", "plan", "observe"), taken=("seed",), shown=LOCAL_MODEL_SETTINGS
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    from millrace.terminal.backend import open_backend
+
     params = sampling_params(args)
     loaded = load_settings(args)
     if args.system and not args.chat:
-        raise UsageError("--system belongs to --chat; add --chat or leave it out.")
+        raise UsageError("--system needs --chat.")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
-        raise UsageError("The prompt is empty; give at least one character.")
-    backend: TextBackend
-    if args.url:
-        from millrace.terminal.remote_backend import RemoteBackend
-
-        named = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
-        backend = RemoteBackend(args.url, named, args.api_key)
-    else:
-        from millrace.terminal.local_backend import LocalBackend
-
-        backend = LocalBackend(loaded.config)
+        raise UsageError("The prompt is empty.")
+    backend = open_backend(loaded, args.url, args.api_key)
     try:
         return _generate(backend, prompt, params, args)
     finally:
         backend.close()
 
 
-def _generate(backend: TextBackend, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
+def _generate(backend: Backend, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
     messages = _messages(prompt, args.system)
     stream = backend.stream_chat(messages, params) if args.chat else backend.stream_text(prompt, params)
     pieces = []

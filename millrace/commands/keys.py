@@ -1,4 +1,4 @@
-"""`millrace keys`: make, list and withdraw API keys. The file holds hashes; a key is shown once, when it is made."""
+"""`millrace keys`: creates, lists and revokes API keys. The file stores hashes; a key is shown once, when created."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 USAGE = "millrace keys {add,list,remove} FILE [options]"
 EXAMPLES = """\
 examples:
-  millrace keys add keys.toml --tenant acme                          a new key for a new or known tenant
+  millrace keys add keys.toml --tenant acme                          create a key for a new or existing tenant
   millrace keys add keys.toml --tenant acme --tokens-per-minute 100000 --max-concurrent 32 --weight 2
-  millrace keys list keys.toml                                       tenants, limits, and the beginnings of hashes
-  millrace keys remove keys.toml --hash 3fb2c9                       withdraw the key whose hash begins so
-  millrace serve --keys-file keys.toml                               demand keys; changes count within a second"""
+  millrace keys list keys.toml                                       tenants, limits and hash prefixes
+  millrace keys remove keys.toml --hash 3fb2c9                       revoke the key with this hash prefix
+  millrace serve --keys-file keys.toml                               require keys; changes apply within a second"""
 
 _FIELDS = ("weight", "tokens_per_minute", "max_concurrent", "most_urgent", "private_cache")
 
@@ -29,21 +29,28 @@ _FIELDS = ("weight", "tokens_per_minute", "max_concurrent", "most_urgent", "priv
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="WHAT", help="add, list or remove")
     parser.add_argument("file", metavar="FILE", type=Path, help="the keys file")
-    parser.add_argument("--tenant", default="", help="whose key it is (with add)")
-    parser.add_argument("--hash", default="", help="the beginning of a key's hash (with remove)")
-    parser.add_argument("--weight", type=float, help="the tenant's share relative to others")
-    parser.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output together; 0 is no limit")
-    parser.add_argument("--max-concurrent", type=int, metavar="N", help="requests at once; 0 is no limit")
-    parser.add_argument("--most-urgent", metavar="CLASS", help="interactive, standard or batch")
+    parser.add_argument("--tenant", default="", help="owner of the key (with add)")
+    parser.add_argument("--hash", default="", help="prefix of the key's hash (with remove)")
+    parser.add_argument("--weight", type=float, help="fair-share weight of the tenant")
     parser.add_argument(
-        "--private-cache", action=argparse.BooleanOptionalAction, default=None, help="share no cached prefixes"
+        "--tokens-per-minute", type=int, metavar="N", help="limit on prompt and output tokens; 0 = no limit"
+    )
+    parser.add_argument("--max-concurrent", type=int, metavar="N", help="maximum concurrent requests; 0 = no limit")
+    parser.add_argument(
+        "--most-urgent", metavar="CLASS", help="highest priority class allowed: interactive, standard or batch"
+    )
+    parser.add_argument(
+        "--private-cache",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="do not share cached prefixes with other tenants",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     actions = {"add": _add, "list": _list, "remove": _remove}
     if args.what not in actions:
-        raise UsageError(f"`millrace keys` has no '{args.what}'. It has: add, list, remove.")
+        raise UsageError(f"Unknown action '{args.what}'. Actions: add, list, remove.")
     actions[args.what](args)
     return 0
 
@@ -54,7 +61,7 @@ def _add(args: argparse.Namespace) -> None:
     from millrace.serve.tenancy.keyring import DIGEST_PREFIX, Tenant, digest_of, read_tenants
 
     if not args.tenant:
-        raise UsageError("Say whose key it is: --tenant NAME.")
+        raise UsageError("`keys add` needs --tenant NAME.")
     tenants = read_tenants(args.file) if args.file.exists() else {}
     given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     key = "mr-" + secrets.token_urlsafe(32)
@@ -62,7 +69,7 @@ def _add(args: argparse.Namespace) -> None:
     keys = (*tenant.keys, DIGEST_PREFIX + digest_of(key).hex())
     tenants[args.tenant] = msgspec.structs.replace(tenant, keys=keys)
     _write(args.file, tenants)
-    print(f"{key}\nThis is the only time that the key is shown; {args.file} holds its hash.")
+    print(f"{key}\nStore this key now: it is not shown again. {args.file} keeps only its hash.")
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -80,7 +87,7 @@ def _remove(args: argparse.Namespace) -> None:
     from millrace.serve.tenancy.keyring import DIGEST_PREFIX, read_tenants
 
     if not args.hash:
-        raise UsageError("Say which key: --hash and the beginning of its hash, as `millrace keys list` shows it.")
+        raise UsageError("`keys remove` needs --hash with the start of a hash; `millrace keys list` shows the hashes.")
     tenants = read_tenants(args.file)
     found = [
         (name, key)
@@ -89,15 +96,15 @@ def _remove(args: argparse.Namespace) -> None:
         if key.removeprefix(DIGEST_PREFIX).startswith(args.hash.removeprefix(DIGEST_PREFIX))
     ]
     if len(found) != 1:
-        raise UsageError(f"{len(found)} keys in {args.file} have a hash that begins with '{args.hash}'; name one.")
+        raise UsageError(f"{len(found)} keys in {args.file} have a hash that starts with '{args.hash}'; expected one.")
     name, key = found[0]
     tenants[name] = msgspec.structs.replace(tenants[name], keys=tuple(k for k in tenants[name].keys if k != key))
     _write(args.file, tenants)
-    print(f"The key {key[7:19]}… of tenant '{name}' is withdrawn.")
+    print(f"Revoked key {key[7:19]}… of tenant '{name}'.")
 
 
 def _write(file: Path, tenants: dict[str, Tenant]) -> None:
-    """The whole file at once, readable by its owner only: a server that reads it never meets half of it."""
+    """Replace the file atomically, readable by its owner only: a running server never reads a partial file."""
     import tomli_w
 
     from millrace.serve.tenancy.keyring import read_tenants
@@ -110,7 +117,7 @@ def _write(file: Path, tenants: dict[str, Tenant]) -> None:
     try:
         with os.fdopen(descriptor, "wb") as out:
             tomli_w.dump({"tenants": tables}, out)
-        read_tenants(Path(path))  # What could not be read again is not put in place.
+        read_tenants(Path(path))  # Validate before replacing.
         os.replace(path, file)
     except BaseException:
         os.unlink(path)

@@ -1,4 +1,4 @@
-"""`millrace models`: the models known by name, and which of them are already in the cache."""
+"""`millrace models`: lists the models known by name and which of them are downloaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.terminal.model_download import is_cached
 
 USAGE = "millrace models [--json]"
 EXAMPLES = """\
-Any Hugging Face directory, .gguf file or hub id can be served too; these only have short names.
+These models have short names. Any Hugging Face directory, .gguf file or Hugging Face id can be served too.
 
 examples:
   millrace models
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
             record = {"name": model.name, "title": model.title, "bytes": model.num_bytes, "cached": is_cached(model)}
             print(json.dumps(record))
         return 0
-    rows = [("name", "model", "size", "here", "also called")]
+    rows = [("name", "model", "size", "downloaded", "aliases")]
     rows += [
         (m.name, m.title, f"{m.num_bytes / 1e6:,.0f} MB", "yes" if is_cached(m) else "no", ", ".join(m.aliases))
         for m in KNOWN_MODELS
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print(f"\nThe cache is {cache_dir() / 'models'}.")
+    print(f"\nModels are stored in {cache_dir() / 'models'}.")
     return 0

@@ -1,4 +1,4 @@
-"""`millrace ops`: a table of every op, its versions, which one this machine takes, and why."""
+"""`millrace ops`: a table of every op with its versions, the one used on this machine, and why."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from millrace.terminal.settings_options import add_settings, load_settings
 if TYPE_CHECKING:
     import torch
 
-    from millrace.ops.version import Version
+    from millrace.ops.base.version import Version
 
 USAGE = "millrace ops [options]"
 EXAMPLES = """\
 examples:
-  millrace ops                       what this machine uses at its defaults
-  millrace ops --dtype float32       in another type
-  millrace ops --deterministic       only versions whose result for a row does not depend on the batch"""
+  millrace ops                       the versions used with default settings
+  millrace ops --dtype float32       with another compute dtype
+  millrace ops --deterministic       batch-invariant versions only"""
 
-_SMALLEST_WIDTH = 30
+_MIN_WIDTH = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from millrace.run.device import fast_dtype, open_device
+    from millrace.run.device.device import fast_dtype, open_device
 
     config = load_settings(args).config
     device = open_device(config.run)
@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> None:
-    """Print the table for a model of ordinary sizes. Compiles the CPU kernels if they are not there yet."""
-    from millrace.ops.version import short_name
+    """Print the table for a model of typical sizes. Compiles the CPU kernels if needed."""
+    from millrace.ops.base.version import dtype_name
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     mode = ", deterministic" if deterministic else ""
-    print(f"ops on {device.type} in {short_name(dtype)}{mode}; * marks the version that is used\n")
+    print(f"ops on {device.type} in {dtype_name(dtype)}{mode}; * marks the version in use\n")
     for line in table_lines(device, dtype, deterministic, width):
         print(line)
 
@@ -60,7 +60,7 @@ def table_lines(
     rows = list(_rows(device, dtype, deterministic))
     header = ("op", "", "version", "batch-invariant", "why")
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(4)]
-    room = None if width is None else max(width - sum(widths) - 8, _SMALLEST_WIDTH)
+    room = None if width is None else max(width - sum(widths) - 8, _MIN_WIDTH)
     for row in (header, *rows):
         start = "  ".join(cell.ljust(size) for cell, size in zip(row[:4], widths, strict=True))
         folded = textwrap.wrap(row[4], room) if room else [row[4]]
@@ -74,12 +74,12 @@ def _rows(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Iter
     for op, versions in OPS.items():
         chosen = _chosen(op, device, dtype, deterministic)
         for index, version in enumerate(versions):
-            objection = version.objection(device, dtype, deterministic, TYPICAL_SHAPE)
-            invariant = "yes" if version.batch_invariant(device) else "no" if device.type in version.devices else ""
-            why = f"not here: {objection}" if objection else version.when
+            reject_reason = version.reject_reason(device, dtype, deterministic, TYPICAL_SHAPE)
+            invariant = "yes" if version.is_batch_invariant(device) else "no" if device.type in version.devices else ""
+            why = f"unavailable: {reject_reason}" if reject_reason else version.when
             yield (op if index == 0 else "", "*" if version is chosen else " ", version.name, invariant, why)
         if chosen is None:
-            yield ("", "!", "none", "", f"no version of {op} can run so")
+            yield ("", "!", "none", "", f"no version of {op} supports these settings")
 
 
 def _chosen(op: str, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Version | None:

@@ -1,6 +1,6 @@
-"""`millrace serve`: an engine, one front or several, and a ready-to-paste request when they can serve.
+"""`millrace serve`: starts an engine and one or more fronts, and prints a request to paste when they are ready.
 
-This process is front 0 and never imports torch; the engine is a child (or, with --in-process, a thread of this one).
+This process is front 0 and never imports torch; the engine is a child process (with --in-process, a thread).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import os
 import socket
+import sys
 import tempfile
 import time
 from typing import TYPE_CHECKING
@@ -30,13 +31,13 @@ USAGE = "millrace serve [MODEL] [options]"
 EXAMPLES = """\
 examples:
   millrace serve                                       the default model on http://127.0.0.1:8000
-  millrace serve qwen2.5-coder-1.5b --port 8123        a model known by name (millrace models)
+  millrace serve qwen2.5-coder-1.5b --port 8123        a model known by name (see millrace models)
   millrace serve ./my-model --dtype float32            a Hugging Face directory
   millrace serve my-model.gguf --kv-gib 2              a GGUF file, with 2 GiB for the KV pool
-  millrace serve org/name --config my.toml             a hub id, with settings from a file
-  millrace serve random:config.json                    random weights of a shape, for benchmarks
-  millrace serve --keys-file keys.toml                 demand API keys (millrace keys makes them)
-  millrace serve --tls-cert cert.pem --tls-key key.pem speak HTTPS"""
+  millrace serve org/name --config my.toml             a Hugging Face id, with settings from a file
+  millrace serve random:config.json                    random weights of this shape, for benchmarks
+  millrace serve --keys-file keys.toml                 require API keys (millrace keys creates them)
+  millrace serve --tls-cert cert.pem --tls-key key.pem serve HTTPS"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Server:
-    """Everything that one `millrace serve` starts, and how it ends."""
+    """Starts and stops everything that belongs to one server."""
 
     def __init__(self, config: Config) -> None:
         self._started = time.monotonic()
@@ -67,13 +68,13 @@ class Server:
         self._stop = asyncio.Event()
 
     def run(self) -> None:
-        """Serve until told to stop. Raises when the engine could not start, or died again and again."""
+        """Serve until a signal. Raises if the engine could not start or kept dying."""
         from millrace.supervise.engine_keeper import EngineKeeper
         from millrace.supervise.engine_process import start_engine
         from millrace.terminal.model_download import obtain_model
 
         obtain_model(self._config.model.source)
-        # The engine goes first: its imports take longest, and everything below happens beside them.
+        # Start the engine first: its imports take longest and run in parallel with everything below.
         keeper = EngineKeeper(self._config, start_engine(self._config))
         try:
             import uvloop
@@ -86,7 +87,7 @@ class Server:
             raise EngineUnavailable(self._failure)
 
     def _end(self, engine: EngineHandle) -> None:
-        """One that is still loading has nothing to finish, and would not hear a polite request until it is done."""
+        """Kill an engine that is still loading: it has nothing to finish and would not react before it is ready."""
         if not self._is_ready:
             engine.kill()
         engine.stop()
@@ -108,7 +109,7 @@ class Server:
             state = load_state(self._config, client, files, directory=directory)
             fronts.keep(state)
             calm_collector()
-            tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._pass_on(keeper, fronts))]
+            tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._on_stop(state, fronts))]
             await serve_front(state, server.host, self._config.server.port, sock=sock, stop=self._stop)
             if state.stopped_at_once:
                 fronts.kill()
@@ -135,8 +136,8 @@ class Server:
             self._line.show(stage.what, stage.done, stage.total)
 
     async def _announce(self, state: FrontState) -> None:
-        """Say that the server is ready; or, when the engine cannot start, end with the reason."""
-        from millrace.terminal.startup_message import memory_table, reachable_url, ready_lines
+        """Print that the server is ready, or end with the reason if the engine could not start."""
+        from millrace.terminal.startup_message import memory_table, open_server_warning, reachable_url, ready_lines
 
         try:
             ready = await state.client.wait_ready()
@@ -145,24 +146,46 @@ class Server:
             return
         self._is_ready = True
         self._line.clear()
-        url = reachable_url(self._config.server.host, self._config.server.port)
-        if self._config.server.tls_cert:
+        server = self._config.server
+        url = reachable_url(server.host, server.port)
+        if server.tls_cert:
             url = url.replace("http://", "https://", 1)
+        needs_key = bool(server.keys_file)
+        warning = "" if needs_key else open_server_warning(server.host)
+        if warning:
+            print(warning, file=sys.stderr, flush=True)
         took_s = time.monotonic() - self._started
-        for text in (*memory_table(ready), *ready_lines(ready, url, took_s, is_chat=is_chat_model(state))):
+        lines = ready_lines(ready, url, took_s, is_chat=is_chat_model(state), needs_key=needs_key)
+        for text in (*memory_table(ready), *lines):
             print(text, flush=True)
 
-    async def _pass_on(self, keeper: EngineKeeper, fronts: Fronts) -> None:
-        """When this front begins to drain, so do the others."""
+    async def _on_stop(self, state: FrontState, fronts: Fronts) -> None:
+        """When this front begins to drain, say so and drain the other fronts."""
         await self._stop.wait()
+        if not self._failure:
+            self._line.clear()
+            print(draining_line(num_requests(state), self._config.server.drain_timeout_s), file=sys.stderr, flush=True)
         fronts.drain()
 
     def _end_with(self, failure: str) -> None:
-        """The first failure that was not asked for is the one to report."""
+        """Stop the server with an error. Only the first failure is reported, and none after a requested stop."""
         self._line.clear()
         if not self._stop.is_set():
             self._failure = failure
             self._stop.set()
+
+
+def num_requests(state: FrontState) -> int:
+    """Requests of all fronts as the engine last reported them; at least this front's own."""
+    stats = state.client.stats
+    return max(len(state.jobs), stats.running + stats.waiting if stats is not None else 0)
+
+
+def draining_line(num_open: int, timeout_s: float) -> str:
+    if not num_open:
+        return "Stopping: no requests are running."
+    requests = "1 request" if num_open == 1 else f"{num_open:,} requests"
+    return f"Draining: {requests} running, up to {timeout_s:g} s. Press Ctrl-C again to stop now."
 
 
 def is_chat_model(state: FrontState) -> bool:
@@ -174,7 +197,7 @@ def is_chat_model(state: FrontState) -> bool:
 
 
 def check_files(config: Config) -> None:
-    """Refuse keys and certificates that cannot be used before anything is loaded for them."""
+    """Check the keys file and the certificate before anything is loaded."""
     server = config.server
     if server.keys_file:
         from pathlib import Path
@@ -189,9 +212,9 @@ def check_files(config: Config) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that is taken before anything is loaded for it."""
+    """Check that the port is free before anything is loaded."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # Without this a port whose last connections are still closing would look taken.
+        # Without SO_REUSEADDR, a port with connections in TIME_WAIT would look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,4 +1,4 @@
-"""`millrace version`: what a bug report needs, without importing any of it."""
+"""`millrace version`: versions for a bug report, read without importing the packages."""
 
 from __future__ import annotations
 

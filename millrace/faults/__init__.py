@@ -1,1 +1,5 @@
-"""What can go wrong, made to go wrong: loads and faults against a real server, each with what must still hold."""
+"""Fault injection against a real server: disconnects, malformed requests, killed processes and overload.
+
+Each module runs one kind of fault and counts what happened; `millrace faults` decides whether that is acceptable.
+May import everything below `commands`. Start with `rest.py` (leak detection) and `wire.py` (the raw client).
+"""

@@ -1,4 +1,4 @@
-"""Clients that leave at random moments: before the answer, in the middle of it, in the middle of their own request."""
+"""Clients that disconnect at random moments: before the answer, during it, or while still sending their request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Churn:
     left: int = 0
     ended: int = 0
     refused: int = 0
-    """Connections that the system or the server would not take."""
+    """Connections that the system or the server refused."""
     rests: Rests | None = None
 
 
@@ -27,14 +27,14 @@ async def churn(url: str, pid: int, num_clients: int, seconds: float, seed: int 
     address, result = Address.of(url), Churn()
     seeds = itertools.count(seed * 1000)
 
-    async def work(part_s: float, counts: bool) -> None:
-        await _crowd(address, num_clients, part_s, next(seeds), result if counts else Churn())
+    async def work(part_s: float, is_counted: bool) -> None:
+        await _run_clients(address, num_clients, part_s, next(seeds), result if is_counted else Churn())
 
     result.rests = await rests_around(url, pid, seconds, work)
     return result
 
 
-async def _crowd(address: Address, num_clients: int, seconds: float, seed: int, result: Churn) -> None:
+async def _run_clients(address: Address, num_clients: int, seconds: float, seed: int, result: Churn) -> None:
     end = time.monotonic() + seconds
 
     async def client(number: int) -> None:
@@ -42,7 +42,7 @@ async def _crowd(address: Address, num_clients: int, seconds: float, seed: int, 
         await asyncio.sleep(rng.random())
         while time.monotonic() < end:
             try:
-                await _one(address, rng, result)
+                await _send_one(address, rng, result)
             except OSError:
                 result.refused += 1
                 await asyncio.sleep(0.1)
@@ -50,14 +50,14 @@ async def _crowd(address: Address, num_clients: int, seconds: float, seed: int, 
     await asyncio.gather(*(client(number) for number in range(num_clients)))
 
 
-async def _one(address: Address, rng: random.Random, result: Churn) -> None:
+async def _send_one(address: Address, rng: random.Random, result: Churn) -> None:
     prompt = " ".join(rng.choice(("river", "mill", "wheel", "stone")) for _ in range(rng.randrange(1, 60)))
     data = completion(
         address, prompt=prompt, max_tokens=rng.randrange(1, 200), stream=rng.random() < 0.8, ignore_eos=True
     )
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
-        # Some leave with half of their request sent.
+        # Some disconnect halfway through sending their request.
         writer.write(data if rng.random() < 0.9 else data[: rng.randrange(len(data))])
         async with asyncio.timeout(rng.expovariate(1 / MEAN_STAY_S)):
             while piece := await reader.read(65536):
@@ -68,6 +68,6 @@ async def _one(address: Address, rng: random.Random, result: Churn) -> None:
         result.left += 1
     finally:
         if rng.random() < 0.5:
-            writer.transport.abort()  # A reset instead of a farewell.
+            writer.transport.abort()  # TCP reset instead of an orderly close.
         else:
             writer.close()

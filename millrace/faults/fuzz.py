@@ -1,5 +1,4 @@
-"""Valid requests, mutated: the server may refuse them, but never with a 5xx, never by silence, never by keeping
-something for ever."""
+"""Fuzzing with mutated valid requests: the server may refuse them, but must not answer 5xx, hang or leak."""
 
 from __future__ import annotations
 
@@ -17,30 +16,11 @@ from millrace.faults.rest import Rests, rests_around
 from millrace.faults.wire import Address, exchange, post_bytes
 
 ANSWER_LIMIT_S = 60.0
-MOST_TOKENS = 4
+MAX_TOKENS = 4
 NUM_WORKERS = 8
 _ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        0.5,
-        -0.0,
-        1e308,
-        2**31,
-        2**63,
-        2**64,
-        10**40,
-        "",
-        "0",
-        "x" * 3000,
-        "\x00",
-        "\ud83d\ude00",
-    ),
+    *(None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, 10**40),
+    *("", "0", "x" * 3000, "\x00", "\ud83d\ude00"),
     *("\u2028", "é" * 50, [], [[]], [None], {}, {"a": {"b": [1]}}, [1, "a"], "interactive", ["\n"]),
 )
 
@@ -50,13 +30,13 @@ class Fuzzed:
     sent: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    """Requests that were answered with a 5xx, wrongly or not at all; the first few, shortened."""
+    """The first few requests that got a 5xx, a malformed answer or none, shortened."""
     rests: Rests | None = None
 
 
 def seeds(model: str) -> list[tuple[str, dict[str, Any]]]:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
-    common: dict[str, Any] = {"model": model, "max_tokens": MOST_TOKENS, "temperature": 0.5, "seed": 3}
+    common: dict[str, Any] = {"model": model, "max_tokens": MAX_TOKENS, "temperature": 0.5, "seed": 3}
     return [
         ("/v1/chat/completions", {**common, "messages": messages}),
         ("/v1/chat/completions", {**common, "messages": messages, "stream": True, "logprobs": True, "top_logprobs": 2}),
@@ -80,8 +60,8 @@ async def fuzz(url: str, pid: int, seconds: float, seed: int = 0) -> Fuzzed:
             result.faults.append(f"the unchanged request to {path} got {status}: {answer[:200]!r}")
     seeds_left = itertools.count(seed * 1_000_003)
 
-    async def work(part_s: float, counts: bool) -> None:
-        end, counted = time.monotonic() + part_s, result if counts else Fuzzed(faults=result.faults)
+    async def work(part_s: float, is_counted: bool) -> None:
+        end, counted = time.monotonic() + part_s, result if is_counted else Fuzzed(faults=result.faults)
         workers = (_worker(address, random.Random(next(seeds_left)), end, counted) for _ in range(NUM_WORKERS))
         await asyncio.gather(*workers)
 
@@ -140,7 +120,7 @@ def mutated(rng: random.Random, model: str) -> bytes:
 
 
 def _mutate(rng: random.Random, value: Any) -> Any:
-    """One change somewhere in the tree. What would only make it generate for long is left alone."""
+    """Change one place in the tree. Changes that would only lengthen the generation are avoided."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         if key in ("max_tokens", "model") and rng.random() < 0.7:

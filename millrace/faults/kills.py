@@ -1,4 +1,4 @@
-"""Parts of a running server are killed, again and again: every open stream must be told, and service must come back."""
+"""Kills processes of a running server repeatedly: open streams must end with an error, and the server must recover."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from millrace.bench.http.target import BenchError
+from millrace.bench.errors import BenchError
 from millrace.bench.local_server import descendants
 from millrace.faults.wire import Address, completion
 
 Part = Literal["engine", "front"]
-_WORDS: dict[Part, str] = {"engine": "millrace.engine.child", "front": "front_child"}
-BACK_LIMIT_S = 120.0
+_MODULES: dict[Part, str] = {
+    "engine": "millrace.supervise.engine_child",
+    "front": "millrace.supervise.front_child",
+}
+RECOVERY_LIMIT_S = 120.0
 
 
 @dataclass(slots=True)
 class Kills:
     part: Part
     kills: int = 0
-    whole: int = 0
-    told: int = 0
+    completed: int = 0
+    failed: int = 0
     """Streams that ended with an error event."""
     cut: int = 0
     """Streams whose connection ended without a last event."""
-    back_s: list[float] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
     """From each kill until the server was ready again."""
 
 
-async def kill_again_and_again(url: str, pid: int, part: Part, seconds: float, num_streams: int = 32) -> Kills:
+async def kill_repeatedly(url: str, pid: int, part: Part, seconds: float, num_streams: int = 32) -> Kills:
     address, result = Address.of(url), Kills(part)
     end = time.monotonic() + seconds
     while time.monotonic() < end or result.kills == 0:
@@ -42,20 +45,20 @@ async def kill_again_and_again(url: str, pid: int, part: Part, seconds: float, n
         await asyncio.sleep(1.5)
         os.kill(_child(pid, part), signal.SIGKILL)
         result.kills += 1
-        back = asyncio.create_task(asyncio.to_thread(_await_back, url, pid, part))
+        recovery = asyncio.create_task(asyncio.to_thread(_await_recovery, url, pid, part))
         await asyncio.gather(*streams)
-        result.back_s.append(await back)
+        result.recovery_s.append(await recovery)
     return result
 
 
 def _child(pid: int, part: Part) -> int:
     for child in descendants(pid):
         try:
-            if _WORDS[part] in Path(f"/proc/{child}/cmdline").read_text(errors="replace"):
+            if _MODULES[part] in Path(f"/proc/{child}/cmdline").read_text(errors="replace"):
                 return child
         except OSError:
             continue
-    raise BenchError(f"The server {pid} has no {part} process to kill; start it with --fronts 2.")
+    raise BenchError(f"Server {pid} has no {part} process to kill. Start it with --fronts 2.")
 
 
 async def _stream(address: Address, result: Kills) -> None:
@@ -74,15 +77,15 @@ async def _stream(address: Address, result: Kills) -> None:
         result.cut += 1
         return
     if b'"error":' in tail:
-        result.told += 1
+        result.failed += 1
     else:
-        result.whole += 1
+        result.completed += 1
 
 
-def _await_back(url: str, pid: int, part: Part) -> float:
-    """Seconds until the server is ready and has the part again."""
+def _await_recovery(url: str, pid: int, part: Part) -> float:
+    """Seconds until the server is ready and the killed process has been replaced."""
     began = time.monotonic()
-    while time.monotonic() < began + BACK_LIMIT_S:
+    while time.monotonic() < began + RECOVERY_LIMIT_S:
         try:
             with urllib.request.urlopen(f"{url}/ready", timeout=2) as answer:
                 if answer.status == 200 and _child(pid, part):
@@ -90,4 +93,4 @@ def _await_back(url: str, pid: int, part: Part) -> float:
         except (urllib.error.URLError, OSError, BenchError):
             pass
         time.sleep(0.05)
-    raise BenchError(f"The server was not ready {BACK_LIMIT_S:g} s after its {part} was killed.")
+    raise BenchError(f"The server was not ready {RECOVERY_LIMIT_S:g} s after its {part} was killed.")

@@ -1,4 +1,4 @@
-"""Twice as much work as the server can do, in three classes: who gets served, how fast, and who is told to wait."""
+"""Offers more load than the server can handle, in three priority classes, and counts what is served and rejected."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class ClassResult:
     offered: int = 0
     served: int = 0
     shed: int = 0
+    """Rejected with 429."""
     failed: int = 0
     ttft_s: list[float] = field(default_factory=list)
     retry_after_s: list[int] = field(default_factory=list)
 
     def ttft(self, percent: float) -> float:
-        return percentile(sorted(self.ttft_s), percent)
+        return percentile(self.ttft_s, percent)
 
 
 async def overload(url: str, seconds: float, factor: float, at_once: int) -> tuple[float, list[ClassResult]]:
-    """Requests per second that the server can do, and what became of `factor` times as many, for `seconds`."""
+    """Measure the server's capacity in requests/s, then offer `factor` times that for `seconds`."""
     address = Address.of(url)
     capacity = await _capacity(address, at_once)
     results = {name: ClassResult(name) for name, _ in CLASSES}
@@ -43,7 +44,7 @@ async def overload(url: str, seconds: float, factor: float, at_once: int) -> tup
         due += rng.expovariate(capacity * factor)
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         name = rng.choices([name for name, _ in CLASSES], [share for _, share in CLASSES])[0]
-        task = asyncio.create_task(_one(address, rng.randrange(1 << 30), results[name]))
+        task = asyncio.create_task(_send_one(address, rng.randrange(1 << 30), results[name]))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await asyncio.gather(*tasks)
@@ -51,13 +52,13 @@ async def overload(url: str, seconds: float, factor: float, at_once: int) -> tup
 
 
 async def _capacity(address: Address, at_once: int) -> float:
-    """Closed loop: as many at once as the server runs."""
+    """Requests/s in a closed loop with `at_once` clients, as many as the server runs."""
     result = ClassResult("batch")
     end = time.monotonic() + CALIBRATE_S
 
     async def client(number: int) -> None:
         while time.monotonic() < end:
-            await _one(address, number, result)
+            await _send_one(address, number, result)
             number += 1009
 
     began = time.monotonic()
@@ -65,7 +66,7 @@ async def _capacity(address: Address, at_once: int) -> float:
     return result.served / (time.monotonic() - began)
 
 
-async def _one(address: Address, number: int, result: ClassResult) -> None:
+async def _send_one(address: Address, number: int, result: ClassResult) -> None:
     rng = random.Random(number)
     words = " ".join(rng.choice(("river", "mill", "wheel", "stone", "corn", "day")) for _ in range(PROMPT_WORDS))
     body = {
@@ -103,7 +104,7 @@ async def _exchange(address: Address, data: bytes, began: float, result: ClassRe
         if not head.startswith(b"HTTP/1.1 200"):
             result.failed += 1
             return
-        # The head of a stream goes out with its first event.
+        # The server sends the response head together with the first event.
         result.ttft_s.append(time.monotonic() - began)
         tail = b""
         while piece := await reader.read(65536):

@@ -1,8 +1,8 @@
-"""What a server holds at rest: blocks, requests, memory, open files. Compared before and after, it shows leaks.
+"""Leak detection: what an idle server holds (KV blocks, requests, memory, open files) before and after a load.
 
-Memory needs care. What is made once and kept (pages of the KV pool, remembered requests, what allocators keep for
-later between pieces that are in use) grows at first and then no more; a leak grows with every request. So there is a
-time to warm up, and then two halves: what the second half adds is what counts.
+Memory grows at first even without a leak: KV pages become resident, recent requests are remembered, the heap
+fragments. A leak keeps growing. Each run therefore has a warm-up and two halves, and only the growth of the second half
+counts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from millrace.bench.local_server import descendants, resident_mib
-from millrace.faults.wire import metrics
+from millrace.bench.metrics_page import scrape
 
 SETTLE_S = 60.0
 QUIET_S = 7.0
-"""Longer than the engine waits before it gives memory back (`host/idle_memory.py`)."""
+"""Longer than the engine waits before it returns memory to the system (`host/idle_memory.py`)."""
 FILES_SETTLE_S = 30.0
 FEW_FILES = 2
-"""Opened once and kept, as a tenant's counters are."""
+"""Slack for files that are opened once and kept, such as a tenant's counters."""
 LONG_RUN_S = 20.0
-"""Shorter ones say nothing about memory."""
+"""Shorter runs say nothing about memory."""
 WARM_UP_SHARE = 0.25
 
 
@@ -37,7 +37,7 @@ class AtRest:
 
 @dataclass(frozen=True, slots=True)
 class Rests:
-    """Readings after the warm-up, after half of the work, and after all of it."""
+    """Readings after the warm-up, after the first half and after the second half."""
 
     before: AtRest
     half: AtRest
@@ -45,7 +45,7 @@ class Rests:
 
 
 async def rests_around(url: str, pid: int, seconds: float, work: Callable[[float, bool], Awaitable[None]]) -> Rests:
-    """`work` goes on for so many seconds, and is told whether that counts."""
+    """Take readings around `work(seconds, is_counted)`, which is not counted during the warm-up."""
     quiet_s = QUIET_S if seconds >= LONG_RUN_S else 0.0
     await work(max(seconds * WARM_UP_SHARE, min(15.0, seconds / 2)), False)
     before = await asyncio.to_thread(at_rest, url, pid, quiet_s)
@@ -56,8 +56,8 @@ async def rests_around(url: str, pid: int, seconds: float, work: Callable[[float
 
 
 def at_rest(url: str, pid: int, quiet_s: float = 0.0, like: AtRest | None = None) -> AtRest:
-    """Waits, for a bounded time, until nothing runs and no more files are open than in `like`; whatever is still held
-    then is what leaked."""
+    """Wait, up to a limit, until no request is left and no more files are open than in `like`. What is still held
+    then has leaked."""
     end = time.monotonic() + SETTLE_S
     while True:
         page = _metrics_soon(url, end)
@@ -76,17 +76,17 @@ def at_rest(url: str, pid: int, quiet_s: float = 0.0, like: AtRest | None = None
 
 
 def _metrics_soon(url: str, end: float) -> dict[str, float]:
-    """A front that has yet to work off what a crowd left behind may take longer than a scrape waits."""
+    """A front that still cleans up after many disconnects may not answer a scrape in time."""
     while True:
         try:
-            return metrics(url)
+            return scrape(url, timeout_s=10.0)
         except OSError:
             if time.monotonic() > end:
                 raise
 
 
 def _settled_files(pid: int, expected: int) -> int:
-    """The last sockets take a moment to close: a connection whose request broke off is kept for ten seconds."""
+    """Sockets take a moment to close: a connection with a broken-off request is kept for ten seconds."""
     end = time.monotonic() + (FILES_SETTLE_S if expected else 0.0)
     while (count := _open_files(pid)) > expected + FEW_FILES and time.monotonic() < end:
         time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""A client close to the wire, for doing what a decent client library would not."""
+"""A raw HTTP client on sockets: it can send requests that client libraries refuse to send."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from millrace.bench.http.target import BenchError
+from millrace.bench.errors import BenchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """The server and the name of what it serves."""
+        """Parse `url` and ask the server for its model name."""
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None:
-            raise BenchError(f"'{url}' is not the address of a server; write it like http://127.0.0.1:8000")
+            raise BenchError(f"'{url}' is not a server URL. Example: http://127.0.0.1:8000")
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
             model = json.loads(answer.read())["data"][0]["id"]
         return cls(parts.hostname, parts.port or 80, str(model))
@@ -42,7 +42,7 @@ def completion(address: Address, **fields: Any) -> bytes:
 
 
 async def exchange(address: Address, data: bytes, limit_s: float) -> tuple[int, bytes]:
-    """Send bytes, read one whole answer: its status and body; status 0 when the server closed without one."""
+    """Send bytes and read one whole answer: status and body. Status 0 if the server closed without answering."""
     async with asyncio.timeout(limit_s):
         reader, writer = await asyncio.open_connection(address.host, address.port)
         try:
@@ -68,12 +68,3 @@ async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         pieces.append((await reader.readexactly(size + 2))[:-2])
         if size == 0:
             return status, b"".join(pieces)
-
-
-def metrics(url: str) -> dict[str, float]:
-    """Every series of the server's page of metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return {
-        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#") if name
-    }

@@ -96,7 +96,13 @@ class EngineProcess:
         calm_threads(environment)
         keep_bytecode(environment)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "millrace.engine.child", self._directory.name, str(max(1, config.server.fronts))],
+            [
+                sys.executable,
+                "-m",
+                "millrace.supervise.engine_child",
+                self._directory.name,
+                str(max(1, config.server.fronts)),
+            ],
             stdin=subprocess.PIPE,
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the front alone, which then drains.

@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from millrace.config import MOST_RUNNING, Config, from_dict
+from millrace.config import DEFAULT_MAX_RUNNING, Config, from_dict
 
 if TYPE_CHECKING:
     from millrace.link.client import EngineClient
@@ -23,7 +23,7 @@ ENGINE_ENDED = "The engine process ended; its log says why. It is being restarte
 
 def max_open_requests(config: Config) -> int:
     """A bound on what one front holds; how much may wait in all is the business of admission."""
-    return (config.plan.max_running or MOST_RUNNING) + config.plan.max_waiting
+    return (config.plan.max_running or DEFAULT_MAX_RUNNING) + config.plan.max_waiting
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A conversation and the slash commands that act on it. No terminal here: text in, text out."""
+"""A conversation and its slash commands. Text in, text out: no terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 Message = dict[str, str]
 
 HELP = """\
-/help                this list
-/clear               forget the conversation (the system prompt stays)
+/help                show this list
+/clear               clear the conversation (keeps the system prompt)
 /system [TEXT]       show or set the system prompt; "/system -" removes it
-/regenerate          answer the last question again
-/save FILE           write the conversation: .json for the messages, anything else for readable text
-/stats               tokens and times of the last answer
-/exit                leave (so do Ctrl-D, and Ctrl-C twice)
-Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+/regenerate          answer the last message again
+/save FILE           save the conversation, as JSON if FILE ends in .json, else as text
+/stats               show tokens and times of the last answer
+/exit                exit (also Ctrl-D, or Ctrl-C twice)
+Ctrl-C stops an answer. End a line with \\ to continue on the next one."""
 
 
 @dataclass(slots=True)
@@ -35,19 +35,19 @@ class Conversation:
         self.turns.append({"role": "user", "content": text})
 
     def answered(self, text: str) -> None:
-        """An answer, or the part of one that came before it was stopped. None at all takes the question back."""
+        """Add an answer, whole or partial. An empty one removes the user message instead."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         else:
             self.take_back()
 
     def take_back(self) -> None:
-        """Forget a question that got no answer, so that roles go on alternating."""
+        """Remove a user message that got no answer, to keep the roles alternating."""
         if self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
 
     def reopen(self) -> bool:
-        """Drop the last answer, so that its question can be asked again. False when there is none."""
+        """Remove the last answer so that it can be generated again. False if there is none."""
         if len(self.turns) < 2 or self.turns[-1]["role"] != "assistant":
             return False
         self.turns.pop()
@@ -61,13 +61,13 @@ class Conversation:
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            return f"{path} cannot be written: {error.strerror}."
-        return f"{len(self.turns)} messages saved to {path}."
+            return f"Cannot write {path}: {error.strerror}."
+        return f"Saved {len(self.turns)} messages to {path}."
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a slash command wants: something said, the question asked again, or an end."""
+    """What to do after a slash command: print `text`, generate the answer again, or leave."""
 
     text: str = ""
     answer_again: bool = False
@@ -75,7 +75,7 @@ class Reply:
 
 
 def run_slash(line: str, conversation: Conversation, stats: str) -> Reply:
-    """Carry out one line that begins with a slash. `stats` is the sentence about the last answer, if there was one."""
+    """Run one line that begins with a slash. `stats` summarises the last answer; empty if there is none."""
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
     actions: dict[str, Callable[[], Reply]] = {
@@ -83,30 +83,31 @@ def run_slash(line: str, conversation: Conversation, stats: str) -> Reply:
         "/clear": lambda: _clear(conversation),
         "/system": lambda: _system(conversation, argument),
         "/regenerate": lambda: _regenerate(conversation),
-        "/save": lambda: Reply(conversation.save(Path(argument).expanduser()) if argument else "Say where: /save FILE"),
-        "/stats": lambda: Reply(stats or "There is no answer yet."),
+        "/save": lambda: Reply(conversation.save(Path(argument).expanduser()) if argument else "Usage: /save FILE"),
+        "/stats": lambda: Reply(stats or "No answer yet."),
         "/exit": lambda: Reply(leave=True),
         "/quit": lambda: Reply(leave=True),
     }
     if name in actions:
         return actions[name]()
     close = difflib.get_close_matches(name, actions, n=1, cutoff=0.5)
-    return Reply(f"There is no {name}. " + (f"Did you mean {close[0]}?" if close else "/help lists what there is."))
+    hint = f"Did you mean {close[0]}?" if close else "Type /help for the list."
+    return Reply(f"Unknown command {name}. {hint}")
 
 
 def _clear(conversation: Conversation) -> Reply:
     conversation.turns.clear()
-    return Reply("Forgotten.")
+    return Reply("Conversation cleared.")
 
 
 def _system(conversation: Conversation, argument: str) -> Reply:
     if not argument:
-        return Reply(f"The system prompt is: {conversation.system}" if conversation.system else "There is none.")
+        return Reply(f"System prompt: {conversation.system}" if conversation.system else "No system prompt is set.")
     conversation.system = "" if argument == "-" else argument
-    return Reply("The system prompt is set." if conversation.system else "The system prompt is gone.")
+    return Reply("System prompt set." if conversation.system else "System prompt removed.")
 
 
 def _regenerate(conversation: Conversation) -> Reply:
     if conversation.reopen():
         return Reply(answer_again=True)
-    return Reply("There is no answer to give again.")
+    return Reply("There is no answer to regenerate.")

@@ -1,4 +1,4 @@
-"""A progress bar for downloads, on standard error."""
+"""Progress bar for model downloads, on standard error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millrace.sources.resolve import ModelFiles, resolve_model
 
 
 def fetch_with_progress(source: str, console: Console | None = None) -> ModelFiles:
-    """Resolve `source` with a progress bar on standard error. What is here already shows no bar."""
+    """Resolve `source`, with a progress bar while files are downloaded."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -23,7 +23,7 @@ def fetch_with_progress(source: str, console: Console | None = None) -> ModelFil
 
 
 class _Display:
-    """Turns (what, done, total) reports into tasks of one bar: a new task when what is done changes."""
+    """Shows (what, done, total) reports as tasks of one bar; a new `what` replaces the task."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar

@@ -1,4 +1,4 @@
-"""Answers from a model in this process, streamed to plain synchronous code that a Ctrl-C may interrupt anywhere."""
+"""Answers from a model in this process, as a synchronous stream that Ctrl-C may interrupt anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.config import Config, leaves
+from millrace.config import Config, all_settings
 from millrace.llm import LLM, StreamPart
 from millrace.params import SamplingParams
 from millrace.terminal.model_download import obtain_model
@@ -64,7 +64,7 @@ class LocalBackend:
 
 
 class _Pump:
-    """Runs one asynchronous stream on a thread of its own and hands its parts over through a queue."""
+    """Runs one asynchronous stream on its own thread and passes its parts on through a queue."""
 
     def __init__(self, llm: LLM, token_ids: list[int], params: SamplingParams) -> None:
         self._queue: queue.SimpleQueue[StreamPart | Exception | None] = queue.SimpleQueue()
@@ -80,7 +80,7 @@ class _Pump:
             yield part
 
     def stop(self) -> None:
-        """End the stream if it has not ended; the engine frees what it held."""
+        """Cancel the stream if it is still running; the engine then frees its row and blocks."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
@@ -102,14 +102,14 @@ class _Pump:
         except Exception as error:
             self._queue.put(error)
         finally:
-            # An async generator left early runs its cleanup only when it is closed.
+            # An async generator that is abandoned early cleans up only when it is closed.
             await stream.aclose()  # type: ignore[attr-defined]
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """As `LLM` takes them beside the model. The server's do not concern a model in this process."""
+    """Keyword arguments of `LLM`; server settings do not apply here."""
     return {
-        leaf.name: getattr(getattr(config, leaf.section), leaf.name)
-        for key, leaf in leaves().items()
-        if leaf.section != "server" and key != "model.source"
+        setting.name: getattr(getattr(config, setting.section), setting.name)
+        for key, setting in all_settings().items()
+        if setting.section != "server" and key != "model.source"
     }

@@ -1,4 +1,4 @@
-"""Whether a model is on this machine already, and bringing it here, with progress, when it is not."""
+"""Checks whether a model is already on this machine, and downloads it with progress if not."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def obtain_model(source: str) -> None:
-    """Fetch the model if it is not here. Says nothing and costs nothing when it is."""
-    if not is_here(source):
-        fetch_shown(source)
+    """Download the model unless it is on this machine; prints nothing if it is."""
+    if not is_downloaded(source):
+        download_model(source)
 
 
-def fetch_shown(source: str) -> ModelFiles:
-    """Resolve `source`, showing on standard error what is fetched: a bar on a terminal, a line elsewhere."""
+def download_model(source: str) -> ModelFiles:
+    """Resolve `source` with progress on standard error: a bar on a terminal, else one line."""
     if sys.stderr.isatty():
         from millrace.terminal.download_bar import fetch_with_progress
 
@@ -32,8 +32,8 @@ def fetch_shown(source: str) -> ModelFiles:
         return resolve_model(source, progress=line.show)
 
 
-def is_here(source: str) -> bool:
-    """Whether it can be opened without fetching: a known model in the cache, a path that exists, random weights."""
+def is_downloaded(source: str) -> bool:
+    """True if no download is needed: a known model in the cache, an existing path, or random weights."""
     known = find_known(source)
     if known is not None:
         return is_cached(known)
@@ -41,6 +41,6 @@ def is_here(source: str) -> bool:
 
 
 def is_cached(model: KnownModel) -> bool:
-    """Whether the whole file is there. Its hash was checked when it was put there."""
+    """True if the complete file is in the cache. Its hash was checked when it was downloaded."""
     path = cache_dir() / "models" / model.file_name
     return path.is_file() and path.stat().st_size == model.num_bytes

@@ -1,4 +1,4 @@
-"""argparse with manners: one-sentence errors that name the nearest valid option, and help that fits a screen."""
+"""argparse with one-sentence errors that name the nearest valid option, and help that fits a screen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from millrace.errors import ConfigError
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{_sentence(message)} `{self.prog} --help` shows how it is used.")
+        raise UsageError(f"{_sentence(message)} {self._see_help()}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         parsed, unknown = self.parse_known_args(arguments)
@@ -38,17 +38,21 @@ class CommandParser(argparse.ArgumentParser):
 
     def _explain_unknown(self, item: str) -> str:
         if not item.startswith("-"):
-            return f"'{item}' is one argument too many. `{self.prog} --help` shows how it is used."
+            hint = "Quote the prompt." if "PROMPT" in (self.usage or "") else self._see_help()
+            return f"Unexpected argument '{item}'. {hint}"
         flag = item.partition("=")[0]
         if flag in self._option_string_actions:
-            return f"{flag} takes no value. `{self.prog} --help` shows how it is used."
+            return f"{flag} takes no value. {self._see_help()}"
         close = nearest_flag(flag, self._option_string_actions)
-        hint = f"Did you mean '{close}'?" if close else f"`{self.prog} --help` lists them all."
-        return f"There is no option '{flag}'. {hint}"
+        hint = f"Did you mean '{close}'?" if close else f"`{self.prog} --help` lists the options."
+        return f"Unknown option '{flag}'. {hint}"
+
+    def _see_help(self) -> str:
+        return f"See `{self.prog} --help`."
 
 
 def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
-    """The known option closest to `flag`, preferring the short spelling when a dotted one is no closer."""
+    """The known option closest to `flag`; a short name wins over a dotted one."""
     options = list(known)
     normal = flag.lower().replace("_", "-")
     if normal in options:
@@ -62,11 +66,13 @@ def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
 
 
 def _sentence(message: str) -> str:
-    """argparse's phrases as sentences: "argument --port: expected one argument" becomes "--port needs a value."."""
+    """argparse's messages as sentences: "argument --port: expected one argument" becomes "--port needs a value."."""
     match = re.fullmatch(r"argument ([^:]+): (.*)", message, flags=re.DOTALL)
     if match is None:
         missing = re.fullmatch(r"the following arguments are required: (.*)", message)
-        return f"{missing[1]} is missing." if missing else message[0].upper() + message[1:].rstrip(".") + "."
+        if missing:
+            return f"Missing argument{'s' if ',' in missing[1] else ''}: {missing[1]}."
+        return message[0].upper() + message[1:].rstrip(".") + "."
     options = match[1].split("/")
     name, problem = next((x for x in options if "." not in x), options[0]), match[2]
     if problem.startswith("expected one argument"):
@@ -81,7 +87,7 @@ def _sentence(message: str) -> str:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Hides the dotted spellings of settings, which are there for exactness, not for reading."""
+    """Shows the short names of settings and hides the dotted ones."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, 110)
@@ -97,12 +103,28 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return ", ".join(shown) + value
 
 
+class HelpAll(argparse.Action):
+    """`--help-all`: help that includes the options in `hidden`, which maps each to its help text."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, hidden: Mapping[argparse.Action, str], help: str
+    ) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+        self._hidden = hidden
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        for action, text in self._hidden.items():
+            action.help = text
+        parser.print_help()
+        parser.exit()
+
+
 def numbers(option: str, text: str) -> list[int]:
-    """Positive whole numbers, separated by commas."""
+    """Parse positive whole numbers separated by commas."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise UsageError(f"{option} is '{text}'; give positive numbers, separated by commas.")
+        raise UsageError(f"{option} is '{text}'; it must be positive whole numbers separated by commas.")
     return found

@@ -1,4 +1,4 @@
-"""Answers from any OpenAI-compatible server, streamed over plain HTTP with the standard library."""
+"""Answers from any OpenAI-compatible server, over HTTP with the standard library."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TIMEOUT_S = 600.0
 
 
 class RemoteError(MillraceError):
-    """The server answered with an error; the message is its own."""
+    """The server returned an error."""
 
 
 class RemoteBackend:
-    """`stream_chat` and `stream_text` yield text as it comes; closing the generator early stops the server's work."""
+    """`stream_chat` and `stream_text` yield text as it arrives; closing the generator early disconnects."""
 
     def __init__(self, url: str, model: str = "", api_key: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RemoteError(f"'{url}' is not the address of a server; write it like http://127.0.0.1:8000")
+            raise RemoteError(f"'{url}' is not a server URL. Example: http://127.0.0.1:8000")
         self._parts = parts
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | (
@@ -49,11 +49,11 @@ class RemoteBackend:
         try:
             names = [entry["id"] for entry in json.loads(response.read())["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise RemoteError(f"{self._address()} does not list its models; name one as MODEL.") from error
+            raise RemoteError(f"{self._address()} did not return a list of models. Name one as MODEL.") from error
         finally:
             connection.close()
         if not names:
-            raise RemoteError(f"{self._address()} serves no model.")
+            raise RemoteError(f"{self._address()} lists no models.")
         return str(names[0])
 
     def _stream(self, path: str, fields: dict[str, object]) -> Iterator[str]:
@@ -75,7 +75,7 @@ class RemoteBackend:
                         pieces += 1
                         yield text
         except (http.client.HTTPException, OSError) as error:
-            raise RemoteError(f"{self._address()} broke off the answer ({type(error).__name__} {error}).") from error
+            raise RemoteError(f"Lost the connection to {self._address()} ({type(error).__name__} {error}).") from error
         finally:
             connection.close()
             self.last = AnswerStats(
@@ -98,12 +98,12 @@ class RemoteBackend:
             response = connection.getresponse()
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise EngineUnavailable(f"{self._address()} does not answer ({error}); is the server running?") from error
+            raise EngineUnavailable(f"Cannot connect to {self._address()} ({error}). Is the server running?") from error
         if response.status != 200:
             text = response.read().decode(errors="replace")
             connection.close()
-            hint = " Give a key with --api-key." if response.status in (401, 403) else ""
-            raise RemoteError(f"{self._address()} answers {response.status}: {_explained(text)}{hint}")
+            hint = " Set the key with --api-key." if response.status in (401, 403) else ""
+            raise RemoteError(f"{self._address()} returned {response.status}: {_error_text(text)}{hint}")
         return connection, response
 
     def _address(self) -> str:
@@ -122,12 +122,12 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _explained(text: str) -> str:
-    """The sentence inside an error body, or the body itself."""
+def _error_text(text: str) -> str:
+    """The message in an error body, or the start of the body."""
     try:
         body = json.loads(text)
     except ValueError:
-        return text[:300].strip() or "nothing"
+        return text[:300].strip() or "(empty body)"
     return (_message_of(body) if isinstance(body, dict) else "") or text[:300]
 
 

@@ -1,4 +1,4 @@
-"""Sampling options shared by `chat` and `generate`, and how they become parameters."""
+"""The sampling options of `chat` and `generate`, as `SamplingParams` and as fields of a request."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ DEFAULT_TEMPERATURE = 0.7
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
-    group = parser.add_argument_group("the answer")
-    shown = "to the end of the context" if max_tokens is None else str(max_tokens)
+    group = parser.add_argument_group("sampling")
+    shown = "up to the context limit" if max_tokens is None else str(max_tokens)
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {shown})"
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"maximum output tokens (default: {shown})"
     )
     group.add_argument(
         "--temperature",
         type=float,
         default=DEFAULT_TEMPERATURE,
         metavar="X",
-        help=f"0 always takes the likeliest token (default: {DEFAULT_TEMPERATURE})",
+        help=f"randomness; 0 = greedy (default: {DEFAULT_TEMPERATURE})",
     )
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="keep tokens up to this total probability")
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="keep this many likeliest tokens; 0 keeps all")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="X", help="drop tokens below this share of the best")
     group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 discourages repeating"
+        "--top-p", type=float, default=1.0, metavar="X", help="sample from the top tokens with this total probability"
     )
-    group.add_argument("--seed", type=int, metavar="N", help="same seed and prompt, same text")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the top N tokens; 0 = all")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="X", help="minimum probability relative to the most likely token"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="values above 1 discourage repetition"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="random seed; the same seed and prompt give the same text")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -47,7 +51,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def openai_fields(params: SamplingParams) -> dict[str, object]:
-    """The parameters as a request's fields; extensions of OpenAI's own only where they say something."""
+    """The parameters as request fields. Those at their neutral value are left out, for servers without extensions."""
     fields: dict[str, object] = {"temperature": params.temperature}
     optional: tuple[tuple[str, object, object], ...] = (
         ("max_tokens", params.max_tokens, None),
@@ -64,7 +68,7 @@ def openai_fields(params: SamplingParams) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """What is worth knowing about the last answer."""
+    """Tokens and times of one answer."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -75,14 +79,14 @@ class AnswerStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the decoding alone: the tokens after the first over the time after the first."""
+        """Decoding speed: tokens after the first over the time after the first."""
         decoding_s = self.total_s - self.first_token_s
         return (self.output_tokens - 1) / decoding_s if self.output_tokens > 1 and decoding_s > 0 else 0.0
 
-    def sentence(self) -> str:
-        cached = f" ({self.cached_tokens} from the cache)" if self.cached_tokens else ""
+    def summary(self) -> str:
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         speed = f", then {self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else ""
         return (
-            f"{self.prompt_tokens} tokens in{cached}, {self.output_tokens} out;"
-            f" first after {self.first_token_s:.2f} s{speed}; ended by {self.finish_reason or 'unknown'}"
+            f"{self.prompt_tokens} prompt tokens{cached}, {self.output_tokens} output tokens;"
+            f" first token after {self.first_token_s:.2f} s{speed}; finish reason: {self.finish_reason or 'unknown'}"
         )

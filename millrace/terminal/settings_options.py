@@ -1,4 +1,4 @@
-"""The settings tree on the command line: every leaf of `config` is an option, by its short and by its dotted name."""
+"""Settings on the command line: every setting is an option, by its short and by its dotted name."""
 
 from __future__ import annotations
 
@@ -7,63 +7,78 @@ import typing
 from pathlib import Path
 from typing import Literal
 
-from millrace.config import DEFAULT_MODEL, Leaf, LoadedConfig, leaves, load_config
-from millrace.terminal.parser import UsageError
+from millrace.config import DEFAULT_MODEL, LoadedConfig, Setting, all_settings, load_config
+from millrace.terminal.parser import HelpAll, UsageError
 
 _PREFIX = "setting:"
 _SECTIONS = {
-    "model": "the model",
-    "server": "the server",
-    "plan": "planning steps",
+    "model": "model",
+    "server": "server",
+    "plan": "scheduler",
     "memory": "memory",
-    "run": "running steps",
-    "observe": "watching it",
+    "run": "execution",
+    "observe": "logging",
 }
+LOCAL_MODEL_SETTINGS = (
+    *("model.source", "model.dtype", "model.quantization", "model.max_context", "model.chat_template"),
+    *("memory.kv_gib", "run.device", "run.threads"),
+)
+"""What `--help` shows of a command that runs one model for one user; `--help-all` shows the rest."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    text = "a known name, a directory, a .gguf file, a hub id, or random:<config.json>"
+    text = "known name, directory, .gguf file, Hugging Face id or random:<config.json>"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{text} (default: {DEFAULT_MODEL})")
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, *, sections: tuple[str, ...] = (), taken: tuple[str, ...] = ()
+    parser: argparse.ArgumentParser,
+    *,
+    sections: tuple[str, ...] = (),
+    taken: tuple[str, ...] = (),
+    shown: tuple[str, ...] = (),
 ) -> None:
-    """--config and an option per setting; only those of `sections` when some are named.
+    """Add --config and one option per setting, of `sections` only if any are given.
 
-    A name in `taken` already means something else to this command, and keeps only its dotted spelling.
+    A short name in `taken` already means something else to this command; that setting has only its dotted option.
+    If `shown` is given, `--help` shows only these settings, and `--help-all` shows all.
     """
-    parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of settings; options override it")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="TOML file with settings; options override it")
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for leaf in leaves().values():
-        if sections and leaf.section not in sections:
+    hidden: dict[argparse.Action, str] = {}
+    for setting in all_settings().values():
+        if sections and setting.section not in sections:
             continue
-        if leaf.section not in groups:
-            groups[leaf.section] = parser.add_argument_group(_SECTIONS.get(leaf.section, leaf.section))
-        _add_leaf(groups[leaf.section], leaf, with_short_name=leaf.name not in taken)
+        if setting.section not in groups:
+            groups[setting.section] = parser.add_argument_group(_SECTIONS.get(setting.section, setting.section))
+        action = _add_setting(groups[setting.section], setting, with_short_name=setting.name not in taken)
+        if shown and setting.key not in shown:
+            hidden[action] = action.help or ""
+            action.help = argparse.SUPPRESS
+    if hidden:
+        parser.add_argument("--help-all", action=HelpAll, hidden=hidden, help="show every setting, then exit")
 
 
-def _add_leaf(group: argparse._ArgumentGroup, leaf: Leaf, *, with_short_name: bool) -> None:
-    short = [leaf.flag] if with_short_name else []
-    if leaf.key == "model.source":
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting, *, with_short_name: bool) -> argparse.Action:
+    short = [setting.flag] if with_short_name else []
+    if setting.key == "model.source":
         short.append("--model")
-    dashed = leaf.name.replace("_", "-")
-    names = list(dict.fromkeys([*short, f"--{leaf.section}.{leaf.name}", f"--{leaf.section}.{dashed}"]))
-    dest = _PREFIX + leaf.key
-    # Percent signs would be read as argparse's own format directives.
-    help_text = f"{leaf.help} (default: {_shown(leaf.default)})".replace("%", "%%")
-    if leaf.kind is bool:
-        group.add_argument(
+    dashed = setting.name.replace("_", "-")
+    names = list(dict.fromkeys([*short, f"--{setting.section}.{setting.name}", f"--{setting.section}.{dashed}"]))
+    dest = _PREFIX + setting.key
+    # argparse would expand percent signs.
+    help_text = f"{setting.help} (default: {_shown(setting.default)})".replace("%", "%%")
+    if setting.kind is bool:
+        return group.add_argument(
             *names, dest=dest, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
         )
-    else:
-        group.add_argument(*names, dest=dest, metavar=_metavar(leaf), default=argparse.SUPPRESS, help=help_text)
+    return group.add_argument(*names, dest=dest, metavar=_metavar(setting), default=argparse.SUPPRESS, help=help_text)
 
 
-def _metavar(leaf: Leaf) -> str:
-    if typing.get_origin(leaf.kind) is Literal:
-        return "{" + ",".join(typing.get_args(leaf.kind)) + "}"
-    return {int: "N", float: "X"}.get(leaf.kind, "TEXT")
+def _metavar(setting: Setting) -> str:
+    if typing.get_origin(setting.kind) is Literal:
+        return "{" + ",".join(typing.get_args(setting.kind)) + "}"
+    return {int: "N", float: "X"}.get(setting.kind, "TEXT")
 
 
 def _shown(value: object) -> str:
@@ -73,12 +88,12 @@ def _shown(value: object) -> str:
 
 
 def load_settings(args: argparse.Namespace) -> LoadedConfig:
-    """Defaults, then --config, then what the command line says. MODEL and --source are the same setting."""
+    """Defaults, overridden by --config, overridden by options. MODEL and --source are the same setting."""
     given = {name[len(_PREFIX) :]: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
     model = getattr(args, "model", None)
     if model is not None:
         other = given.get("model.source", model)
         if other != model:
-            raise UsageError(f"The model is given twice, as '{model}' and as '{other}'; give it once.")
+            raise UsageError(f"The model is given twice: '{model}' and '{other}'.")
         given["model.source"] = model
     return load_config(args.config, given)

@@ -1,4 +1,4 @@
-"""What `millrace serve` says once it can serve: the memory plan, and a line that can be pasted."""
+"""What `millrace serve` prints when it is ready: the memory plan, a curl line to paste, and any warning."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _QUESTION = "Why is the sky blue?"
 
 
 def memory_table(ready: EngineReady) -> Iterator[str]:
-    """The parts of the memory plan, one to a line, sizes under each other."""
-    yield f"memory on {ready.device}, {ready.dtype}:"
+    """The parts of the memory plan, one per line, with aligned sizes."""
+    yield f"Memory on {ready.device}, {ready.dtype}:"
     sizes = {name: f"{num_bytes / 2**20:,.0f} MiB" for name, num_bytes in ready.memory_plan.items()}
     name_width = max(map(len, sizes), default=0)
     size_width = max(map(len, sizes.values()), default=0)
@@ -21,25 +21,38 @@ def memory_table(ready: EngineReady) -> Iterator[str]:
         yield f"  {name:<{name_width}}  {size:>{size_width}}"
 
 
-def ready_lines(ready: EngineReady, url: str, took_s: float, *, is_chat: bool) -> Iterator[str]:
-    yield f"Serving {ready.model_name} on {url} after {took_s:.1f} s; up to {ready.max_context:,} tokens a request."
-    yield f"The API is explained at {url}/docs. Try it:"
-    yield curl_line(ready.model_name, url, is_chat=is_chat)
+def ready_lines(
+    ready: EngineReady, url: str, took_s: float, *, is_chat: bool, needs_key: bool = False
+) -> Iterator[str]:
+    yield f"Serving {ready.model_name} on {url} (ready in {took_s:.1f} s, context {ready.max_context:,} tokens)."
+    yield f"API documentation: {url}/docs. Try it:"
+    yield curl_line(ready.model_name, url, is_chat=is_chat, needs_key=needs_key)
 
 
-def curl_line(model: str, url: str, *, is_chat: bool) -> str:
-    """One line for a shell. A model without a chat template is asked to continue a text instead."""
+def open_server_warning(host: str) -> str:
+    """A warning for a server that other machines can reach and that requires no API key; empty for loopback."""
+    if host == "localhost" or host.startswith("127.") or host == "::1":
+        return ""
+    return (
+        f"Warning: the server listens on {host} and requires no API key, so anyone who can reach this machine can use"
+        " it. Require keys with --keys-file, or listen on 127.0.0.1 only."
+    )
+
+
+def curl_line(model: str, url: str, *, is_chat: bool, needs_key: bool = False) -> str:
+    """A request to paste into a shell: a chat, or a completion if the model has no chat template."""
     body: Mapping[str, object]
     if is_chat:
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}
     else:
         path, body = "/v1/completions", {"prompt": "The sky is blue because", "max_tokens": 64}
     data = shlex.quote(json.dumps({"model": model, **body}, ensure_ascii=False))
-    return f"curl {url}{path} -H 'Content-Type: application/json' -d {data}"
+    key = ' -H "Authorization: Bearer $MILLRACE_API_KEY"' if needs_key else ""
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {data}"
 
 
 def reachable_url(host: str, port: int) -> str:
-    """Where a client on this machine finds a server that listens on `host`."""
+    """The URL under which a client on this machine reaches a server that listens on `host`."""
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

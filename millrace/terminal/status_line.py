@@ -1,4 +1,4 @@
-"""One line on standard error that says what is going on and how far it has come; gone when it is over."""
+"""A status line on standard error: what is running and how far it is. It disappears at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN_EVERY_S = 0.05
 
 
 class StatusLine:
-    """On a terminal a line that is redrawn; elsewhere one plain line for each new thing that is done."""
+    """Redraws one line on a terminal; elsewhere prints one line for each new task."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -29,7 +29,7 @@ class StatusLine:
         self.clear()
 
     def show(self, what: str, done: int = 0, total: int = 0) -> None:
-        """`done` of `total` in any unit; a total of 0 means that nobody knows."""
+        """Show progress, `done` of `total` in any unit; a total of 0 means unknown."""
         is_new, self._what = what != self._what, what
         if not self._live:
             if is_new:

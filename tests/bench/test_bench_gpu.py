@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from millrace.bench.errors import BenchError
 from millrace.bench.gpu.cases import CASES, Bench, Sizes, Unit, host_times, units
 from millrace.bench.gpu.client import (
     Batch,
     EngineSession,
-    GpuBenchError,
     Prompts,
     TimedRow,
     decode_pace,
@@ -31,7 +31,7 @@ from millrace.cli import main
 from millrace.config import load_config
 from millrace.errors import ConfigError
 from millrace.link.messages import EngineStats, Finish
-from millrace.models.families import spec_from_config
+from millrace.models.spec.families import spec_from_config
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -129,7 +129,7 @@ def test_pace_says_when_rows_never_all_ran() -> None:
     pace = decode_pace([row_with([0.0, 0.1]), row_with([1.0, 1.2, 1.4])])
     assert not pace.all_rows
     assert pace.seconds_per_step == pytest.approx(0.2)
-    with pytest.raises(GpuBenchError, match="at least 2 output tokens"):
+    with pytest.raises(BenchError, match="at least 2 output tokens"):
         decode_pace([row_with([0.0])])
 
 
@@ -145,7 +145,7 @@ def test_batch_that_ends_early_is_no_figure() -> None:
 
     asyncio.run(ended("length", 3))
     for reason, tokens in (("error", 3), ("length", 2)):
-        with pytest.raises(GpuBenchError, match="2 of 2 requests did not run to their end.*why"):
+        with pytest.raises(BenchError, match="2 of 2 requests did not run to their end.*why"):
             asyncio.run(ended(reason, tokens))
 
 
@@ -159,7 +159,7 @@ def test_host_time_is_per_step_of_every_counter() -> None:
     assert found["steps"] == 10
     assert found["plan_ms"] == pytest.approx(1.0)
     assert found["step_ms"] == pytest.approx(20.0)
-    with pytest.raises(GpuBenchError, match="did not advance"):
+    with pytest.raises(BenchError, match="did not advance"):
         host_times(stats(10), stats(10))
 
 

@@ -17,8 +17,8 @@ import pytest
 from helpers.fake_openai import FakeServer, running
 from helpers.served import wait_until
 
+from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
-from millrace.bench.http.target import BenchError
 from millrace.bench.http.workloads import Shape, Workload, mixed, shared_prefix, single
 from millrace.bench.local_server import ServerProcess, free_port
 from millrace.bench.peers.bars import BARS, Bar, Board, bars_for, wanted_workloads

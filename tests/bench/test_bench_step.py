@@ -11,7 +11,7 @@ from millrace.bench.micro.step import PRODUCTS, StepCase, StepCost, measure_step
 from millrace.config import Config, ModelConfig, RunConfig
 from millrace.errors import ConfigError
 from millrace.models.native_stack import KINDS
-from millrace.ops import native
+from millrace.ops.cpp import native
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,12 +12,14 @@ import time
 import pytest
 from helpers.fake_openai import FakeServer, running
 
-from millrace.bench.figures import Figure, figures_of, percentile
+from millrace.bench.errors import BenchError
+from millrace.bench.figures import Figure, percentile
 from millrace.bench.http.cpu_share import Usage, parts_of, share_figures, usage_of
 from millrace.bench.http.drive import Outcome, drive
 from millrace.bench.http.prompts import IdPrompts, TextPrompts
 from millrace.bench.http.suite import SuiteOptions, run_remote
-from millrace.bench.http.target import BenchError, Sample, Target
+from millrace.bench.http.target import Sample, Target
+from millrace.bench.http.workload_figures import figures_of
 from millrace.bench.http.workloads import Shape, Workload, mixed, shared_prefix, single, suite
 from millrace.bench.local_server import cpu_seconds, descendants, free_port, resident_mib
 from millrace.cli import main
@@ -248,7 +250,7 @@ def test_who_uses_the_cores_is_told_apart() -> None:
 
 def test_a_busy_process_is_seen_and_its_parts_found() -> None:
     code = "import time\nend = time.time() + 30\nwhile time.time() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", code, "millrace.engine.child"]) as busy:
+    with subprocess.Popen([sys.executable, "-c", code, "millrace.supervise.engine_child"]) as busy:
         try:
             assert parts_of(busy.pid)["engine"] == [busy.pid]
             before = usage_of([busy.pid])

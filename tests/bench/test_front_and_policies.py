@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.http.target import BenchError
+from millrace.bench.errors import BenchError
 from millrace.bench.micro.front import FrontBench
 from millrace.bench.micro.link import measure_link
 from millrace.bench.micro.policies import POLICIES, Verdict, compare, plot_svg, read_trace

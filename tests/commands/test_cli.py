@@ -14,7 +14,7 @@ import pytest
 from helpers.fake_openai import FakeServer, running
 
 from millrace.cli import COMMANDS, command_parser, main, top_help
-from millrace.config import leaves, load_config
+from millrace.config import all_settings, load_config
 
 
 def millrace(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
@@ -63,18 +63,30 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert "examples:" in text
 
 
-@pytest.mark.parametrize("key", sorted(leaves()))
+@pytest.mark.parametrize("name", ["chat", "generate"])
+def test_help_hides_scheduler_settings_and_help_all_shows_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([name, flag])
+        texts[flag] = capsys.readouterr().out
+    assert "--device" in texts["--help"]
+    assert "--aging-s" not in texts["--help"]
+    assert "--aging-s" in texts["--help-all"]
+
+
+@pytest.mark.parametrize("key", sorted(all_settings()))
 def test_every_setting_is_an_option_by_short_and_dotted_name(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    leaf = leaves()[key]
-    value = {bool: None, int: "7", float: "0.5", str: "abc"}.get(leaf.kind, str(leaf.default))
-    if leaf.minimum is not None and value is not None:
-        value = str(max(leaf.kind(value), leaf.kind(leaf.minimum)))
+    setting = all_settings()[key]
+    value = {bool: None, int: "7", float: "0.5", str: "abc"}.get(setting.kind, str(setting.default))
+    if setting.minimum is not None and value is not None:
+        value = str(max(setting.kind(value), setting.kind(setting.minimum)))
     value = {"plan.token_budget": "300", "plan.mixed_budget": "300"}.get(key, value)
-    for flag in (leaf.flag, f"--{key}"):
+    for flag in (setting.flag, f"--{key}"):
         arguments = ["config", "--toml", flag] + ([value] if value is not None else [])
         assert main(arguments) == 0
-        printed = tomllib.loads(capsys.readouterr().out)[leaf.section][leaf.name]
-        assert printed == (True if leaf.kind is bool else value if isinstance(printed, str) else leaf.kind(value))
+        printed = tomllib.loads(capsys.readouterr().out)[setting.section][setting.name]
+        assert printed == (True if setting.kind is bool else value if isinstance(printed, str) else setting.kind(value))
 
 
 def test_booleans_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +99,7 @@ def test_config_shows_each_value_with_its_source(tmp_path: Path, capsys: pytest.
     file.write_text('[model]\ndtype = "float32"\n')
     assert main(["config", "some-model", "--config", str(file), "--port", "9000"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert set(leaves()) < set(lines)
+    assert set(all_settings()) < set(lines)
     assert lines["model.source"].split()[1:4] == ['"some-model"', "command", "line"]
     assert lines["model.dtype"].split()[1:3] == ['"float32"', str(file)]
     assert lines["server.port"].split()[1:4] == ["9000", "command", "line"]
@@ -106,26 +118,28 @@ def test_config_as_toml_is_a_file_that_config_accepts(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["serv"], "There is no command 'serv'. Did you mean 'serve'?"),
-        (["config", "--prot", "1"], "There is no option '--prot'. Did you mean '--port'?"),
+        (["serv"], "Unknown command 'serv'. Did you mean 'serve'?"),
+        (["config", "--prot", "1"], "Unknown option '--prot'. Did you mean '--port'?"),
         (["config", "--server.prot", "1"], "Did you mean '--server.port'?"),
         (["config", "--max_running", "1"], "Did you mean '--max-running'?"),
-        (["config", "--Port=1"], "There is no option '--Port'. Did you mean '--port'?"),
-        (["serve", "--zzzzqqq"], "`millrace serve --help` lists them all"),
+        (["config", "--Port=1"], "Unknown option '--Port'. Did you mean '--port'?"),
+        (["serve", "--zzzzqqq"], "`millrace serve --help` lists the options."),
         (["config", "--port"], "--port needs a value."),
         (["config", "--port", "abc"], "server.port is 'abc'; it must be a whole number."),
         (["config", "--port", "99999"], "at most 65535"),
         (["config", "--dtype", "int3"], "must be one of auto, float32, bfloat16, float16"),
         (["config", "--in-process=yes"], "--in-process takes no value."),
-        (["config", "a", "b"], "'b' is one argument too many."),
+        (["config", "a", "b"], "Unexpected argument 'b'. See `millrace config --help`."),
+        (["generate", "The", "sea"], "Unexpected argument 'sea'. Quote the prompt."),
+        (["keys"], "Missing arguments: WHAT, FILE."),
         (["config", "a", "--source", "b"], "The model is given twice"),
         (["config", "--config", "/no/such/file.toml"], "There is no settings file /no/such/file.toml."),
         (["config", "--token-budget", "3", "--max-running", "9"], "below plan.max_running"),
-        (["--port", "1", "config"], "'--port' stands before the command"),
-        (["generate"], "PROMPT is missing."),
+        (["--port", "1", "config"], "Options come after the command: millrace COMMAND --port"),
+        (["generate"], "Missing argument: PROMPT."),
         (["generate", "x", "--raw", "--chat"], "not allowed with"),
         (["generate", ""], "The prompt is empty"),
-        (["generate", "x", "--system", "y"], "--system belongs to --chat"),
+        (["generate", "x", "--system", "y"], "--system needs --chat"),
     ],
 )
 def test_misuse_is_one_sentence_and_exit_code_2(
@@ -214,7 +228,7 @@ def test_ops_marks_one_version_of_each(capsys: pytest.CaptureFixture[str]) -> No
     assert sum(line.split()[:2][-1] == "*" or line.lstrip().startswith("*") for line in out.splitlines()[2:]) >= 8
 
 
-def test_fetch_of_what_is_here_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetch_of_a_downloaded_model_prints_its_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch"]) == 0
     assert capsys.readouterr().out.startswith("smollm2-135m-instruct is in /")
     assert main(["fetch", "--all", "smollm2"]) == 2

@@ -98,6 +98,7 @@ def test_in_process_needs_no_child_and_ends_on_ctrl_c() -> None:
         asked = {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
         assert served.post("/v1/completions", asked)["usage"]["completion_tokens"] == 2
         assert end(served, signal.SIGINT) == 0
+        assert "Stopping: no requests are running." in served.process.stderr.read()
 
 
 def test_two_fronts_share_the_port_and_nothing_outlives_the_first() -> None:

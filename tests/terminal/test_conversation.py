@@ -28,26 +28,27 @@ def test_save_as_text_and_where_it_cannot(tmp_path: Path) -> None:
     conversation.ask("q")
     conversation.answered("a")
     reply = run_slash(f"/save {tmp_path / 'talk.md'}", conversation, "")
-    assert "2 messages saved" in reply.text
+    assert "Saved 2 messages" in reply.text
     assert (tmp_path / "talk.md").read_text() == "## system\n\nsys\n\n## user\n\nq\n\n## assistant\n\na\n"
-    assert "cannot be written" in run_slash(f"/save {tmp_path / 'no' / 'talk.md'}", conversation, "").text
-    assert "Say where" in run_slash("/save", conversation, "").text
+    assert "Cannot write" in run_slash(f"/save {tmp_path / 'no' / 'talk.md'}", conversation, "").text
+    assert "Usage: /save FILE" in run_slash("/save", conversation, "").text
 
 
 def test_system_prompt_is_shown_set_and_removed() -> None:
     conversation = Conversation()
-    assert run_slash("/system", conversation, "").text == "There is none."
+    assert run_slash("/system", conversation, "").text == "No system prompt is set."
     run_slash("/system Be kind", conversation, "")
     assert "Be kind" in run_slash("/system", conversation, "").text
     run_slash("/system -", conversation, "")
     assert conversation.system == ""
 
 
-def test_stats_sentence() -> None:
+def test_stats_summary() -> None:
     stats = AnswerStats(10, 4, 21, first_token_s=0.5, total_s=2.5, finish_reason="stop")
     assert (
-        stats.sentence()
-        == "10 tokens in (4 from the cache), 21 out; first after 0.50 s, then 10.0 tokens/s; ended by stop"
+        stats.summary()
+        == "10 prompt tokens (4 cached), 21 output tokens; first token after 0.50 s, then 10.0 tokens/s;"
+        " finish reason: stop"
     )
 
 
@@ -57,7 +58,7 @@ def test_chat_reads_questions_from_a_pipe(monkeypatch: pytest.MonkeyPatch, capsy
         assert main(["chat", "--url", server.url + "/v1", "--temperature", "0", "--top-k", "3", "--stop", "x"]) == 0
     out = capsys.readouterr().out
     assert "AB\n" in out
-    assert "1 tokens in, 2 out" in out
+    assert "1 prompt tokens, 2 output tokens" in out
     sent = server.requests[0]
     assert (sent["temperature"], sent["top_k"], sent["stop"]) == (0.0, 3, ["x"])
     assert "min_p" not in sent
@@ -66,8 +67,8 @@ def test_chat_reads_questions_from_a_pipe(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["chat", "--url", "nonsense"], "not the address of a server"),
-        (["chat", "--url", "http://127.0.0.1:9"], "is the server running"),
+        (["chat", "--url", "nonsense"], "not a server URL"),
+        (["chat", "--url", "http://127.0.0.1:9"], "Is the server running?"),
         (["chat", "--temperature", "nan"], "temperature is nan"),
         (["chat", "--temperature", "hot"], "--temperature is 'hot'; it must be a number"),
         (["chat", "--max-tokens", "0"], "max_tokens is 0"),
@@ -82,7 +83,7 @@ def test_errors_are_one_sentence(arguments: list[str], says: str, capsys: pytest
 
 def test_wrong_key_is_explained() -> None:
     with running(FakeServer(key="right")) as server:
-        with pytest.raises(MillraceError, match="401: a key is needed Give a key with --api-key"):
+        with pytest.raises(MillraceError, match="401: a key is needed Set the key with --api-key"):
             RemoteBackend(server.url)
         backend = RemoteBackend(server.url, api_key="right")
         assert list(backend.stream_text("x", SamplingParams(max_tokens=2))) == [" w0", " w1"]

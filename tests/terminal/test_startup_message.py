@@ -8,8 +8,16 @@ import shlex
 
 import pytest
 
+from millrace.commands.serve import draining_line
 from millrace.link.messages import EngineReady
-from millrace.terminal.startup_message import curl_line, memory_table, reachable_url, ready_lines
+from millrace.terminal.colour import RED, coloured
+from millrace.terminal.startup_message import (
+    curl_line,
+    memory_table,
+    open_server_warning,
+    reachable_url,
+    ready_lines,
+)
 from millrace.terminal.status_line import StatusLine
 
 READY = EngineReady(
@@ -36,13 +44,37 @@ def test_curl_line_is_one_line_that_a_shell_splits_as_meant(is_chat: bool) -> No
     assert ("messages" in body) is is_chat
 
 
+def test_curl_line_sends_the_key_if_one_is_required() -> None:
+    line = curl_line("m", "http://127.0.0.1:1", is_chat=True, needs_key=True)
+    assert '-H "Authorization: Bearer $MILLRACE_API_KEY"' in line
+    assert "Authorization" not in curl_line("m", "http://127.0.0.1:1", is_chat=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::1"])
+def test_loopback_needs_no_warning(host: str) -> None:
+    assert open_server_warning(host) == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", ""])
+def test_server_without_keys_that_others_can_reach_gets_a_warning(host: str) -> None:
+    assert "requires no API key" in open_server_warning(host)
+
+
+def test_draining_line() -> None:
+    assert draining_line(0, 30.0) == "Stopping: no requests are running."
+    assert draining_line(1, 30.0).startswith("Draining: 1 request running, up to 30 s.")
+    assert draining_line(1200, 0.5) == (
+        "Draining: 1,200 requests running, up to 0.5 s. Press Ctrl-C again to stop now."
+    )
+
+
 def test_last_line_is_the_curl() -> None:
     assert list(ready_lines(READY, "http://h:1", 1.0, is_chat=True))[-1].startswith("curl http://h:1/")
 
 
 def test_memory_table_lists_every_part() -> None:
     lines = list(memory_table(READY))
-    assert lines[0] == "memory on cpu, float32:"
+    assert lines[0] == "Memory on cpu, float32:"
     assert lines[1].split() == ["weights", "270", "MiB"]
     assert lines[2].endswith("1,024 MiB")
     assert len({len(line) for line in lines[1:]}) == 1
@@ -64,6 +96,16 @@ def test_url_can_be_reached_from_here(host: str, url: str) -> None:
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_can_be_switched_off(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert coloured("a", RED, FakeTerminal()) == "\033[31ma\033[0m"
+    assert coloured("a", RED, io.StringIO()) == "a"
+    monkeypatch.setenv(variable, value)
+    assert coloured("a", RED, FakeTerminal()) == "a"
 
 
 def test_status_line_is_redrawn_and_removed() -> None:

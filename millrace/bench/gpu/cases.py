@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.bench.gpu.client import EngineSession, GpuBenchError, Prompts, TimedRow, decode_pace
+from millrace.bench.errors import BenchError
+from millrace.bench.gpu.client import EngineSession, Prompts, TimedRow, decode_pace
 from millrace.link.messages import EngineStats
 
 Measured = dict[str, object]
@@ -154,7 +155,7 @@ async def _warm_up(bench: Bench, batch: int) -> None:
 
 def _no_hits(cached_tokens: int) -> None:
     if cached_tokens:
-        raise GpuBenchError(f"{cached_tokens} prompt tokens came from the prefix cache, but every prompt was new.")
+        raise BenchError(f"{cached_tokens} prompt tokens came from the prefix cache, but every prompt was new.")
 
 
 # -- first tokens ------------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ async def _first_token_ms(bench: Bench, prompt: list[int], *, fresh: bool = True
     if fresh:
         _no_hits(batch.cached_tokens)
     elif not batch.cached_tokens:
-        raise GpuBenchError("No prompt token came from the prefix cache, though the prefix was known.")
+        raise BenchError("No prompt token came from the prefix cache, though the prefix was known.")
     return 1000 * batch.first_token_s
 
 
@@ -284,7 +285,7 @@ async def _idle_stats(session: EngineSession, *, after: EngineStats | None = Non
         if stats is not None and stats is not after and not stats.running and not stats.waiting:
             return stats
         await asyncio.sleep(_STATS_POLL_S)
-    raise GpuBenchError("The engine sent no statistics when it fell idle.")
+    raise BenchError("The engine sent no statistics when it fell idle.")
 
 
 async def _watch_stats(session: EngineSession, rows: int, seen: list[EngineStats]) -> None:
@@ -299,7 +300,7 @@ def host_times(before: EngineStats, after: EngineStats) -> Measured:
     """Milliseconds per step of every counter of seconds that the engine keeps."""
     steps = after.step_no - before.step_no
     if steps <= 0:
-        raise GpuBenchError("The engine's counters did not advance; the run was too short; raise --scale.")
+        raise BenchError("The engine's counters did not advance; the run was too short; raise --scale.")
     measured: Measured = {"steps": steps}
     for name in after.__struct_fields__:
         if name.endswith("_seconds"):

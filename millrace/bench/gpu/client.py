@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from millrace.bench.errors import BenchError
 from millrace.config import Config
-from millrace.errors import MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady, EngineStats, Finish, TokenLogprobs
 from millrace.params import SamplingParams
@@ -25,12 +25,6 @@ DRAIN_TIMEOUT_S = 30.0
 WARM_TIMEOUT_S = 120.0
 _ASK_EVERY_S = 1.0
 _POLL_S = 0.02
-
-
-class GpuBenchError(MillraceError):
-    """A figure could not be measured."""
-
-    type = "bench_error"
 
 
 class Row:
@@ -119,7 +113,7 @@ class Batch:
         if bad:
             row, wanted = bad[0]
             reason = row.finish.message or row.finish.reason if row.finish is not None else "no answer"
-            raise GpuBenchError(
+            raise BenchError(
                 f"{len(bad)} of {len(self.rows)} requests did not run to their end; the first gave {row.count} of"
                 f" {wanted} tokens: {reason}"
             )
@@ -146,7 +140,7 @@ def decode_pace(rows: Sequence[TimedRow]) -> DecodePace:
     if not all_rows:
         tokens = len(latest.times)
     if tokens < 2:
-        raise GpuBenchError("A pace needs at least 2 output tokens per request; raise --scale.")
+        raise BenchError("A pace needs at least 2 output tokens per request; raise --scale.")
     return DecodePace((latest.times[tokens - 1] - latest.times[0]) / (tokens - 1), tokens - 1, all_rows)
 
 

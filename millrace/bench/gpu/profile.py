@@ -15,7 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.bench.gpu.client import EngineSession, GpuBenchError, Prompts, TimedRow
+from millrace.bench.errors import BenchError
+from millrace.bench.gpu.client import EngineSession, Prompts, TimedRow
 from millrace.bench.gpu.models import GpuModel
 from millrace.config import Config, as_dict, child_environment, from_dict, replace
 from millrace.errors import MillraceError
@@ -50,10 +51,10 @@ def profile_model(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise GpuBenchError(f"The profile was not done after {time_limit_s:g} s; raise --time-limit.") from None
+        raise BenchError(f"The profile was not done after {time_limit_s:g} s; raise --time-limit.") from None
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 and not records:
-        raise GpuBenchError(f"The profiling process ended with code {done.returncode}; what it said stands above.")
+        raise BenchError(f"The profiling process ended with code {done.returncode}; what it said stands above.")
     return [{"engine": "millrace", "model": model.label, "case": "profile", **record} for record in records]
 
 
@@ -99,7 +100,7 @@ async def _profile_batch(session: EngineSession, prompts: Prompts, batch: int, p
     room = min(session.ready.max_context, session.ready.kv_tokens // batch) - prompt_tokens
     outputs = min(OUTPUT_TOKENS, room)
     if outputs <= SETTLED_TOKENS + STEPS:
-        raise GpuBenchError(f"{batch} rows of {prompt_tokens} tokens leave no room for {STEPS} steps in the KV pool.")
+        raise BenchError(f"{batch} rows of {prompt_tokens} tokens leave no room for {STEPS} steps in the KV pool.")
     await session.generate(prompts.batch(batch, prompt_tokens), SETTLED_TOKENS)
     await session.wait_warm(START_TIMEOUT_S)
     rows: list[TimedRow] = []
@@ -127,7 +128,7 @@ async def _until(rows: list[TimedRow], batch: int, tokens: int, task: asyncio.Fu
     """Until every row has so many tokens."""
     while len(rows) < batch or min(row.count for row in rows) < tokens:
         if task.done():
-            raise GpuBenchError("The requests ended before the profile was complete.")
+            raise BenchError("The requests ended before the profile was complete.")
         await asyncio.sleep(_POLL_S)
 
 
@@ -174,7 +175,7 @@ def _summary(kernels: list[KernelTime], steps: int, wall_s: float) -> Record:
     """Per step. What is beyond the longest kernels is one line of its own."""
     busy_s = sum(kernel.seconds for kernel in kernels)
     if not kernels or steps <= 0:
-        raise GpuBenchError("The profiler saw no kernel; is another tool tracing this device?")
+        raise BenchError("The profiler saw no kernel; is another tool tracing this device?")
     shown, rest = kernels[:MOST_KERNELS], kernels[MOST_KERNELS:]
     if rest:
         shown.append(

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from millrace.bench.errors import BenchError
 from millrace.bench.gpu.cases import Bench, Measured, Sizes, Unit, units
-from millrace.bench.gpu.client import EngineSession, GpuBenchError, Prompts
+from millrace.bench.gpu.client import EngineSession, Prompts
 from millrace.bench.gpu.models import GpuModel
 from millrace.bench.gpu.peer_figures import Peers
 from millrace.errors import MillraceError
@@ -95,7 +96,7 @@ class _ModelRun:
     async def _start(self) -> Measured:
         """From the spawn of the engine's process to the first token, and until it has nothing left to prepare."""
         if self._starts == MAX_STARTS:
-            raise GpuBenchError(f"Not measured: the engine did not start, or has ended {MAX_STARTS} times.")
+            raise BenchError(f"Not measured: the engine did not start, or has ended {MAX_STARTS} times.")
         self._starts += 1
         limit_s = self._options.time_limit_s
         try:

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 
+from millrace.bench.errors import BenchError
 from millrace.bench.http.stream_clients import BEGIN, FROM, TO, UNTIL, Tally, merge, run_clients
-from millrace.bench.http.target import BenchError
 
 START_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 20.0

@@ -16,7 +16,7 @@ from millrace.bench.figures import Figure
 from millrace.bench.local_server import descendants
 
 ENGINE, FRONT, SERVER, CLIENT = "engine", "front", "server", "clients"
-_ENGINE_MODULE = b"millrace.engine.child"
+_ENGINE_MODULE = b"millrace.supervise.engine_child"
 _MANY_AT_ONCE = 16
 """With fewer at once there are too few tokens for what each costs to be told apart."""
 

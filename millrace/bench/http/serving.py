@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
+from millrace.bench.errors import BenchError
 from millrace.bench.figures import percentile
 from millrace.bench.http.client_processes import ClientProcesses
 from millrace.bench.http.stack_samples import Hot, sample_processes
 from millrace.bench.http.stream_clients import Tally
-from millrace.bench.http.target import BenchError
 from millrace.bench.local_server import LocalServer, command_line, descendants, own_cpu_seconds
 
 WARM_LIMIT_S = 90.0
@@ -198,7 +198,7 @@ def server_processes(pid: int) -> dict[str, int]:
     found = {"front 0": pid}
     for child in descendants(pid):
         words = command_line(child)
-        if "millrace.engine.child" in words:
+        if "millrace.supervise.engine_child" in words:
             found["engine"] = child
         elif "millrace.supervise.front_child" in words:
             found[f"front {words[words.index('millrace.supervise.front_child') + 2]}"] = child

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from millrace.bench.figures import Figure, figures_of
+from millrace.bench.figures import Figure
 from millrace.bench.http.cpu_share import CpuShare
 from millrace.bench.http.drive import drive, warm_up
 from millrace.bench.http.perplexity import NotOffered, measure_perplexity
 from millrace.bench.http.prompts import IdPrompts, PromptMaker
 from millrace.bench.http.target import Target
+from millrace.bench.http.workload_figures import figures_of
 from millrace.bench.http.workloads import Workload
 from millrace.bench.local_server import LocalServer, cpu_seconds, resident_mib
 

@@ -12,19 +12,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from millrace.bench.errors import BenchError
 from millrace.bench.http.prompts import IdPrompts, Prompt, PromptMaker, TextPrompts, sample_text
-from millrace.errors import MillraceError
 
 _SAMPLE_WORDS = 400
 _REFUSED = (400, 422)
 _END: dict[str, Any] = {}
 """Stands for the end of a stream, by identity."""
-
-
-class BenchError(MillraceError):
-    """The server cannot be measured. The message says what it answered."""
-
-    type = "bench_error"
 
 
 @dataclass(slots=True)

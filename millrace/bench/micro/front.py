@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
+from millrace.bench.errors import BenchError
 from millrace.bench.figures import percentile
 from millrace.bench.http.client_processes import START_LIMIT_S, ClientProcesses, end_process
 from millrace.bench.http.stream_clients import Tally
-from millrace.bench.http.target import BenchError
 from millrace.bench.local_server import cpu_seconds, free_port
 from millrace.bench.micro.null_engine import serve_null_engine
 
@@ -71,7 +71,7 @@ class FrontBench:
 
     def _vocab_size(self) -> int:
         from millrace.sources.resolve import resolve_model
-        from millrace.text.tokenizers.tokenizer import load_tokenizer
+        from millrace.text.tokenizers.load import load_tokenizer
 
         return load_tokenizer(resolve_model(self.source)).vocab_size
 

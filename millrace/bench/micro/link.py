@@ -15,8 +15,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from millrace.bench.errors import BenchError
 from millrace.bench.http.client_processes import START_LIMIT_S, end_process
-from millrace.bench.http.target import BenchError
 from millrace.link.engine_end import SocketEngineChannel
 from millrace.link.front_end import SocketFrontChannel
 from millrace.link.messages import FRONT_SHIFT, Abort, Hello, StepTokens, ToFront

@@ -92,10 +92,10 @@ def measure_first_cost(num_tokens: int, num_requests: int = 40) -> FirstCost:
         plan_s.append(time.perf_counter() - started)
         if plan is None or plan.num_tokens != num_tokens:
             raise AssertionError("a lone prompt is computed at once")
-        scheduler.foresee()
+        scheduler.prepare_outcome()
         swept += 1.0
         started = time.perf_counter()
         scheduler.confirm(plan.step_no, token)
         confirm_s.append(time.perf_counter() - started)
-        scheduler.tidy()
+        scheduler.run_deferred()
     return FirstCost(num_tokens, float(np.median(plan_s)) * 1e3, float(np.median(confirm_s)) * 1e3)

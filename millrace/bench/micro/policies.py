@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from millrace.bench.errors import BenchError
 from millrace.bench.figures import percentile
-from millrace.bench.http.target import BenchError
 from millrace.config import PolicyName
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request

@@ -15,16 +15,15 @@ import torch
 
 from millrace.config import Config
 from millrace.errors import ConfigError
-from millrace.models.families import spec_from_config
 from millrace.models.load import load_decoder
 from millrace.models.native_stack import KINDS
-from millrace.params import SamplingParams
+from millrace.models.spec.families import spec_from_config
+from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.cpu.native_step import NativeStep
-from millrace.run.device import CpuDevice, fast_dtype
-from millrace.run.kv_pool import resolve_kv_dtype
+from millrace.run.device.device import CpuDevice, fast_dtype
+from millrace.run.device.kv_pool import resolve_kv_dtype
 from millrace.run.runner import Runner
-from millrace.run.table.request_table import RowParams
 from millrace.sources.resolve import resolve_model
 
 BLOCK_SIZE = 16
@@ -79,7 +78,7 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
     kv_dtype = resolve_kv_dtype(config.memory.kv_dtype, spec, dtype=dtype, device=device.torch_device)
     decoder = load_decoder(files, device=device.torch_device, dtype=dtype, seed=config.model.seed)
     stack = decoder.native_stack
-    if stack is None or not stack.takes_whole_steps:
+    if stack is None or not stack.can_run_whole_steps:
         raise ConfigError(
             f"{files.name} has no native step to look into: it needs a C++ compiler and a dense model that shares its"
             " embedding as the head. Try the default model."
@@ -135,9 +134,7 @@ def _plan(
         rows=rows,
         starts=np.full(num_rows, start, np.int32),
         counts=np.full(num_rows, count, np.int32),
-        draft_counts=np.zeros(num_rows, np.int32),
         samples=np.ones(num_rows, np.bool_),
-        adapter_slots=np.zeros(num_rows, np.int32),
         block_rows=np.repeat(rows, blocks),
         block_cols=np.tile(np.arange(blocks, dtype=np.int32), num_rows),
         block_ids=block_ids.reshape(-1),

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
-from millrace.bench.http.target import BenchError, Target
+from millrace.bench.http.target import Target
 from millrace.bench.local_server import ServerProcess, cpu_seconds, descendants, resident_mib
 
 Between = Literal["pause", "keep", "stop"]

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.bench.figures import Figure, figures_of
+from millrace.bench.errors import BenchError
+from millrace.bench.figures import Figure
 from millrace.bench.http.drive import Outcome, drive, warm_up
 from millrace.bench.http.prompts import PromptMaker
 from millrace.bench.http.suite import about_server, perplexity_figure
-from millrace.bench.http.target import BenchError, Target
+from millrace.bench.http.target import Target
+from millrace.bench.http.workload_figures import figures_of
 from millrace.bench.http.workloads import Workload
 from millrace.bench.peers.contestant import Contestant, TurnWatch
 

@@ -1,4 +1,4 @@
-"""Progress bars for long work, on standard error, only where somebody is looking or asks."""
+"""A progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def count_progress(what: str, total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
-    """A bar over `total` equal pieces; yields the function to call after each."""
+    """A bar over `total` items, if `enabled`; yields the function to call after each item."""
     if not enabled:
         yield lambda: None
         return

@@ -1,0 +1,53 @@
+"""The engine's own process: `python -m millrace.supervise.engine_child DIRECTORY NUM_FRONTS`, settings as JSON on stdin."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+
+from millrace.config import from_dict
+from millrace.engine.lifetime import serve_engine
+from millrace.host.idle_memory import SettledGarbage
+from millrace.host.time_slice import ask_for_usual_slices
+from millrace.link.engine_end import SocketEngineChannel
+from millrace.observe.logs import setup_logging
+
+ORPHAN_GRACE_S = 10.0
+GARBAGE_THRESHOLDS = (50_000, 20, 50)
+"""A step makes many small objects and no cycles: looking for garbage every 700 of them would be felt."""
+SWITCH_S = 0.0002
+"""On a CPU the thread that runs steps wants the interpreter back for the next one while this one's tokens are still
+being handed out; by default it would wait for up to 5 ms."""
+HUNG = 75
+"""Exit code of an engine whose step never ended."""
+
+
+def main() -> None:
+    ask_for_usual_slices()  # whatever the front that starts us has
+    directory, num_fronts = sys.argv[1], int(sys.argv[2])
+    config = from_dict(json.loads(sys.stdin.buffer.readline()))
+    setup_logging(config.observe.log_level, process="engine")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_S)
+    channel = SocketEngineChannel(directory, num_fronts)
+    threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
+    serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=SettledGarbage())
+    channel.close()
+
+
+def _stop_with_parent(channel: SocketEngineChannel) -> None:
+    """The pipe closes when the parent ends or asks us to; an engine still busy after the grace time just exits."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    channel.request_stop()
+    threading.Event().wait(ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Where `chat` and `generate` get their answers: a model in this process, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from millrace.config import LoadedConfig
+from millrace.params import SamplingParams
+from millrace.terminal.sampling_options import AnswerStats
+
+
+class Backend(Protocol):
+    """Closing an iterator before its end stops the generation."""
+
+    model_name: str
+    last: AnswerStats
+
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Iterator[str]: ...
+
+    def stream_text(self, prompt: str, params: SamplingParams) -> Iterator[str]: ...
+
+    def close(self) -> None: ...
+
+
+def open_backend(loaded: LoadedConfig, url: str, api_key: str) -> Backend:
+    """The server at `url`, or without one the configured model, loaded into this process."""
+    if url:
+        from millrace.terminal.remote_backend import RemoteBackend
+
+        model = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
+        return RemoteBackend(url, model, api_key)
+    from millrace.terminal.local_backend import LocalBackend
+
+    return LocalBackend(loaded.config)
