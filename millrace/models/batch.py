@@ -27,10 +27,10 @@ class LastTokens:
     seq_lens_host: list[int]
     table_rows: Tensor | None = None
     tiles: Tensor | None = None
-    has_singles: bool = True
+    has_decode_rows: bool = True
     long_rows: tuple[LongRow, ...] = ()
     shared_len: Tensor | None = None
-    singles: Tensor | None = None
+    decode_rows: Tensor | None = None
     context_parts: int = 1
 
 
@@ -69,13 +69,13 @@ class ForwardBatch:
     """int32 [n]: which row of `block_tables` each row reads; None where they are in order."""
     tiles: Tensor | None = None
     """With table_rows: the queries of longer rows cut into tiles, as PagedAttention reads them."""
-    has_singles: bool = True
+    has_decode_rows: bool = True
     """With table_rows: whether some rows may have exactly one query."""
     long_rows: tuple[LongRow, ...] = ()
     """With table_rows: rows without tiles that go through the library's attention."""
     shared_len: Tensor | None = None
     """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""
-    singles: Tensor | None = None
+    decode_rows: Tensor | None = None
     """With table_rows: int32 [6, m], the rows with one query as a list, the longest first; see `run.single_queries`."""
     context_parts: int = 1
     """With tiles of all queries: how many programs share the keys of each."""

@@ -18,17 +18,17 @@ from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoding import Span, any_apart, by_kind, spans_of
 from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp
-from millrace.models.native_stack import NativeStack, uncovered
+from millrace.models.native_stack import NativeStack, native_stack_missing
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention import Attention
-from millrace.ops.base.greedy_head import DrawingHead, DrawnTokens
+from millrace.ops.base.greedy_head import DrawnTokens, GreedyHead
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Choice
 from millrace.ops.elementwise.norm import add_rms_norm_of
 from millrace.ops.elementwise.softcap import softcap
 from millrace.ops.head.embedding import PlainEmbedding
 from millrace.ops.kv.cache import cache_places
-from millrace.ops.linear.dense import Adding, NativeParts
+from millrace.ops.linear.dense import NativeParts, ResidualAdder
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         choices: dict[str, Choice],
-        decodes_apart: bool = False,
+        use_decode_kernels: bool = False,
     ) -> None:
-        """With `decodes_apart` rows that decode go through kernels of their own, where ops have such: faster, but a
-        token's result then depends on whether it is part of a prompt."""
+        """With `use_decode_kernels` rows that decode go through kernels of their own, where ops have such: faster, but
+        a token's result then depends on whether it is part of a prompt."""
         self.spec = spec
         self.device = device
         self.dtype = dtype
@@ -81,8 +81,8 @@ class Decoder:
         """Which version of each op was chosen, and why."""
         self._weights = weights
         self._ops = ops
-        self._decodes_apart = decodes_apart
-        self._splits = decodes_apart and any_apart(_linears(weights))
+        self._use_decode_kernels = use_decode_kernels
+        self._splits = use_decode_kernels and any_apart(_linears(weights))
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.angles = Angles(spec.ropes, weights.frequencies)
@@ -99,22 +99,22 @@ class Decoder:
         embedding = self._weights.embedding
         return embedding.weight if isinstance(embedding, PlainEmbedding) else None
 
-    def thin(self) -> Decoder:
+    def with_distinct_layers(self) -> Decoder:
         """The same with one layer of each kind and the last one, which is asked for something else: a forward launches
         the same kernels, and few of them twice."""
         layers = self._weights.layers
         kinds = {_kind_of(layer): layer for layer in layers[:-1]}
-        thin = copy.copy(self)
-        thin._weights = replace(self._weights, layers=(*kinds.values(), layers[-1]))
-        return thin
+        with_distinct_layers = copy.copy(self)
+        with_distinct_layers._weights = replace(self._weights, layers=(*kinds.values(), layers[-1]))
+        return with_distinct_layers
 
     def _make_stack(self) -> NativeStack | None:
-        if uncovered(self.spec, self.choices):
+        if native_stack_missing(self.spec, self.choices):
             return None
         tied = self.choices.get("tied_embedding")
         has_head = tied is not None and tied.version.name == "native"
         return NativeStack(
-            self.spec, self._weights, self.angles, self.dtype, self.embedding_scale, has_head, self._decodes_apart
+            self.spec, self._weights, self.angles, self.dtype, self.embedding_scale, has_head, self._use_decode_kernels
         )
 
     @torch.inference_mode()
@@ -169,7 +169,7 @@ class Decoder:
     def _add(self, branch: Branch, x: Any, residual: Tensor, norm: Tensor, quantise: bool) -> tuple[Any, Tensor]:
         """The branch's result for x, added to the residual, which may be overwritten: (the sum's norm, the sum)."""
         ops, eps, module = self._ops, self.spec.norm_eps, branch.module
-        if branch.norm is None and isinstance(module, Adding) and module.adds(residual.shape[0]):
+        if branch.norm is None and isinstance(module, ResidualAdder) and module.adds(residual.shape[0]):
             module.add_to(x, residual)
             return ops.rms_norm(residual, norm, eps, quantise=quantise), residual
         return ops.add_rms_norm(self._result(branch, x), residual, norm, eps, quantise=quantise)
@@ -189,7 +189,7 @@ class Decoder:
         They are not rounded to the model's dtype: in bfloat16 the likeliest tokens are often equal, and the first of
         them would be drawn instead of the best. `out` may be written and returned."""
         head = self._weights.head
-        if draws and self._decodes_apart and isinstance(head, NativeParts):
+        if draws and self._use_decode_kernels and isinstance(head, NativeParts):
             logits = head.wide(hidden, decode=True)
         else:
             logits = head.wide(hidden, out)
@@ -199,13 +199,13 @@ class Decoder:
     def draws(self, rows: int) -> bool:
         """Whether `draw` takes less time for so many rows than to draw from their logits."""
         head = self._weights.head
-        return isinstance(head, DrawingHead) and self.spec.logit_softcap is None and head.draws(rows)
+        return isinstance(head, GreedyHead) and self.spec.logit_softcap is None and head.draws(rows)
 
     @torch.inference_mode()
     def draw(self, hidden: Tensor, to: DrawnTokens) -> None:
         """The likeliest token after each of the hidden states [n, hidden], where `draws` says yes."""
         head = self._weights.head
-        assert isinstance(head, DrawingHead)
+        assert isinstance(head, GreedyHead)
         head.draw(hidden, self.spec.vocab_size, to)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:

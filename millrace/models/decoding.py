@@ -57,4 +57,4 @@ def any_apart(modules: Iterable[Any]) -> bool:
 
 def _is_apart(module: Any) -> bool:
     linear = module.linear if isinstance(module, ComposedGatedLinear) else module
-    return isinstance(linear, NativeParts) and linear.decodes_apart
+    return isinstance(linear, NativeParts) and linear.has_decode_kernel

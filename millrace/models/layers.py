@@ -12,7 +12,7 @@ from millrace.models.decoding import ALL_DECODE, by_kind
 from millrace.ops.attention.qkv import PrepareQkv
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.head.embedding import Embedding
-from millrace.ops.linear.dense import Adding, Head, Linear
+from millrace.ops.linear.dense import Head, Linear, ResidualAdder
 from millrace.ops.linear.gated import GatedLinear
 from millrace.ops.moe.experts import Experts, RoutingExperts
 
@@ -46,10 +46,10 @@ class DenseMlp:
         return result
 
     def adds(self, rows: int) -> bool:
-        return isinstance(self.down, Adding) and self.down.adds(rows)
+        return isinstance(self.down, ResidualAdder) and self.down.adds(rows)
 
     def add_to(self, x: Any, total: Tensor) -> None:
-        assert isinstance(self.down, Adding)
+        assert isinstance(self.down, ResidualAdder)
         self.down.add_to(self.gate_up(x), total)
 
 

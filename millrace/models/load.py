@@ -34,7 +34,7 @@ from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
 from millrace.models.stored import QuantisedSource, StoredMatrices
 from millrace.ops.base.quantised import with_quantise
-from millrace.ops.base.version import Choice, short_name
+from millrace.ops.base.version import Choice, dtype_name
 from millrace.ops.linear.dense import Head, Linear
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.gated import GatedLinear
@@ -95,7 +95,7 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
     if dtype != torch.bfloat16:
         raise ConfigError(
             f"model.quantization is {quantization}, which computes in bfloat16 beside it, but model.dtype is"
-            f" {short_name(dtype)}. Set --dtype bfloat16.",
+            f" {dtype_name(dtype)}. Set --dtype bfloat16.",
             param="model.dtype",
         )
 
@@ -166,7 +166,7 @@ def build_decoder(
         log.warning(
             "quantization %s: the experts stay in %s; only the other matrices of the layers are held in eight bits",
             quantization,
-            short_name(dtype),
+            dtype_name(dtype),
         )
     stored = stored_matrices(source, layout, device, dtype, quantization)
     builder = _Builder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
@@ -260,8 +260,8 @@ class _Builder:
             frequencies=frequencies,
             num_bytes=self._total_bytes,
         )
-        decodes_apart = not self.deterministic
-        return Decoder(spec, weights, ops, self.device, self.dtype, self.choices, decodes_apart)
+        use_decode_kernels = not self.deterministic
+        return Decoder(spec, weights, ops, self.device, self.dtype, self.choices, use_decode_kernels)
 
     def _choose(self, op: str, key: str = "", **shape: Any) -> Choice:
         choice = choose(op, self.device, self.dtype, self.deterministic, **shape)

@@ -23,7 +23,7 @@ from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.base.version import Choice
 from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native
-from millrace.ops.elementwise.activation import NATIVE_NUMBERS
+from millrace.ops.elementwise.activation import ACTIVATION_CODES
 from millrace.ops.linear.dense import Linear, NativeParts
 from millrace.ops.linear.gated import ComposedGatedLinear
 
@@ -56,7 +56,7 @@ class _Shape(Structure):
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "activation", "ropes")),
         ("rotary_dims", POINTER(c_int64)),
         ("head", c_void_p),
-        ("decodes_apart", c_int64),
+        ("use_decode_kernels", c_int64),
         *((name, c_float) for name in ("eps", "scale", "softcap", "embedding_scale")),
     )
 
@@ -90,7 +90,7 @@ class WholeStep(Structure):
     )
 
 
-def uncovered(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
+def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
     """Why a model has no native stack, as a clause; empty when it has one."""
     if spec.moe is not None:
         return "mixtures of experts are walked"
@@ -111,11 +111,12 @@ class NativeStack:
         dtype: torch.dtype,
         embedding_scale: float,
         has_head: bool,
-        decodes_apart: bool,
+        use_decode_kernels: bool,
     ) -> None:
-        """With `has_head` the head is a native linear over the matrix of embeddings; `decodes_apart` as in Decoder."""
+        """With `has_head` the head is a native linear over the matrix of embeddings; `use_decode_kernels` as in
+        Decoder."""
         self._spec, self._weights = spec, weights  # their addresses are used for as long as this lives
-        self.takes_whole_steps = has_head and spec.logit_softcap is None
+        self.can_run_whole_steps = has_head and spec.logit_softcap is None
         library = native()
         self._rotary_dims = (c_int64 * len(spec.ropes))(*(rope.rotary_dim for rope in spec.ropes))
         shape = _Shape(
@@ -126,25 +127,25 @@ class NativeStack:
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
-            NATIVE_NUMBERS[spec.activation],
+            ACTIVATION_CODES[spec.activation],
             len(spec.ropes),
             self._rotary_dims,
             _linear(weights.head) if has_head else None,
-            decodes_apart,
+            use_decode_kernels,
             spec.norm_eps,
             spec.attention_scale,
             spec.attention_softcap or 0.0,
             embedding_scale,
         )
         layers = (_Layer * spec.num_layers)(*(_layer(spec, layer) for layer in weights.layers))
-        self._stack = library.quick.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
-        self._run, self._step = library.slow.stack_run, library.slow.stack_step
+        self._stack = library.with_gil.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
+        self._run, self._step = library.without_gil.stack_run, library.without_gil.stack_step
         self._angles = angles
         self._angle_tables: list[Tensor] = []
         self._angles_at: Any = None
         self._kv: Sequence[Tensor] = ()
         self._kv_at: Any = None
-        weakref.finalize(self, library.quick.stack_free, self._stack)
+        weakref.finalize(self, library.with_gil.stack_free, self._stack)
 
     def __call__(
         self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from millrace.models.spec.layout import ModelLayout, Part, matrices_of
-from millrace.ops.linear.stored import FORMATS, LAYOUT, StoredPart, StoredWeight, pack_stored, packed_bytes
+from millrace.ops.linear.stored import FORMATS, LAYOUT_VERSION, StoredPart, StoredWeight, pack_stored, packed_bytes
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def _plan(runs: Sequence[Run], sources: Sequence[Path]) -> tuple[bytes, dict[str
     """The header, where each run lies, and the size of the file. Files are known by path, size and time of change."""
     identity = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     table = [(*run.names, run.format, run.rows, run.columns, run.num_bytes) for run in runs]
-    text = json.dumps({"layout": LAYOUT, "files": identity, "runs": table}).encode()
+    text = json.dumps({"layout": LAYOUT_VERSION, "files": identity, "runs": table}).encode()
     header = _MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text
     offsets, end = {}, len(header)
     for run in runs:

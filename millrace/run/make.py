@@ -1,4 +1,4 @@
-"""Which runner a model gets: captured steps where its kernels allow it, plain ones elsewhere."""
+"""Chooses the runner: CudaRunner on a GPU with paged attention, else Runner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import KvFormat
-from millrace.run.graphs.kernel_build_pool import KernelBuilder
+from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.runner import AnyRunner, Runner
 
 
@@ -21,7 +21,7 @@ def make_runner(
     token_budget: int,
     graphs: bool = True,
     kv_dtype: KvFormat = "full",
-    builder: KernelBuilder | None = None,
+    build_pool: KernelBuildPool | None = None,
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
@@ -45,5 +45,5 @@ def make_runner(
         token_budget=token_budget,
         graphs=graphs,
         kv_dtype=kv_dtype,
-        builder=builder,
+        build_pool=build_pool,
     )

@@ -1,6 +1,6 @@
-"""Executes a StepPlan: update the table, gather inputs, run the model, draw tokens, bring them back.
+"""The plain runner: update the table, gather inputs, run the model, draw tokens, copy them to the host.
 
-The same code runs on every device. Everything that touches device state happens inside `_execute`, which the device
+It runs on any device, normally a CPU. Everything that touches device state happens inside `_execute`, which the device
 runs in launch order; the host only waits for results.
 """
 
@@ -31,39 +31,39 @@ _NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 class StepResult:
     step_no: int
     tokens: Tensor
-    """int64, what the plan's sampling rows drew, in plan order."""
+    """Tokens drawn by the rows that draw, in plan order."""
     logprobs: LogprobColumns | None
     logprob_index: Int64s
-    """Which of the drawn tokens have log-probabilities, and with how many likeliest tokens each."""
+    """Indices of the drawn tokens with log-probabilities; `logprob_counts` has the number of top tokens for each."""
     logprob_counts: Int32s
     prompt_logprobs: tuple[PromptLogprobs, ...]
     view: Int32s | None = None
-    """The memory of `tokens` on the host, where somebody has looked at it ahead of time."""
+    """The host memory of `tokens` as an array, if it was made ahead of time."""
 
     def drawn(self) -> Int32s:
         return (self.tokens.numpy() if self.view is None else self.view).astype(np.int32)
 
 
 class AnyRunner(Protocol):
-    """What the engine knows of a runner."""
+    """What the engine needs from a runner."""
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue the step. Steps run in the order of their launches."""
 
     @property
     def is_warm(self) -> bool:
-        """Nothing is left to prepare."""
+        """True once warm-up is complete."""
 
     @property
     def num_cold(self) -> int:
-        """Preparations that are left."""
+        """Number of buckets still to warm up."""
 
     def warm_next(self) -> None:
-        """Make one of them: some tens of milliseconds, for an idle moment."""
+        """Warm up one bucket: some tens of milliseconds. Call it when idle."""
 
 
 class Runner:
-    """For a CPU: nothing has to be prepared, and every step runs in its own size."""
+    """Runs every step at its own size; needs no warm-up."""
 
     is_warm = True
     num_cold = 0
@@ -95,12 +95,12 @@ class Runner:
         self._sampler = Sampler(device, self._table, max_rows=max_rows, vocab_size=decoder.spec.vocab_size)
 
         self.native_step = None
-        if decoder.native_stack is not None and decoder.native_stack.takes_whole_steps:
+        if decoder.native_stack is not None and decoder.native_stack.can_run_whole_steps:
             self.native_step = NativeStep(decoder.native_stack, self._kv, self._table, self._sampler, max_rows=max_rows)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue the step. Steps run in the order of their launches."""
-        return self._device.launch(lambda: self._execute(plan), bring_back)
+        return self._device.launch(lambda: self._execute(plan), copy_to_host)
 
     def warm_next(self) -> None:
         pass
@@ -108,7 +108,7 @@ class Runner:
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.update(plan)
         self._sampler.update(plan)
-        if self.native_step is not None and self.native_step.takes(plan):
+        if self.native_step is not None and self.native_step.can_run(plan):
             tokens = self.native_step(plan)
             return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
         batch = gather_inputs(plan, self._table, self._device, self._block_size)
@@ -119,8 +119,8 @@ class Runner:
         query_starts = np.asarray(batch.query_starts_host, np.int32)
         prompt_logprobs = score_prompts(plan, query_starts, self._table, self._decoder, hidden)
         if len(due) == 0:
-            nothing = torch.zeros(0, dtype=torch.int64, device=self._device.torch_device)
-            return StepResult(plan.step_no, nothing, None, due, due.astype(np.int32), prompt_logprobs)
+            no_tokens = torch.zeros(0, dtype=torch.int64, device=self._device.torch_device)
+            return StepResult(plan.step_no, no_tokens, None, due, due.astype(np.int32), prompt_logprobs)
         rows, positions = plan.rows[due], (plan.starts + plan.counts)[due]
         columns = self._device.upload(np.stack([query_starts[due + 1] - 1, rows]))
         last_index, table_rows = columns.long()
@@ -133,9 +133,8 @@ class Runner:
         )
 
 
-def bring_back(result: StepResult, into: Tensor | None = None, view: Int32s | None = None) -> StepResult:
-    """The result with its tensors on their way to the host; its tokens to `into`, of which `view` is the memory, if
-    these are given."""
+def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | None = None) -> StepResult:
+    """Start copying the result's tensors to the host. Tokens go to `into`, if given, whose memory is `view`."""
     drawn = result.tokens
     return StepResult(
         step_no=result.step_no,

@@ -21,7 +21,7 @@ from millrace.ops.base.version import Choice, Version
 from millrace.ops.linear import dense as linear
 
 CPU = torch.device("cpu")
-ADDS_FROM = 4
+MIN_ROWS_TO_ADD = 4
 """Rows from which the linears of these tests add."""
 
 
@@ -29,7 +29,7 @@ ADDS_FROM = 4
 def added_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decoders are built with the GPU's linear, which here adds from few rows on: to how many, call by call."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install -r requirements-dev.txt")
-    from millrace.ops.triton.gemm.choice import LIBRARY
+    from millrace.ops.triton.gemm.choice import NO_TILES
 
     calls: list[int] = []
 
@@ -38,12 +38,12 @@ def added_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             calls.append(len(x))
             super().add_to(x, total)
 
-    tuned = Version("linear", "tuned", lambda weight, bias=None: Counted(weight, bias, LIBRARY), "in this test")
+    tuned = Version("linear", "tuned", lambda weight, bias=None: Counted(weight, bias, NO_TILES), "in this test")
 
     def choose(op: str, *args: Any, **shape: Any) -> Choice:
         return Choice(tuned, ()) if op == "linear" else registry.choose(op, *args, **shape)
 
-    monkeypatch.setattr(linear, "ADDS_FROM", ADDS_FROM)
+    monkeypatch.setattr(linear, "MIN_ROWS_TO_ADD", MIN_ROWS_TO_ADD)
     monkeypatch.setattr(load, "choose", choose)
     return calls
 
@@ -75,7 +75,7 @@ def test_logits_are_the_same(case: str, added_rows: list[int]) -> None:
         attention, mlp = ADDED[case]
         layers = len(decoder.spec.layers)
         per_step = attention * layers + mlp * (layers - 1)  # The last one's goes to the final norm.
-        assert sorted(added_rows) == sorted(rows for rows in steps if rows >= ADDS_FROM for _ in range(per_step))
+        assert sorted(added_rows) == sorted(rows for rows in steps if rows >= MIN_ROWS_TO_ADD for _ in range(per_step))
 
 
 @pytest.mark.parametrize("count", [2, 6])
@@ -100,7 +100,7 @@ def test_where_only_some_tokens_are_wanted(count: int, added_rows: list[int]) ->
     )
     added_rows.clear()
     torch.testing.assert_close(decoder.forward(batch, kv), wanted, atol=1e-5, rtol=1e-5)
-    assert (count in added_rows) == (count >= ADDS_FROM)
+    assert (count in added_rows) == (count >= MIN_ROWS_TO_ADD)
     assert added_rows.count(3 * count) == 2 * len(decoder.spec.layers) - 2
 
 

@@ -1,4 +1,4 @@
-"""All layers in one native call against the walk over the same kernels: equal to the bit."""
+"""All layers in one native call against `Decoder.run_layers`, which calls the same kernels: equal to the bit."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def mixed_batches(seed: str, vocab: int, block_size: int) -> list[ForwardBatch]:
 
 
 def check_same(decoder: Decoder, batches: list[ForwardBatch], block_size: int) -> None:
-    native_kv, walked_kv = (PagedDriver(decoder, block_size).kv for _ in range(2))
+    native_kv, expected_kv = (PagedDriver(decoder, block_size).kv for _ in range(2))
     for batch in batches:
-        ours, walked = decoder.forward(batch, native_kv), decoder.walk(batch, walked_kv)
+        ours, expected = decoder.forward(batch, native_kv), decoder.run_layers(batch, expected_kv)
         assert ours.isfinite().all()
-        assert torch.equal(ours, walked)
-    for ours, walked in zip(native_kv, walked_kv, strict=True):
-        assert torch.equal(ours.nan_to_num(7.0), walked.nan_to_num(7.0))
+        assert torch.equal(ours, expected)
+    for ours, expected in zip(native_kv, expected_kv, strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,7 +73,7 @@ def test_native_stack_equals_the_walk(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", ["llama_tied", "gemma3", "qwen3_moe"])
 def test_last_tokens_alone_are_what_they_are_among_all(case: str, dtype: torch.dtype) -> None:
     decoder = load(case, dtype)
-    whole_kv, kept_kv, walked_kv = (PagedDriver(decoder, 16).kv for _ in range(3))
+    whole_kv, kept_kv, expected_kv = (PagedDriver(decoder, 16).kv for _ in range(3))
     draw, device = random.Random(case), CpuDevice(1)
     for batch in mixed_batches(case, VOCAB, 16):
         whole = decoder.forward(batch, whole_kv)
@@ -81,7 +81,7 @@ def test_last_tokens_alone_are_what_they_are_among_all(case: str, dtype: torch.d
         due = np.array(sorted(draw.sample(range(num_rows), draw.randint(0, num_rows))), np.int64)
         batch.last = last_tokens(batch, due, device)
         wanted = whole[[batch.query_starts_host[row + 1] - 1 for row in due.tolist()]]
-        assert torch.equal(decoder.walk(batch, walked_kv), wanted)
+        assert torch.equal(decoder.run_layers(batch, expected_kv), wanted)
         assert torch.equal(decoder.forward(batch, kept_kv), wanted)
     for whole, kept in zip(whole_kv, kept_kv, strict=True):
         assert torch.equal(whole.nan_to_num(7.0), kept.nan_to_num(7.0))
@@ -116,7 +116,7 @@ def test_the_default_model_is_computed_as_it_is_walked() -> None:
         pytest.skip("there are no native kernels here")
     decoder = load_decoder(resolve_model(DEFAULT_MODEL), device=CPU, dtype=torch.bfloat16)
     assert decoder.native_stack is not None
-    assert decoder.native_stack.takes_whole_steps
+    assert decoder.native_stack.can_run_whole_steps
     check_same(decoder, mixed_batches("default", decoder.spec.vocab_size, 16), 16)
 
 

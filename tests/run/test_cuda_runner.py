@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from helpers.decode_table import change_decode_table, want_few_programs
 from helpers.quick_interpreter import quick_interpreter
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
@@ -22,7 +23,7 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.ops.attention import PagedAttention, decode_rule
+from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.linear.dense import Head
@@ -36,8 +37,7 @@ from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.graphs import buckets
-from millrace.run.packet import decode_rows as single_queries
-from millrace.run.packet import step_packet
+from millrace.run.packet import decode_rows, step_packet
 from millrace.run.runner import Runner
 from millrace.run.sampling.device_sampler import VARIANTS
 
@@ -133,7 +133,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:  # the interpreter runs one program after the other, those without work too
-        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+        want_few_programs(monkeypatch)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
@@ -144,7 +144,7 @@ def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPa
     assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)
 
 
-class DrawingHead:
+class GreedyHead:
     """Another head that draws, where there are more than two rows, as one that has a kernel for it would."""
 
     def __init__(self, head: Head) -> None:
@@ -174,11 +174,11 @@ def test_a_head_that_draws_is_asked_for_logits_only_where_they_are_needed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if interpreted:
-        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+        want_few_programs(monkeypatch)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
-    head = DrawingHead(decoder._weights.head)
+    head = GreedyHead(decoder._weights.head)
     decoder._weights = dataclasses.replace(decoder._weights, head=head)
     fast = CudaRunner(decoder, device, token_budget=BUDGET, graphs=False, **SIZES)
     expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
@@ -194,10 +194,10 @@ def test_a_head_that_draws_is_asked_for_logits_only_where_they_are_needed(
 def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with many rows: single queries come from a list, the longest first and cut, beside tiles of others or not, and
     on top of as many tokens as the budget allows."""
-    monkeypatch.setattr(decode_rule, "FEW", 0)
-    monkeypatch.setattr(step_packet, "LEAST_ROWS", 1)
-    monkeypatch.setattr(single_queries, "LONG_TOKENS", 8)
-    monkeypatch.setattr(single_queries, "LONG_SHARE", 1.0)
+    change_decode_table(monkeypatch, few_streams=0, list_from=dict.fromkeys(("plain", "packed", "fp8"), 0))
+    monkeypatch.setattr(step_packet, "MIN_LISTED_ROWS", 1)
+    monkeypatch.setattr(decode_rows, "LONG_TOKENS", 8)
+    monkeypatch.setattr(decode_rows, "LONG_SHARE", 1.0)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
@@ -214,7 +214,7 @@ def test_a_packed_cache_gives_what_the_full_one_gives(monkeypatch: pytest.Monkey
     """Prompts whole and in chunks, and rows that decode beside them. Here keys and values are rounded to bfloat16, as
     they come from a model in it."""
     if interpreted:
-        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+        want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
 
     def run(kv_dtype: KvFormat) -> tuple[dict[int, list[int]], list[float]]:
@@ -243,12 +243,12 @@ def turn(index: int, num_tokens: int, read_cache: bool) -> Request:
 def test_a_known_prefix_gives_what_an_unknown_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens after a known prefix, whose keys several programs share: once their kernels are there."""
     if interpreted:
-        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+        want_few_programs(monkeypatch)
     monkeypatch.setattr(buckets, "SPLIT_CONTEXT", 8)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
     runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype="packed", **SIZES)
-    monkeypatch.setattr(runner._warm_up, "is_waiting", lambda _bucket: False)
+    monkeypatch.setattr(runner._warm_up, "is_cold", lambda _bucket: False)
     steps: list[tuple[StepPlan, int]] = []
     choose = runner._bucket_for
 
@@ -264,7 +264,7 @@ def test_a_known_prefix_gives_what_an_unknown_one_gives(monkeypatch: pytest.Monk
     assert found[1] == expected[1]
     in_parts = [plan for plan, parts in steps if parts > 1]
     assert [(plan.num_tokens, plan.starts.tolist()) for plan in in_parts] == [(5, [20])]
-    monkeypatch.setattr(runner._warm_up, "is_waiting", lambda bucket: bucket in runner._buckets.all_split())
+    monkeypatch.setattr(runner._warm_up, "is_cold", lambda bucket: bucket in runner._buckets.all_split())
     assert choose(in_parts[0])[0].parts == 1
 
 
@@ -282,7 +282,7 @@ def with_kernels(decoder: Decoder) -> Decoder:
 
 @pytest.mark.skipif(not interpreted, reason="where there is no GPU, capturing is what fails")
 def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    want_few_programs(monkeypatch)
     asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
@@ -295,7 +295,7 @@ def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """And any other is two, or one if nobody draws."""
-    monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
     steps: list[tuple[bool, bool, list[object]]] = []
@@ -328,7 +328,7 @@ def test_whole_chunks_go_through_the_library(kv_dtype: KvFormat, monkeypatch: py
     prompts = [rng.integers(0, VOCAB, length).astype(np.int32) for length in (BUDGET, 3 * BUDGET, 2 * BUDGET + 17)]
 
     def run(worth_it: int) -> tuple[list[float], set[int]]:
-        monkeypatch.setattr(cuda_runner, "WORTH_IT", worth_it)
+        monkeypatch.setattr(cuda_runner, "CUDNN_MIN_QUERIES", worth_it)
         decoder = decoder_for("qwen3_heads_of_64", place, True, torch.bfloat16)
         runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES)
         while not runner.is_warm:
@@ -359,7 +359,7 @@ class Played:
 @pytest.mark.skipif(not interpreted, reason="graphs are played where there are none")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_larger_graph_serves_where_the_own_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+    want_few_programs(monkeypatch)
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
 
@@ -371,7 +371,7 @@ def test_a_larger_graph_serves_where_the_own_is_missing(kind: str, monkeypatch: 
     fast._graphs.is_capturing = True
     expected, _ = drive(plain, requests(5, 4, KINDS[kind]))
     with quick_interpreter():
-        fast._warm_up.want(fast._buckets.decode(4))
+        fast._warm_up.capture_next(fast._buckets.decode(4))
         fast.warm_next()
         assert fast.is_warm
         before = set(fast._graphs.captured)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.run.packet.decode_rows import COLUMNS, LONG_TOKENS, MOST_PARTS, SPARE, num_words, write_singles
+from millrace.run.packet.decode_rows import COLUMNS, LONG_TOKENS, MAX_PARTS, SPARE, num_words, write_decode_rows
 
 
 def listed(lengths: list[int], room: int = 0) -> np.ndarray:
     words = np.full(num_words(len(lengths) + room), 777, np.int32)
     tokens = np.arange(len(lengths)) * 3 + 1
-    write_singles(words, tokens, tokens + 1000, np.array(lengths, np.int32))
+    write_decode_rows(words, tokens, tokens + 1000, np.array(lengths, np.int32))
     return words.reshape(COLUMNS, -1).T
 
 
@@ -31,7 +31,7 @@ def test_every_row_is_there_with_all_its_parts(seed: int) -> None:
         assert (mine[:, 2] == length).all()
         assert sorted(mine[:, 3].tolist()) == list(range(parts))
         assert (mine[:, 4] == parts).all()
-        assert parts <= MOST_PARTS
+        assert parts <= MAX_PARTS
         assert parts == 1 or length > LONG_TOKENS
         if parts > 1:
             assert len(set(mine[:, 5].tolist())) == 1
@@ -51,9 +51,9 @@ def test_rows_alike_keep_their_order_and_are_not_cut() -> None:
 
 def test_one_long_row_takes_all_spare_parts_it_may() -> None:
     entries = listed([100] * 30 + [32_000])
-    assert entries[0].tolist()[:6] == [91, 1091, 32_000, 0, MOST_PARTS, 0]
-    assert entries[:MOST_PARTS, 3].tolist() == list(range(MOST_PARTS))
-    assert (entries[:, 0] == 91).sum() == MOST_PARTS
+    assert entries[0].tolist()[:6] == [91, 1091, 32_000, 0, MAX_PARTS, 0]
+    assert entries[:MAX_PARTS, 3].tolist() == list(range(MAX_PARTS))
+    assert (entries[:, 0] == 91).sum() == MAX_PARTS
 
 
 def test_no_rows() -> None:

@@ -165,20 +165,20 @@ def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("config", [LLAMA, CAPPED], ids=["llama", "capped"])
 def test_every_way_to_run_a_step_agrees(config: dict[str, Any], deterministic: bool, tmp_path: Path) -> None:
     """One native call for a step, one for its layers, op by op."""
-    whole, layers, walked = (make_runner(tmp_path, config, deterministic) for _ in range(3))
+    whole, layers, op_by_op = (make_runner(tmp_path, config, deterministic) for _ in range(3))
     assert (whole.native_step is None) == (config is CAPPED)
     assert layers._decoder.native_stack is not None
-    layers.native_step = walked.native_step = None
-    walked._decoder.native_stack = None
+    layers.native_step = op_by_op.native_step = None
+    op_by_op._decoder.native_stack = None
     steps = busy_plans(3)
     tokens = drawn_by(whole, steps)
     assert drawn_by(layers, steps) == tokens
-    assert drawn_by(walked, steps) == tokens
+    assert drawn_by(op_by_op, steps) == tokens
     for row in range(ROWS):
         lengths = [int(plan.starts[i] + plan.counts[i]) for plan in steps for i in np.flatnonzero(plan.rows == row)]
         expected = kv_of(whole, row, max(lengths, default=0))
         assert same_bits(kv_of(layers, row, max(lengths, default=0)), expected)
-        assert same_bits(kv_of(walked, row, max(lengths, default=0)), expected)
+        assert same_bits(kv_of(op_by_op, row, max(lengths, default=0)), expected)
 
 
 def test_rows_with_wishes_of_their_own_see_the_same_scores(tmp_path: Path) -> None:

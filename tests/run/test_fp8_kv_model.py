@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from helpers.decode_table import want_few_programs
 from helpers.paged import PagedDriver
 from helpers.quick_interpreter import quick_interpreter
 from helpers.reference_ops import use_reference_ops
@@ -24,7 +25,7 @@ from millrace.errors import ConfigError
 from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.ops.attention import PagedAttention, decode_rule
+from millrace.ops.attention import PagedAttention
 from millrace.ops.kv.cache import SCALE_BYTES
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
@@ -93,7 +94,7 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(
 ) -> None:
     """Through the GPU's runner, its kernels interpreted where there is no GPU."""
     if interpreted:
-        monkeypatch.setattr(decode_rule, "PROGRAMS_WANTED", 16)
+        want_few_programs(monkeypatch)
     decoder = decoder_of("llama", place)
     spec = decoder.spec
     attention = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)

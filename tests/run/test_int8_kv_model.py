@@ -103,7 +103,9 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(monkeypatch: pytest.Monkey
     assert resolve("int8", CPU, 64) == "int8"
     with pytest.raises(ConfigError, match=r"int8, which needs heads in multiples of 16 items, .* have 72\. Set"):
         resolve("int8", CPU, 72)
-    with pytest.raises(ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which takes as little"):
+    with pytest.raises(
+        ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which needs as little memory"
+    ):
         resolve("fp8", CPU, 64)
     monkeypatch.setattr(kv_pool.torch.cuda, "get_device_name", lambda device: "a GPU of ours")
     with pytest.raises(ConfigError, match=r"int8, which is for a CPU, .* run on a GPU of ours\. Set --kv-dtype fp8"):

@@ -88,7 +88,7 @@ def test_whole_steps_draw_the_same_tokens(case: str, dtype: torch.dtype) -> None
     steps = plans(params)
     whole, apart = make_runner(case, dtype), make_runner(case, dtype)
     assert whole.native_step is not None
-    assert all(whole.native_step.takes(plan) for plan in steps[1:])
+    assert all(whole.native_step.can_run(plan) for plan in steps[1:])
     apart.native_step = None
     assert drawn_by(whole, steps) == drawn_by(apart, steps)
 
@@ -114,7 +114,7 @@ def test_rows_that_want_more_than_tokens_are_not_taken() -> None:
     steps = plans(special)
     drawn_by(runner, steps[:1])
     assert runner.native_step is not None
-    taken = [row for row in range(ROWS) if runner.native_step.takes(plan_of(1, [(row, 0, 1, True)]))]
+    taken = [row for row in range(ROWS) if runner.native_step.can_run(plan_of(1, [(row, 0, 1, True)]))]
     assert taken == [5]
 
 

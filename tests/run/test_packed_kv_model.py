@@ -79,11 +79,11 @@ def test_auto_is_full_on_a_cpu() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": CPU}, r"is for a GPU, but the model would run on the CPU\. Set --kv-dtype auto, or int8"),
-    ({"deterministic": True}, r"run\.deterministic is on\. Set --kv-dtype auto, .* or leave out --deterministic\."),
+    ({"deterministic": True}, r"run\.deterministic is on\. Set --kv-dtype auto, .* or remove --deterministic\."),
     ({"dtype": torch.float16}, r"holds bfloat16, .* run in float16\. Set --kv-dtype auto, or --dtype bfloat16\."),
     ({"dtype": torch.float32}, r"run in float32\. Set --kv-dtype auto, or --dtype bfloat16\."),
     ({"spec": shape_of(head_dim=80)}, r"heads of 64, 128 or 256 items, but the model's have 80\. Set --kv-dtype auto"),
-    ({"spec": half_rotated()}, r"rotated whole or not at all, but the model rotates a part\. Set --kv-dtype auto\."),
+    ({"spec": half_rotated()}, r"rotated fully or not at all, but the model rotates a part\. Set --kv-dtype auto\."),
 ]
 
 

@@ -13,7 +13,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import CpuDevice
 from millrace.run.graphs.buckets import Buckets
-from millrace.run.packet import decode_rows as single_queries
+from millrace.run.packet import decode_rows
 from millrace.run.packet.decode_rows import COLUMNS
 from millrace.run.packet.step_packet import Bucket, PacketLayout, PacketWriter, Section
 from millrace.run.table.request_table import RequestTable
@@ -27,11 +27,11 @@ LENGTHS = [1, 2, 30, 500, 1020, 1023, 3000, 20_000, 65_531, 65_533, 65_534, 65_5
 class Decoding:
     """Rows that decode, come and go; every step is written by a writer that may remember and by one that cannot."""
 
-    def __init__(self, seed: int, tile_singles: bool) -> None:
+    def __init__(self, seed: int, tile_decode_rows: bool) -> None:
         self.rng = np.random.default_rng(seed)
-        self.writer = PacketWriter(block_size=BLOCK, tile_singles=tile_singles, **SIZES)
-        self.tile_singles = tile_singles
-        self.buckets = Buckets(token_budget=1024, tile_singles=tile_singles, **SIZES)
+        self.writer = PacketWriter(block_size=BLOCK, tile_decode_rows=tile_decode_rows, **SIZES)
+        self.tile_decode_rows = tile_decode_rows
+        self.buckets = Buckets(token_budget=1024, tile_decode_rows=tile_decode_rows, **SIZES)
         self.table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
         # Few of the lengths: rows alike are as likely as one that is much longer than the rest.
         self.choice = self.rng.choice(LENGTHS, self.rng.integers(1, 5))
@@ -82,13 +82,13 @@ class Decoding:
         self.writer.write(None, self.table, self.buckets.decode(len(self.rows) or 1), self.buffers[0])
 
     def send(self, plan: StepPlan, admitted: tuple[Admission, ...]) -> None:
-        self.table.note(plan)
-        shares = plan.shared_blocks > 0 and not self.tile_singles
-        bucket = replace(self.buckets.decode(len(plan.rows)), shares=shares)
+        self.table.update_host(plan)
+        shares_prefix = plan.shared_blocks > 0 and not self.tile_decode_rows
+        bucket = replace(self.buckets.decode(len(plan.rows)), shares_prefix=shares_prefix)
         records = self.rng.integers(0, 99, (len(admitted), RECORD_WORDS)).astype(np.int32)
         packet, expected = self.buffers[self.num_steps % 4], np.full(6000, 555, np.int32)
         used = self.writer.write(plan, self.table, bucket, packet, records, self.num_steps)
-        forgetful = PacketWriter(block_size=BLOCK, tile_singles=self.tile_singles, **SIZES)
+        forgetful = PacketWriter(block_size=BLOCK, tile_decode_rows=self.tile_decode_rows, **SIZES)
         alone = replace(plan, is_repeated_decode=False)
         assert used == forgetful.write(alone, self.table, bucket, expected, records, self.num_steps)
         self.compare(forgetful.layout(bucket), packet, expected, used)
@@ -97,10 +97,10 @@ class Decoding:
 
     def compare(self, layout: PacketLayout, packet: Int32s, expected: Int32s, used: int) -> None:
         for name, section in vars(layout).items():
-            if isinstance(section, Section) and name != "singles":
+            if isinstance(section, Section) and name != "decode_rows":
                 assert section.of(packet).tolist() == section.of(expected).tolist(), name
-        if layout.singles.length:
-            found, wanted = (layout.singles.of(words).reshape(COLUMNS, -1) for words in (packet, expected))
+        if layout.decode_rows.length:
+            found, wanted = (layout.decode_rows.of(words).reshape(COLUMNS, -1) for words in (packet, expected))
             is_listed = wanted[2] > 0
             assert found[2].tolist() == wanted[2].tolist()
             assert found[:, is_listed].tolist() == wanted[:, is_listed].tolist()
@@ -115,8 +115,8 @@ class Decoding:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
-def test_a_repeated_packet_is_the_one_that_the_plan_alone_gives(seed: int, tile_singles: bool) -> None:
-    decoding = Decoding(seed, tile_singles)
+def test_a_repeated_packet_is_the_one_that_the_plan_alone_gives(seed: int, tile_decode_rows: bool) -> None:
+    decoding = Decoding(seed, tile_decode_rows)
     for _ in range(40):
         decoding.step()
 
@@ -124,7 +124,7 @@ def test_a_repeated_packet_is_the_one_that_the_plan_alone_gives(seed: int, tile_
 def test_the_steps_above_do_repeat_and_are_cut() -> None:
     repeated = cut = 0
     for seed in range(20):
-        decoding = Decoding(seed, tile_singles=False)
+        decoding = Decoding(seed, tile_decode_rows=False)
         for _ in range(40):
             decoding.step()
         repeated += decoding.num_repeated
@@ -142,8 +142,8 @@ def test_a_template_is_taken_for_a_repeated_step_and_only_then(monkeypatch: pyte
         sorted_times.append(1)
         return argsort(values, **options)
 
-    monkeypatch.setattr(single_queries.np, "argsort", counted)
-    writer = PacketWriter(block_size=BLOCK, tile_singles=False, **SIZES)
+    monkeypatch.setattr(decode_rows.np, "argsort", counted)
+    writer = PacketWriter(block_size=BLOCK, tile_decode_rows=False, **SIZES)
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
     bucket, packet = Bucket(16, 16, 0, is_decode=True), np.zeros(6000, np.int32)
     rows, none = np.arange(10, dtype=np.int32), np.zeros(0, np.int32)

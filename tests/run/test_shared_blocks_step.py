@@ -37,10 +37,10 @@ def prompts() -> list[np.ndarray]:
     return [np.concatenate((beginning, draw.integers(0, VOCAB, 3 + 5 * row))).astype(np.int32) for row in range(ROWS)]
 
 
-def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: bool, shares: bool) -> StepPlan:
+def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: bool, shares_prefix: bool) -> StepPlan:
     """With `admitted` the rows come in with all their blocks; where they share, the first are those of row 0."""
     columns = [(row, column) for row in rows for column in range(WIDTH)] if admitted else []
-    ids = [1 + column + (0 if shares and column < SHARED // BLOCK else row * WIDTH) for row, column in columns]
+    ids = [1 + column + (0 if shares_prefix and column < SHARED // BLOCK else row * WIDTH) for row, column in columns]
     params = RowParams(SamplingParams(temperature=0.8, seed=1))
     texts = prompts()
     return StepPlan(
@@ -56,16 +56,16 @@ def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: boo
     )
 
 
-def drawn_together(runner: Runner, shares: bool) -> list[list[int]]:
+def drawn_together(runner: Runner, shares_prefix: bool) -> list[list[int]]:
     """Row 0 computes the beginning, the others come in behind it; all then decode side by side."""
     lengths = [len(text) for text in prompts()]
-    first = runner.launch(plan_of([0], [0], [lengths[0]], True, shares)).wait().tokens.tolist()
+    first = runner.launch(plan_of([0], [0], [lengths[0]], True, shares_prefix)).wait().tokens.tolist()
     others = list(range(1, ROWS))
-    starts = [SHARED if shares else 0] * len(others)
+    starts = [SHARED if shares_prefix else 0] * len(others)
     counts = [lengths[row] - start for row, start in zip(others, starts, strict=True)]
-    drawn = [first + runner.launch(plan_of(others, starts, counts, True, shares)).wait().tokens.tolist()]
+    drawn = [first + runner.launch(plan_of(others, starts, counts, True, shares_prefix)).wait().tokens.tolist()]
     for step in range(STEPS):
-        plan = plan_of(list(range(ROWS)), [length + step for length in lengths], [1] * ROWS, False, shares)
+        plan = plan_of(list(range(ROWS)), [length + step for length in lengths], [1] * ROWS, False, shares_prefix)
         drawn.append(runner.launch(plan).wait().tokens.tolist())
     return drawn
 
@@ -79,6 +79,6 @@ def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(
     whole, apart = make_runner(case, dtype, kv_dtype), make_runner(case, dtype, kv_dtype)
     assert whole.native_step is not None
     apart.native_step = None
-    expected = drawn_together(make_runner(case, dtype, kv_dtype), shares=False)
-    assert drawn_together(whole, shares=True) == expected
-    assert drawn_together(apart, shares=True) == expected
+    expected = drawn_together(make_runner(case, dtype, kv_dtype), shares_prefix=False)
+    assert drawn_together(whole, shares_prefix=True) == expected
+    assert drawn_together(apart, shares_prefix=True) == expected

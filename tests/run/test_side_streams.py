@@ -12,7 +12,7 @@ from helpers.played_streams import PLACE, Streams, played_streams
 
 from millrace.config import RunConfig
 from millrace.run.device.device import CudaDevice, Pending, open_device
-from millrace.run.packet.packet_ring import DrawnRing, PacketRing
+from millrace.run.packet.packet_ring import PacketRing, TokenRing
 
 WORDS, ROWS = 3000, 5
 
@@ -26,11 +26,11 @@ class Steps:
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             patch.setattr("millrace.run.device.device.hash_ahead", lambda: None)
             self.device = CudaDevice()
-        self.ring, self.drawn = PacketRing(WORDS, PLACE), DrawnRing(ROWS, PLACE)
+        self.ring, self.drawn = PacketRing(WORDS, PLACE), TokenRing(ROWS, PLACE)
         self.seen: list[tuple[int, int, int]] = []
 
     def launch(self, number: int, rows: int) -> Pending[torch.Tensor]:
-        return self.device.launch(lambda: self._work(number, rows), self._bring_back)
+        return self.device.launch(lambda: self._work(number, rows), self._copy_to_host)
 
     def _work(self, number: int, rows: int) -> torch.Tensor:
         packet = self.ring.next()
@@ -46,7 +46,7 @@ class Steps:
         number, start, rows = packet[:3].tolist()
         self.drawn.on_device[start : start + rows] = number + torch.arange(rows, dtype=torch.int32)
 
-    def _bring_back(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _copy_to_host(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.drawn.host_line(self.ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
 
 
@@ -75,7 +75,7 @@ def check(number: int, rows: int, pending: Pending[torch.Tensor]) -> None:
 def test_on_a_gpu_that_lags_behind() -> None:
     device = open_device(RunConfig(device="cuda"))
     place = device.torch_device
-    ring, drawn = PacketRing(WORDS, place), DrawnRing(ROWS, place)
+    ring, drawn = PacketRing(WORDS, place), TokenRing(ROWS, place)
     heavy = torch.randn(2048, 2048, device=place)
 
     def work(number: int) -> torch.Tensor:
@@ -87,12 +87,12 @@ def test_on_a_gpu_that_lags_behind() -> None:
         torch.add(ring.on_device[-ROWS:], 1, out=line)
         return line
 
-    def bring_back(tokens: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(tokens: torch.Tensor) -> torch.Tensor:
         return drawn.host_line(ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
 
     flying: deque[tuple[int, Pending[torch.Tensor]]] = deque()
     for number in range(200):
-        flying.append((number, device.launch(lambda number=number: work(number), bring_back)))
+        flying.append((number, device.launch(lambda number=number: work(number), copy_to_host)))
         if len(flying) > 2:
             expected, pending = flying.popleft()
             assert (pending.wait().numpy() == np.full(ROWS, expected + 1)).all()

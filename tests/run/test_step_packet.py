@@ -40,11 +40,11 @@ def a_plan(rng: np.random.Generator, num_rows: int, longest: int, table: Request
         block_ids=rng.integers(1, 99, blocks).astype(np.int32),
         admitted=tuple(admitted), shared_blocks=int(rng.integers(0, 40)),
     )  # fmt: skip
-    table.note(plan)
+    table.update_host(plan)
     return plan
 
 
-def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Bucket, tile_singles: bool) -> None:
+def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Bucket, tile_decode_rows: bool) -> None:
     layout, packet = writer.layout(bucket), np.full(20_000, 777, np.int32)
     records = np.arange(3 * 32, dtype=np.int32).reshape(3, 32)
     used = writer.write(plan, table, bucket, packet, records)
@@ -67,15 +67,15 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
     tiles = [
         [row, first]
         for row, length in enumerate(lengths)
-        if length > (0 if tile_singles or not bucket.has_singles else 1)
+        if length > (0 if tile_decode_rows or not bucket.has_decode_rows else 1)
         and (not bucket.long_from or length < bucket.long_from)
         for first in range(0, length, PER_TILE)
     ]
     if bucket.tiles:
         listed = tiles if bucket.is_decode else tiles[::-1]
         assert layout.tiles.of(packet).reshape(-1, 2).tolist() == listed + [[-1, -1]] * (bucket.tiles - len(tiles))
-    if layout.singles.length:
-        columns = layout.singles.of(packet).reshape(COLUMNS, -1)
+    if layout.decode_rows.length:
+        columns = layout.decode_rows.of(packet).reshape(COLUMNS, -1)
         single = [row for row, length in enumerate(lengths) if length == 1]
         listed = columns[:, columns[2] > 0]
         seq_lens = layout.seq_lens.of(packet)
@@ -101,31 +101,33 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
     assert (packet[used:] == 777).all()
 
 
-@pytest.mark.parametrize("tile_singles", [False, True])
+@pytest.mark.parametrize("tile_decode_rows", [False, True])
 @pytest.mark.parametrize("longest", [1, 3, 40])
-def test_a_packet_says_what_the_plan_says(longest: int, tile_singles: bool) -> None:
-    rng = np.random.default_rng(longest + tile_singles)
-    sizes = {"max_rows": MAX_ROWS, "queries_per_tile": PER_TILE, "tile_singles": tile_singles}
+def test_a_packet_says_what_the_plan_says(longest: int, tile_decode_rows: bool) -> None:
+    rng = np.random.default_rng(longest + tile_decode_rows)
+    sizes = {"max_rows": MAX_ROWS, "queries_per_tile": PER_TILE, "tile_decode_rows": tile_decode_rows}
     writer, buckets = PacketWriter(block_size=BLOCK, **sizes), Buckets(token_budget=1024, **sizes)
     for num_rows in (1, 2, 7, 8, 9, 20, 24):
         table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
         plan = a_plan(rng, num_rows, longest, table)
         if longest == 1:
-            check(writer, plan, table, buckets.decode(num_rows), tile_singles)
+            check(writer, plan, table, buckets.decode(num_rows), tile_decode_rows)
             continue
         tiles = writer.num_tiles(plan.counts)
-        check(writer, plan, table, Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), tile_singles)
+        check(writer, plan, table, Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), tile_decode_rows)
         tiles = writer.num_tiles(plan.counts, 5)
         exact = Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5, last_only=True)
-        check(writer, plan, table, exact, tile_singles)
-        has_singles = bool(plan.counts.min() == 1)
-        padded = buckets.mixed(plan.num_tokens, num_rows, writer.num_tiles(plan.counts), has_singles=has_singles)
+        check(writer, plan, table, exact, tile_decode_rows)
+        has_decode_rows = bool(plan.counts.min() == 1)
+        padded = buckets.mixed(
+            plan.num_tokens, num_rows, writer.num_tiles(plan.counts), has_decode_rows=has_decode_rows
+        )
         assert padded is not None
-        check(writer, plan, table, padded, tile_singles)
+        check(writer, plan, table, padded, tile_decode_rows)
 
 
 def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
-    writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_singles=False)
+    writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_decode_rows=False)
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
     packet = np.full(4096, 777, np.int32)
     layout = writer.layout(bucket := Bucket(16, 5, 9, is_decode=False))
@@ -141,36 +143,36 @@ def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
 def test_few_tokens_after_many_known_ones_have_buckets_in_parts() -> None:
     """And prompts without such a context those that they had, as have steps with single queries and many rows."""
     sizes = {"max_rows": 64, "token_budget": 8192, "queries_per_tile": 32}
-    plain, buckets = (Buckets(**sizes, tile_singles=False, split_heads=heads) for heads in (0, 8))
+    plain, buckets = (Buckets(**sizes, tile_decode_rows=False, split_heads=heads) for heads in (0, 8))
     assert {bucket.tokens: bucket.parts for bucket in buckets.all_split()} == {16: 8, 32: 8, 64: 8, 128: 4, 256: 2}
     assert buckets.all_mixed() == plain.all_mixed()
     for tokens in (9, 64, 200, 256, 257, 2000):
         tiles = -(-tokens // 32)
-        short, long = (buckets.mixed(tokens, 1, tiles, has_singles=False, context=size) for size in (511, 512))
-        assert short == plain.mixed(tokens, 1, tiles, has_singles=False)
+        short, long = (buckets.mixed(tokens, 1, tiles, has_decode_rows=False, context=size) for size in (511, 512))
+        assert short == plain.mixed(tokens, 1, tiles, has_decode_rows=False)
         assert long is not None
         assert replace(long, parts=1) == short
         assert (long.parts > 1) == (long in buckets.all_split()) == (tokens <= 256)
-    for rows, has_singles in ((1, True), (4, False), (20, False)):
-        found = buckets.mixed(100, rows, 24, has_singles=has_singles, context=4000)
-        assert found == plain.mixed(100, rows, 24, has_singles=has_singles)
+    for rows, has_decode_rows in ((1, True), (4, False), (20, False)):
+        found = buckets.mixed(100, rows, 24, has_decode_rows=has_decode_rows, context=4000)
+        assert found == plain.mixed(100, rows, 24, has_decode_rows=has_decode_rows)
     assert not plain.all_split()
-    tiled = Buckets(**sizes, tile_singles=True, split_heads=8)
+    tiled = Buckets(**sizes, tile_decode_rows=True, split_heads=8)
     assert not tiled.all_split()
-    assert tiled.mixed(64, 1, 2, has_singles=False, context=4000) == tiled.mixed(64, 1, 2, has_singles=False)
+    assert tiled.mixed(64, 1, 2, has_decode_rows=False, context=4000) == tiled.mixed(64, 1, 2, has_decode_rows=False)
 
 
 @pytest.mark.parametrize(("token_budget", "max_rows"), [(8192, 512), (8192, 256), (700, 96), (40, 6), (16, 16)])
 def test_every_step_that_the_budget_allows_has_a_bucket(token_budget: int, max_rows: int) -> None:
-    buckets = Buckets(max_rows=max_rows, token_budget=token_budget, queries_per_tile=PER_TILE, tile_singles=False)
-    for num_singles in sorted({0, 1, 5, 31, 32, 100, max_rows - 1}):
-        if num_singles >= max_rows:
+    buckets = Buckets(max_rows=max_rows, token_budget=token_budget, queries_per_tile=PER_TILE, tile_decode_rows=False)
+    for num_decode_rows in sorted({0, 1, 5, 31, 32, 100, max_rows - 1}):
+        if num_decode_rows >= max_rows:
             continue
         for chunk in (2, token_budget // 2, token_budget):
-            tokens, tiles = num_singles + chunk, -(-chunk // PER_TILE)
-            bucket = buckets.mixed(tokens, num_singles + 1, tiles, has_singles=num_singles > 0)
+            tokens, tiles = num_decode_rows + chunk, -(-chunk // PER_TILE)
+            bucket = buckets.mixed(tokens, num_decode_rows + 1, tiles, has_decode_rows=num_decode_rows > 0)
             assert bucket is not None
             assert bucket.tokens >= tokens
             assert bucket.tokens <= token_budget + max_rows
-            assert bucket.rows > num_singles + 1 or bucket.tokens == tokens
+            assert bucket.rows > num_decode_rows + 1 or bucket.tokens == tokens
             assert bucket in buckets.all_mixed()

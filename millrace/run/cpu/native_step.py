@@ -46,7 +46,7 @@ class NativeStep:
             seeds=sampler.seed.ctypes.data,
         )
 
-    def takes(self, plan: StepPlan) -> bool:
+    def can_run(self, plan: StepPlan) -> bool:
         rows = plan.rows
         return not (self._sampler.is_special[rows] | (self._table.num_prompt_logprobs[rows] >= 0)).any()
 

@@ -1,0 +1,4 @@
+"""What differs between CPU and GPU: launching and waiting, the copy stream, the memory of the KV pool.
+
+The lowest part of `run`: it imports no other part of it. Start with `device.py`.
+"""

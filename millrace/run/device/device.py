@@ -1,7 +1,7 @@
-"""The device a model runs on, behind the few operations in which CPU and CUDA differ.
+"""The device a model runs on: the few operations in which CPU and CUDA differ.
 
-Work is launched and waited for. On CUDA launching queues kernels on a stream and returns; on the CPU a single worker
-thread plays the part of the stream. Either way launches run in order, and the host is free to plan the next step.
+Work is launched asynchronously and waited for later. On CUDA a launch queues kernels on a stream; on the CPU a single
+worker thread takes the place of the stream. Launches run in order, and the host can plan the next step meanwhile.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from millrace.host.time_slice import ask_for_long_slices
 from millrace.ops.triton.compile.prebuild import hash_ahead
 from millrace.run.device.side_stream import SideStream
 
-CORES_TO_WATCH = 4
-"""From this many cores on, a thread may spend one on watching the GPU while a step runs."""
+MIN_CORES_TO_POLL = 4
+"""With at least this many cores the host polls for the end of a step instead of sleeping."""
 WATCH_S = 0.002
-"""How long such a thread goes on watching, for messages, when its work is done."""
+"""How long the engine keeps polling for messages after its last step."""
 
-MARKS = 8
-"""Events that stand for the ends of launches, in turn. With more launches in flight one is waited for longer than need
-be: what comes later on a stream is done later."""
+NUM_DONE_EVENTS = 8
+"""CUDA events that mark the end of launches, reused in turn. With more launches in flight, `wait` may wait for a later
+launch on the same stream: correct, but longer than needed."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """A launched piece of work. `wait` returns its result or raises what it raised."""
+    """Launched work. `wait` returns its result or raises its exception."""
 
     def wait(self) -> T_co: ...
 
@@ -48,22 +48,21 @@ class Device(Protocol):
     kind: str
     torch_device: torch.device
     watch_s: float
-    """Whoever answers first is asked again at once: for so long after its last work the host had better stay awake,
-    because to be woken takes time."""
+    """How long the host should poll for messages after its last step before it sleeps: waking up adds latency."""
 
     def name(self) -> str: ...
 
     def free_bytes(self) -> int:
-        """Memory that can still be taken."""
+        """Memory that can still be allocated."""
 
     def upload(self, array: npt.NDArray[np.int32]) -> Tensor:
-        """The array on the device, in launch order. The caller may reuse the array at once."""
+        """Copy the array to the device, in launch order. The caller may reuse the array at once."""
 
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
-        """Run `work` after everything launched before; `to_host` brings its tensors back without waiting."""
+        """Run `work` after all earlier launches; `to_host` starts copying its tensors back without waiting."""
 
     def probe(self) -> None:
-        """Raise if the device itself is broken, as after an illegal access."""
+        """Raise if the device itself is unusable, for example after an illegal memory access."""
 
     def close(self) -> None: ...
 
@@ -74,16 +73,16 @@ class CpuDevice:
 
     def __init__(self, threads: int) -> None:
         self.torch_device = torch.device("cpu")
-        home = memory_nodes()[0]
-        self.threads = threads or min(usable_cores(), len(home))
-        self._cores = home if self.threads <= len(home) else None
-        """Where its threads stay: beside one memory node, unless it has more of them than that has cores."""
+        node_cores = memory_nodes()[0]
+        self.threads = threads or min(usable_cores(), len(node_cores))
+        self._cores = node_cores if self.threads <= len(node_cores) else None
+        """Cores its threads are pinned to: those of one NUMA node, or None if there are more threads than cores."""
         torch.set_num_threads(self.threads)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=self._enter_worker)
 
     def _enter_worker(self) -> None:
         if self._cores is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self._cores)  # of this thread and those that it starts
+            os.sched_setaffinity(0, self._cores)  # this thread and those it starts
         torch.set_num_threads(self.threads)
         ask_for_long_slices()
 
@@ -123,12 +122,12 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        # To be woken takes time that every token would wait; with a core to spare the host watches for the end instead.
-        self._sleeps = usable_cores() < CORES_TO_WATCH
+        # Waking up adds latency to every token, so with enough cores the host polls for the end of a step.
+        self._sleeps = usable_cores() < MIN_CORES_TO_POLL
         self.watch_s = 0.0 if self._sleeps else WATCH_S
-        self._way_back = SideStream()
-        marks = [torch.cuda.Event(blocking=self._sleeps) for _ in range(MARKS)]  # type: ignore[no-untyped-call]
-        self._marks = itertools.cycle(marks)
+        self._copy_stream = SideStream()
+        events = [torch.cuda.Event(blocking=self._sleeps) for _ in range(NUM_DONE_EVENTS)]  # type: ignore[no-untyped-call]
+        self._done_events = itertools.cycle(events)
         hash_ahead()
 
     def name(self) -> str:
@@ -144,13 +143,13 @@ class CudaDevice:
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
         with torch.inference_mode():
             result = work()
-            # Beside the work launched next, which does not wait for it. What is copied must stay until `done`: tensors
-            # of the result are held by what is returned, and whoever copies from elsewhere sees to it.
-            self._way_back.follow_steps()
-            with self._way_back:
+            # On its own stream, so that the next launch does not wait for it. The source must live until `done`: the
+            # returned object holds the result's tensors; a `to_host` that copies other memory must keep that alive.
+            self._copy_stream.follow_steps()
+            with self._copy_stream:
                 host = to_host(result)
-            done = next(self._marks)
-            self._way_back.record(done)
+            done = next(self._done_events)
+            self._copy_stream.record(done)
         return _CudaPending(host, result, done)
 
     def probe(self) -> None:
@@ -178,14 +177,14 @@ def open_device(config: RunConfig) -> Device:
 
 
 def fast_dtype(device: Device) -> torch.dtype:
-    """What `auto` means: bfloat16 where the machine multiplies it natively, float32 elsewhere."""
+    """What `auto` means: bfloat16 where the hardware supports it, else float32."""
     if device.kind == "cuda":
         return torch.bfloat16
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: the machine's, or what is left under a container's limit."""
+    """Bytes this process can still allocate: the machine's free memory, or what is left of the container's limit."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     try:

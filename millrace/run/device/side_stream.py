@@ -1,7 +1,7 @@
-"""A CUDA stream beside the one that steps run on, for the copies to the device and back.
+"""A CUDA stream for copies to the device and back, beside the stream that steps run on.
 
-Streams wait for each other on the device; the host waits for neither. Every buffer that two of them share lives as long
-as its owner, so that none is given to somebody else while a copy still uses it.
+The streams wait for each other on the device, never on the host. A buffer that both use lives as long as its owner, so
+the allocator cannot hand it out again while a copy still uses it.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import torch
 class SideStream:
     def __init__(self) -> None:
         self.steps = torch.cuda.current_stream()
-        """The stream that steps run on. To ask for it anew in every step would take longer than to record an event."""
+        """The stream that steps run on. Kept, because looking it up takes longer than recording an event."""
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # A wait is for what its mark stood for at that moment, so one mark does for all.
-        self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # A wait refers to the event's last recording at that moment, so one event is enough.
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:
-        """What is queued from here on is queued on this stream."""
+        """Queue further work on this stream."""
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *error: object) -> None:
         torch.cuda.set_stream(self.steps)
 
     def follow_steps(self) -> None:
-        """What comes next here waits for all that has been queued on the steps' stream."""
-        self._mark.record(self.steps)
-        self._stream.wait_event(self._mark)
+        """Make further work on this stream wait for all work queued on the steps' stream."""
+        self._event.record(self.steps)
+        self._stream.wait_event(self._event)
 
     def lead_steps(self) -> None:
-        """What comes next on the steps' stream waits for all that has been queued here."""
-        self._mark.record(self._stream)
-        self.steps.wait_event(self._mark)
+        """Make further work on the steps' stream wait for all work queued on this one."""
+        self._event.record(self._stream)
+        self.steps.wait_event(self._event)
 
     def record(self, event: torch.cuda.Event) -> None:
-        """The event stands for all that has been queued here."""
+        """Record the event after all work queued on this stream."""
         event.record(self._stream)
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """What comes next here waits for the event; not at all if nobody has recorded it yet."""
+        """Make further work on this stream wait for the event; an event never recorded is not waited for."""
         self._stream.wait_event(event)

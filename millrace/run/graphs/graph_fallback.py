@@ -1,9 +1,8 @@
-"""Which captured graph a step takes whose own has not been captured: a larger one, for a while.
+"""Graph fallback: a step whose graph is not captured yet runs in the graph of a larger decode size.
 
-To capture one takes a tenth of a second, in which every stream waits, and to launch its kernels one by one takes
-several times as long as the step. Rows of padding cost next to nothing beside that. So a step without a graph takes the
-next larger one there is, and its own is captured in an idle moment; or, where there is none of these, once it has been
-missed so often that the wait is worth it.
+Capturing takes a tenth of a second in which every stream waits, and launching the kernels one by one takes several
+times as long as the step. Padding rows cost almost nothing in comparison. The missing graph is captured when the engine
+is idle, or under load after PATIENCE steps without it.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 
-MOST_PADDING = 2
-"""A larger graph has at most so many times the rows."""
+MAX_PADDING = 2
+"""Maximum rows of the larger graph, as a multiple of the step's own bucket."""
 PATIENCE = 256
-"""Steps that do without their own graph before it is captured under load."""
+"""Steps that run in a fallback graph before their own is captured under load."""
 
 
-class NearSizes:
+class GraphFallback:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._missed: Counter[object] = Counter()
 
     def choose(self, size: int, key_of: Callable[[int], object], captured: Container[object]) -> int:
-        """`size`, or that of the graph to take instead. `key_of` names a size's graph."""
+        """`size`, or the size of the fallback graph. `key_of` maps a size to its key in `captured`."""
         if key_of(size) in captured:
             return size
         larger = self._sizes[bisect_right(self._sizes, size) :]
-        near = next((other for other in larger if other <= MOST_PADDING * size and key_of(other) in captured), size)
-        if near == size:
+        fallback = next((other for other in larger if other <= MAX_PADDING * size and key_of(other) in captured), size)
+        if fallback == size:
             return size
         self._missed[key_of(size)] += 1
-        return near if self._missed[key_of(size)] <= PATIENCE else size
+        return fallback if self._missed[key_of(size)] <= PATIENCE else size

@@ -1,6 +1,7 @@
-"""The engine's end of `build_server.py`: started before anything heavy is imported, asked when it is known
-which kernels are missing, closed when all are there. Whatever goes wrong with it only means that kernels are compiled
-later, one by one.
+"""The engine's side of `build_server.py`, the process that compiles Triton kernels in parallel.
+
+It is started before the heavy imports, receives a build request for each missing kernel, and is closed when all are
+compiled. If it fails, kernels are compiled one by one at their first launch.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ REPLY_LIMIT_S = 90.0
 KEPT_MARKS = 64
 _READ_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
-"""Room for all that is ordered before the server has imported what it needs: an order must not wait for it."""
+"""Pipe size: build requests sent before the server has finished its imports must not block."""
 
 
-class KernelBuilder:
+class KernelBuildPool:
     def __init__(self, mark: Path) -> None:
         self._mark = mark
-        """Exists once every kernel of these settings has been compiled on this machine."""
-        self._ordered: set[str] = set()
-        self._last_news_at = 0.0
-        """When something was ordered or answered."""
+        """File that exists once every kernel for these settings has been compiled on this machine."""
+        self._requested: set[str] = set()
+        self._last_active_s = 0.0
+        """Time of the last request or reply, on the monotonic clock."""
         self._open = [0, 0]
-        """Kernels of each turn that are ordered and not yet there."""
+        """Open build requests by turn: 0 = needed for the first request, 1 = can wait."""
         self._server = subprocess.Popen(
             [sys.executable, "-m", "millrace.ops.triton.compile.build_server"],
             stdin=subprocess.PIPE,
@@ -48,55 +49,55 @@ class KernelBuilder:
             pipesize=_PIPE_BYTES,
         )
 
-    def order(self, kernel: str, target: tuple[str, int, int], *, can_wait: bool = False) -> None:
-        """Have this one compiled beside the others, unless Triton's cache holds it. Those that can wait come after all
-        others, and behind whatever else the machine has to do."""
-        if self._server.stdin is None or self._server.stdin.closed or kernel in self._ordered:
+    def request(self, kernel: str, target: tuple[str, int, int], *, can_wait: bool = False) -> None:
+        """Request a kernel build, unless it was requested before. Kernels that can wait are built after all others, at
+        low process priority."""
+        if self._server.stdin is None or self._server.stdin.closed or kernel in self._requested:
             return
-        self._ordered.add(kernel)
+        self._requested.add(kernel)
         turn = int(can_wait)
         try:
             self._server.stdin.write(json.dumps({"target": target, "kernel": kernel, "turn": turn}).encode() + b"\n")
             self._server.stdin.flush()
-            self._last_news_at = time.monotonic()
+            self._last_active_s = time.monotonic()
             self._open[turn] += 1
         except OSError:
             self._give_up()
 
     def is_done(self, wait_s: float = 0.0, *, all_of_it: bool = True) -> bool:
-        """Whether what was ordered is there, or never will be, now or after waiting a while: all of it, or what cannot
-        wait."""
+        """True if no build request is open, waiting up to `wait_s`. Without `all_of_it`, requests that can wait do not
+        count."""
         until = time.monotonic() + wait_s
         while sum(self._open) if all_of_it else self._open[0]:
             left = until - time.monotonic()
-            if not self._hear(max(0.0, left)) and left <= 0:
+            if not self._read_replies(max(0.0, left)) and left <= 0:
                 return False
         return True
 
-    def _hear(self, wait_s: float) -> bool:
-        """Count what has been answered; whether anything was."""
+    def _read_replies(self, wait_s: float) -> bool:
+        """Count the replies that have arrived; False if there were none."""
         if self._server.stdout is None:
             return False
-        answers = self._server.stdout.fileno()
-        if select.select([answers], [], [], wait_s)[0]:
-            told = os.read(answers, _READ_BYTES)
-            self._last_news_at = time.monotonic()
+        pipe = self._server.stdout.fileno()
+        if select.select([pipe], [], [], wait_s)[0]:
+            replies = os.read(pipe, _READ_BYTES)
+            self._last_active_s = time.monotonic()
             for turn in range(len(self._open)):
-                self._open[turn] -= told.count(b"%d" % turn)
-            if not told:
+                self._open[turn] -= replies.count(b"%d" % turn)
+            if not replies:
                 self._give_up()
             return True
-        if time.monotonic() > self._last_news_at + REPLY_LIMIT_S:
+        if time.monotonic() > self._last_active_s + REPLY_LIMIT_S:
             self._give_up()
         return False
 
     def _give_up(self) -> None:
-        log.warning("Kernels are compiled one by one: the process that compiles them side by side does not answer.")
+        log.warning("Kernels are compiled one by one: the process that compiles them in parallel does not reply.")
         self._open = [0, 0]
         self.close()
 
     def finish(self) -> None:
-        """Everything is there: the next start need not look."""
+        """All kernels are compiled: write the mark, so that the next start skips the build."""
         with contextlib.suppress(OSError):
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             self._mark.touch()
@@ -114,16 +115,16 @@ class KernelBuilder:
         self._server.wait()
 
 
-def start_builder(config: Config) -> KernelBuilder | None:
-    """None where there is no GPU, no Triton, or nothing left to compile."""
+def start_build_pool(config: Config) -> KernelBuildPool | None:
+    """Start the build server; None without a GPU or Triton, or if all kernels are compiled already."""
     if config.run.device == "cpu" or not has_gpu() or util.find_spec("triton") is None:
         return None
     mark = cache_dir() / "kernels-built" / _fingerprint(config)
-    return None if mark.exists() else KernelBuilder(mark)
+    return None if mark.exists() else KernelBuildPool(mark)
 
 
 def _fingerprint(config: Config) -> str:
-    """Changes with the settings, the kernels and the compiler."""
+    """Hash of the settings, the kernel sources and the compiler version."""
     digest = hashlib.sha256(json.dumps(as_dict(config), sort_keys=True, default=str).encode())
     for source in sorted(KERNELS.rglob("*.py")):
         digest.update(source.read_bytes())

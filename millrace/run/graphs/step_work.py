@@ -1,7 +1,7 @@
-"""What a step does on a GPU, for each size that it may be padded to.
+"""What a GPU step does, for each bucket: the work that is captured as graphs.
 
-It has two parts. The body turns the packet into hidden states of the rows that draw; the head turns those into tokens.
-Both read and write buffers that never move, so that either can be captured as a graph.
+The body turns the packet into the hidden states of the rows that draw; the head turns those into tokens. Both read and
+write buffers that never move, so either can be captured.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
 from millrace.run.packet.decode_rows import COLUMNS, num_words
 from millrace.run.packet.lookup_tables import token_tables
-from millrace.run.packet.packet_ring import DrawnRing, PacketRing
+from millrace.run.packet.packet_ring import PacketRing, TokenRing
 from millrace.run.packet.step_packet import ALIGN, Bucket, PacketWriter, Section
 from millrace.run.sampling.device_sampler import DeviceSampler, Variant
 from millrace.run.table.request_table import RequestTable
 
 UPDATES_IN_PACKET = 1 << 15
-"""Changes of block tables that one packet has room for."""
+"""Maximum number of block-table updates in one packet."""
 
 
 class StepWork:
@@ -42,40 +42,40 @@ class StepWork:
         block_size: int,
         max_rows: int,
         max_context: int,
-        most_tokens: int,
-        tile_singles: bool,
+        max_tokens: int,
+        tile_decode_rows: bool,
     ) -> None:
-        """`smallest` is a bucket with a place for everything that the head reads."""
-        place, spec = kv[0].device, decoder.spec
+        """`smallest`: any bucket; it gives the packet layout of the sections that the head reads."""
+        device, spec = kv[0].device, decoder.spec
         self.decoder, self.smallest = decoder, smallest
         self._kv, self._table, self._sampler, self._writer = kv, table, sampler, writer
-        self._block_size, self._max_rows, self._tile_singles = block_size, max_rows, tile_singles
+        self._block_size, self._max_rows, self._tile_decode_rows = block_size, max_rows, tile_decode_rows
         words = 4 * max_rows + 8 * (max_rows + 32) + num_words(max_rows + 1)
-        words += 6 * most_tokens + 3 * UPDATES_IN_PACKET + 512
-        self._ring = PacketRing(words + max_rows * ROW_WORDS, place)
+        words += 6 * max_tokens + 3 * UPDATES_IN_PACKET + 512
+        self._ring = PacketRing(words + max_rows * ROW_WORDS, device)
         self._packet = self._ring.on_device
-        self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=place)
+        self._token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.zeros_like(self._token_ids)
         self._block_ids, self._offsets = torch.zeros_like(self._token_ids), torch.zeros_like(self._token_ids)
-        # Padding takes as many positions as it has tokens.
-        self._looked_up = token_tables(decoder, max(max_context, most_tokens))
-        self._sampled = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=place)
-        self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=place)
-        self._drawn = DrawnRing(max_rows, place)
-        self._count = torch.arange(max_rows + 2, dtype=torch.int32, device=place)
+        # A padding row has one position per padding token.
+        self._token_tables = token_tables(decoder, max(max_context, max_tokens))
+        self._draw_states = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=device)
+        self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
+        self._drawn = TokenRing(max_rows, device)
+        self._row_numbers = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
 
     def send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
-        """What the step is made of; without a plan, of padding alone."""
+        """Write and send the step's packet; without a plan it holds only padding."""
         packet, drawn_start = self._ring.next(), self._drawn.start(self._ring.turn)
         self._ring.send(self._writer.write(plan, self._table, bucket, packet, records, drawn_start))
 
     def drawn(self, count: int) -> Tensor:
-        """The first `count` tokens that the step sent last draws."""
+        """The first `count` tokens drawn by the last step sent."""
         return self._drawn.line(self._ring.turn, count)
 
-    def drawn_here(self, count: int) -> tuple[Tensor, Int32s]:
-        """Where these are copied to on the host, as a tensor and as an array."""
+    def drawn_on_host(self, count: int) -> tuple[Tensor, Int32s]:
+        """The host buffer that these tokens are copied to, as a tensor and as an array."""
         turn = self._ring.turn
         return self._drawn.host_line(turn, count), self._drawn.host_view(turn, count)
 
@@ -87,9 +87,9 @@ class StepWork:
         *,
         drawn_only: bool = True,
     ) -> Tensor:
-        """From the packet to hidden states: those that precede a draw, gathered for the head. Unless these are all that
-        is wanted, those of all tokens, or of each row's last, are returned. Where no `long_rows` are named, they are
-        the bucket's own."""
+        """From the packet to hidden states; those to draw from are gathered for the head. Without `drawn_only` the
+        hidden states of all tokens, or of each row's last one, are computed and returned. `long_rows`: by default the
+        bucket's."""
         decoder = decoder or self.decoder
         layout, packet = self._writer.layout(bucket), self._packet
 
@@ -98,16 +98,16 @@ class StepWork:
 
         batch = self._gathered(bucket, part)
         batch.tiles = part(layout.tiles).view(-1, 2) if bucket.tiles else None
-        batch.has_singles = bucket.has_singles and not self._tile_singles
-        batch.long_rows = _own_long_rows(bucket) if long_rows is None else long_rows
+        batch.has_decode_rows = bucket.has_decode_rows and not self._tile_decode_rows
+        batch.long_rows = _bucket_long_rows(bucket) if long_rows is None else long_rows
         batch.context_parts = bucket.parts
-        batch.shared_len = part(layout.shared_len) if bucket.shares else None
-        if batch.has_singles and layout.singles.length:
-            batch.singles = part(layout.singles).view(COLUMNS, -1)
+        batch.shared_len = part(layout.shared_len) if bucket.shares_prefix else None
+        if batch.has_decode_rows and layout.decode_rows.length:
+            batch.decode_rows = part(layout.decode_rows).view(COLUMNS, -1)
         if bucket.last_only:
             batch.last = self._last_tokens(batch, part(layout.last_tokens))
-        most = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)
-        index, out = part(layout.sample_states)[:most], self._sampled[:most]
+        max_drawn = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)
+        index, out = part(layout.sample_states)[:max_drawn], self._draw_states[:max_drawn]
         if drawn_only:
             batch.drawn = DrawnStates(index, out)
             return decoder.forward(batch, self._kv)
@@ -116,7 +116,7 @@ class StepWork:
         return hidden
 
     def _gathered(self, bucket: Bucket, part: Callable[[Section], Tensor]) -> ForwardBatch:
-        """The step's inputs, made by the packet's first kernels."""
+        """The model inputs, which the step's first kernels gather from the packet and the request table."""
         layout, table, size = self._writer.layout(bucket), self._table, bucket.tokens
         query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
         columns = (self._token_ids, self._positions, self._slots, self._block_ids, self._offsets)
@@ -138,7 +138,7 @@ class StepWork:
             tables=table.block_tables,
             updates=updates,
             block_size=self._block_size,
-            looked_up=self._looked_up,
+            looked_up=self._token_tables,
             token_ids=token_ids,
             positions=positions,
             slots=slots,
@@ -152,7 +152,7 @@ class StepWork:
             query_starts=query_starts,
             seq_lens=part(layout.seq_lens),
             block_tables=table.block_tables,
-            max_query_len=0,
+            max_query_len=0,  # unknown when the graph is captured, like the host lists
             max_seq_len=0,
             query_starts_host=[],
             seq_lens_host=[],
@@ -165,7 +165,7 @@ class StepWork:
     def _last_tokens(self, batch: ForwardBatch, index: Tensor) -> LastTokens:
         return LastTokens(
             index=index,
-            query_starts=self._count[: len(index) + 1],
+            query_starts=self._row_numbers[: len(index) + 1],
             seq_lens=batch.seq_lens,
             block_tables=batch.block_tables,
             query_starts_host=[],
@@ -174,25 +174,25 @@ class StepWork:
         )
 
     def head(self, size: int, variant: Variant) -> Tensor:
-        """Logits [size, vocab] of the gathered rows, or none of them where tokens are found without; what was drawn is
-        where `drawn` finds it."""
+        """Draw a token from each gathered hidden state; `drawn` gives access to the tokens. Returns the logits
+        [size, vocab], or [0, vocab] if the head draws without computing them."""
         layout = self._writer.layout(self.smallest)
         rows = self._packet[layout.sample_rows.start :][:size]
         positions = self._packet[layout.sample_positions.start :][:size]
         drawn_start = self._packet[layout.drawn_start.start :][:1]
         if variant == "greedy" and self.decoder.draws(size):
             to = DrawnTokens(rows, self._drawn.on_device, drawn_start, self._table.last_tokens)
-            self.decoder.draw(self._sampled[:size], to)
+            self.decoder.draw(self._draw_states[:size], to)
             return self._logits[:0]
-        logits = self.decoder.logits(self._sampled[:size], self._logits[:size])
+        logits = self.decoder.logits(self._draw_states[:size], self._logits[:size])
         self._sampler.draw(logits, rows, positions, self._drawn.on_device, variant, drawn_start)
         return logits
 
     def whole(self, bucket: Bucket, variant: Variant) -> Tensor:
-        """A step in which every row draws: what `head` returns."""
+        """Body and head of a step in which every row draws; returns what `head` returns."""
         self.body(bucket)
         return self.head(bucket.rows, variant)
 
 
-def _own_long_rows(bucket: Bucket) -> tuple[LongRow, ...]:
+def _bucket_long_rows(bucket: Bucket) -> tuple[LongRow, ...]:
     return (LongRow(0, 0, bucket.tokens, bucket.context),) if bucket.long_from and bucket.rows == 1 else ()

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from millrace.plan.step import Int32s, Int64s
 
 COLUMNS = 6
-LEAST_ROWS = 8
+MIN_LISTED_ROWS = 8
 """Fewer rows are not listed: attention splits them all."""
 SPARE = 8
 """Entries beyond one for each row: parts of long rows."""
-MOST_PARTS = 8
-MOST_SORTED = np.uint16(65_535)
+MAX_PARTS = 8
+MAX_SORTED = np.uint16(65_535)
 """Longer rows count as equally long."""
 LONG_TOKENS, LONG_SHARE = 1024, 3.0
 """Rows are cut that are longer than so many tokens, and so many times as long as the mean. Joining parts costs as much
@@ -33,9 +33,9 @@ def num_words(rows: int) -> int:
     return (rows + SPARE) * COLUMNS
 
 
-def write_singles(words: Int32s, tokens: Integers, table_rows: Integers, lengths: Integers) -> Int64s | None:
+def write_decode_rows(words: Int32s, tokens: Integers, table_rows: Integers, lengths: Integers) -> Int64s | None:
     """Fill `words`, num_words of at least so many rows, with the rows that have these tokens. Returns the order in
-    which they are listed, for `lengthen_singles`; None if some are cut, or so long that their order means little."""
+    which they are listed, for `advance_decode_rows`; None if some are cut, or so long that their order means little."""
     columns = words.reshape(COLUMNS, -1)
     count = len(lengths)
     columns[2, count:] = 0
@@ -43,23 +43,23 @@ def write_singles(words: Int32s, tokens: Integers, table_rows: Integers, lengths
     if not count:
         return None
     # Numbers of sixteen bits are sorted in a fraction of the time; what is longer than they count is cut in any case.
-    order = np.argsort(MOST_SORTED - np.minimum(lengths, MOST_SORTED).astype(np.uint16), kind="stable")
+    order = np.argsort(MAX_SORTED - np.minimum(lengths, MAX_SORTED).astype(np.uint16), kind="stable")
     for column, values in enumerate((tokens, table_rows, lengths)):
         columns[column, :count] = values[order]
     longest, least = int(columns[2, 0]), _least_cut(lengths)
     if longest > least:
         _cut(columns, count, least)
         return None
-    return order if longest < int(MOST_SORTED) else None
+    return order if longest < int(MAX_SORTED) else None
 
 
-def lengthen_singles(words: Int32s, order: Int64s, lengths: Integers) -> bool:
+def advance_decode_rows(words: Int32s, order: Int64s, lengths: Integers) -> bool:
     """Bring a list in this order up to date when all rows, but for those of padding, have become longer by one token.
     They stay in order, padding behind them. False when the list has to be written anew, in its words as they are."""
     listed = words.reshape(COLUMNS, -1)[2, : len(order)]
     listed[:] = lengths[order]
     longest = int(listed[0])
-    return longest < int(MOST_SORTED) and (longest <= LONG_TOKENS or longest <= _least_cut(lengths))
+    return longest < int(MAX_SORTED) and (longest <= LONG_TOKENS or longest <= _least_cut(lengths))
 
 
 def _least_cut(lengths: Integers) -> float:
@@ -86,7 +86,7 @@ def _parts_of(lengths: list[int], least: float) -> list[tuple[int, int]]:
     heapq.heapify(heap)
     for _ in range(SPARE):
         longest, row, parts = heap[0]
-        if -longest <= least or parts == MOST_PARTS:
+        if -longest <= least or parts == MAX_PARTS:
             break
         heapq.heapreplace(heap, (-lengths[row] / (parts + 1), row, parts + 1))
     return [(row, parts) for _, row, parts in heap if parts > 1]

@@ -89,7 +89,7 @@ class _Lane:
         self._moved[turn].record(self._steps)
 
 
-class DrawnRing:
+class TokenRing:
     """The tokens that steps draw, int32: a line for each turn on the device, and a pinned one here.
 
     Nothing is written to a line while it is copied back: the next step has the next turn.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from millrace.ops.attention.decode_rule import SHARED_UNIT
 from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
-from millrace.run.packet.decode_rows import LEAST_ROWS, lengthen_singles, num_words, write_singles
+from millrace.run.packet.decode_rows import MIN_LISTED_ROWS, advance_decode_rows, num_words, write_decode_rows
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 ALIGN = 16
@@ -24,7 +24,7 @@ FEW_ROWS = 8
 """Up to so many rows are cheaper to write one by one than as columns."""
 FIRST_TILES = 1024
 """Tiles of one row for which their first queries are at hand."""
-MOST_TOKENS = 1 << 31
+NO_LIMIT = 1 << 31
 
 
 Integers = npt.NDArray[np.integer]
@@ -40,16 +40,16 @@ class Bucket:
     is_decode: bool
     long_from: int = 0
     """Rows with at least this many tokens have no tiles: the library attends to them. 0 for none."""
-    shares: bool = False
+    shares_prefix: bool = False
     """Decode: all rows begin with the same blocks, and their keys are read for many rows at once."""
-    has_singles: bool = True
+    has_decode_rows: bool = True
     """Whether rows with one query may be among others; if not, the padding's are tiled whatever their number."""
     context: int = 0
     """Where one long row is all there is: its tokens before this step's."""
     last_only: bool = False
     """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
     parts: int = 1
-    """Without singles: programs that share the keys of one tile, where few tokens come after many known ones."""
+    """Without decode_rows: programs that share the keys of one tile, where few tokens come after many known ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class PacketLayout:
         self.token_rows = self._take(0 if bucket.is_decode else bucket.tokens)
         self.tiles = self._take(2 * bucket.tiles)
         self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
-        lists = bucket.has_singles and not bucket.shares and bucket.rows >= LEAST_ROWS
-        self.singles = self._take(num_words(bucket.rows) if lists else 0)
+        lists = bucket.has_decode_rows and not bucket.shares_prefix and bucket.rows >= MIN_LISTED_ROWS
+        self.decode_rows = self._take(num_words(bucket.rows) if lists else 0)
         """The rows with one query, as `single_queries` lists them."""
         self.updates_start = self._end
-        self.single_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
+        self.decode_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
         """Decode: one for each row, from its first query on, where every query is tiled."""
-        self.single_tiles[1::2] = 0
+        self.decode_tiles[1::2] = 0
         self.blank = self._blank(max_rows)
         """What stands before `tokens_in` where there is no row: writing it first leaves only real rows to fill in."""
 
@@ -125,7 +125,7 @@ class _Template:
         """Of the list of single queries, while it may be lengthened."""
         sections = (layout.starts, layout.seq_lens, layout.sample_positions)
         self._starts, self._ends, self._positions = (section.of(words)[:num_rows] for section in sections)
-        self._singles, self._lengths = layout.singles.of(words), layout.seq_lens.of(words)
+        self._decode_rows, self._lengths = layout.decode_rows.of(words), layout.seq_lens.of(words)
         # Tokens that the host gave are behind a row that has drawn.
         layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
 
@@ -133,22 +133,22 @@ class _Template:
         self._starts[:] = starts
         np.add(starts, 1, out=self._ends)
         self._positions[:] = self._ends
-        if len(self._singles):
-            self._write_singles()
+        if len(self._decode_rows):
+            self._write_decode_rows()
         packet[: len(self._words)] = self._words
 
-    def _write_singles(self) -> None:
+    def _write_decode_rows(self) -> None:
         order = self._order
-        if order is None or not lengthen_singles(self._singles, order, self._lengths):
-            self._order = _write_decode_singles(self.layout, self._words)
+        if order is None or not advance_decode_rows(self._decode_rows, order, self._lengths):
+            self._order = _list_all_rows(self.layout, self._words)
 
 
 class PacketWriter:
-    def __init__(self, *, max_rows: int, block_size: int, queries_per_tile: int, tile_singles: bool) -> None:
+    def __init__(self, *, max_rows: int, block_size: int, queries_per_tile: int, tile_decode_rows: bool) -> None:
         self._max_rows = max_rows
         self._block_size = block_size
         self._queries_per_tile = queries_per_tile
-        self._tile_singles = tile_singles
+        self._tile_decode_rows = tile_decode_rows
         self._layouts: dict[Bucket, PacketLayout] = {}
         self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
         """First queries of a row's tiles."""
@@ -171,12 +171,12 @@ class PacketWriter:
 
     def _is_tiled(self, counts: Int32s, long_from: int) -> Bools:
         """Rows whose queries are cut into tiles."""
-        tiled: Bools = counts > (0 if self._tile_singles else 1)
+        tiled: Bools = counts > (0 if self._tile_decode_rows else 1)
         return tiled & (counts < long_from) if long_from else tiled
 
-    def _tiles_of(self, lengths: list[int], long_from: int, *, singles: bool = False) -> list[tuple[int, int]]:
-        """The same for few rows: each with the number of its tiles. `singles`: those of one query, too."""
-        least, most = 1 if singles or self._tile_singles else 2, long_from or MOST_TOKENS
+    def _tiles_of(self, lengths: list[int], long_from: int, *, decode_rows: bool = False) -> list[tuple[int, int]]:
+        """The same for few rows: each with the number of its tiles. `decode_rows`: those of one query, too."""
+        least, most = 1 if decode_rows or self._tile_decode_rows else 2, long_from or NO_LIMIT
         return [
             (row, -(-length // self._queries_per_tile)) for row, length in enumerate(lengths) if least <= length < most
         ]
@@ -217,7 +217,7 @@ class PacketWriter:
         _put(packet, layout.seq_lens, ends)
         if bucket.is_decode:
             total = len(rows)
-            layout.tiles.of(packet)[:] = layout.single_tiles
+            layout.tiles.of(packet)[:] = layout.decode_tiles
         else:
             total = self._write_queries(layout, counts, packet)
         first, last = layout.tokens_in.start, layout.tokens_in.start + bucket.tokens
@@ -227,7 +227,7 @@ class PacketWriter:
         last_tokens = query_starts[1:] - 1
         if bucket.last_only:
             _put(packet, layout.last_tokens, last_tokens)
-        order = _write_singles(layout, packet, counts) if layout.singles.length else None
+        order = _write_decode_rows(layout, packet, counts) if layout.decode_rows.length else None
         if plan is None:
             return None
         _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
@@ -255,10 +255,10 @@ class PacketWriter:
 
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
         """(row, first query) of each tile, the padding's row included, the last tiles first; -1 beyond."""
-        tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_singles
+        tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_decode_rows
         if len(counts) <= FEW_ROWS:
             at = 0
-            for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, singles=tile_all)[::-1]:
+            for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, decode_rows=tile_all)[::-1]:
                 end = at + 2 * num_tiles
                 tiles[at:end:2], tiles[at + 1 : end : 2] = row, self._first_queries(num_tiles)[::-1]
                 at = end
@@ -300,23 +300,23 @@ def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
     return end
 
 
-def _write_singles(layout: PacketLayout, packet: Int32s, counts: Int32s) -> Int64s | None:
-    """Those of padding included, which may be one token; their order, as `write_singles` returns it."""
+def _write_decode_rows(layout: PacketLayout, packet: Int32s, counts: Int32s) -> Int64s | None:
+    """Those of padding included, which may be one token; their order, as `write_decode_rows` returns it."""
     if layout.bucket.is_decode:
-        return _write_decode_singles(layout, packet)
+        return _list_all_rows(layout, packet)
     single = np.flatnonzero(np.append(counts, layout.bucket.tokens - int(counts.sum())) == 1)
-    return _list_singles(layout, packet, single[single < layout.bucket.rows])
+    return _list_decode_rows(layout, packet, single[single < layout.bucket.rows])
 
 
-def _write_decode_singles(layout: PacketLayout, packet: Int32s) -> Int64s | None:
+def _list_all_rows(layout: PacketLayout, packet: Int32s) -> Int64s | None:
     """All rows are single queries, and so is all that is left."""
-    return _list_singles(layout, packet, slice(None))
+    return _list_decode_rows(layout, packet, slice(None))
 
 
-def _list_singles(layout: PacketLayout, packet: Int32s, single: slice | Integers) -> Int64s | None:
+def _list_decode_rows(layout: PacketLayout, packet: Int32s, single: slice | Integers) -> Int64s | None:
     columns = (layout.query_starts, layout.table_rows, layout.seq_lens)
     tokens, table_rows, lengths = (section.of(packet)[: layout.bucket.rows][single] for section in columns)
-    return write_singles(layout.singles.of(packet), tokens, table_rows, lengths)
+    return write_decode_rows(layout.decode_rows.of(packet), tokens, table_rows, lengths)
 
 
 def _write_samples(
@@ -336,11 +336,11 @@ def _all(flags: Bools) -> bool:
     return all(flags.tolist()) if len(flags) <= FEW_ROWS else bool(flags.all())
 
 
-def least_of(counts: Int32s) -> int:
+def min_of(counts: Int32s) -> int:
     return min(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.min())
 
 
-def most_of(counts: Int32s) -> int:
+def max_of(counts: Int32s) -> int:
     return max(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.max())
 
 

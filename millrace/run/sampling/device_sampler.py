@@ -1,8 +1,9 @@
-"""Draws tokens on a GPU inside a captured graph: the meaning of `sampler.py`, in the kernels of ops/triton/sampling.py.
+"""Draws tokens on a GPU inside a captured graph: same meaning as `sampler.py`, by the kernels of
+ops/triton/sampling.py.
 
-What the kernels know of a table row is one record of 128 bytes on the device, written when the row is admitted. Rows
-that need a word per token (adjusted logits, counts for penalties, bias) get lines, whose addresses are in the record:
-taking more lines moves nothing, so a captured graph stays good.
+The kernels know each row by a record of 128 bytes on the device, written when the row is admitted. Rows that need one
+word per token of the vocabulary (adjusted logits, token counts, bias) get vocabulary buffers, whose addresses are in
+the record: allocating more buffers moves none, so captured graphs stay valid.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from millrace.run.table.request_table import RequestTable
 
 Variant = Literal["greedy", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "full")
-LINES_AT_ONCE = 8
-"""Lines allocated together: one is 4 bytes per token of the vocabulary, about 0.6 MB for 151,936."""
+BUFFERS_AT_ONCE = 8
+"""VocabBuffers allocated together: one is 4 bytes per token of the vocabulary, about 0.6 MB for 151,936."""
 _NO_RECORDS = np.zeros((0, ROW_WORDS), np.int32)
 
 
-class Lines:
-    """Arrays of one word per token, lent to rows. They are taken from the device on demand, kept, and never move."""
+class VocabBuffers:
+    """Vocabulary buffers, one word per token, assigned to rows. Allocated on demand, kept and never moved."""
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._vocab_size, self._dtype, self._device = vocab_size, dtype, device
@@ -49,55 +50,55 @@ class Lines:
         self._of_row: dict[int, Tensor] = {}
 
     def take(self, row: int) -> Tensor:
-        """The row's line; what it holds is anything."""
+        """The row's buffer, uninitialised."""
         if row not in self._of_row:
             if not self._free:
-                shape = (LINES_AT_ONCE, self._vocab_size)
+                shape = (BUFFERS_AT_ONCE, self._vocab_size)
                 self._free.extend(torch.empty(shape, dtype=self._dtype, device=self._device).unbind())
             self._of_row[row] = self._free.pop()
         return self._of_row[row]
 
     def release(self, row: int) -> None:
-        line = self._of_row.pop(row, None)
-        if line is not None:
-            self._free.append(line)
+        buffer = self._of_row.pop(row, None)
+        if buffer is not None:
+            self._free.append(buffer)
 
     def address(self, row: int) -> int:
-        line = self._of_row.get(row)
-        return 0 if line is None else line.data_ptr()
+        buffer = self._of_row.get(row)
+        return 0 if buffer is None else buffer.data_ptr()
 
 
 class DeviceSampler:
     def __init__(
         self, device: Device, table: RequestTable, *, max_rows: int, vocab_size: int, cut: Cut | None = None
     ) -> None:
-        place = device.torch_device
+        torch_device = device.torch_device
         self._device = device
         self._vocab_size = vocab_size
         self._cut = cut
         self._last_tokens = table.last_tokens
-        self._columns = torch.zeros((max_rows, ROW_WORDS), dtype=torch.int32, device=place)
-        self._ends = torch.zeros((max_rows, MAX_ENDS), dtype=torch.int32, device=place)
-        self._races = torch.full((max_rows,), RACE_START, dtype=torch.int64, device=place)
-        self._arrivals = torch.zeros(max_rows, dtype=torch.int32, device=place)
-        self._adjusted = Lines(vocab_size, torch.float32, place)
-        self._marks = Lines(vocab_size, torch.int32, place)
-        self._bias = Lines(vocab_size, torch.float32, place)
+        self._columns = torch.zeros((max_rows, ROW_WORDS), dtype=torch.int32, device=torch_device)
+        self._ends = torch.zeros((max_rows, MAX_ENDS), dtype=torch.int32, device=torch_device)
+        self._races = torch.full((max_rows,), RACE_START, dtype=torch.int64, device=torch_device)
+        self._arrivals = torch.zeros(max_rows, dtype=torch.int32, device=torch_device)
+        self._adjusted = VocabBuffers(vocab_size, torch.float32, torch_device)
+        self._counts = VocabBuffers(vocab_size, torch.int32, torch_device)
+        self._bias = VocabBuffers(vocab_size, torch.float32, torch_device)
         self.num_logprobs = np.full(max_rows, -1, np.int32)
-        """Likeliest tokens wanted beside the chosen one; -1 for no log-probabilities at all."""
+        """Number of top tokens requested beside the chosen one; -1 for no log-probabilities."""
         self._needs_full = np.zeros(max_rows, np.bool_)
         """Rows with a temperature, a bias, penalties or log-probabilities."""
         self._ends_from = np.zeros(max_rows, np.int32)
-        """Position from which end tokens may be drawn; 0 for rows that have none to hide."""
+        """Position from which end tokens may be drawn; 0 for rows without a minimum length."""
 
     @property
     def columns(self) -> Tensor:
-        """The records of all table rows, [rows, ROW_WORDS] int32. It never moves."""
+        """The records of all table rows, int32 [rows, ROW_WORDS]. The tensor never moves."""
         return self._columns
 
     def records(self, plan: StepPlan) -> Int32s:
-        """Records [n, ROW_WORDS] of the rows that the plan admits, for whoever brings them to `columns` before the
-        step draws. What else the device holds of these rows is up to date when this returns."""
+        """Records [n, ROW_WORDS] of the rows that the plan admits. The caller must copy them to `columns` before the
+        step draws. Their other device data is up to date when this returns."""
         for release in plan.released:
             self._release(release.row)
         if not plan.admitted:
@@ -106,20 +107,20 @@ class DeviceSampler:
         return np.frombuffer(packed, np.int32).reshape(-1, ROW_WORDS)
 
     def admit(self, plan: StepPlan) -> None:
-        """Bring the device's records up to date, before the step of the plan runs. One upload and one kernel; further
-        ones only for rows with lines or a minimum length."""
+        """Update the device's records before the plan's step runs: one upload and one kernel, and more only for rows
+        with vocabulary buffers or a minimum length."""
         records = self.records(plan)
         if len(records):
             scatter_rows(self._device.upload(records), self._columns)
 
     def needs_full(self, rows: Int32s) -> bool:
-        """Whether any of these rows has a temperature, a bias or penalties, or wants to know its logits: only the full
-        variant ever draws them."""
+        """True if any of these rows has a temperature, bias, penalties or log-probabilities and so always needs the
+        full variant."""
         return bool(self._needs_full[rows].any())
 
     def variant_for(self, rows: Int32s, positions: Int32s | None = None) -> Variant:
-        """The least that draws these rows. With the positions that new tokens will take, rows past their minimum
-        length count as unconstrained."""
+        """The cheapest variant that can draw these rows. With the positions of the new tokens given, rows past their
+        minimum length count as unconstrained."""
         if self.needs_full(rows):
             return "full"
         ends_from = self._ends_from[rows]
@@ -135,13 +136,13 @@ class DeviceSampler:
         variant: Variant,
         out_start: Tensor | None = None,
     ) -> None:
-        """Capturable. `logits` [n, vocab]; `rows` int32, negative for padding; `positions` int32, those that the new
-        tokens take. Tokens go to the table's last tokens and to `out_tokens`, from the place on that `out_start` [1]
-        holds, else from its beginning.
+        """Can be captured. `logits` [n, vocab]; `rows` int32, negative for padding; `positions` int32, those of the new
+        tokens. Tokens are written to the table's last tokens and to `out_tokens`, starting at the index in `out_start`
+        [1], by default at 0.
 
-        The logits stay as they are, but for end tokens hidden in rows without log-probabilities.
+        The logits are unchanged, except for end tokens masked in rows without log-probabilities.
         """
-        logits = logits[:, : self._vocab_size]  # a head may be padded
+        logits = logits[:, : self._vocab_size]  # the LM head may be padded
         if variant == "greedy":
             draw_greedy(logits, rows, out_tokens, self._last_tokens, self._races, self._arrivals, out_start)
         else:
@@ -149,11 +150,11 @@ class DeviceSampler:
             draw_full(logits, rows, positions, *known, out_tokens, self._last_tokens, self._cut, out_start)
 
     def _release(self, row: int) -> None:
-        for lines in (self._adjusted, self._marks, self._bias):
-            lines.release(row)
+        for buffers in (self._adjusted, self._counts, self._bias):
+            buffers.release(row)
 
     def _record(self, admission: Admission) -> tuple[float, ...]:
-        """The row's record, in the order of ROW_STRUCT; its lines and end tokens are filled on the way."""
+        """The row's record, in the order of ROW_STRUCT. Also fills its vocabulary buffers and end tokens."""
         spec, row = admission.row_params, admission.row
         params = spec.params
         temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
@@ -168,7 +169,7 @@ class DeviceSampler:
         if bias:
             self._fill_bias(row, params)
         if penalties:
-            self._fill_marks(admission)
+            self._fill_counts(admission)
         if penalties or bias or (ends and params.logprobs is not None):
             self._adjusted.take(row)
         return (
@@ -184,14 +185,14 @@ class DeviceSampler:
             params.frequency_penalty,
             row,
             self._adjusted.address(row),
-            self._marks.address(row),
+            self._counts.address(row),
             self._bias.address(row),
         )
 
     def _fill_ends(self, row: int, ends: tuple[int, ...]) -> None:
         if len(ends) > MAX_ENDS:
             raise RequestFailed(
-                f"The request has {len(ends)} end tokens; with min_tokens at most {MAX_ENDS} can be held."
+                f"The request has {len(ends)} end tokens; with min_tokens at most {MAX_ENDS} are supported."
             )
         self._ends[row, : len(ends)] = self._device.upload(np.array(ends, np.int32))
 
@@ -201,22 +202,23 @@ class DeviceSampler:
         np.add.at(biases, places, np.array([bias for _, bias in params.logit_bias], np.float32))
         self._fill(self._bias.take(row), token_ids, biases.view(np.int32))
 
-    def _fill_marks(self, admission: Admission) -> None:
-        """A request resumed after preemption brings its output along."""
+    def _fill_counts(self, admission: Admission) -> None:
+        """The tokens of a request resumed after preemption include its output."""
         prompt, output = admission.tokens[: admission.num_prompt], admission.tokens[admission.num_prompt :]
         token_ids, places = np.unique(admission.tokens, return_inverse=True)
         words = np.zeros(len(token_ids), np.int32)
         words[places[: len(prompt)]] = IN_PROMPT
         np.add.at(words, places[len(prompt) :], np.ones(len(output), np.int32))
-        self._fill(self._marks.take(admission.row), token_ids, words)
+        self._fill(self._counts.take(admission.row), token_ids, words)
 
-    def _fill(self, line: Tensor, token_ids: npt.NDArray[np.integer], words: Int32s) -> None:
-        """A line that is zero but for these tokens. An id outside the line would break the device for everybody."""
-        line.zero_()
+    def _fill(self, buffer: Tensor, token_ids: npt.NDArray[np.integer], words: Int32s) -> None:
+        """Set the buffer to zero except for these tokens. Ids are checked: one out of range would corrupt device
+        memory."""
+        buffer.zero_()
         if not len(token_ids):
             return
         if token_ids[0] < 0 or token_ids[-1] >= self._vocab_size:
             outside = token_ids[0] if token_ids[0] < 0 else token_ids[-1]
             raise RequestFailed(f"Token id {outside} is outside the model's vocabulary of {self._vocab_size}.")
         columns = self._device.upload(np.stack([token_ids.astype(np.int32), words]))
-        line.view(torch.int32)[columns[0].long()] = columns[1]
+        buffer.view(torch.int32)[columns[0].long()] = columns[1]

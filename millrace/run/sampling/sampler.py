@@ -1,4 +1,4 @@
-"""Draws the next token of every row that is due, on the device.
+"""DrawPlan the next token of every row that is due, on the device.
 
 Order, per row: logit bias, minimum length, penalties, then temperature, top-k, min-p, top-p, and one draw by inverting
 the cumulative distribution at a uniform number keyed by (seed, position). Greedy rows see none of the second half.

@@ -38,10 +38,10 @@ class RequestTable:
 
     def update(self, plan: StepPlan) -> None:
         """Take in all that the plan changes."""
-        self.note(plan)
+        self.update_host(plan)
         self._send_blocks(plan.block_rows, plan.block_cols, plan.block_ids)
 
-    def note(self, plan: StepPlan) -> None:
+    def update_host(self, plan: StepPlan) -> None:
         """Take in what the host keeps; the plan's blocks reach the device in another way."""
         for admission in plan.admitted:
             self._admit(admission)

@@ -36,10 +36,10 @@ def forget_kernels() -> None:
 
 @torch.inference_mode()
 def met(runner: CudaRunner, decoder: Decoder) -> set[str]:
-    from millrace.ops.triton.compile.prebuild import rehearsal
+    from millrace.ops.triton.compile.prebuild import dry_run
 
     kernels: set[str] = set()
-    with rehearsal(kernels.add):
+    with dry_run(kernels.add):
         for bucket in runner._warm_up._to_capture:
             runner._work.send(None, bucket)
             runner._work.body(bucket, decoder)
@@ -64,7 +64,7 @@ def test_few_layers_launch_what_all_do(case: str) -> None:
     forget_kernels()
     everything = met(runner, runner._decoder)
     assert len(everything) > 5
-    assert met(runner, runner._decoder.thin()) == everything
+    assert met(runner, runner._decoder.with_distinct_layers()) == everything
 
 
 class Orders:
@@ -74,7 +74,7 @@ class Orders:
         self.kernels: list[str] = []
         self.can_wait: list[bool] = []
 
-    def order(self, kernel: str, target: tuple[str, int, int], *, can_wait: bool = False) -> None:
+    def request(self, kernel: str, target: tuple[str, int, int], *, can_wait: bool = False) -> None:
         self.kernels.append(kernel)
         self.can_wait.append(can_wait)
 
