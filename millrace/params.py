@@ -1,8 +1,9 @@
-"""What a caller asks of one generation. Plain data: checked here, read by `plan` (limits) and `run` (sampling)."""
+"""Parameters of one generation request: plain data, validated here, read by `plan` (limits) and `run` (sampling)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from millrace.errors import BadRequest
 
@@ -13,15 +14,21 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 
+CLASS_NAMES = ("interactive", "standard", "batch")
+"""Priority classes by number; 0 is the most urgent."""
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled"]
+"""Why a request ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stopping for one request. `None` and the neutral value both mean "off"."""
+    """Sampling and stopping. `None` and the neutral value both mean "off"."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; None lets the answer run to the end of the context."""
+    """Maximum number of output tokens; None = up to the end of the context."""
     min_tokens: int = 0
-    """End tokens and stop token ids are impossible before this many generated tokens."""
+    """End tokens and stop token ids cannot be drawn before this many output tokens."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -29,13 +36,13 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Over prompt and output, as Hugging Face defines it."""
+    """Over prompt and output (Hugging Face definition)."""
     presence_penalty: float = 0.0
-    """Over the output only, as OpenAI defines it; so is the frequency penalty."""
+    """Over the output only (OpenAI definition), like the frequency penalty."""
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
-    """Same seed, prompt and parameters: same text, whatever else is in the batch."""
+    """The same seed, prompt and parameters give the same text, whatever else is in the batch."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -43,7 +50,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None
-    """None: none. k ≥ 0: of the chosen token and of the k likeliest."""
+    """None = off; k ≥ 0 = of the chosen token and of the k likeliest tokens."""
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,20 +58,19 @@ class SamplingParams:
         self._check_numbers()
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same with this seed, which is from 0 to 2**63 - 1. What was checked is not checked again: this is done
-        for most requests."""
-        made = object.__new__(SamplingParams)
+        """A copy with this seed (0 to 2**63 - 1). Skips validation, because it runs for most requests."""
+        copy = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
-            object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "seed", seed)
-        return made
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "seed", seed)
+        return copy
 
     def _check_lengths(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(
-                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower min_tokens.",
+                f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens}); lower min_tokens.",
                 param="min_tokens",
             )
         _in_range("n", self.n, 1, MAX_CHOICES)
@@ -75,7 +81,7 @@ class SamplingParams:
         _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for text in self.stop:
             if not text:
-                raise BadRequest("stop holds an empty string, which would stop at once; remove it.", param="stop")
+                raise BadRequest("stop contains an empty string, which would stop at once; remove it.", param="stop")
             if len(text) > MAX_STOP_STRING_CHARS:
                 raise BadRequest(
                     f"A stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS} are allowed.",
@@ -87,7 +93,7 @@ class SamplingParams:
         _in_range("top_k", self.top_k, 0, 2**31 - 1)
         _in_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise BadRequest("top_p is 0, which keeps no token; use temperature 0 for greedy.", param="top_p")
+            raise BadRequest("top_p is 0, which keeps no token; use temperature 0 for greedy sampling.", param="top_p")
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -110,4 +116,15 @@ def _in_range(name: str, value: float | None, low: float, high: float) -> None:
 
 def _at_most(name: str, count: int, limit: int) -> None:
     if count > limit:
-        raise BadRequest(f"{name} holds {count} entries; at most {limit} are allowed.", param=name)
+        raise BadRequest(f"{name} has {count} entries; at most {limit} are allowed.", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """What the runner needs to draw tokens for one request. The scheduler passes it through unread."""
+
+    params: SamplingParams
+    end_token_ids: tuple[int, ...] = ()
+
+
+DEFAULT_ROW_PARAMS = RowParams(SamplingParams())

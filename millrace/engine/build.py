@@ -1,32 +1,35 @@
-"""From a config to a running engine: device, memory plan, weights, KV pool, scheduler. The one place that joins all."""
+"""Builds an engine from a config: device, memory plan, weights, KV pool, scheduler."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 
 import torch
 
 from millrace.config import Config
+from millrace.engine.fingerprint import weights_digest
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
+from millrace.host.device_limits import device_limits
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
-from millrace.models.families import spec_from_config
 from millrace.models.load import check_quantization, load_decoder, weight_bytes
+from millrace.models.spec.families import spec_from_config
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
-from millrace.run.device import Device, fast_dtype, open_device
-from millrace.run.graphs.kernel_build_pool import KernelBuilder
-from millrace.run.kv_pool import resolve_kv_dtype
+from millrace.run.device.device import Device, fast_dtype, open_device
+from millrace.run.device.kv_pool import resolve_kv_dtype
+from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
 
 
 def build_engine(
-    config: Config, channel: EngineChannel, builder: KernelBuilder | None = None
+    config: Config, channel: EngineChannel, build_pool: KernelBuildPool | None = None
 ) -> tuple[Engine, EngineReady]:
-    """Everything that can be refused is refused before memory is taken."""
+    """The engine, and the message that announces it. Raises on invalid settings before it allocates memory."""
 
     def on_loading(what: str, done: int, total: int) -> None:
         for front in range(channel.num_fronts):
@@ -52,6 +55,7 @@ def build_engine(
         device_kind=device.kind,
         free_bytes=device.free_bytes(),
         kv_dtype=kv_dtype,
+        step_flops=_step_flops(device),
     )
     decoder = load_decoder(
         files,
@@ -72,7 +76,7 @@ def build_engine(
         token_budget=plan.token_budget,
         graphs=config.run.graphs,
         kv_dtype=kv_dtype,
-        builder=builder,
+        build_pool=build_pool,
     )
     scheduler = Scheduler(
         num_blocks=plan.num_blocks,
@@ -88,13 +92,19 @@ def build_engine(
     return Engine(scheduler, runner, device, channel), ready
 
 
+def _step_flops(device: Device) -> float:
+    if device.kind == "cpu":
+        return 0.0
+    return device_limits(device.name(), device.torch_device.index or 0).step_flops
+
+
 def _ready(
     config: Config, files: ModelFiles, vocab_size: int, dtype: torch.dtype, device: Device, plan: MemoryPlan
 ) -> EngineReady:
     dtype_name = str(dtype).removeprefix("torch.")
     identity = [__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
-    identity += [config.model.quantization, plan.kv_dtype]
-    identity += [f"{path.name}:{path.stat().st_size}" for path in files.weights]
+    identity += [config.model.quantization, plan.kv_dtype, json.dumps(files.config, sort_keys=True, default=str)]
+    identity.append(weights_digest(files.weights))
     return EngineReady(
         model_name=config.model.served_name or files.name,
         max_context=plan.max_context,

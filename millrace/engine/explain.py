@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.engine.ledger import Entry
+from millrace.params import CLASS_NAMES
 
-CLASS_NAMES = ("interactive", "standard", "batch")
 _CAUSES = {
     "rows": "all rows were taken by running requests",
     "memory": "the KV pool had no room for it at its forecast peak",

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from millrace.link.messages import FRONT_SHIFT, Finish, NewRequest
+from millrace.link.messages import FRONT_SHIFT, MAX_FINISHED_KEPT, Finish, NewRequest
 from millrace.plan.request import Request, Story
 from millrace.plan.step import Ended
-
-MOST_REMEMBERED = 4096
-"""Ended requests that can still be explained."""
 
 
 @dataclass(slots=True)
@@ -113,7 +110,7 @@ class Ledger:
 
     def _remember(self, entry: Entry) -> None:
         self._ended[entry.request_id] = entry
-        if len(self._ended) > MOST_REMEMBERED:
+        if len(self._ended) > MAX_FINISHED_KEPT:
             _, oldest = self._ended.popitem(last=False)
             for name in oldest.names:
                 left = [other for other in self._named.get(name, ()) if other is not oldest]

@@ -10,7 +10,7 @@ from millrace.errors import MillraceError
 from millrace.host.early_context import make_context_ahead
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineFailed
-from millrace.run.graphs.kernel_build_pool import start_builder
+from millrace.run.graphs.kernel_build_pool import start_build_pool
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ def serve_engine(
     on_idle: Callable[[], None] | None = None,
 ) -> None:
     """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
-    builder = start_builder(config)
+    build_pool = start_build_pool(config)
     make_context_ahead(config.run)
     from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
 
     try:
-        engine, ready = build_engine(config, channel, builder)
+        engine, ready = build_engine(config, channel, build_pool)
         engine.ready, engine.on_hang = ready, on_hang
         if on_idle is not None:
             engine.on_idle = on_idle
@@ -41,5 +41,5 @@ def serve_engine(
         for front in range(channel.num_fronts):
             channel.send(front, EngineFailed(message))
     finally:
-        if builder is not None:
-            builder.close()
+        if build_pool is not None:
+            build_pool.close()

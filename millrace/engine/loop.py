@@ -16,7 +16,7 @@ import msgspec
 from millrace.engine.explain import explain
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
-from millrace.engine.pace import Pace
+from millrace.engine.rates import MeasuredRates
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
 from millrace.host.time_slice import ask_for_short_slices
@@ -24,22 +24,22 @@ from millrace.link.channel import EngineChannel
 from millrace.link.messages import (
     Abort,
     AbortFront,
-    Ask,
     EngineReady,
     EngineStats,
     Hello,
     NewRequest,
+    Query,
+    Reply,
     Stop,
     ToEngine,
-    Told,
     unpack_tokens,
 )
+from millrace.params import RowParams
 from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
-from millrace.run.device import Device, Pending
+from millrace.run.device.device import Device, Pending
 from millrace.run.runner import AnyRunner, StepResult
-from millrace.run.table.request_table import RowParams
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Engine:
         self._channel = channel
         self._clock = clock
         self._ledger = Ledger()
-        self._pace = Pace()
+        self._pace = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
         self.ready: EngineReady | None = None
         """What a front that comes late is told."""
@@ -144,13 +144,13 @@ class Engine:
             return False
         self._launch(plan, started)
         launched = self._clock()
-        self._scheduler.tidy()
+        self._scheduler.run_deferred()
         self._plan_seconds += self._clock() - launched
         return True
 
     def _apply_oldest(self) -> None:
         plan, pending, launched_at = self._launched[0]
-        self._scheduler.foresee()
+        self._scheduler.prepare_outcome()
         asked = self._clock()
         result = pending.wait()
         self._launched.popleft()
@@ -160,7 +160,7 @@ class Engine:
         confirmed = self._clock()
         finished = self._outbox.send_step(outcome, result, now)
         sent = self._clock()
-        self._scheduler.tidy()
+        self._scheduler.run_deferred()
         self._plan_seconds += confirmed - now + self._clock() - sent
         self._note_step(plan, launched_at, now)
         for finish in finished:
@@ -219,7 +219,7 @@ class Engine:
         else:
             self._handle_rare(message)
 
-    def _handle_rare(self, message: AbortFront | Hello | Ask) -> None:
+    def _handle_rare(self, message: AbortFront | Hello | Query) -> None:
         if isinstance(message, AbortFront):
             for request_id in self._ledger.of_front(message.front):
                 self._scheduler.abort(request_id)
@@ -227,9 +227,9 @@ class Engine:
             if self.ready is not None:
                 self._channel.send(message.front, self.ready)
         else:
-            self._channel.send(message.front, Told(message.token, self._answer(message)))
+            self._channel.send(message.front, Reply(message.token, self._answer(message)))
 
-    def _answer(self, ask: Ask) -> bytes:
+    def _answer(self, ask: Query) -> bytes:
         entries = self._ledger.named(ask.name, ask.tenant)
         if not entries:
             return b""
@@ -248,7 +248,7 @@ class Engine:
         self._launched.append((plan, self._runner.launch(plan), now))
         for admission in plan.admitted:
             self._ledger.on_admitted(admission.request_id, now)
-        self._pace.on_seated(len(plan.admitted))
+        self._pace.on_admitted(len(plan.admitted))
 
     # -- when a step fails -----------------------------------------------------------------------------------------
 
@@ -334,7 +334,9 @@ class Engine:
             waiting_tokens=tuple(scheduler.waiting.tokens_by_class),
             aged_by_class=scheduler.waiting.num_aged(self._stats_at),
             rows_free=rows_free,
-            seats_per_s=pace.seats_per_s(scheduler.num_running + (0 if len(scheduler.waiting) else rows_free)),
+            admissions_per_s=pace.admissions_per_s(
+                scheduler.num_running + (0 if len(scheduler.waiting) else rows_free)
+            ),
             arrivals_per_s=pace.arrivals_per_s(),
             tokens_per_s=pace.tokens_per_s,
         )
@@ -355,7 +357,7 @@ def _to_request(message: NewRequest) -> Request:
         weight=message.weight,
         arrival=message.arrival,
         deadline=message.deadline if message.deadline is not None else float("inf"),
-        salt=f"{message.adapter}\0{message.cache_salt}".encode() if message.adapter or message.cache_salt else b"",
+        salt=message.cache_salt.encode(),
         read_cache=params.prompt_logprobs is None,
-        payload=RowParams(params, message.end_token_ids),
+        row_params=RowParams(params, message.end_token_ids),
     )

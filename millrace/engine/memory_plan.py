@@ -1,6 +1,6 @@
-"""What goes where in memory, decided before anything is allocated: weights, the worst step, the KV pool.
+"""The memory plan: sizes of weights, activations and KV pool, decided before anything is allocated.
 
-When it does not fit, the error names the one setting to change and the value to give it.
+If the parts do not fit, the error names the setting to change and a value for it.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ from dataclasses import dataclass
 
 import torch
 
-from millrace.config import MOST_RUNNING, Config
+from millrace.config import DEFAULT_MAX_RUNNING, Config
 from millrace.errors import MemoryPlanError
-from millrace.models.spec import ModelSpec
-from millrace.run.kv_pool import KvFormat, bytes_per_token
+from millrace.models.spec.model_spec import ModelSpec
+from millrace.run.device.kv_pool import KvFormat, bytes_per_token
 
 GIB = 1 << 30
 MIN_KV_TOKENS = 256
 GRAPHS_BYTES = 1 << 30
-"""Room for the captured graphs' own memory on a GPU."""
+"""Memory reserved for captured CUDA graphs."""
 CPU_BUDGETS = (512, 512)
-"""Tokens in one step: when nothing decodes, and when something does."""
+"""Default token budget and mixed budget on a CPU."""
 CUDA_BUDGET = 8192
+MIN_MIXED_BUDGET = 2048
+"""Lowest default mixed budget on a GPU."""
 SMOOTH_STEP_S = 0.045
-"""How long a step that also decodes may take: what its streams see as a pause."""
-LARGE_GPU_FLOPS = 600e12
-CPU_RUNNING, CUDA_RUNNING = 256, MOST_RUNNING
-"""Requests that run at once where nothing else is asked for."""
+"""Target duration of a step that also decodes: streams see it as a pause."""
+CPU_RUNNING, CUDA_RUNNING = 256, DEFAULT_MAX_RUNNING
+"""Default for max_running."""
 CPU_FRACTION, CUDA_FRACTION = 0.25, 0.9
+"""Default share of the free memory for the KV pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,12 @@ class MemoryPlan:
     free_bytes: int
 
     def parts(self) -> dict[str, int]:
-        """Name of each part to its bytes, as a person reads it. A pool that is not full says what it is."""
-        kept = "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
+        """Bytes by part, with names for people. The KV pool's name includes its dtype unless it is the model's."""
+        kv_dtype = "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
         return {
             "weights": self.weights_bytes,
             "activations, worst step": self.activation_bytes,
-            f"KV pool, {self.kv_tokens:,} tokens{kept}": self.kv_bytes,
+            f"KV pool, {self.kv_tokens:,} tokens{kv_dtype}": self.kv_bytes,
             "left free": self.free_bytes - self.weights_bytes - self.activation_bytes - self.kv_bytes,
         }
 
@@ -63,9 +65,11 @@ def make_memory_plan(
     device_kind: str,
     free_bytes: int,
     kv_dtype: KvFormat = "full",
+    step_flops: float = 0.0,
 ) -> MemoryPlan:
+    """`step_flops` is the FLOP/s that whole steps reach on a GPU (`DeviceLimits`); 0 if unknown."""
     max_running = _max_running(config, device_kind)
-    token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running)
+    token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running, step_flops)
     max_context = _max_context(config, spec)
     activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
     per_token = bytes_per_token(spec, dtype, kv_dtype)
@@ -78,8 +82,8 @@ def make_memory_plan(
     if fixed + kv_tokens * per_token > free_bytes:
         fits = (free_bytes - fixed) / GIB
         raise MemoryPlanError(
-            f"The KV pool asks for {kv_tokens * per_token / GIB:.2f} GiB, but beside the weights and activations"
-            f" ({fixed / GIB:.2f} GiB) only {fits:.2f} GiB are free. Set --kv-gib {fits * 0.9:.2f} or less."
+            f"The KV pool needs {kv_tokens * per_token / GIB:.2f} GiB, but only {fits:.2f} GiB are free beside weights"
+            f" and activations ({fixed / GIB:.2f} GiB). Set --kv-gib {fits * 0.9:.2f} or less."
         )
     return MemoryPlan(
         weights_bytes=weights_bytes,
@@ -97,56 +101,56 @@ def make_memory_plan(
 
 
 def _max_running(config: Config, device_kind: str) -> int:
-    """As asked; or what suits the device, but no more than the tokens of a budget that was asked for: rows that decode
-    come on top of it, and whoever wants short steps wants few of them."""
-    chosen = CPU_RUNNING if device_kind == "cpu" else CUDA_RUNNING
-    return config.plan.max_running or min(chosen, config.plan.token_budget or chosen)
+    """The setting, or the device's default, which an explicit token budget limits: decoding rows come on top of the
+    budget, and a small budget is chosen to keep steps short."""
+    default = CPU_RUNNING if device_kind == "cpu" else CUDA_RUNNING
+    return config.plan.max_running or min(default, config.plan.token_budget or default)
 
 
-def _budgets(config: Config, spec: ModelSpec, device_kind: str, max_running: int) -> tuple[int, int]:
-    """Tokens per step: all but those of rows that decode, and all of a step that decodes. The first is no less than the
-    number of rows, so that these at most double it."""
-    chosen, mixed = CPU_BUDGETS if device_kind == "cpu" else (CUDA_BUDGET, _smooth_budget(spec))
-    token_budget = config.plan.token_budget or max(chosen, max_running)
+def _budgets(config: Config, spec: ModelSpec, device_kind: str, max_running: int, step_flops: float) -> tuple[int, int]:
+    """Token budget (decoding rows not counted) and mixed budget (all tokens of a step that decodes). The default token
+    budget is at least the number of rows, so decoding rows at most double it."""
+    default, mixed = CPU_BUDGETS if device_kind == "cpu" else (CUDA_BUDGET, _smooth_budget(spec, step_flops))
+    token_budget = config.plan.token_budget or max(default, max_running)
     return token_budget, min(config.plan.mixed_budget or mixed, token_budget)
 
 
-def _smooth_budget(spec: ModelSpec) -> int:
-    """Tokens of a step that also decodes, from what a token costs: small models take many without a pause."""
-    tokens = SMOOTH_STEP_S * LARGE_GPU_FLOPS / (2 * spec.active_parameters)
-    return max(2048, min(CUDA_BUDGET, int(tokens) // 1024 * 1024))
+def _smooth_budget(spec: ModelSpec, step_flops: float) -> int:
+    """Tokens that this GPU computes in `SMOOTH_STEP_S`, at 2 FLOPs per active parameter and token."""
+    tokens = SMOOTH_STEP_S * step_flops / (2 * spec.active_parameters)
+    return max(MIN_MIXED_BUDGET, min(CUDA_BUDGET, int(tokens) // 1024 * 1024))
 
 
 def _max_context(config: Config, spec: ModelSpec) -> int:
     asked, own = config.model.max_context, spec.max_context
     if asked > own:
-        raise MemoryPlanError(f"model.max_context is {asked}, but the model's own context is {own}; set at most {own}.")
+        raise MemoryPlanError(f"model.max_context is {asked}, but the model supports {own}; set at most {own}.")
     return asked or own
 
 
-def _kv_tokens(config: Config, device_kind: str, left: int, per_token: int, most_useful: int) -> int:
+def _kv_tokens(config: Config, device_kind: str, left: int, per_token: int, max_useful: int) -> int:
     if config.memory.kv_tokens:
         return config.memory.kv_tokens
     if config.memory.kv_gib:
         return int(config.memory.kv_gib * GIB) // per_token
     fraction = config.memory.fraction or (CPU_FRACTION if device_kind == "cpu" else CUDA_FRACTION)
-    # More than every row at full context could never be used.
-    return min(int(left * fraction) // per_token, most_useful)
+    # Never more than all rows at full context can use.
+    return min(int(left * fraction) // per_token, max_useful)
 
 
 def _worst_step_bytes(
     spec: ModelSpec, max_running: int, token_budget: int, dtype: torch.dtype, device_kind: str
 ) -> int:
-    """An upper bound on what one step holds beside weights and cache: live activations and float32 logits."""
+    """Upper bound on a step's memory beside weights and KV pool: live activations and float32 logits."""
     widest_mlp = max(spec.inner_size, spec.moe.inner_size * spec.moe.top_k if spec.moe is not None else 0)
     qkv = spec.q_size + 2 * spec.kv_size
     per_token = 4 * spec.hidden_size + 2 * qkv + 3 * widest_mlp
     logits = max_running * spec.vocab_size * 4
-    most_tokens = token_budget + max_running
-    # Sampling holds the scaled logits, their softmax and a float64 cumulative sum at once, and penalties a count and
-    # a mark for every token of every row.
-    worst = most_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
-    # A GPU holds them twice: once for captured steps, once for those that are not; and the graphs themselves.
+    max_tokens = token_budget + max_running
+    # Sampling holds scaled logits, their softmax and a float64 cumulative sum at once; penalties hold a count and a
+    # mark per vocabulary token and row.
+    worst = max_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
+    # A GPU holds them twice, for captured and for uncaptured steps, plus the graphs.
     return worst if device_kind == "cpu" else 2 * worst + GRAPHS_BYTES
 
 
@@ -158,5 +162,5 @@ def _too_big(spec: ModelSpec, dtype: torch.dtype, weights: int, activations: int
     if dtype == torch.float32 and weights / 2 + activations < free:
         return MemoryPlanError(f"{text} Set --dtype bfloat16, which halves the weights.")
     if weights < free:
-        return MemoryPlanError(f"{text} Lower --max-running (logits and activations shrink with it) or --token-budget.")
-    return MemoryPlanError(f"{text} Choose a smaller model, or a machine with more memory.")
+        return MemoryPlanError(f"{text} Lower --max-running or --token-budget, which shrinks the activations.")
+    return MemoryPlanError(f"{text} Choose a smaller model or a machine with more memory.")

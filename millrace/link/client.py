@@ -25,24 +25,23 @@ from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
     AbortFront,
-    Ask,
     EngineFailed,
     EngineLoading,
     EngineReady,
     EngineStats,
     Finish,
-    FinishReason,
     Hello,
     NewRequest,
+    Query,
+    Reply,
     StepTokens,
     ToFront,
     TokenLogprobs,
-    Told,
     pack_tokens,
     unpack_ids,
     unpack_tokens,
 )
-from millrace.params import SamplingParams
+from millrace.params import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ STALL_S = 30.0
 """An engine that has work and completes no step for this long is not ready."""
 
 
-ASK_TIMEOUT_S = 10.0
+QUERY_TIMEOUT_S = 10.0
 INCARNATION_SHIFT = 32
 
 
@@ -199,16 +198,18 @@ class EngineClient:
         self.num_unreported += 1
         return request_id
 
-    async def ask(self, what: Literal["explain", "cancel"], name: str, tenant: str | None) -> bytes:
+    async def query(self, what: Literal["explain", "cancel"], name: str, tenant: str | None) -> bytes:
         """JSON about the request of this name, or nothing if the engine knows none."""
         self._ready_or_raise()
         token, self._next_token = self._next_token, self._next_token + 1
         answer = self._asked[token] = asyncio.get_running_loop().create_future()
-        self._channel.send(Ask(self.front_index, token, what, name, tenant))
+        self._channel.send(Query(self.front_index, token, what, name, tenant))
         try:
-            return await asyncio.wait_for(answer, ASK_TIMEOUT_S)
+            return await asyncio.wait_for(answer, QUERY_TIMEOUT_S)
         except TimeoutError:
-            raise EngineUnavailable(f"The engine did not answer within {ASK_TIMEOUT_S:g} s; try again later.") from None
+            raise EngineUnavailable(
+                f"The engine did not answer within {QUERY_TIMEOUT_S:g} s; try again later."
+            ) from None
         finally:
             del self._asked[token]
 
@@ -218,7 +219,7 @@ class EngineClient:
             self._channel.send(AbortFront(front_index))
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ask the engine to stop a request. Its `on_finish` follows with this reason unless it ended first."""
+        """Query the engine to stop a request. Its `on_finish` follows with this reason unless it ended first."""
         if request_id in self._sinks:
             self._channel.send(Abort(ids=(request_id,), reason=reason))
 
@@ -275,7 +276,7 @@ class EngineClient:
             if self._on_loading is not None:
                 self._on_loading(message)
             return
-        if isinstance(message, Told):
+        if isinstance(message, Reply):
             if message.token in self._asked and not self._asked[message.token].done():
                 self._asked[message.token].set_result(message.body)
             return

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.link.frames import HEADER
-from millrace.params import SamplingParams
+from millrace.params import FinishReason, SamplingParams
 
 FRONT_SHIFT = 48
-
-FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled"]
+MAX_FINISHED_KEPT = 4096
+"""Finished requests that the engine keeps, to answer a `Query` about them."""
 
 
 class NewRequest(msgspec.Struct, frozen=True, tag="new"):
@@ -43,7 +43,6 @@ class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     weight: float = 1.0
     """The tenant's share relative to others'."""
     cache_salt: str = ""
-    adapter: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -65,8 +64,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     front: int
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """About a request by name, whichever front it came through. Answered by one `Told` with the same token."""
+class Query(msgspec.Struct, frozen=True, tag="ask"):
+    """About a request by name, whichever front it came through. Answered by one `Reply` with the same token."""
 
     front: int
     token: int
@@ -80,7 +79,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The engine finishes nothing more and ends."""
 
 
-ToEngine = NewRequest | Abort | AbortFront | Hello | Ask | Stop
+ToEngine = NewRequest | Abort | AbortFront | Hello | Query | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -139,7 +138,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     aged_by_class: tuple[int, ...] = (0, 0, 0)
     """Those that have waited so long that they count, or soon will, as more urgent than their class."""
     rows_free: int = 0
-    seats_per_s: float = 0.0
+    admissions_per_s: float = 0.0
     """How fast waiting requests are being seated, or would be if there were any."""
     arrivals_per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
     """By class: who comes later and is more urgent is seated first."""
@@ -161,8 +160,8 @@ class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
     stats: EngineStats | None = None
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
-    """The answer to one `Ask`: JSON, or nothing when there is no such request."""
+class Reply(msgspec.Struct, frozen=True, tag="told"):
+    """The answer to one `Query`: JSON, or nothing when there is no such request."""
 
     token: int
     body: bytes = b""
@@ -199,7 +198,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-ToFront = StepTokens | Told | EngineReady | EngineLoading | EngineFailed
+ToFront = StepTokens | Reply | EngineReady | EngineLoading | EngineFailed
 
 _TOKEN: np.dtype[np.int32] = np.dtype("<i4")
 _ID: np.dtype[np.int64] = np.dtype("<i8")

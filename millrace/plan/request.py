@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from millrace.plan.step import Ended, EndReason, Int32s
+from millrace.params import DEFAULT_ROW_PARAMS, FinishReason, RowParams
+from millrace.plan.step import Ended, Int32s
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
 NUM_CLASSES = 3
@@ -51,8 +52,7 @@ class Request:
     """Part of the first block's hash: adapter and tenant salt. Equal salts may share blocks."""
     read_cache: bool = True
     """False when every prompt token must be computed, as for prompt log-probabilities."""
-    adapter_slot: int = 0
-    payload: object = None
+    row_params: RowParams = DEFAULT_ROW_PARAMS
 
     ticket: int = -1
     """Arrival number, given by the scheduler."""
@@ -88,7 +88,7 @@ class Request:
 
 
 def end_of(
-    request: Request, reason: EndReason, num_output: int, *, message: str = "", stop_token_id: int = -1
+    request: Request, reason: FinishReason, num_output: int, *, message: str = "", stop_token_id: int = -1
 ) -> Ended:
     """The request's terminal event."""
     return Ended(

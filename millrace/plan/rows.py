@@ -41,11 +41,10 @@ class Rows:
         """Full blocks of the tokens known at admission: others may be waiting for these."""
         self.num_named = np.zeros(capacity, np.int32)
         """Blocks that can be found by their content."""
-        self.adapter_slot = np.zeros(capacity, np.int32)
         self.priority = np.zeros(capacity, np.int32)
         self.num_yields = np.zeros(capacity, np.int32)
         """How often the row's request has given way to another before."""
-        self.num_known_at_seat = np.zeros(capacity, np.int32)
+        self.num_known_at_admission = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
         self.tail = np.zeros((capacity, block_size), np.int32)
@@ -99,10 +98,9 @@ class Rows:
         self.num_timed += request.deadline < math.inf
         self.num_blocks[row] = self.num_shared[row] = self.num_named[row] = len(blocks)
         self.num_given[row] = num_known // self.block_size
-        self.adapter_slot[row] = request.adapter_slot
         self.priority[row] = request.priority
         self.num_yields[row] = request.yields
-        self.num_known_at_seat[row] = num_known
+        self.num_known_at_admission[row] = num_known
         if request.end_token_ids:
             self._set_end_tokens(row, request.end_token_ids)
         self._split_history(row, request, num_known)

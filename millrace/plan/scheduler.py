@@ -9,7 +9,6 @@ clock (time is an argument), no randomness.
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection
@@ -17,24 +16,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.plan.foresight import Foreseen, foresee
+from millrace.params import FinishReason
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.new_blocks import NewBlocks
 from millrace.plan.kv.prefix import PrefixIndex
-from millrace.plan.queue.admission_forecast import Crowd
+from millrace.plan.pending_outcome import PendingOutcome, make_pending_outcome
+from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.queue.delays import Cause, Delays
 from millrace.plan.queue.fair_shares import FairShares
-from millrace.plan.queue.forecast import OutputLengths
+from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import FirstCome, Policy
-from millrace.plan.queue.waiting import Waiting
+from millrace.plan.queue.waiting import WaitingQueue
+from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.request import Request, end_of
 from millrace.plan.rows import Rows
-from millrace.plan.steady import Steady, steady_from
 from millrace.plan.step import (
     Admission,
     Bools,
     Ended,
-    EndReason,
     Int32s,
     Int64s,
     Release,
@@ -48,17 +47,17 @@ CROWD, CROWD_SHARE = 8, 1 / 8
 """Requests without a first token that are a crowd, and their least share of the streams: then steps are made long,
 because those who wait are many, and all of them wait for the last."""
 HELD_SCAN = 256
-"""Waiting requests looked at in one step when those ahead wait for another's prefix."""
+"""WaitingQueue requests looked at in one step when those ahead wait for another's prefix."""
 MOST_SENTENCES = 8
 """Preemptions of one request that are remembered in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Untidy:
-    """What `confirm` leaves to `tidy`."""
+    """What `confirm` leaves to `run_deferred`."""
 
     step_no: int
-    seen: Foreseen
+    seen: PendingOutcome
     drawn: Int32s
     """Tokens of `seen.table_rows`."""
     ended: list[tuple[int, Ended]]
@@ -88,10 +87,10 @@ class Scheduler:
         self.prefix = PrefixIndex(self.pool, block_size, prefix_cache)
         self.policy: Policy = policy if policy is not None else FirstCome()
         self.shares = FairShares()
-        self.waiting = Waiting(self.policy, self.shares, aging_s)
+        self.waiting = WaitingQueue(self.policy, self.shares, aging_s)
         self.delays = Delays()
         self.num_preemptions = 0
-        self._lengths = OutputLengths(guess=expected_output)
+        self._lengths = OutputLengthEstimate(guess=expected_output)
         self._num_catching_up = 0
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 0
@@ -105,10 +104,10 @@ class Scheduler:
         self._releases: list[Release] = []
         self._new_blocks = NewBlocks()
         """Of rows that the runner knows."""
-        self._steady: Steady | None = None
-        self._foreseen: Foreseen | None = None
+        self._steady: RepeatedDecode | None = None
+        self._foreseen: PendingOutcome | None = None
         """Of the oldest step in flight."""
-        self._foreseen_before: Foreseen | None = None
+        self._foreseen_before: PendingOutcome | None = None
         """Of the step that was confirmed last, unless a row has been given up since."""
         self._untidy: _Untidy | None = None
 
@@ -125,11 +124,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._row_of or len(self.waiting) or self._ended)
-
-    def next_deadline(self) -> float:
-        """The nearest deadline of any request here, or infinity."""
-        running = self.rows.deadline[self.rows.order]
-        return min(float(running.min()) if len(running) else math.inf, self.waiting.next_deadline())
 
     def submit(self, request: Request) -> None:
         request.ticket = self._next_ticket
@@ -149,9 +143,9 @@ class Scheduler:
         self.shares.enter(request.tenant)
         self.waiting.add(request)
 
-    def abort(self, request_id: int, reason: EndReason = "abort", message: str = "") -> bool:
+    def abort(self, request_id: int, reason: FinishReason = "abort", message: str = "") -> bool:
         """End a request at any moment. False if it is not here (any more)."""
-        self.tidy()
+        self.run_deferred()
         row = self._row_of.get(request_id)
         if row is not None:
             request = self._leave(row, reason)
@@ -175,7 +169,7 @@ class Scheduler:
 
         `only` limits the step to these rows and seats nobody: how a failed step is taken apart.
         """
-        self.tidy()
+        self.run_deferred()
         self._expire(now)
         if only is None:
             self._give_way()
@@ -303,7 +297,7 @@ class Scheduler:
             return "budget"
         if self.rows.num_free == 0:
             return self._make_way(next(self.waiting.in_order(now)), "rows", now)
-        crowd = Crowd(self.rows, self.pool, self._lengths)
+        crowd = AdmissionForecast(self.rows, self.pool, self._lengths)
         for request in itertools.islice(self.waiting.in_order(now), HELD_SCAN):
             if budget <= 0:
                 return "budget"
@@ -411,7 +405,7 @@ class Scheduler:
             self._releases.append(Release(row, request.id, reason))
         return request
 
-    def _end(self, request: Request, reason: EndReason, message: str = "") -> None:
+    def _end(self, request: Request, reason: FinishReason, message: str = "") -> None:
         self._ended.append(end_of(request, reason, request.num_output, message=message))
 
     # -- composing a plan ------------------------------------------------------------------------------------------
@@ -433,9 +427,7 @@ class Scheduler:
             rows=table_rows.astype(np.int32),
             starts=starts,
             counts=counts,
-            draft_counts=np.zeros(len(table_rows), np.int32),
             samples=ends == known,
-            adapter_slots=rows.adapter_slot[table_rows],
             block_rows=block_rows,
             block_cols=block_cols,
             block_ids=block_ids,
@@ -446,10 +438,10 @@ class Scheduler:
         self._releases.clear()
         self._in_flight.append(plan)
         self._next_step += 1
-        self._steady = steady_from(plan, singles, rows)
+        self._steady = repeated_decode_from(plan, singles, rows)
         return plan
 
-    def _repeat(self, steady: Steady) -> StepPlan:
+    def _repeat(self, steady: RepeatedDecode) -> StepPlan:
         """The next plan of the same rows: what `_compose` would make of them, with the columns that are still true."""
         rows, order, before = self.rows, steady.order, steady.plan
         starts = before.starts + 1
@@ -461,14 +453,12 @@ class Scheduler:
             rows=before.rows,
             starts=starts,
             counts=before.counts,
-            draft_counts=before.draft_counts,
             samples=before.samples,
-            adapter_slots=before.adapter_slots,
             block_rows=block_rows,
             block_cols=block_cols,
             block_ids=block_ids,
             shared_blocks=self._shared_blocks(int(order[0])),
-            repeats=True,
+            is_repeated_decode=True,
         )
         self._in_flight.append(plan)
         self._next_step += 1
@@ -493,7 +483,7 @@ class Scheduler:
         for row in sorted(sent):
             request = self.rows.request(row)
             self._new_blocks.add_many(row, 0, self.rows.blocks[row])
-            admissions.append(Admission(row, request.id, self.rows.tokens(row), request.num_prompt, request.payload))
+            admissions.append(Admission(row, request.id, self.rows.tokens(row), request.num_prompt, request.row_params))
         return tuple(admissions)
 
     # -- apply -----------------------------------------------------------------------------------------------------
@@ -501,28 +491,28 @@ class Scheduler:
     def apply(self, step_no: int, tokens: Int32s) -> StepOutcome:
         """Confirm the oldest launched step. `tokens` are what its sampling rows drew, in plan order."""
         outcome = self.confirm(step_no, tokens)
-        self.tidy()
+        self.run_deferred()
         return outcome
 
-    def foresee(self) -> None:
+    def prepare_outcome(self) -> None:
         """Do what can be done of `confirm` before the tokens are there. For the time in which the device computes."""
-        self.tidy()
+        self.run_deferred()
         if self._foreseen is None and self._in_flight:
-            self._foreseen = self._foresee(self._in_flight[0])
+            self._foreseen = self._make_pending(self._in_flight[0])
 
-    def _foresee(self, plan: StepPlan) -> Foreseen:
+    def _make_pending(self, plan: StepPlan) -> PendingOutcome:
         before = self._foreseen_before
-        if plan.repeats and before is not None and before.lasts:
+        if plan.is_repeated_decode and before is not None and before.lasts:
             return before.next()
-        return foresee(plan, self.rows)
+        return make_pending_outcome(plan, self.rows)
 
     def confirm(self, step_no: int, tokens: Int32s) -> StepOutcome:
         """The part of `apply` that somebody waits for: which tokens go to whom, and who has ended."""
-        self.tidy()
+        self.run_deferred()
         plan = self._in_flight.popleft()
         if plan.step_no != step_no:
             raise AssertionError(f"step {step_no} completed, but {plan.step_no} is the oldest in flight")
-        seen = self._foreseen or self._foresee(plan)
+        seen = self._foreseen or self._make_pending(plan)
         self._foreseen, self._foreseen_before = None, seen
         drawn = seen.delivered(tokens)
         stopped = seen.stopped(drawn)
@@ -531,7 +521,7 @@ class Scheduler:
         self._untidy = _Untidy(step_no, seen, drawn, ended)
         return self._outcome(step_no, seen, drawn, stopped)
 
-    def tidy(self) -> None:
+    def run_deferred(self) -> None:
         """What `plan` and `confirm` leave for when nobody waits: blocks get their names, tokens go to where they are
         kept, ended rows leave. Done before anything that could tell the difference."""
         self.prefix.settle()
@@ -566,7 +556,7 @@ class Scheduler:
         self.prefix.name_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
         self.rows.num_named[row] = num_full
 
-    def _outcome(self, step_no: int, seen: Foreseen, drawn: Int32s, stopped: Bools | None) -> StepOutcome:
+    def _outcome(self, step_no: int, seen: PendingOutcome, drawn: Int32s, stopped: Bools | None) -> StepOutcome:
         request_ids = seen.request_ids
         index = seen.places
         if stopped is not None:  # the token that stops a request is not part of its answer
@@ -586,7 +576,7 @@ class Scheduler:
 
         Returns the rows of the oldest one that are still active: the culprit is among them.
         """
-        self.tidy()
+        self.run_deferred()
         suspects = tuple(row for row in self._in_flight[0].rows.tolist() if self.rows.active[row])
         self._in_flight.clear()
         self._steady = None

@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from millrace.params import FinishReason, RowParams
+
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -16,8 +18,7 @@ Bools = npt.NDArray[np.bool_]
 FEW = 16
 """So few numbers are added sooner one by one than by a call for many."""
 
-EndReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled"]
-ReleaseReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled", "preempted"]
+ReleaseReason = FinishReason | Literal["preempted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,7 @@ class Admission:
     tokens: Int32s
     """Every token known on the host: the prompt, and what was generated before a preemption."""
     num_prompt: int
-    payload: object
-    """The request's SamplingParams; opaque to the scheduler."""
+    row_params: RowParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,6 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Move one KV block: between tiers, or a copy on write."""
-
-    source: int
-    target: int
-    kind: Literal["device", "tier_in", "tier_out"]
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     step_no: int
     rows: Int32s
@@ -59,27 +50,23 @@ class StepPlan:
     starts: Int32s
     """Per row: position of its first token in this step."""
     counts: Int32s
-    draft_counts: Int32s
-    """How many of the counted tokens are drafts to verify."""
     samples: Bools
     """Whether the row's chunk reaches its last known token, so that a new one is drawn."""
-    adapter_slots: Int32s
     block_rows: Int32s
     """Blocks given since the last plan: block_tables[block_rows, block_cols] = block_ids."""
     block_cols: Int32s
     block_ids: Int32s
     admitted: tuple[Admission, ...] = ()
     released: tuple[Release, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
     shared_blocks: int = 0
     """Leading blocks that every row of the step has in common; told only of steps of single tokens."""
-    repeats: bool = False
+    is_repeated_decode: bool = False
     """The rows are those of the plan before, in its order, each with one token: the one that it drew there. None is
     admitted or released. What depends on nothing but the rows still holds."""
 
     @property
     def num_tokens(self) -> int:
-        if self.repeats:
+        if self.is_repeated_decode:
             return len(self.rows)
         return sum(self.counts.tolist()) if len(self.counts) < FEW else int(self.counts.sum())
 
@@ -89,7 +76,7 @@ class Ended:
     """The one terminal event of a request, as the scheduler knows it."""
 
     request_id: int
-    reason: EndReason
+    reason: FinishReason
     message: str = ""
     stop_token_id: int = -1
     num_prompt: int = 0

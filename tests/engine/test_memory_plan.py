@@ -8,7 +8,7 @@ import torch
 from millrace.config import Config, load_config
 from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
 from millrace.errors import MemoryPlanError
-from millrace.models.families import spec_from_config
+from millrace.models.spec.families import spec_from_config
 
 LLAMA = {
     "model_type": "llama",
@@ -25,16 +25,22 @@ LLAMA = {
 
 
 def plan(
-    free_gib: float, weights_gib: float = 2.0, dtype: torch.dtype = torch.bfloat16, **settings: object
+    free_gib: float,
+    weights_gib: float = 2.0,
+    dtype: torch.dtype = torch.bfloat16,
+    step_flops: float | None = None,
+    **settings: object,
 ) -> MemoryPlan:
+    """On a CPU, or on a GPU that reaches `step_flops`."""
     config: Config = load_config(None, {key.replace("__", "."): value for key, value in settings.items()}).config
     return make_memory_plan(
         config,
         spec_from_config(LLAMA),
         dtype=dtype,
         weights_bytes=int(weights_gib * GIB),
-        device_kind="cpu",
+        device_kind="cpu" if step_flops is None else "cuda",
         free_bytes=int(free_gib * GIB),
+        step_flops=step_flops or 0.0,
     )
 
 
@@ -69,3 +75,8 @@ def test_a_pool_that_does_not_fit_says_what_would() -> None:
 def test_a_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(MemoryPlanError, match="at most 4096"):
         plan(16.0, model__max_context=5000)
+
+
+@pytest.mark.parametrize(("step_flops", "budget"), [(600e12, 8192), (300e12, 6144), (70e12, 2048), (0.0, 2048)])
+def test_steps_that_decode_are_as_long_as_the_gpu_computes_in_a_moment(step_flops: float, budget: int) -> None:
+    assert plan(130.0, step_flops=step_flops).mixed_budget == budget

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.plan.queue.policy import make_policy
-from millrace.plan.queue.predict import LengthPredictor
+from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 
@@ -133,7 +133,7 @@ def test_a_tenant_that_was_away_saves_up_no_credit() -> None:
 
 
 def test_shortest_first_learns_lengths_and_lets_the_short_pass() -> None:
-    predictor = LengthPredictor()
+    predictor = OutputLengthPredictor()
     for _ in range(20):
         for tenant, length in (("terse", 5), ("verbose", 400)):
             ended = ask(0, tenant=tenant, max_tokens=1000)
@@ -150,7 +150,7 @@ def test_shortest_first_learns_lengths_and_lets_the_short_pass() -> None:
 
 
 def test_the_predictor_stays_small() -> None:
-    predictor = LengthPredictor()
+    predictor = OutputLengthPredictor()
     for number in range(10_000):
         predictor.observe(ask(0, tenant=f"t{number}"))
     assert len(predictor._means) <= 4096

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.plan.queue.forecast import kv_peak
+from millrace.plan.queue.kv_peak import kv_peak
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 
@@ -140,7 +140,6 @@ def test_a_deadline_ends_waiting_and_running_requests() -> None:
     scheduler, device = make(max_running=1), ToyDevice(64, 4, 1, 7)
     scheduler.submit(request(0, [1, 2], max_tokens=50, deadline=5.0))
     scheduler.submit(request(1, [3, 4], max_tokens=50, deadline=3.0))
-    assert scheduler.next_deadline() == 3.0
     reasons: dict[int, str] = {}
     for now in range(8):
         plan = scheduler.plan(float(now))
@@ -218,7 +217,7 @@ def test_what_was_foreseen_of_a_row_that_left_does_not_count() -> None:
     plan = scheduler.plan(0.0)
     assert plan is not None
     tokens = device.run(plan)
-    scheduler.foresee()
+    scheduler.prepare_outcome()
     assert scheduler.abort(1)
     assert [event.reason for event in scheduler.take_ended()] == ["abort"]
     outcome = scheduler.confirm(plan.step_no, tokens)
@@ -226,7 +225,7 @@ def test_what_was_foreseen_of_a_row_that_left_does_not_count() -> None:
     assert outcome.sample_index.tolist() == [0, 2]
     assert outcome.tokens.tolist() == tokens[[0, 2]].tolist()
     assert [event.request_id for event in outcome.ended] == [0, 2]
-    scheduler.foresee()  # nothing is in flight: nothing to foresee
+    scheduler.prepare_outcome()  # nothing is in flight: nothing to foresee
     assert scheduler.num_running == 0
 
 
@@ -239,7 +238,7 @@ def test_a_twin_waits_for_the_prefix_of_one_seated_a_moment_before() -> None:
         plan = scheduler.plan(0.0)
         assert plan is not None
         if is_tidied:
-            scheduler.tidy()
+            scheduler.run_deferred()
         assert [admission.request_id for admission in plan.admitted] == [0]
         assert scheduler.plan(0.0) is not None, "the first one's next token; the twin is still held"
         assert len(scheduler.waiting) == 1

@@ -112,7 +112,7 @@ class World:
 
     def check_repeated(self, plan: StepPlan) -> None:
         before, self.last_plan = self.last_plan, plan
-        if plan.repeats:
+        if plan.is_repeated_decode:
             self.num_repeated += 1
             assert before is not None
             assert plan.rows.tolist() == before.rows.tolist()
@@ -139,7 +139,7 @@ class World:
     def maybe_foresee(self) -> None:
         """At any moment: what was foreseen and then came differently must not count."""
         if self.rng.random() < 0.5:
-            self.scheduler.foresee()
+            self.scheduler.prepare_outcome()
 
     def collect(self, ended) -> None:
         for event in ended:
@@ -166,7 +166,7 @@ class World:
             else:
                 assert self.ended[request_id] in ("abort", "deadline")
                 assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
-        self.scheduler.tidy()
+        self.scheduler.run_deferred()
         pool = self.scheduler.pool
         assert not self.scheduler.shares._shares, "a tenant is still counted as here"
         assert self.scheduler.waiting.num_by_class == self.scheduler.waiting.tokens_by_class == [0, 0, 0]

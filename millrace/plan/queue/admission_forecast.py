@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.queue.forecast import Floats, OutputLengths, kv_peak
+from millrace.plan.queue.kv_peak import Floats, OutputLengthEstimate, kv_peak
 from millrace.plan.request import Request
 from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
@@ -13,10 +13,10 @@ from millrace.plan.step import Int64s
 _NOBODY: Floats = np.zeros(0)
 
 
-class Crowd:
+class AdmissionForecast:
     """Made for one round of seating. A block that several share is counted once, as room that is gone."""
 
-    def __init__(self, rows: Rows, pool: BlockPool, lengths: OutputLengths) -> None:
+    def __init__(self, rows: Rows, pool: BlockPool, lengths: OutputLengthEstimate) -> None:
         self._pool, self._lengths, self._block_size = pool, lengths, rows.block_size
         order, size = rows.order, rows.block_size
         self._is_empty = len(order) == 0

@@ -2,7 +2,7 @@
 
 A policy answers with a place in seconds, as if on the clock of arrivals. What it prefers is a head start of so many
 seconds, so every preference is bounded: an arrival later than the head start no longer passes. That is why no policy
-starves anybody. Classes (`Waiting`), tenants (`FairShares`) and KV memory (`Crowd`) are not a policy's business.
+starves anybody. Classes (`WaitingQueue`), tenants (`FairShares`) and KV memory (`AdmissionForecast`) are not a policy's business.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from millrace.config import PolicyName
-from millrace.plan.queue.predict import LengthPredictor
+from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
@@ -60,7 +60,7 @@ class FirstCome:
 class ShortestFirst(FirstCome):
     """The request that is expected to need least goes first, by an online prediction of its output length."""
 
-    def __init__(self, predictor: LengthPredictor) -> None:
+    def __init__(self, predictor: OutputLengthPredictor) -> None:
         self._predictor = predictor
 
     def place(self, request: Request) -> float:
@@ -109,7 +109,7 @@ def _level(num_output: int) -> int:
 
 def _cheapest(rows: Rows, candidates: Int64s, most_yields: int = MOST_YIELDS) -> int | None:
     """Of these rows the one with least to compute again; never one that has gained nothing since it was seated."""
-    has_gained = rows.known_host[candidates] > rows.num_known_at_seat[candidates]
+    has_gained = rows.known_host[candidates] > rows.num_known_at_admission[candidates]
     fit = candidates[has_gained & (rows.num_yields[candidates] < most_yields)]
     if len(fit) == 0:
         return None
@@ -119,7 +119,7 @@ def _cheapest(rows: Rows, candidates: Int64s, most_yields: int = MOST_YIELDS) ->
 
 _MAKERS: dict[PolicyName, Callable[[], Policy]] = {
     "fcfs": FirstCome,
-    "shortest": lambda: ShortestFirst(LengthPredictor()),
+    "shortest": lambda: ShortestFirst(OutputLengthPredictor()),
     "feedback": Feedback,
     "deadline": EarliestDeadline,
 }

@@ -19,7 +19,7 @@ DECAY = 0.05
 MOST_KINDS = 4096
 
 
-class LengthPredictor:
+class OutputLengthPredictor:
     def __init__(self) -> None:
         self._means: OrderedDict[Kind, tuple[float, int]] = OrderedDict()
 

@@ -30,7 +30,7 @@ SOON_S = 10.0
 """Who comes now will meet those who grow more urgent within about so long."""
 
 
-class Waiting:
+class WaitingQueue:
     def __init__(self, policy: Policy, shares: FairShares, aging_s: float) -> None:
         self._policy = policy
         self._shares = shares
@@ -144,11 +144,6 @@ class Waiting:
             if request_id in self._by_id:
                 ids.append(request_id)
         return ids
-
-    def next_deadline(self) -> float:
-        while self._deadlines and self._deadlines[0][1] not in self._by_id:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else math.inf
 
 
 def _queue_of(request: Request) -> QueueName:

@@ -23,7 +23,7 @@ def kv_peak(held: Floats, remaining: Floats) -> float:
     return float(np.max(np.cumsum(held) + np.arange(1, len(held) + 1) * remaining))
 
 
-class OutputLengths:
+class OutputLengthEstimate:
     """A decaying estimate of how many tokens requests really generate; `max_tokens` is usually far above it."""
 
     def __init__(self, guess: float = 512.0, decay: float = 0.05) -> None:

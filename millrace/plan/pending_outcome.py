@@ -13,7 +13,7 @@ from millrace.plan.step import Bools, Ended, Int32s, Int64s, StepPlan
 
 
 @dataclass(slots=True)  # nobody changes it, but one that is frozen takes several times as long to make
-class Foreseen:
+class PendingOutcome:
     """Holds as long as no row is taken or given up. Columns over the rows that draw a token and are still there."""
 
     computed_rows: Int64s
@@ -46,9 +46,9 @@ class Foreseen:
         """Whether no more than positions will differ, should the next step repeat this one."""
         return self.all_here and self.steps_left > 1 and not self.hides_ends
 
-    def next(self) -> Foreseen:
+    def next(self) -> PendingOutcome:
         """Of the step that repeats this one."""
-        return Foreseen(
+        return PendingOutcome(
             computed_rows=self.computed_rows,
             computed=self.computed + 1,
             places=self.places,
@@ -94,7 +94,7 @@ class Foreseen:
         return ends
 
 
-def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
+def make_pending_outcome(plan: StepPlan, rows: Rows) -> PendingOutcome:
     computed_rows = table_rows = plan.rows.astype(np.int64)  # as arrays are indexed, once for all
     here, computed = rows.active[computed_rows], plan.starts + plan.counts
     all_here = bool(here.all())
@@ -109,7 +109,7 @@ def foresee(plan: StepPlan, rows: Rows) -> Foreseen:
     left = rows.limit[table_rows] - positions - 1
     full = left <= 0
     end_tokens, hides_ends = _end_tokens(rows, table_rows, positions) if rows.num_with_ends else (None, False)
-    return Foreseen(
+    return PendingOutcome(
         computed_rows=computed_rows,
         computed=computed,
         places=places,

@@ -9,7 +9,7 @@ from millrace.plan.step import Int64s, StepPlan
 
 
 @dataclass(slots=True)
-class Steady:
+class RepeatedDecode:
     """Every active row decodes, and nothing but their positions has changed since the last plan."""
 
     order: Int64s
@@ -28,9 +28,9 @@ class Steady:
         self.plans_left -= 1
 
 
-def steady_from(plan: StepPlan, singles: Int64s, rows: Rows) -> Steady | None:
+def repeated_decode_from(plan: StepPlan, singles: Int64s, rows: Rows) -> RepeatedDecode | None:
     """With a plan of which `singles` are those rows that get one token, planned already."""
     order = rows.order
     if not len(singles) == len(order) == len(plan.rows):
         return None
-    return Steady(order, plan, int((rows.limit[order] - rows.known[order]).min()))
+    return RepeatedDecode(order, plan, int((rows.limit[order] - rows.known[order]).min()))

@@ -16,7 +16,7 @@ Mark = tuple[float, int, tuple[int, ...]]
 """When, and until then how many were seated, and how many of each class had come."""
 
 
-class Pace:
+class MeasuredRates:
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque()
         self._num_arrived = [0, 0, 0]
@@ -30,7 +30,7 @@ class Pace:
             weight = DECAY if self.tokens_per_s else 1.0
             self.tokens_per_s += weight * (num_tokens / step_s - self.tokens_per_s)
 
-    def on_seated(self, count: int) -> None:
+    def on_admitted(self, count: int) -> None:
         self._num_seated += count
 
     def on_arrival(self, priority: int) -> None:
@@ -47,7 +47,7 @@ class Pace:
         while len(self._marks) > 2 and now - self._marks[0][0] > WINDOW_S:
             self._marks.popleft()
 
-    def seats_per_s(self, num_rows: int) -> float:
+    def admissions_per_s(self, num_rows: int) -> float:
         """What was measured, or what follows from how long requests stay in `num_rows` rows: as long as nobody waits,
         what was measured is how many came, not how many could have."""
         follows = num_rows / self._mean_stay_s if self._mean_stay_s else 0.0
