@@ -14,8 +14,9 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
-from millrace.ops.attention.context_rule import MOST_PARTS, context_parts
-from millrace.ops.attention.paged import SPLIT_CELLS, tiles_of
+from millrace.ops.attention.context_rule import MAX_PARTS, context_parts
+from millrace.ops.attention.decode_rule import SPLIT_CELLS
+from millrace.ops.attention.paged import tiles_of
 from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS
 from millrace.ops.kv.packed import packed_items
 from millrace.ops.triton.attention.prompt import ContextSplit, HeadShape, SplitWorkspace
@@ -25,7 +26,7 @@ HALF = torch.float16 if interpreted else torch.bfloat16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SAME_PACKED = 2e-2
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
-NEVER = {"packed": (packed_items, SCALE_WORDS, torch.int16, 0x7FC1), "eight": (int, SCALE_BYTES, torch.uint8, 255)}
+NEVER = {"packed": (packed_items, SCALE_WORDS, torch.int16, 0x7FC1), "fp8": (int, SCALE_BYTES, torch.uint8, 255)}
 """(items of a head, what its scale takes, dtype, and what is NaN where nothing was written) of other caches."""
 
 
@@ -53,7 +54,7 @@ def split(attention: PagedAttention, batch: Any, parts: int, spare_tiles: int = 
     tiles = tiles_of(batch.query_starts_host, attention.queries_per_tile, every_row=True) + [(-1, -1)] * spare_tiles
     batch.tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
     batch.table_rows = torch.arange(len(batch.seq_lens_host), dtype=torch.int32, device=device)
-    batch.has_singles, batch.context_parts = False, parts
+    batch.has_decode_rows, batch.context_parts = False, parts
 
 
 def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **changes: Any) -> None:
@@ -79,7 +80,7 @@ def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **chan
     assert not workspace.lse[: len(queries) * sizes["heads"] * parts].isnan().any(), "a part has said nothing"
 
 
-FORMATS = {"plain": {}, "eight": {}, "packed": {"head_dim": 64, "dtype": torch.float32 if interpreted else HALF}}
+FORMATS = {"plain": {}, "fp8": {}, "packed": {"head_dim": 64, "dtype": torch.float32 if interpreted else HALF}}
 
 
 @pytest.mark.parametrize("held", FORMATS)
@@ -138,7 +139,7 @@ def test_the_rule_makes_about_one_round_that_fits_the_workspace(heads: tuple[int
     for tokens in (16, 32, 64, 128, 256):
         tiles = -(-tokens // per_tile)
         parts = context_parts(tiles, shape.num_kv_heads)
-        assert 1 <= parts <= MOST_PARTS
+        assert 1 <= parts <= MAX_PARTS
         assert parts == 1 or tiles * shape.num_kv_heads * parts <= 132
         if parts > 1:
             ContextSplit(parts, workspace).check(tokens, shape, 0)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.linear import cublaslt, cublaslt_table
-from millrace.ops.linear.cublaslt import Algorithm, ChoicesByRows, ChosenProduct
-from millrace.ops.linear.dense import ADDS_FROM, TunedLinear
+from millrace.ops.linear import cublaslt
+from millrace.ops.linear.cublaslt import Algorithm, CublasltProduct, measured_product
+from millrace.ops.linear.dense import MIN_ROWS_TO_ADD, TunedLinear
+from millrace.ops.tuning.load import EntriesByRows, measured_on, read_product_table
 
-TABLES = {"bf16": cublaslt_table.BF16, "wide": cublaslt_table.BF16_WIDE}
+TABLES = {name: read_product_table("h200", "cublaslt", name) for name in ("bf16", "float32")}
 CASES = [(name, size) for name, table in TABLES.items() for size in table]
 ROUNDED = 4e-3
 """Relative error between two roundings to bf16 of sums in float32."""
@@ -46,25 +47,25 @@ def test_every_tile_is_used_and_has_a_number_of_its_own() -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_without_a_gpu_or_a_choice_nothing_is_done(wide: bool) -> None:
     weight = torch.randn(32, 16, dtype=torch.bfloat16)
-    product = ChosenProduct(weight, {8: (128, 128, 2, 1, 1)}, wide=wide)
+    product = CublasltProduct(weight, {8: (128, 128, 2, 1, 1)}, wide=wide)
     assert product(torch.randn(8, 16, dtype=torch.bfloat16)) is None
     total = torch.ones(8, 32, dtype=torch.bfloat16)
     assert not product.add_to(torch.randn(8, 16, dtype=torch.bfloat16), total)
     assert (total == 1).all()
-    assert cublaslt_table.measured(weight, wide=wide)(torch.randn(300, 16, dtype=torch.bfloat16)) is None
+    assert measured_product(weight, wide=wide)(torch.randn(300, 16, dtype=torch.bfloat16)) is None
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def library() -> cublaslt.Library:
+def library() -> cublaslt.Cublaslt:
     device = torch.device("cuda")
-    if torch.cuda.get_device_capability(device) != cublaslt_table.MEASURED_ON:
-        pytest.skip(f"the algorithms are those of compute capability {cublaslt_table.MEASURED_ON}")
-    found = cublaslt.open_library(device)
+    if measured_on(device) is None:
+        pytest.skip("no algorithms were measured on this kind of GPU")
+    found = cublaslt.open_cublaslt(device)
     if found is None:
-        pytest.skip(f"the algorithms are those of cuBLAS {cublaslt.MEASURED_MAJOR}")
+        pytest.skip("the algorithms were measured with another major version of cuBLAS")
     return found
 
 
@@ -73,7 +74,7 @@ def new(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02
 
 
-def poisoned(product: ChosenProduct, x: Tensor, wide: bool) -> Tensor:
+def poisoned(product: CublasltProduct, x: Tensor, wide: bool) -> Tensor:
     shape = (x.shape[0], product.weight.shape[0])
     out = torch.full(shape, float("nan"), device="cuda", dtype=torch.float32 if wide else torch.bfloat16)
     assert product(x, out) is out
@@ -82,11 +83,11 @@ def poisoned(product: ChosenProduct, x: Tensor, wide: bool) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_every_entry_is_taken_and_right(library: cublaslt.Library, name: str, size: tuple[int, int]) -> None:
-    wide = name == "wide"
+def test_every_entry_is_taken_and_right(library: cublaslt.Cublaslt, name: str, size: tuple[int, int]) -> None:
+    wide = name == "float32"
     entries = TABLES[name][size]
     most_x, weight = new(max(entries), *size)
-    product = cublaslt_table.measured(weight, wide=wide)
+    product = measured_product(weight, wide=wide)
     for rows, choice in entries.items():
         x = most_x[:rows]
         if choice is None:
@@ -97,12 +98,12 @@ def test_every_entry_is_taken_and_right(library: cublaslt.Library, name: str, si
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", cublaslt_table.BF16)
-def test_entries_of_many_rows_add_to_what_is_there(library: cublaslt.Library, size: tuple[int, int]) -> None:
-    entries = cublaslt_table.BF16[size]
+@pytest.mark.parametrize("size", TABLES["bf16"])
+def test_entries_of_many_rows_add_to_what_is_there(library: cublaslt.Cublaslt, size: tuple[int, int]) -> None:
+    entries = TABLES["bf16"][size]
     most_x, weight = new(max(entries), *size)
-    product, linear = cublaslt_table.measured(weight), TunedLinear(weight)
-    for rows in (rows for rows in entries if rows >= ADDS_FROM):
+    product, linear = measured_product(weight), TunedLinear(weight)
+    for rows in (rows for rows in entries if rows >= MIN_ROWS_TO_ADD):
         assert linear.adds(rows)
         x, total = most_x[:rows], torch.randn(rows, size[0], device="cuda", dtype=torch.bfloat16)
         wanted = torch.mm(x, weight.t(), out_dtype=torch.float32) + total
@@ -114,9 +115,9 @@ def test_entries_of_many_rows_add_to_what_is_there(library: cublaslt.Library, si
 
 
 @pytest.mark.gpu
-def test_captured_in_a_graph_it_adds_at_every_replay(library: cublaslt.Library) -> None:
+def test_captured_in_a_graph_it_adds_at_every_replay(library: cublaslt.Cublaslt) -> None:
     x, weight = new(200, 512, 256)
-    product, total = ChosenProduct(weight, SMALL), torch.zeros(200, 512, device="cuda", dtype=torch.bfloat16)
+    product, total = CublasltProduct(weight, SMALL), torch.zeros(200, 512, device="cuda", dtype=torch.bfloat16)
     assert product.add_to(x, total)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -129,22 +130,22 @@ def test_captured_in_a_graph_it_adds_at_every_replay(library: cublaslt.Library) 
     assert not product.add_to(x, total.t().contiguous().t()), "results that do not lie row by row"
 
 
-SMALL: ChoicesByRows = {100: None, 200: (128, 128, 2, 1, 1), 300: (128, 128, 1, 1, 0)}
+SMALL: EntriesByRows = {100: None, 200: (128, 128, 2, 1, 1), 300: (128, 128, 1, 1, 0)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [101, 129, 200, 201, 299])
 @pytest.mark.parametrize("wide", [False, True])
-def test_odd_numbers_of_rows(library: cublaslt.Library, rows: int, wide: bool) -> None:
+def test_odd_numbers_of_rows(library: cublaslt.Cublaslt, rows: int, wide: bool) -> None:
     x, weight = new(rows, 520, 264)
-    found = poisoned(ChosenProduct(weight, SMALL, wide=wide), x, wide)
+    found = poisoned(CublasltProduct(weight, SMALL, wide=wide), x, wide)
     assert error(found, x.float() @ weight.float().t()) < ROUNDED
 
 
 @pytest.mark.gpu
-def test_what_is_left_to_the_library(library: cublaslt.Library) -> None:
+def test_what_is_left_to_the_library(library: cublaslt.Cublaslt) -> None:
     x, weight = new(301, 512, 256)
-    product = ChosenProduct(weight, SMALL)
+    product = CublasltProduct(weight, SMALL)
     assert product(x[:200]) is not None
     assert product(x[:100]) is None, "a size without a choice"
     assert product(x) is None, "more rows than were measured"
@@ -153,14 +154,14 @@ def test_what_is_left_to_the_library(library: cublaslt.Library) -> None:
     shifted = torch.randn(150 * 256 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(150, 256)
     assert product(shifted) is None, "rows that begin between vectors"
     odd_x, odd_weight = new(150, 511, 255)
-    odd = ChosenProduct(odd_weight, SMALL)
+    odd = CublasltProduct(odd_weight, SMALL)
     assert odd(odd_x) is None, "a size that the algorithm does not take"
 
 
 @pytest.mark.gpu
-def test_captured_in_a_graph_it_reads_what_is_there_at_the_replay(library: cublaslt.Library) -> None:
+def test_captured_in_a_graph_it_reads_what_is_there_at_the_replay(library: cublaslt.Cublaslt) -> None:
     x, weight = new(200, 512, 256)
-    product = ChosenProduct(weight, SMALL)
+    product = CublasltProduct(weight, SMALL)
     product(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -173,7 +174,7 @@ def test_captured_in_a_graph_it_reads_what_is_there_at_the_replay(library: cubla
 
 
 @pytest.mark.gpu
-def test_linear_takes_it_and_falls_back(library: cublaslt.Library) -> None:
+def test_linear_takes_it_and_falls_back(library: cublaslt.Cublaslt) -> None:
     x, weight = new(448, 4096, 4096)
     bias = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     plain, biased = TunedLinear(weight), TunedLinear(weight, bias)

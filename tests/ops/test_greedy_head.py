@@ -9,10 +9,10 @@ from helpers.gpu_compiler import said_by
 from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
-from millrace.ops.head.drawing_head import DrawnTokens
+from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.linear.dense import TunedLinear
 from millrace.ops.triton.gemm import choice as gemm_choice
-from millrace.ops.triton.gemm import table as gemm_table
+from millrace.ops.tuning.load import ANY_ROWS, read_product_table
 
 COMPILE = """
 import sys
@@ -33,7 +33,8 @@ built = compile(GluonASTSource(kernel, signature, places), target=GPUTarget("cud
 print("wide", "wgmma.mma_async.sync.aligned.m64n" in built.asm["ptx"], built.metadata.shared <= 227 << 10)
 """
 
-TILES = sorted({tile for entries in gemm_table.GREEDY_HEAD.values() for tile in entries.values() if tile is not None})
+TABLE = read_product_table("h200", "gemm", "greedy_head")
+TILES = sorted({tile for entries in TABLE.values() for tile in entries.values() if tile is not None})
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -43,7 +44,7 @@ def test_it_compiles_to_the_wide_instruction(tile: tuple[int, int, int]) -> None
 
 
 def test_every_number_of_rows_has_an_entry() -> None:
-    assert all(max(entries) == gemm_table.ANY for entries in gemm_table.GREEDY_HEAD.values())
+    assert all(max(entries) == ANY_ROWS for entries in TABLE.values())
 
 
 def test_without_a_gpu_there_is_no_choice() -> None:

@@ -15,11 +15,10 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
-from millrace.ops.attention.decode_rule import decode_tuning, takes_list
-from millrace.ops.attention.paged import SPLIT_CELLS
+from millrace.ops.attention.decode_rule import SPLIT_CELLS, decode_tuning, takes_list
 from millrace.ops.kv.cache import CacheFormat
 from millrace.ops.triton.attention.prompt import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
-from millrace.run.packet.decode_rows import COLUMNS, num_words, write_singles
+from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 HALF = torch.float16 if interpreted else torch.bfloat16
@@ -45,7 +44,7 @@ def compare(rows: list[tuple[int, int]], window: int | None = None, tiled: bool 
     case = make_attention_case(rows, device=device, **sizes)
     arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
     expected = attend(ReferenceAttention(*arguments), case, window)
-    found = attend(PagedAttention(*arguments, everything_tiled=tiled), case, window)
+    found = attend(PagedAttention(*arguments, tile_decode_rows=tiled), case, window)
     assert found.dtype == expected.dtype
     tolerance = TOLERANCE[sizes["dtype"]]
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
@@ -109,7 +108,7 @@ def test_long_rows_of_real_sizes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 def test_tiled_result_depends_on_nothing_but_the_query(window: int | None) -> None:
     """Bit for bit the same in one piece, token by token and in company."""
-    attention = PagedAttention(4, 2, 16, 0.2, everything_tiled=True)
+    attention = PagedAttention(4, 2, 16, 0.2, tile_decode_rows=True)
     length = 100 if interpreted else 700
     queries, kv, batch = make_attention_case([(length, length)], device=device, **SIZES)
     whole = attention(queries, kv, attention.prepare(batch, 16, window))
@@ -163,13 +162,15 @@ PLAIN = DecodeTuning(tile=32, splits=8, warps=1, stages=4)
 
 def list_of(batch: Any, rows: list[tuple[int, int]]) -> torch.Tensor:
     """The rows with single queries, with room for one more row, as a step's packet brings them."""
-    singles = [(batch.query_starts_host[row], row, length) for row, (count, length) in enumerate(rows) if count == 1]
+    decode_rows = [
+        (batch.query_starts_host[row], row, length) for row, (count, length) in enumerate(rows) if count == 1
+    ]
     words = np.zeros(num_words(len(rows) + 1), np.int32)
-    write_singles(words, *np.array(singles, np.int32).reshape(-1, 3).T)
+    write_decode_rows(words, *np.array(decode_rows, np.int32).reshape(-1, 3).T)
     return torch.from_numpy(words.reshape(COLUMNS, -1)).to(device)
 
 
-def compare_singles(
+def compare_decode_rows(
     rows: list[tuple[int, int]], tuning: DecodeTuning, window: int = 0, lists: bool = True, **changes: Any
 ) -> None:
     """Decode attention of the rows with single queries, listed or not; the others' results are left alone."""
@@ -198,23 +199,23 @@ UNEVEN = [(1, 9), (1, 2500), (3, 40), (1, 64), (1, 1), (64, 100), (1, 129)]
 @pytest.mark.parametrize("tuning", [SWAPPED, PLAIN])
 @pytest.mark.parametrize("window", [0, 30, 1100])
 def test_listed_rows_are_cut_and_joined(tuning: DecodeTuning, window: int) -> None:
-    compare_singles(UNEVEN, tuning, window, head_dim=32)
+    compare_decode_rows(UNEVEN, tuning, window, head_dim=32)
 
 
 def test_a_list_without_rows() -> None:
-    compare_singles([(3, 40), (2, 2)], SWAPPED)
+    compare_decode_rows([(3, 40), (2, 2)], SWAPPED)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_swapped_tiles_of_heads_and_groups(head_dim: int, group: int) -> None:
-    compare_singles([(1, 70), (1, 3)], SWAPPED, head_dim=head_dim, heads=group, kv_heads=1)
+    compare_decode_rows([(1, 70), (1, 3)], SWAPPED, head_dim=head_dim, heads=group, kv_heads=1)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_swapped_tiles_with_equal_splits_and_a_cap(splits: int) -> None:
     tuning = replace(SWAPPED, splits=splits)
-    compare_singles([(1, 90), (1, 1), (1, 200)], tuning, lists=False, softcap=5.0, head_dim=64)
+    compare_decode_rows([(1, 90), (1, 1), (1, 200)], tuning, lists=False, softcap=5.0, head_dim=64)
 
 
 def test_which_sizes_take_swapped_tiles_and_lists() -> None:
@@ -223,19 +224,19 @@ def test_which_sizes_take_swapped_tiles_and_lists() -> None:
     shape = HeadShape(16, 8, 128, 0.1)
     swapped = [rows for rows in range(1, 80) if decode_tuning(shape, rows, half, cpu, "plain", True).swap]
     assert swapped == list(range(13, 67))
-    assert not decode_tuning(shape, 32, half, cpu, "eight", True).swap
+    assert not decode_tuning(shape, 32, half, cpu, "fp8", True).swap
     assert not decode_tuning(shape, 32, torch.float32, cpu, "plain", True).swap
-    assert not takes_list(64, "plain")
-    assert takes_list(256, "plain")
-    assert not takes_list(256, "eight")
+    assert not takes_list(64, "plain", cpu)
+    assert takes_list(256, "plain", cpu)
+    assert not takes_list(256, "fp8", cpu)
 
 
-@pytest.mark.parametrize("held", ["plain", "packed", "eight"])
+@pytest.mark.parametrize("held", ["plain", "packed", "fp8"])
 def test_splits_of_rows_without_a_list_fit_the_workspace(held: CacheFormat) -> None:
-    shape = HeadShape(8, 4, 128, 0.1)
+    cpu, shape = torch.device("cpu"), HeadShape(8, 4, 128, 0.1)
     for rows in range(1, 600):
-        if not takes_list(streams := rows * shape.num_kv_heads, held):
-            tuning = decode_tuning(shape, rows, torch.bfloat16, torch.device("cpu"), held, listed=False)
+        if not takes_list(streams := rows * shape.num_kv_heads, held, cpu):
+            tuning = decode_tuning(shape, rows, torch.bfloat16, cpu, held, listed=False)
             assert tuning.splits == 1 or streams * tuning.splits <= SPLIT_CELLS, rows
 
 
@@ -246,4 +247,4 @@ def test_listed_rows_of_real_sizes(rows: int, kv_heads: int, dtype: torch.dtype)
     lengths = [(1, 1 + (137 * row) % 1501) for row in range(rows - 1)] + [(1, 9000)]
     real = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128, "dtype": dtype}
     tuning = decode_tuning(HeadShape(32, kv_heads, 128, 0.3), rows, dtype, torch.device("cuda"), "plain", True)
-    compare_singles(lengths, tuning, **real)
+    compare_decode_rows(lengths, tuning, **real)

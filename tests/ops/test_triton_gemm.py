@@ -8,15 +8,16 @@ from helpers.triton_mode import device, interpreted
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.activation import Activation, activate, gated_reference
+from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.quantised import with_quantise
+from millrace.ops.elementwise.activation import activate, gated_reference
 from millrace.ops.linear import dense as linear
 from millrace.ops.linear.dense import InvariantLinear, PlainLinear, TunedLinear
 from millrace.ops.linear.gated import ComposedGatedLinear, TunedGatedLinear
-from millrace.ops.linear.quantised import with_quantise
 from millrace.ops.triton.gemm import choice as gemm_choice
-from millrace.ops.triton.gemm import table as gemm_table
 from millrace.ops.triton.gemm.choice import TilesByRows
 from millrace.ops.triton.gemm.product import Kind, Tiles, multiply, new_counters
+from millrace.ops.tuning.load import Entry, ProductTable, read_product_table
 
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 DTYPES = [torch.float16] if interpreted else [torch.bfloat16, torch.float16]
@@ -119,12 +120,12 @@ def test_a_number_of_rows_takes_the_next_entry_and_many_the_library() -> None:
     counters = by_rows.counters(1000, device)
     assert counters is not None
     assert counters.shape[0] == large.count(64, 1000) == 16
-    assert gemm_choice.LIBRARY.counters(1000, device) is None
+    assert gemm_choice.NO_TILES.counters(1000, device) is None
 
 
 def test_sizes_take_the_entries_of_one_much_like_them() -> None:
-    entry: gemm_table.Entry = ("dot", 16, 32, 64, 1, 4, 4, False)
-    table: gemm_table.Table = {(1024, 2048): {1: entry}, (4096, 4096): {1: None}}
+    entry: Entry = ("dot", 16, 32, 64, 1, 4, 4, False)
+    table: ProductTable = {(1024, 2048): {1: entry}, (4096, 4096): {1: None}}
     assert gemm_choice.nearest(table, 1024, 2048) == {1: entry}
     assert gemm_choice.nearest(table, 1152, 1536) == {1: entry}
     assert gemm_choice.nearest(table, 5120, 5120) == {1: None}
@@ -136,17 +137,17 @@ def test_sizes_take_the_entries_of_one_much_like_them() -> None:
 @pytest.mark.parametrize(
     ("name", "x_bytes", "weight_bytes", "halves"),
     [
-        ("BF16", 2, 2, 1),
-        ("GATED", 2, 2, 2),
-        ("FP8", 1, 1, 1),
-        ("FP8_WIDE", 2, 1, 1),
-        ("FP8_GATED", 1, 1, 2),
+        ("bf16", 2, 2, 1),
+        ("gated", 2, 2, 2),
+        ("fp8", 1, 1, 1),
+        ("fp8_wide", 2, 1, 1),
+        ("fp8_gated", 1, 1, 2),
     ],
 )
 def test_every_entry_of_the_tables_is_a_launch_that_can_be_made(
     name: str, x_bytes: int, weight_bytes: int, halves: int
 ) -> None:
-    table: gemm_table.Table = getattr(gemm_table, name)
+    table = read_product_table("h200", "gemm", name)
     for (_, inputs), entries in table.items():
         for rows, entry in entries.items():
             tiles = gemm_choice.tiles_of(entry)
@@ -174,7 +175,7 @@ def test_tuned_linear_follows_its_table() -> None:
 
 
 def test_tuned_linear_adds_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "ADDS_FROM", 10)
+    monkeypatch.setattr(linear, "MIN_ROWS_TO_ADD", 10)
     dtype = DTYPES[-1]
     x, weight, bias = tensors(40, 64, 96, dtype)
     tiles = TilesByRows((12, 20), (None, Tiles("dot", 16, 32, 32, stages=2)))
@@ -242,13 +243,13 @@ def test_split_sums_are_the_same_side_by_side_and_one_after_the_other() -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.skipif(interpreted, reason="starting early is the GPU's doing")
+@pytest.mark.skipif(interpreted, reason="only a GPU has programmatic dependent launch")
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiles("gemv", 2, 4, 512, 1, 4, 1, early=True),
-        Tiles("dot", 16, 32, 256, 2, 4, 4, early=True),
-        Tiles("swap_tma", 16, 64, 256, 4, 4, 4, early=True),
+        Tiles("gemv", 2, 4, 512, 1, 4, 1, pdl=True),
+        Tiles("dot", 16, 32, 256, 2, 4, 4, pdl=True),
+        Tiles("swap_tma", 16, 64, 256, 4, 4, 4, pdl=True),
     ],
 )
 def test_kernels_that_start_early_wait_for_what_they_read(tiles: Tiles) -> None:

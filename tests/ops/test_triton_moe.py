@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.triton_mode import device, interpreted
 
-from millrace.ops.activation import Activation, activate
+from millrace.ops.base.activation_kind import Activation
+from millrace.ops.elementwise.activation import activate
 from millrace.ops.linear.dense import PlainLinear
 from millrace.ops.moe.experts import ExpertWeights, FixedTritonExperts, RoutingExperts, TritonExperts
 from millrace.ops.moe.router import route as route_reference
@@ -187,8 +188,8 @@ def test_weights_asked_for_ahead_are_the_first_ones_and_none_beyond(
 ) -> None:
     asked: list[tuple[int, int]] = []
     waits: list[int] = []
-    monkeypatch.setattr(moe, "_early", lambda *_: {"EARLY": True})
-    monkeypatch.setattr(moe_route_kernels, "wait_for_last", lambda _: waits.append(len(asked)))
+    monkeypatch.setattr(moe, "_pdl_options", lambda *_: {"EARLY": True})
+    monkeypatch.setattr(moe_route_kernels, "wait_for_previous_kernel", lambda _: waits.append(len(asked)))
     monkeypatch.setattr(
         moe_route_kernels,
         "prefetch_kept",
@@ -227,7 +228,7 @@ def test_one_launch_is_two(
     logits[:, 0] += 1
     counters = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
     two = MoeConfig("table", Tile(16, *up, stages=2, swap=swap), Tile(16, *down, stages=2, swap=swap))
-    one = replace(two, joint=True, early=True, ahead=1 << 20, down=replace(two.down, ahead=1))
+    one = replace(two, joint=True, pdl=True, ahead=1 << 20, down=replace(two.down, ahead=1))
     found, expected = (
         moe.summed(moe.routed_experts(x, logits, top_k, True, gate_up, low, "silu", counters, config))
         for config in (one, two)
@@ -346,13 +347,13 @@ def test_one_launch_waits_for_what_it_needs(tokens: int) -> None:
     down = torch.randn((num_experts, hidden, inner), dtype=HALF, device=device) * inner**-0.5
     counters = torch.zeros((2, num_experts), dtype=torch.int32, device=device)
     tiles = Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)
-    one = MoeConfig("table", *tiles, early=True, joint=True, ahead=1 << 24)
+    one = MoeConfig("table", *tiles, pdl=True, joint=True, ahead=1 << 24)
     two = MoeConfig("table", *tiles)
     x, logits = torch.randn(tokens, hidden).to(device, HALF), torch.randn(tokens, num_experts, device=device)
 
     def run(config: MoeConfig) -> torch.Tensor:
         parts = moe.routed_experts(x, logits, top_k, True, gate_up, down, "silu", counters, config)
-        return moe.summed(parts, config.early)
+        return moe.summed(parts, config.pdl)
 
     run(one)
     graph = torch.cuda.CUDAGraph()

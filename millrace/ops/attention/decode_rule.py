@@ -1,49 +1,81 @@
-"""How the attention of single queries is cut: tiles, warps and splits by the number of streams of keys.
+"""How decode attention is cut into programs: tile, warps, stages and KV splits, by the number of streams.
 
-A stream is the keys and values of one row and KV head. Sizes were measured on an H200, whose multiprocessors SMS
-counts, over rows of 576 tokens and over rows of 100 to 1,500 (docs/performance.md).
+A stream is the keys and values of one row and one KV head. The limits were measured on one kind of GPU
+(`ops/tuning/<device>/decode_attention.json`) and scale with the number of multiprocessors.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from millrace.ops.kv.cache import CacheFormat
+from millrace.ops.tuning.load import num_multiprocessors, rule_table
 
 if TYPE_CHECKING:
     from millrace.ops.triton.attention.prompt import DecodeTuning, HeadShape
 
-VERY_FEW, FEW, SMS = 32, 96, 132
-"""Numbers of streams between which other sizes of tiles and splits were measured to be best; and the multiprocessors
-of the GPU that they were measured on."""
-PROGRAMS_WANTED = 320
-"""Programs that a large GPU needs to be filled, where each has a few tiles of keys alone."""
-LISTED_PARTS = 8
-"""The most parts of a row in a list."""
+SPLIT_CELLS = 2048
+"""Splits of all rows and KV heads together that the split workspace has room for."""
+MAX_SPLITS = 16
+"""Most splits of a row where there are very few streams."""
+SHARED_UNIT = 128
+"""Shared prefixes are used in whole tiles of this many tokens."""
+ANY_STREAMS = 1 << 30
 
 Tile = tuple[int, int, int]
 """Keys in a tile, warps, stages."""
-LIST_FROM: dict[CacheFormat, int] = {"plain": FEW, "packed": 3 * SMS // 2, "eight": 3 * SMS}
-"""Streams beyond which rows are best taken from a list. Fewer are all split, so that the chip is filled at all: more of
-them where a tile is more work."""
-MANY_PACKED: Tile = (64, 2, 3)
-PACKED_TILES: tuple[tuple[int, Tile], ...] = (
-    (VERY_FEW, MANY_PACKED),
-    (LIST_FROM["packed"], (32, 1, 3)),
-    (768, (64, 2, 4)),
-    (1536, MANY_PACKED),
-    (1792, (32, 1, 3)),
-)
-"""(most streams, their tile) over a packed cache. Four or two programs of 64 keys in three or four stages fit a
-multiprocessor, and seven of 32: best is what leaves the last round of programs fullest. Up to 768 streams, programs are
-also so large that the next product has no room beside two of them, where it would hold them up."""
+ByStreams = tuple[tuple[int, tuple[int, ...]], ...]
+"""(max streams, values), ascending; the last has no upper limit."""
 
 
-def takes_list(streams: int, held: CacheFormat) -> bool:
-    return streams > LIST_FROM[held]
+@dataclass(frozen=True, slots=True)
+class DecodeTable:
+    """The measured limits, in streams of one device. The data file says what they mean."""
+
+    very_few_streams: int
+    few_streams: int
+    very_few_programs: Mapping[CacheFormat, int]
+    few_programs: int
+    list_from: Mapping[CacheFormat, int]
+    listed_parts: int
+    wide_max_streams: int
+    splits: Mapping[CacheFormat, ByStreams]
+    """(max splits of a row, min keys of a split)"""
+    tiles: Mapping[CacheFormat, ByStreams]
+
+
+@functools.cache
+def decode_table(device: torch.device) -> DecodeTable:
+    found = rule_table(device, "decode_attention")
+    here, there = num_multiprocessors(device), found["multiprocessors"]
+
+    def scaled(limit: int | None) -> int:
+        return ANY_STREAMS if limit is None else limit * here // there
+
+    def by_streams(columns: dict[CacheFormat, list[Any]]) -> dict[CacheFormat, ByStreams]:
+        return {held: tuple((scaled(most), tuple(rest)) for most, *rest in rows) for held, rows in columns.items()}
+
+    return DecodeTable(
+        very_few_streams=scaled(found["very_few_streams"]),
+        few_streams=scaled(found["few_streams"]),
+        very_few_programs={held: scaled(programs) for held, programs in found["very_few_programs"].items()},
+        few_programs=scaled(found["few_programs"]),
+        list_from={held: scaled(streams) for held, streams in found["list_from"].items()},
+        listed_parts=found["listed_parts"],
+        wide_max_streams=scaled(found["wide_max_streams"]),
+        splits=by_streams(found["splits"]),
+        tiles=by_streams(found["tiles"]),
+    )
+
+
+def takes_list(streams: int, held: CacheFormat, device: torch.device) -> bool:
+    """True if decode rows are taken from a list, longest first."""
+    return streams > decode_table(device).list_from[held]
 
 
 def decode_tuning(
@@ -51,57 +83,42 @@ def decode_tuning(
 ) -> DecodeTuning:
     from millrace.ops.triton.attention.prompt import DecodeTuning
 
-    streams = num_rows * shape.num_kv_heads
-    splits, least_keys = (LISTED_PARTS, 1) if listed else _splits(streams, held)
+    table, streams = decode_table(device), num_rows * shape.num_kv_heads
+    splits, min_keys = (table.listed_parts, 1) if listed else _splits(table, streams, held)
     swap = False
     if shape.head_dim > 128 or dtype == torch.float32:
         tile, warps, stages = 32, 2, 2
-    elif held == "plain" and _takes_wide_unit(shape, streams) and _has_wide_unit(device):
-        # Two programs to a multiprocessor, each with as many tiles under way as it has room for.
+    elif held == "plain" and _takes_wide_unit(table, shape, streams) and _has_wide_unit(device):
         tile, warps, stages, swap = 64, 4, 3, True
     else:
-        tile, warps, stages = _tile(streams, held)
-    if shape.group > 16:  # several tiles of query heads: more than one warp's registers hold
+        tile, warps, stages = _by_streams(table.tiles[held], streams)
+    if shape.group > 16:  # several tiles of query heads: more registers than one warp has
         warps = 4 if shape.group <= 32 else 8
-    return DecodeTuning(tile, splits, max(1, least_keys // tile), warps, stages, swap)
+    return DecodeTuning(tile, splits, max(1, min_keys // tile), warps, stages, swap)
 
 
-def _takes_wide_unit(shape: HeadShape, streams: int) -> bool:
-    return FEW < streams <= 4 * SMS and shape.head_dim > 64 and shape.group <= 16
+def _takes_wide_unit(table: DecodeTable, shape: HeadShape, streams: int) -> bool:
+    is_within = table.few_streams < streams <= table.wide_max_streams
+    return is_within and shape.head_dim > 64 and shape.group <= 16
 
 
-def _splits(streams: int, held: CacheFormat) -> tuple[int, int]:
-    """(most splits of a row, keys below which none is made) where all rows are split alike.
+def _splits(table: DecodeTable, streams: int, held: CacheFormat) -> tuple[int, int]:
+    """(max splits of a row, min keys of a split) where all rows are split alike.
 
-    A join of splits costs as much as some hundred keys. Few streams are split so that the chip is filled at all, many
-    only so that long rows do not keep it waiting at the end."""
-    if streams <= VERY_FEW:
-        wanted = PROGRAMS_WANTED * 2 // 5 if held == "packed" else PROGRAMS_WANTED * 3 // 5
-        return max(1, min(16, wanted // max(streams, 1))), 64
-    if streams <= FEW:
-        return max(1, PROGRAMS_WANTED // streams), 96
-    if held == "packed":
-        return (8, 192) if streams <= LIST_FROM[held] else (1, 2048)
-    if streams <= 3 * SMS:
-        return (4, 384) if held == "eight" else (2, 640)
-    return 2 if streams <= 4 * SMS else 1, 2048
+    Few streams are split to fill the GPU at all; many only so that long rows do not run on alone at the end."""
+    if streams <= table.very_few_streams:
+        return max(1, min(MAX_SPLITS, table.very_few_programs[held] // max(streams, 1))), 64
+    if streams <= table.few_streams:
+        return max(1, table.few_programs // streams), 96
+    splits, min_keys = _by_streams(table.splits[held], streams)
+    return min(splits, max(1, SPLIT_CELLS // streams)), min_keys
 
 
-def _tile(streams: int, held: CacheFormat) -> Tile:
-    """Three programs with tiles of 64 over a full cache fit a multiprocessor, and four with tiles of 32: what fills it
-    better is better."""
-    if held == "packed":
-        return next((tile for most, tile in PACKED_TILES if streams <= most), MANY_PACKED)
-    if held == "eight":
-        return 64, 2, 4 if VERY_FEW < streams <= FEW else 3
-    if VERY_FEW < streams <= FEW:
-        return 32, 1, 3
-    if 3 * SMS // 2 < streams <= 2 * SMS or 3 * SMS < streams <= 4 * SMS:
-        return 32, 1, 4
-    return 64, 2, 2 if 4 * SMS < streams <= 8 * SMS else 3
+def _by_streams(rows: ByStreams, streams: int) -> Any:
+    return next(values for most, values in rows if streams <= most)
 
 
 @functools.cache
 def _has_wide_unit(device: torch.device) -> bool:
-    """Hopper's matrix unit, which takes both operands from shared memory. The interpreter counts as one."""
+    """True on Hopper, whose warpgroup instruction takes both operands from shared memory, and in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.linear.unsummed import Unsummed
-from millrace.ops.triton import early_start
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.base.unsummed import Unsummed
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 MANY_ROWS = 1024
 """With more a program takes two and fetches the weights once for them."""
@@ -67,7 +66,7 @@ def _norm_kernel(
     source = tl.minimum(tl.program_id(0).to(tl.int64) if ROWS == 1 else row, rows - 1)
     if PICK:
         source = tl.load(index_ptr + source).to(tl.int64)
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     if CHOICES > 0:
         _zero(counters_ptr, COUNTERS, COUNTER_BLOCK)
         x = _add_choices(x_ptr, shares_ptr, source, at, inside, dim, ROWS, BLOCK, CHOICES)
@@ -120,7 +119,7 @@ def _launch(
         rows, dim, values.stride(-2) if values.dim() > 1 else dim, eps,
         ROWS=shape.rows, BLOCK=block, ADD=residual is not None, QUANTISE=quantise, CHOICES=choices,
         COUNTERS=num_counters, COUNTER_BLOCK=triton.next_power_of_2(max(1, num_counters)), PICK=index is not None,
-        num_warps=shape.warps, **early_start(values.device),
+        num_warps=shape.warps, **pdl_options(values.device),
     )  # fmt: skip
     return [out, scales, total]
 

@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton import early_start
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 ROW_DTYPE = np.dtype(
     {
@@ -204,7 +203,7 @@ def _greedy_kernel(
         return
     if out_start is not None:
         out += tl.load(out_start)
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     line = logits + at.to(tl.int64) * stride
     lane = tl.arange(0, TILE)
     first = tl.program_id(0) * part
@@ -247,7 +246,7 @@ def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, 
     part = tile * triton.cdiv(tiles, parts)
     _greedy_kernel[(triton.cdiv(vocab, part), count)](
         logits, logits.stride(0), rows, out, out_start, last_tokens, races, arrivals, vocab, part,
-        TILE=tile, num_warps=warps, **early_start(logits.device),
+        TILE=tile, num_warps=warps, **pdl_options(logits.device),
     )  # fmt: skip
 
 

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton import early_start
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 from millrace.ops.triton.sampling import ROW_WORD
 
 UPDATE_PROGRAMS = 32
@@ -103,7 +102,7 @@ def _gather_kernel(
     ROPES: tl.constexpr, ROTARY: tl.constexpr, ROTARY_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token. With SINGLE every row has one, token i is that of row i, and the updates are done on the way."""
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     count = tl.load(num_updates_ptr)
     at = tl.program_id(0)
     row = at
@@ -180,6 +179,6 @@ def gather(
         BS=block_size, SINGLE=single, **sizes,
         HIDDEN=hidden, HIDDEN_BLOCK=triton.next_power_of_2(max(1, hidden)), SCALED=looked_up.embedding_scale != 1.0,
         ROPES=0 if turns is None else turns.shape[0], ROTARY=rotary, ROTARY_BLOCK=triton.next_power_of_2(rotary),
-        num_warps=4, **early_start(tables.device),
+        num_warps=4, **pdl_options(tables.device),
     )  # fmt: skip
     return embedded, angles

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.kv.cache import format_of
-from millrace.ops.triton import early_start
 from millrace.ops.triton.attention.parts import (
     TRITON_TYPES,
     HeadShape,
@@ -40,6 +39,7 @@ from millrace.ops.triton.attention.parts import (
     padded_group,
     precision,
 )
+from millrace.ops.triton.dependent_launch import pdl_options
 
 SHARED_PARTS = 4
 """Parts a shared prefix is cut into, so that few rows still fill the chip."""
@@ -353,5 +353,5 @@ def decode(
         SWAP=tuning.swap, LISTED=listed is not None,
         ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
         SHARED_PARTS=0 if shared is None else SHARED_PARTS, NO_WEIGHT=NO_WEIGHT,
-        num_warps=tuning.warps, **early_start(queries.device),
+        num_warps=tuning.warps, **pdl_options(queries.device),
     )  # fmt: skip

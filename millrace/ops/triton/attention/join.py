@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton import early_start
 from millrace.ops.triton.attention.decode import JOINED_ITEMS, SplitWorkspace, _join_few
 from millrace.ops.triton.attention.parts import HeadShape, padded_dim
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 MOST_JOINING_WARPS = 16
 """As many as have registers for their share of JOINED_ITEMS."""
@@ -29,7 +28,7 @@ def _join_parts_kernel(
     PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, token): the results of all parts, of which there are at most PARTS, as one."""
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     stream = tl.program_id(1) * KV_HEADS + tl.program_id(0)
     d = tl.arange(0, DP)
     g = tl.arange(0, GJ)
@@ -60,5 +59,5 @@ class ContextSplit:
         _join_parts_kernel[(shape.num_kv_heads, out.shape[0])](
             self.workspace.partial, self.workspace.lse, out, self.parts,
             KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GJ=group, D=shape.head_dim, DP=width, PARTS=parts,
-            num_warps=min(max(warps, 1), MOST_JOINING_WARPS), **early_start(out.device),
+            num_warps=min(max(warps, 1), MOST_JOINING_WARPS), **pdl_options(out.device),
         )  # fmt: skip

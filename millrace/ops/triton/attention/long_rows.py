@@ -54,7 +54,7 @@ def _contiguous_kernel(
     else:
         mask = inside[:, None] & (d < D)[None, :]
         tile = tl.load(kv_ptr + where, mask=mask, other=0.0)
-        if FORMAT == "eight":
+        if FORMAT == "fp8":
             tile = tile.to(tl.float32) * scales[:, None]
         tl.store(to, tile.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv.cache import SCALE_WORDS, format_of, holds_fp8, holds_packed
-from millrace.ops.linear.quantised import FP8
+from millrace.ops.base.quantised import FP8
+from millrace.ops.kv.cache import SCALE_WORDS, format_of, is_fp8, is_packed
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _accumulate(
         return (first, second, third, fourth), m_new, z
     else:
         values = v[0]
-        if FORMAT == "eight" and HOPPER and DTYPE == tl.bfloat16:
+        if FORMAT == "fp8" and HOPPER and DTYPE == tl.bfloat16:
             values = _widen(values)
         values = values.to(DTYPE)
         return (tl.dot(p, values, acc[0] * alpha[:, None], input_precision=PRECISION),), m_new, z
@@ -174,7 +174,7 @@ def _places(blocks, keys, head_offset, block_stride, d, ITEMS: tl.constexpr, BS:
 def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
                FORMAT: tl.constexpr):  # fmt: skip
     """Where in a block one head's scales begin: in eight bits after its own items, packed after those of all heads."""
-    if FORMAT == "eight":
+    if FORMAT == "fp8":
         return head * HEAD_ITEMS + BS * ITEMS
     else:
         return KV_HEADS * HEAD_ITEMS + head * (2 * BS)
@@ -302,9 +302,9 @@ def is_wide(kv: Tensor) -> bool:
 def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some; of a packed
     one those of both together."""
-    if not holds_fp8(kv) and not holds_packed(kv):
+    if not is_fp8(kv) and not is_packed(kv):
         return kv[0], kv[1], None, None
-    if holds_packed(kv):
+    if is_packed(kv):
         return kv[0], kv[1], kv.view(torch.int32)[0], None
     items, scales = kv.view(FP8), kv.view(torch.float32)
     return items[0], items[1], scales[0], scales[1]
@@ -316,7 +316,7 @@ def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
     return {
         "D": shape.head_dim,
         "DP": width,
-        "PART": width // 4 if holds_packed(kv) else width,
+        "PART": width // 4 if is_packed(kv) else width,
         "BS": kv.shape[3],
         "ITEMS": items_apart(kv, shape.head_dim),
         "HEAD_ITEMS": head_items(kv),
@@ -326,12 +326,12 @@ def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
 
 def items_apart(kv: Tensor, head_dim: int) -> int:
     """How far a key is from the next of its head in a block, in items. Packed ones lie in three planes."""
-    return head_dim // 4 if holds_packed(kv) else head_dim
+    return head_dim // 4 if is_packed(kv) else head_dim
 
 
 def head_items(kv: Tensor) -> int:
     """How far one head is from the next in a block, in items."""
-    return kv.shape[3] * (kv.shape[4] - SCALE_WORDS if holds_packed(kv) else kv.shape[4])
+    return kv.shape[3] * (kv.shape[4] - SCALE_WORDS if is_packed(kv) else kv.shape[4])
 
 
 def precision(queries: Tensor) -> str:

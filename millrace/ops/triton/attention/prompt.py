@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv.cache import holds_packed
-from millrace.ops.triton import early_start
+from millrace.ops.kv.cache import is_packed
 from millrace.ops.triton.attention.decode import SHARED_PARTS, DecodeTuning, SharedPrefix, SplitWorkspace, decode
 from millrace.ops.triton.attention.join import ContextSplit
 from millrace.ops.triton.attention.parts import (
@@ -39,6 +38,7 @@ from millrace.ops.triton.attention.parts import (
     is_wide,
     precision,
 )
+from millrace.ops.triton.dependent_launch import pdl_options
 
 __all__ = [
     "ContextSplit",
@@ -52,9 +52,6 @@ __all__ = [
     "prefill",
     "shared_prefix",
 ]
-
-SHARED_UNIT = 128
-"""Shared prefixes are used in whole tiles of this many tokens."""
 
 
 @triton.jit
@@ -110,9 +107,9 @@ def _shared_kernel(
         else:
             k = _load_keys(k_ptr, where, d, D, DP, BS, DTYPE, FORMAT, EARLY)
             v = _load_values(v_ptr, where, inside, d, D, DP, BS, False, DTYPE, FORMAT, EARLY)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, "eight" if FORMAT == "eight" else "plain")
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, "fp8" if FORMAT == "fp8" else "plain")
         acc, m, z = _accumulate(
-            acc, m, z, s, v, v_scales, DTYPE, PRECISION, "eight" if FORMAT == "eight" else "plain", EARLY
+            acc, m, z, s, v, v_scales, DTYPE, PRECISION, "fp8" if FORMAT == "fp8" else "plain", EARLY
         )  # fmt: skip
 
     cell = (row * KV_HEADS + head) * PARTS + part
@@ -369,7 +366,7 @@ def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: HeadShape
         BLOCK_M=block_m, TILE=tile, PARTS=SHARED_PARTS,
         CAP=shape.softcap or 0.0, WIDE=is_wide(kv), PRECISION=precision(queries),
         DTYPE=TRITON_TYPES[queries.dtype], STAGES=stages, num_warps=8,
-        **early_start(queries.device),
+        **pdl_options(queries.device),
     )  # fmt: skip
 
 
@@ -389,7 +386,7 @@ def prefill(
     `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated.
 
     With `split`, every query must be in a tile, and several programs share the keys of each tile."""
-    if holds_packed(kv) and queries.stride(0) < (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim:
+    if is_packed(kv) and queries.stride(0) < (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim:
         raise ValueError("over a packed cache, queries have the step's own keys and values beside them")
     if split is not None:
         split.check(queries.shape[0], shape, window)
@@ -402,7 +399,7 @@ def prefill(
         BLOCK_M=tuning.block_m, TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
-        SPLIT=split is not None, num_warps=tuning.warps, **early_start(queries.device),
+        SPLIT=split is not None, num_warps=tuning.warps, **pdl_options(queries.device),
     )  # fmt: skip
     if split is not None:
         split.join(out, shape)

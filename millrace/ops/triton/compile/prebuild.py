@@ -15,7 +15,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def rehearsal(met: Callable[[str], None]) -> Iterator[None]:
+def dry_run(met: Callable[[str], None]) -> Iterator[None]:
     """Inside, nothing of Triton's is launched: kernels that were loaded before are passed over, others are `met`, each
     once, with Triton's own description of the launch, JSON."""
     from triton import knobs

@@ -1,9 +1,13 @@
-"""Which tiles a product takes: what was measured for its size, or a rule for the sizes nobody measured."""
+"""Which tiles a matrix product takes: those measured for its size or one close to it, or none.
+
+The tables are `ops/tuning/<device>/gemm.json`. A product without tiles is computed by cuBLASLt.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,30 +15,28 @@ import torch
 from torch import Tensor
 
 from millrace.ops.triton import gluon_missing
-from millrace.ops.triton.gemm import table as gemm_table
 from millrace.ops.triton.gemm.product import Tiles, new_counters
-from millrace.ops.triton.gemm.table import MEASURED_ON, Entry, Table
+from millrace.ops.tuning.load import EntriesByRows, Entry, entries_by_rows, product_table, rule_table
 
 T = TypeVar("T")
 
 ALIKE = 1.5
-"""A size that nobody measured takes the tiles of one within this factor; the others go to the library."""
+"""A size that was not measured takes the tiles of the nearest one, if outputs and inputs are within this factor."""
 MANY_ACTIVATIONS = ("silu", "gelu_tanh")
-MANY_OUTPUTS, MANY_INPUTS = 3072, 1024
-"""The least sizes at which a kernel for many rows was measured."""
+"""Activations that `gated_many` computes."""
 HEAD_INPUTS = 64
-"""Inputs that `greedy_head` takes at a time."""
+"""Inputs in one tile of `greedy_head`."""
 INVARIANT = Tiles("dot", 64, 64, 128, warps=4, stages=3)
-"""Tiles of the products whose result for a row must not depend on the others: the same for any number of rows."""
+"""Tiles of batch-invariant products: the same for any number of rows, on any device."""
 INVARIANT_PROGRAMS = 256
-"""How many programs a product with one tile of rows should at least have."""
+"""Programs wanted for a product with one tile of rows."""
 INVARIANT_PARALLEL_ROWS = 128
-"""Up to here the parts of a split sum are programs of their own; with more rows there are enough without."""
+"""Up to this many rows each part of a split sum has its own program; more rows fill the GPU without that."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByRows(Generic[T]):
-    """What one product takes for each number of rows; None is the library."""
+    """What one product takes for each number of rows. None: nothing measured faster than cuBLASLt."""
 
     limits: tuple[int, ...] = ()
     choices: tuple[T | None, ...] = ()
@@ -48,7 +50,7 @@ class TilesByRows(ByRows[Tiles]):
     __slots__ = ()
 
     def counters(self, outputs: int, device: torch.device) -> Tensor | None:
-        """Counters that suffice for all choices, or None where no sum is split."""
+        """Enough counters for every choice, or None if no sum is split."""
         needed = 0
         for limit, tiles in zip(self.limits, self.choices, strict=True):
             if tiles is not None and tiles.split > 1:
@@ -56,71 +58,68 @@ class TilesByRows(ByRows[Tiles]):
         return new_counters(needed, device) if needed else None
 
 
-LIBRARY = TilesByRows()
+NO_TILES = TilesByRows()
 
 
-def measured(table: Table, weight: Tensor) -> TilesByRows:
-    """From the table, if this is the chip it was measured on and the weight's size, or one much like it, is in it."""
-    outputs, inputs = weight.shape
-    entries = nearest(table, outputs, inputs)
-    if not entries or torch.cuda.get_device_capability(weight.device) != MEASURED_ON:
-        return LIBRARY
+def measured(section: str, weight: Tensor) -> TilesByRows:
+    """Tiles from one section of the tables, for the weight's size or one close to it."""
+    entries = nearest(product_table(weight.device, "gemm", section), *weight.shape)
     limits = tuple(sorted(entries))
-    return TilesByRows(limits, tuple(tiles_of(entries[limit]) for limit in limits))
+    return TilesByRows(limits, tuple(tiles_of(entries[limit]) for limit in limits)) if limits else NO_TILES
 
 
 def measured_many(weight: Tensor, bias: Tensor | None, activation: str) -> ByRows[tuple[int, int]]:
-    """Rows and outputs of a tile of `gated_many`, for the numbers of rows at which it was measured faster, if it can
-    compute this product: its rows begin at whole 16 bytes, and there is no bias."""
+    """(rows, outputs) of a tile of `gated_many` for the numbers of rows at which it was measured faster. Nothing if it
+    cannot compute this product: it takes no bias, and rows must start at multiples of 16 bytes."""
     outputs, inputs = weight.shape[0] // 2, weight.shape[1]
     is_plain = bias is None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
     if not is_plain or outputs % 8 or inputs % 8 or activation not in MANY_ACTIVATIONS or gluon_missing(weight.device):
         return ByRows()
-    entries = nearest(gemm_table.GATED_MANY, *weight.shape)
-    if not entries and outputs >= MANY_OUTPUTS and inputs >= MANY_INPUTS:
-        entries = gemm_table.GATED_MANY_OTHERS
-    limits = tuple(sorted(entries))
-    return ByRows(limits, tuple(entries[limit] for limit in limits))
+    entries = nearest(product_table(weight.device, "gemm", "gated_many"), *weight.shape)
+    unmeasured = rule_table(weight.device, "gemm")["gated_many_unmeasured"]
+    if not entries and outputs >= unmeasured["min_outputs"] and inputs >= unmeasured["min_inputs"]:
+        entries = entries_by_rows(unmeasured["tiles"])
+    return _by_rows(entries)
 
 
 def measured_head(weight: Tensor, bias: Tensor | None) -> ByRows[tuple[int, int, int]]:
-    """What `greedy_head` takes, for the numbers of rows at which it was measured faster, if it can compute this
-    product."""
+    """The tile of `greedy_head` for the numbers of rows at which it was measured faster. Nothing if it cannot compute
+    this product."""
     is_plain = bias is None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
     if not is_plain or weight.shape[1] % HEAD_INPUTS or gluon_missing(weight.device):
         return ByRows()
-    entries = nearest(gemm_table.GREEDY_HEAD, *weight.shape)
+    return _by_rows(nearest(product_table(weight.device, "gemm", "greedy_head"), *weight.shape))
+
+
+def _by_rows(entries: EntriesByRows) -> ByRows[Any]:
     limits = tuple(sorted(entries))
     return ByRows(limits, tuple(entries[limit] for limit in limits))
 
 
 def tiles_of(entry: Entry) -> Tiles | None:
-    if entry is None:
-        return None
-    fields: tuple[Any, ...] = entry
-    return Tiles(*fields)
+    return None if entry is None else Tiles(*entry)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tiles:
-    """What a product with a weight in eight bits takes, by what its input is."""
+    """What a product with an FP8 weight takes, by the dtype of its input."""
 
     rows: TilesByRows
-    """In eight bits with a scale per row; None is the library."""
-    wide: TilesByRows = LIBRARY
-    """In the model's dtype, which only gemv takes; None: it is quantised first."""
+    """Input in FP8 with one scale per row. None: cuBLASLt's scaled product."""
+    wide: TilesByRows = NO_TILES
+    """Input in the model's dtype, which only gemv takes. None: the input is quantised first."""
 
 
 def measured_fp8(weight: Tensor) -> Fp8Tiles:
-    return Fp8Tiles(measured(gemm_table.FP8, weight), measured(gemm_table.FP8_WIDE, weight))
+    return Fp8Tiles(measured("fp8", weight), measured("fp8_wide", weight))
 
 
-def nearest(table: dict[tuple[int, int], dict[int, T]], outputs: int, inputs: int) -> dict[int, T]:
-    """The entries of the size that differs least; nothing where all differ by more than ALIKE in one direction."""
+def nearest(table: Mapping[tuple[int, int], Mapping[int, T]], outputs: int, inputs: int) -> Mapping[int, T]:
+    """The entries of the nearest size; nothing if outputs or inputs of every size differ by more than ALIKE."""
     if (outputs, inputs) in table:
         return table[outputs, inputs]
     if inputs % 16:
-        return {}  # rows that do not start at whole vectors
+        return {}  # weight rows do not start at multiples of 16 bytes
 
     def distance(size: tuple[int, int]) -> float:
         return max(abs(math.log(size[0] / outputs)), abs(math.log(size[1] / inputs)))
@@ -130,7 +129,7 @@ def nearest(table: dict[tuple[int, int], dict[int, T]], outputs: int, inputs: in
 
 
 def invariant(rows: int, weight: Tensor) -> Tiles:
-    """Cut by the weight's size alone; the number of rows decides only what runs side by side."""
+    """Split by the weight's size alone; the number of rows decides only which parts run in parallel."""
     outputs, inputs = weight.shape
     parts = max(1, min(8, INVARIANT_PROGRAMS // -(-outputs // INVARIANT.n), inputs // 512))
     return Tiles(

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.linear.quantised import FP8, FP8_MAX, Quantised
-from millrace.ops.triton import early_start
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.base.quantised import FP8, FP8_MAX, Quantised
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 WHOLE_ROW = 16384
 """Rows up to this long are held in registers between finding their scale and using it."""
@@ -20,7 +19,7 @@ def _quantise_kernel(
     x_ptr, values_ptr, scales_ptr, K, x_stride, MAX: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     if WHOLE:
@@ -68,6 +67,6 @@ def quantise_rows(x: Tensor, whole_row: int = WHOLE_ROW) -> Quantised:
         BLOCK=block,
         WHOLE=block >= inputs,
         num_warps=max(1, min(32, block // 512)),
-        **early_start(x.device),
+        **pdl_options(x.device),
     )
     return Quantised(values, scales)

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton import early_start
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -28,7 +27,7 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr):
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
@@ -42,7 +41,7 @@ def _gated_fp8_kernel(
     gate_up_ptr, out_ptr, scale_ptr, inner, BLOCK: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr
 ):
     """A whole row in one program, since its scale is that of its largest item."""
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < inner
@@ -69,7 +68,7 @@ def gated(
         block = min(shape[0], triton.next_power_of_2(inner))
         grid = (rows, triton.cdiv(inner, block))
         _gated_kernel[grid](
-            gate_up, out, inner, BLOCK=block, KIND=number, num_warps=shape[1] or 4, **early_start(gate_up.device)
+            gate_up, out, inner, BLOCK=block, KIND=number, num_warps=shape[1] or 4, **pdl_options(gate_up.device)
         )
         return out, None
     out = torch.empty((rows, inner), dtype=torch.float8_e4m3fn, device=gate_up.device)
@@ -77,6 +76,6 @@ def gated(
     block = triton.next_power_of_2(inner)
     warps = shape[1] or max(1, min(16, block // 512))
     _gated_fp8_kernel[(rows,)](
-        gate_up, out, scales, inner, BLOCK=block, KIND=number, num_warps=warps, **early_start(out.device)
+        gate_up, out, scales, inner, BLOCK=block, KIND=number, num_warps=warps, **pdl_options(out.device)
     )
     return out, scales

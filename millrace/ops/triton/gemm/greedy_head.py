@@ -18,9 +18,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from millrace.ops.head.drawing_head import DrawnTokens
-from millrace.ops.triton import early_start
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.base.greedy_head import DrawnTokens
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 from millrace.ops.triton.gemm.choice import HEAD_INPUTS
 from millrace.ops.triton.gemm.operand_ring import (
     FETCHING_REGISTERS,
@@ -119,7 +118,7 @@ def _pick_kernel(
     if row < 0:
         return
     out += tl.load(out_start)
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     program = tl.arange(0, PROGRAMS)
     best = tl.load(best_ptr + program * row_stride + at, mask=program < programs, other=float("-inf"))
     token = tl.load(token_ptr + program * row_stride + at, mask=program < programs, other=0x7FFFFFFF)
@@ -152,5 +151,5 @@ def pick(best: Tensor, token: Tensor, to: DrawnTokens) -> None:
     programs, width = best.shape
     _pick_kernel[(len(to.rows),)](
         best, token, to.rows, to.out, to.out_start, to.last_tokens, programs, width,
-        PROGRAMS=triton.next_power_of_2(programs), num_warps=1, **early_start(best.device),
+        PROGRAMS=triton.next_power_of_2(programs), num_warps=1, **pdl_options(best.device),
     )  # fmt: skip

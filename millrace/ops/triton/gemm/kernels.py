@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import wait_for_previous_kernel
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def gemm_kernel(
         _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1), K, part * length, end, ahead, ITEM)
         if GATED:
             _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1) + up_offset, K, part * length, end, ahead, ITEM)
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     acc, up = _part(
         x_ptr, w_ptr, m_begin, n_begin, part, M, N, K, x_stride, up_offset, split,
         BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, SWAP, TMA, PRECISION,
@@ -259,7 +259,7 @@ def gemv_kernel(
             _prefetch(w_ptr, safe_ids, K, 0, K, ahead, ITEM)
         else:
             _prefetch_lines(w_ptr, safe_ids, K, BLOCK_K, 128 // ITEM)
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up, acc_second, acc_second_up = acc, acc, acc
     # Addressed by the whole tile, each thread fetches the inputs of its own weights.

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from millrace.ops.linear.quantised import FP8
+from millrace.ops.base.quantised import FP8
 from millrace.ops.triton.gemm import kernels
 
 Kind = Literal["gemv", "dot", "swap", "dot_tma", "swap_tma"]
@@ -40,7 +40,7 @@ class Tiles:
     """Into how many parts the sums over K are cut."""
     warps: int = 4
     stages: int = 4
-    early: bool = False
+    pdl: bool = False
     """Start while the kernel before still runs, fetch weights, and wait for it only before x is read."""
     ahead: int = 1
     """How many tiles of its weights an early program fetches before it waits."""
@@ -135,12 +135,12 @@ class _Launch:
             "SCALED": self.scales is not None,
             "ROW_SCALED": self.scales is not None and self.scales.x is not None,
             "EVEN_K": inputs % tiles.k == 0,
-            "EARLY": tiles.early,
+            "EARLY": tiles.pdl,
             "ITEM": self.weight.element_size(),
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
         }
-        return {**options, "launch_pdl": True} if tiles.early else options
+        return {**options, "launch_pdl": True} if tiles.pdl else options
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """Bias and scales; where there are none, any tensor, which the kernel does not read."""

@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.kv.cache import format_of, holds_packed
+from millrace.ops.base.quantised import FP8_MAX
+from millrace.ops.kv.cache import format_of, is_packed
 from millrace.ops.kv.packed import can_pack
-from millrace.ops.linear.quantised import FP8_MAX
-from millrace.ops.triton import early_start
 from millrace.ops.triton.attention.parts import _scales_of, cache_pointers, head_items, items_apart
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ def _qkv_kernel(
     if ROTATE:
         cos = tl.load(angles_ptr + token * 2 * HALF + i, mask=i < HALF, other=1.0)[None, :]
         sin = tl.load(angles_ptr + token * 2 * HALF + HALF + i, mask=i < HALF, other=0.0)[None, :]
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     pair = exists[:, None] & (i < HALF)[None, :]
     base = qkv_ptr + token * qkv_stride + heads[:, None] * D
     left_raw = tl.load(base + i[None, :], mask=pair, other=0.0)
@@ -202,7 +201,7 @@ def _qkv_kernel(
         if FORMAT == "packed":
             to = kv_ptr + (first_scale + 2 * offset + is_value.to(tl.int64))  # a value's beside its key's
             _store_packed(left, right, places, to, cached, BLOCK_H, HALF, BS)
-        elif FORMAT == "eight":
+        elif FORMAT == "fp8":
             to = scales_ptr + (first_scale + to_values) // 4 + offset
             _store_fp8(left, right, rest, places, to, cached, BLOCK_H, HALF, HP, REST, RP, MOST)
         else:
@@ -241,7 +240,7 @@ class PrepareQkvKernel:
         half = head_dim // 2 if rows is None else rows.shape[1] // 2
         rest = head_dim - 2 * half
         q_norm, k_norm = self._norms
-        packed = holds_packed(kv)
+        packed = is_packed(kv)
         if packed and (rest or not can_pack(head_dim)):
             raise ValueError(f"a packed cache holds whole heads of 64, 128 or 256 items, not {2 * half} of {head_dim}")
         cache, _, scales, _ = cache_pointers(kv)
@@ -255,6 +254,6 @@ class PrepareQkvKernel:
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
             ITEMS=items_apart(kv, head_dim), HEAD_ITEMS=head_items(kv),
             FORMAT=format_of(kv), MOST=FP8_MAX, BLOCK_H=block_h,
-            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **early_start(qkv.device),
+            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **pdl_options(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]

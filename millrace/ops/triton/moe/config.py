@@ -1,50 +1,58 @@
-"""How the experts' products are cut into programs: tiles measured on an H200, in sizes that a GPU has room for."""
+"""How the matrix products of a mixture of experts are cut into programs.
+
+Tiles come from `ops/tuning/<device>/moe.json` and shrink to what the GPU's shared memory holds.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import triton
 
+from millrace.ops.tuning.load import rule_table
+
 Way = Literal["vector", "table"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes. In the gated product `columns` counts results: it reads twice as many weight rows."""
+    """What one program computes. In the gated product `columns` counts results; it reads twice as many weight rows."""
 
     rows: int
-    """Slots of one expert; unused by the vector way."""
+    """Slots of one expert; unused by the vector kernels."""
     columns: int
     depth: int
-    """Elements of a weight row at a time."""
+    """Elements of a weight row per iteration."""
     warps: int = 4
     stages: int = 3
     swap: bool = False
-    """The transposed product: weight rows, not slots, along the matrix unit's longer side."""
+    """Transposed product: weight rows, not slots, along the longer side of the matrix instruction."""
     ahead: int = 0
-    """Depths of weights that a program asks for before anything else."""
+    """Iterations of weights that a program prefetches before anything else."""
     evict: bool = False
-    """Weights are the first to leave the cache."""
+    """Load weights with the evict-first policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What tiles must respect; the defaults are Hopper's."""
+    """The device, and the limits that tiles must respect; the defaults are Hopper's."""
 
     shared_bytes: int = 232_448
-    """Shared memory that one program can have."""
+    """Shared memory available to one program."""
+    device: torch.device = torch.device("cpu")
+    """Decides which measured table applies."""
 
 
 def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
-        return Gpu()
+        return Gpu(device=device)
     major, minor = torch.cuda.get_device_capability(device)
     if major in (9, 10):
-        return Gpu()
-    return Gpu(166_912 if (major, minor) in ((8, 0), (8, 7)) else 101_376)
+        return Gpu(device=device)
+    return Gpu(166_912 if (major, minor) in ((8, 0), (8, 7)) else 101_376, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,58 +70,64 @@ class MoeConfig:
     way: Way
     gate_up: Tile
     down: Tile
-    early: bool = False
-    """Kernels start while the one before still runs."""
+    pdl: bool = False
+    """Use programmatic dependent launch."""
     joint: bool = False
-    """Both products in one launch, where they have the same rows; they then share `gate_up`'s warps."""
+    """Both products in one launch, if their tiles have the same rows; both then use `gate_up`'s warps."""
     ahead: int = 0
-    """Bytes of gate_up that are asked for before the choices are known, whoever may be chosen: half while the router
-    runs, half while tokens are routed."""
+    """Bytes of gate_up to prefetch before the chosen experts are known: half while the router runs, half while tokens
+    are routed."""
 
 
-VECTOR = (Tile(1, 4, 2048), Tile(1, 2, 256, warps=8))
-VECTOR_ELEMENTS = 4096
-"""Weights that a program of the vector way asks for at a time in the down product, over all its token's experts."""
+@dataclass(frozen=True, slots=True)
+class MoeTable:
+    """The measured tiles and limits. The data file says what they mean."""
 
-GROUPED: tuple[tuple[float, Tile, Tile], ...] = (
-    (10.0, Tile(16, 64, 128, swap=True), Tile(16, 128, 128, swap=True)),
-    (20.0, Tile(32, 128, 128, warps=8, swap=True), Tile(32, 128, 64, swap=True)),
-    (64.0, Tile(64, 64, 64), Tile(64, 128, 64, stages=4)),
-    (float("inf"), Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4)),
-)
-"""(mean slots per expert up to which it holds, gate_up, down), measured on an H200 and 128 experts of 2048 × 768:
-first enough weights on their way to keep its memory busy, then tiles that fill its matrix units."""
+    vector: tuple[Tile, Tile]
+    vector_down_weights: int
+    grouped: tuple[tuple[float, Tile, Tile], ...]
+    """(mean slots per expert up to which it holds, gate_up, down)"""
+    joint_max_mean_slots: float
+    ahead_bytes: int
+    pdl_max_tokens: int
 
-JOINT_SLOTS = 10.0
-"""Mean slots per expert up to which both products are one launch: 4 of 250 us a layer at 8 to 128 tokens, none at
-256."""
-AHEAD_BYTES = 16 << 20
-"""Of gate_up, asked for before the choices are known: 0.6 of 147 us a layer at 8 tokens, 1.8 of 280 at 32, 2.3 of 355
-at 128. Half as many gain a little less; a quarter more do, too, since the router then has to wait for its turn."""
 
-EARLY_TOKENS = 512
-"""Up to here kernels start early; with more they have nothing to gain."""
+@functools.cache
+def moe_table(device: torch.device) -> MoeTable:
+    found = rule_table(device, "moe")
+    vector, grouped = found["vector"], found["grouped"]
+    return MoeTable(
+        vector=(Tile(**vector["gate_up"]), Tile(**vector["down"])),
+        vector_down_weights=vector["down_weights"],
+        grouped=tuple(
+            (row["max_mean_slots"] or float("inf"), Tile(**row["gate_up"]), Tile(**row["down"])) for row in grouped
+        ),
+        joint_max_mean_slots=found["joint_max_mean_slots"],
+        ahead_bytes=found["ahead_bytes"],
+        pdl_max_tokens=found["pdl_max_tokens"],
+    )
+
 
 FIXED = MoeConfig("table", Tile(64, 64, 64, stages=4), Tile(64, 128, 64, stages=4))
-"""For every number of tokens, so that none of them can change another's result."""
+"""One configuration for every number of tokens, on any device: a token's result does not depend on the others."""
 
 
 def config_for(tokens: int, shape: MoeShape) -> MoeConfig:
     """The fastest known configuration for a step of this many tokens."""
-    slots = tokens * shape.top_k
+    table, slots = moe_table(shape.gpu.device), tokens * shape.top_k
     if tokens == 1 or slots * 2 < shape.num_experts:
-        gate_up, down = VECTOR
-        depth = VECTOR_ELEMENTS // (down.columns * power_of_two(shape.top_k))
+        gate_up, down = table.vector
+        depth = table.vector_down_weights // (down.columns * power_of_two(shape.top_k))
         return fit(MoeConfig("vector", gate_up, replace(down, depth=depth)), shape)
     mean = slots / shape.num_experts
-    gate_up, down = next((up, down) for limit, up, down in GROUPED if mean <= limit)
-    joint = mean <= JOINT_SLOTS
-    ahead = AHEAD_BYTES if joint else 0
-    return fit(MoeConfig("table", gate_up, down, early=tokens <= EARLY_TOKENS, joint=joint, ahead=ahead), shape)
+    gate_up, down = next((up, down) for limit, up, down in table.grouped if mean <= limit)
+    joint = mean <= table.joint_max_mean_slots
+    ahead = table.ahead_bytes if joint else 0
+    return fit(MoeConfig("table", gate_up, down, pdl=tokens <= table.pdl_max_tokens, joint=joint, ahead=ahead), shape)
 
 
 def fit(config: MoeConfig, shape: MoeShape) -> MoeConfig:
-    """The same with no tile wider than its matrix or too large for the GPU."""
+    """The configuration with tiles no wider than their matrix and small enough for the GPU."""
     if config.way == "vector":
         return replace(
             config,
@@ -128,16 +142,16 @@ def fit(config: MoeConfig, shape: MoeShape) -> MoeConfig:
 
 
 def _fit_vector(tile: Tile, columns: int, depth: int, choices: int, itemsize: int) -> Tile:
-    """At most 16,384 elements of weights at a time, and no more of a row than it has."""
+    """At most 16,384 weights per iteration, and no more of a row than it has."""
     room = 16_384 // choices // max(1, itemsize // 2)
     width = min(tile.columns, power_of_two(columns))
     return replace(tile, columns=width, depth=max(16, min(tile.depth, power_of_two(depth), room // width)))
 
 
 def _fit_tile(tile: Tile, columns: int, depth: int, halves: int, shape: MoeShape) -> Tile:
-    """`halves`: weight rows that a column needs."""
+    """`halves`: weight rows per column."""
     if shape.itemsize > 2:
-        # Without matrix units a tile's products go through registers.
+        # float32 products do not use the matrix units: the tile must fit in registers.
         tile = replace(tile, rows=min(tile.rows, 32), columns=min(tile.columns, 32), depth=32, stages=2, swap=False)
     tile = replace(
         tile,

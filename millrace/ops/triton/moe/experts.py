@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from millrace.ops.activation import Activation
-from millrace.ops.linear.unsummed import Unsummed
-from millrace.ops.triton import early_start
+from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.unsummed import Unsummed
+from millrace.ops.triton.dependent_launch import pdl_options
 from millrace.ops.triton.moe import joint_kernels, kernels, route_kernels
 from millrace.ops.triton.moe.config import Gpu, MoeConfig, MoeShape, Tile, config_for, fit, gpu_of, power_of_two
 
@@ -28,8 +28,8 @@ SHARE_AHEAD = 1 << 18
 """Bytes of weights that one program asks for before the choices are known."""
 
 
-def _early(device: torch.device, early: bool = True) -> dict[str, bool]:
-    return early_start(device) if early else {"EARLY": False}
+def _pdl_options(device: torch.device, pdl: bool = True) -> dict[str, bool]:
+    return pdl_options(device) if pdl else {"EARLY": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, ids, table); without counts the table is not filled."""
     # What asks for weights came with the same GPUs as early starts.
-    asks = gate_up is not None and _early(logits.device)["EARLY"]
+    asks = gate_up is not None and _pdl_options(logits.device)["EARLY"]
     shares = min(ahead, gate_up.nbytes) // SHARE_AHEAD if gate_up is not None and asks else 0
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens, num_experts = logits.shape
@@ -96,12 +96,12 @@ def _route(
             GROUP=counts is not None,
             AHEAD=SHARE_AHEAD if shares else 0,
             num_warps=1,
-            **_early(logits.device),
+            **_pdl_options(logits.device),
         )
     return weights, ids, table
 
 
-def group(ids: Tensor, num_experts: int, early: bool = False) -> Groups:
+def group(ids: Tensor, num_experts: int, pdl: bool = False) -> Groups:
     slots, (tokens, top_k) = ids.numel(), ids.shape
     counts = torch.empty((num_experts,), dtype=torch.int32, device=ids.device)
     table = torch.empty((num_experts, tokens), dtype=torch.int32, device=ids.device)
@@ -114,7 +114,7 @@ def group(ids: Tensor, num_experts: int, early: bool = False) -> Groups:
         tokens,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
-        **_early(ids.device, early),
+        **_pdl_options(ids.device, pdl),
     )
     return Groups(slots, top_k, counts, table)
 
@@ -126,7 +126,7 @@ def most_tiles(slots: int, num_experts: int, rows: int) -> int:
 
 
 def grouped_product(
-    x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile, early: bool = False
+    x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile, pdl: bool = False
 ) -> Tensor:
     """[slots, N] in the order of the slots. With a kind, w is [E, 2 N, K] and the result act(gate) · up, and x has a
     row per token; without, w is [E, N, K] and x has a row per slot."""
@@ -157,7 +157,7 @@ def grouped_product(
         AHEAD=_bytes_ahead(tile, depth, x),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **_early(x.device, early),
+        **_pdl_options(x.device, pdl),
     )
     return out
 
@@ -200,7 +200,7 @@ def joint_products(
         TRIES=LOOKS,
         num_warps=up.warps,
         num_stages=min(up.stages, low.stages),
-        **_early(x.device, config.early),
+        **_pdl_options(x.device, config.pdl),
     )
     return out
 
@@ -211,7 +211,7 @@ def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:
     return 0 if row % 16 or x.device.type != "cuda" else min(tile.ahead * tile.depth * x.element_size(), row)
 
 
-def combine(outputs: Tensor, weights: Tensor, early: bool = False, counts: Tensor | None = None) -> Tensor:
+def combine(outputs: Tensor, weights: Tensor, pdl: bool = False, counts: Tensor | None = None) -> Tensor:
     """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices; `counts` are set
     to zero."""
     tokens, top_k = weights.shape
@@ -229,7 +229,7 @@ def combine(outputs: Tensor, weights: Tensor, early: bool = False, counts: Tenso
         EXPERTS=0 if counts is None else counts.numel(),
         EXPERT_BLOCK=1 if counts is None else power_of_two(counts.numel()),
         num_warps=4,
-        **_early(out.device, early),
+        **_pdl_options(out.device, pdl),
     )
     return out
 
@@ -295,8 +295,8 @@ def experts(
     if config.way == "vector":
         activated = vector_gate_up(x, gate_up, ids, kind, config.gate_up)
         return vector_down(activated, down, weights, ids, config.down)
-    groups = group(ids, down.shape[0], config.early)
-    return combine(_grouped(x, groups, gate_up, down, kind, config), weights, config.early)
+    groups = group(ids, down.shape[0], config.pdl)
+    return combine(_grouped(x, groups, gate_up, down, kind, config), weights, config.pdl)
 
 
 def _shape_of(x: Tensor, down: Tensor, top_k: int, gpu: Gpu | None) -> MoeShape:
@@ -306,8 +306,8 @@ def _shape_of(x: Tensor, down: Tensor, top_k: int, gpu: Gpu | None) -> MoeShape:
 
 def _grouped(x: Tensor, groups: Groups, gate_up: Tensor, down: Tensor, kind: Activation, config: MoeConfig) -> Tensor:
     """[slots, H]"""
-    activated = grouped_product(x, gate_up, groups, kind, config.gate_up, config.early)
-    return grouped_product(activated, down, groups, None, config.down, config.early)
+    activated = grouped_product(x, gate_up, groups, kind, config.gate_up, config.pdl)
+    return grouped_product(activated, down, groups, None, config.down, config.pdl)
 
 
 def routed_experts(
@@ -341,6 +341,6 @@ def routed_experts(
     return Unsummed(outputs, weights, counters)
 
 
-def summed(parts: Tensor | Unsummed, early: bool = True) -> Tensor:
+def summed(parts: Tensor | Unsummed, pdl: bool = True) -> Tensor:
     """[T, H], by a kernel of its own where a sum is left to do."""
-    return parts if isinstance(parts, Tensor) else combine(parts.outputs, parts.weights, early, parts.counters)
+    return parts if isinstance(parts, Tensor) else combine(parts.outputs, parts.weights, pdl, parts.counters)

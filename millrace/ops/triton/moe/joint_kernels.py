@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import wait_for_previous_kernel
 from millrace.ops.triton.moe.kernels import find_tile, prefetch, tile_product, weight_starts
 
 
@@ -61,7 +61,7 @@ def joint_kernel(
     """
     UP_TILES: tl.constexpr = (INNER + UP_N - 1) // UP_N
     DOWN_TILES: tl.constexpr = (HIDDEN + DOWN_N - 1) // DOWN_N
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     experts = tl.arange(0, EXPERT_BLOCK)
     sizes = tl.minimum(tl.load(counts + experts, mask=experts < EXPERTS, other=0), capacity)
     num_ups = tl.sum((sizes + BLOCK_M - 1) // BLOCK_M, 0) * UP_TILES

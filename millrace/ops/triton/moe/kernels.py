@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import wait_for_previous_kernel
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def grouped_kernel(
     tile = tl.program_id(0) // N_TILES
     first_column = (tl.program_id(0) % N_TILES) * BLOCK_N
     if GATED:
-        wait_for_last(EARLY)
+        wait_for_previous_kernel(EARLY)
     expert, slots, real = _find_rows(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -206,7 +206,7 @@ def grouped_kernel(
     if AHEAD > 0:
         prefetch(b_starts, AHEAD)
     if not GATED:
-        wait_for_last(EARLY)
+        wait_for_previous_kernel(EARLY)
     tile_product(
         x, b_starts, out, slots, real, first_column, SLOTS_PER_ROW, N, K, HALVES, KIND,
         BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVICT,
@@ -222,7 +222,7 @@ def combine_kernel(
 
     EXPERTS: 0, or how many counts to set back to zero for the next step: those who read them have ended.
     """
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     if EXPERTS > 0:
         experts = tl.arange(0, EXPERT_BLOCK)
         # The first program's share is all of them, the others' is none.

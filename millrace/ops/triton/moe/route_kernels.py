@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace.ops.triton.compile.early import wait_for_last
+from millrace.ops.triton.dependent_launch import wait_for_previous_kernel
 from millrace.ops.triton.moe.kernels import prefetch_kept
 
 
@@ -43,12 +43,12 @@ def route_kernel(
         share = tl.program_id(0) - tokens
         if share >= 0:
             if share >= at_once:
-                wait_for_last(EARLY)
+                wait_for_previous_kernel(EARLY)
             PIECE: tl.constexpr = AHEAD // 64
             pieces = gate_up.to(tl.pointer_type(tl.int8)) + share.to(tl.int64) * AHEAD + tl.arange(0, 64) * PIECE
             prefetch_kept(pieces, PIECE)
             return
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERT_BLOCK)
     choices = tl.arange(0, CHOICES)
@@ -79,7 +79,7 @@ def route_kernel(
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def group_kernel(ids, counts, table, num_slots, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One expert: how many slots chose it, and which, in their order, in its row of the table [E, capacity]."""
-    wait_for_last(EARLY)
+    wait_for_previous_kernel(EARLY)
     expert = tl.program_id(0)
     places = table + expert.to(tl.int64) * capacity
     offsets = tl.arange(0, BLOCK)

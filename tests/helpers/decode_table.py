@@ -1,0 +1,22 @@
+"""Decode attention tables with some limits changed, for tests that need other splits or lists than the measured ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.ops.attention import decode_rule
+
+
+def change_decode_table(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    table = replace(decode_rule.decode_table(torch.device("cpu")), **fields)
+    monkeypatch.setattr(decode_rule, "decode_table", lambda _device: table)
+
+
+def want_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs programs one after the other, those without work too."""
+    few = dict.fromkeys(("plain", "packed", "fp8"), 9)
+    change_decode_table(monkeypatch, very_few_programs=few, few_programs=16)
