@@ -1,7 +1,7 @@
-"""Offline use: `LLM(model).generate(prompts, params)`, and an async form that streams.
+"""Offline inference: `LLM(model).generate(prompts, params)`, and `LLM.stream` for asynchronous streaming.
 
-The same engine, channel and client as behind HTTP, in this process. A private event loop on its own thread carries the
-client, so the calls here work from plain code, from notebooks and from other event loops.
+Uses the same engine, channel and client as the HTTP server, in this process. The client runs in a private event loop on
+its own thread, so these methods work in scripts, in notebooks and inside other event loops.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import difflib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from millrace.config import MOST_RUNNING, Config, leaves, load_config
+from millrace.config import DEFAULT_MAX_RUNNING, Config, all_settings, load_config
 from millrace.errors import BadRequest, ConfigError, MillraceError, RequestFailed
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady, Finish, TokenLogprobs
@@ -29,11 +30,13 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+"""Text or token ids."""
+MAX_REPR_CHARS = 60
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Choice:
-    """One answer. `finish_reason` is "stop" or "length"; `stopped_by` names the stop string or end token id."""
+    """One answer. `finish_reason` is "stop" or "length"; `stopped_by` is the stop string or end token id, if any."""
 
     index: int
     text: str = ""
@@ -42,8 +45,14 @@ class Choice:
     stopped_by: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"Choice(index={self.index}, text={_shortened(self.text)}, num_tokens={len(self.token_ids)},"
+            f" finish_reason={self.finish_reason!r}, stopped_by={self.stopped_by!r})"
+        )
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, repr=False)
 class Generation:
     """All answers to one prompt."""
 
@@ -51,6 +60,12 @@ class Generation:
     choices: list[Choice]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached_tokens: int = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Generation(num_prompt_tokens={len(self.prompt_token_ids)}, cached_tokens={self.cached_tokens},"
+            f" choices={self.choices!r})"
+        )
 
     @property
     def text(self) -> str:
@@ -63,7 +78,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
-    """What one token added: its text (often empty while held back), and at the end the finished choice."""
+    """One token of a stream and the text it added, which is empty while text is held back for a stop string or an
+    incomplete character. The last part of a choice has no token and carries the finished choice."""
 
     index: int
     text: str
@@ -72,7 +88,7 @@ class StreamPart:
 
 
 class LLM:
-    """A model in this process. Settings are those of `millrace config`, by leaf name: `LLM(dtype="float32")`."""
+    """A model in this process. Keyword arguments are the settings of `millrace config`: `LLM(dtype="float32")`."""
 
     def __init__(
         self,
@@ -94,11 +110,21 @@ class LLM:
             )
             self._client: EngineClient = self._call(self._connect(on_loading))
         except BaseException:
-            self._shut()
+            self._stop()
             raise
+
+    def __repr__(self) -> str:
+        if self._loop.is_closed():
+            return f"LLM({self.config.model.source!r}, closed)"
+        ready = self.ready
+        return (
+            f"LLM({self.config.model.source!r}, device={ready.device!r}, dtype={ready.dtype!r},"
+            f" max_context={ready.max_context}, kv_tokens={ready.kv_tokens})"
+        )
 
     @property
     def ready(self) -> EngineReady:
+        """What the engine reported when it had loaded the model."""
         if self._client.ready is None:
             raise AssertionError("the constructor waits for the engine")
         return self._client.ready
@@ -110,7 +136,7 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Generation]:
-        """Answers in the order of the prompts; each prompt is a text or a list of token ids."""
+        """One generation per prompt, in the order of the prompts. A prompt is a string or a list of token ids."""
         batch = _as_batch(prompts)
         per_prompt = _as_params(params, len(batch))
         return self._call(self._generate_all(batch, per_prompt, progress))
@@ -118,7 +144,7 @@ class LLM:
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template_options: Any
     ) -> Generation:
-        """One answer to a conversation, rendered with the model's chat template."""
+        """Answer a conversation, which is rendered with the model's chat template."""
         return self.generate([self.encode_chat(messages, **template_options)], params)[0]
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **template_options: Any) -> list[int]:
@@ -126,25 +152,25 @@ class LLM:
         return self.tokenizer.encode(rendered, add_special=False)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamPart]:
-        """Text as it is made. Leaving the iteration early cancels the request."""
+        """Yield text as it is generated. Leaving the loop early cancels the request."""
         parts: asyncio.Queue[StreamPart | MillraceError] = asyncio.Queue()
-        here = asyncio.get_running_loop()
+        caller_loop = asyncio.get_running_loop()
 
         def on_part(part: StreamPart | MillraceError) -> None:
-            with contextlib.suppress(RuntimeError):  # The caller's loop has closed: nobody is listening.
-                here.call_soon_threadsafe(parts.put_nowait, part)
+            with contextlib.suppress(RuntimeError):  # The caller's loop is closed.
+                caller_loop.call_soon_threadsafe(parts.put_nowait, part)
 
         chosen = params or SamplingParams()
         collectors = await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self._submit(self._encode(prompt), chosen, on_part), self._loop)
         )
-        open_choices = len(collectors)
+        num_unfinished = len(collectors)
         try:
-            while open_choices:
+            while num_unfinished:
                 part = await parts.get()
                 if isinstance(part, MillraceError):
                     raise part
-                open_choices -= part.choice is not None
+                num_unfinished -= part.choice is not None
                 yield part
         finally:
             for collector in collectors:
@@ -154,7 +180,7 @@ class LLM:
         """Stop the engine and free its memory."""
         if not self._loop.is_closed():
             self._call(self._client.close())
-            self._shut()
+            self._stop()
 
     def __enter__(self) -> LLM:
         return self
@@ -176,8 +202,8 @@ class LLM:
     ) -> list[Generation]:
         from millrace.observe.progress import count_progress
 
-        # Enough requests open to keep every row busy; a list of any length costs no more memory than that.
-        window = asyncio.Semaphore(4 * (self.config.plan.max_running or MOST_RUNNING))
+        # Enough submitted requests to fill every row, and a bound on memory for long lists of prompts.
+        window = asyncio.Semaphore(4 * (self.config.plan.max_running or DEFAULT_MAX_RUNNING))
         with count_progress("generating", len(prompts), enabled=progress) as advance:
 
             async def one(prompt: Prompt, chosen: SamplingParams) -> Generation:
@@ -208,11 +234,11 @@ class LLM:
     ) -> list[_Collector]:
         collectors: list[_Collector] = []
         for index in range(params.n):
-            own = params
+            choice_params = params
             if index > 0:
                 seed = None if params.seed is None else (params.seed + index) % 2**64
-                own = dataclasses.replace(params, seed=seed, prompt_logprobs=None)
-            collector = _Collector(self._client, self.tokenizer, own, index, on_part)
+                choice_params = dataclasses.replace(params, seed=seed, prompt_logprobs=None)
+            collector = _Collector(self._client, self.tokenizer, choice_params, index, on_part)
             collectors.append(collector)
             try:
                 collector.submit(token_ids)
@@ -233,7 +259,7 @@ class LLM:
             future.cancel()
             raise
 
-    def _shut(self) -> None:
+    def _stop(self) -> None:
         self._engine.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
@@ -242,7 +268,7 @@ class LLM:
 
 
 class _Collector:
-    """The sink of one choice: gathers tokens and text, stops at stop strings, fulfils `done`."""
+    """Collects the tokens and text of one choice, aborts it at a stop string and then resolves `done`."""
 
     def __init__(
         self,
@@ -270,7 +296,7 @@ class _Collector:
         )
 
     def cancel(self) -> None:
-        """Ask the engine to stop, if it has not."""
+        """Abort the request unless it has finished."""
         if self._request_id is not None and not self.done.done():
             self._client.abort(self._request_id)
 
@@ -315,17 +341,24 @@ class _Collector:
             self.done.set_exception(error)
 
 
-def _config(model: str | None, settings: dict[str, object]) -> Config:
-    by_name = {leaf.name: key for key, leaf in leaves().items()}
-    layer: dict[str, object] = {"server.in_process": True}
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= MAX_REPR_CHARS else text[: MAX_REPR_CHARS - 1] + "…")
+
+
+def _config(model: str | None, keywords: dict[str, object]) -> Config:
+    """The settings of an `LLM(model, **keywords)` call. Errors name the keyword argument."""
+    by_name = {setting.name: setting for setting in all_settings().values()}
+    values: dict[str, object] = {"server.in_process": True}
     if model is not None:
-        layer["model.source"] = model
-    for name, value in settings.items():
+        values["model.source"] = model
+    for name, value in keywords.items():
         if name not in by_name:
-            load_config(None, {name: value})  # Raises, naming the nearest setting.
-            raise ConfigError(f"There is no setting '{name}'.", param=name)
-        layer[by_name[name]] = value
-    return load_config(None, layer).config
+            close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
+            hint = f"Did you mean '{close[0]}'?" if close else "`millrace config` lists all settings."
+            raise ConfigError(f"LLM() has no keyword argument '{name}'. {hint}", param=name)
+        setting = by_name[name]
+        values[setting.key] = setting.convert(value, f"LLM(): keyword argument '{name}'")
+    return load_config(None, values, origin="LLM()").config
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -336,7 +369,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     batch: list[Prompt] = []
     for item in prompts:
         if isinstance(item, int):
-            raise BadRequest("The prompts mix token ids with texts; give each prompt as a text or a list of ids.")
+            raise BadRequest(
+                "The prompts mix token ids and strings; give each prompt as a string or a list of token ids."
+            )
         batch.append(item)
     return batch
 
@@ -347,5 +382,7 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise BadRequest(f"{count} prompts came with {len(params)} SamplingParams; give one for all or one each.")
+        raise BadRequest(
+            f"{count} prompts came with {len(params)} SamplingParams; give one for all prompts or one for each."
+        )
     return list(params)

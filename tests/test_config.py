@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.commands.config import toml_lines
-from millrace.config import Config, Leaf, as_dict, leaves, load_config, replace
+from millrace.config import Config, Setting, all_settings, as_dict, load_config, replace
 from millrace.errors import ConfigError
+from millrace.terminal.settings_table import toml_lines
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -26,7 +26,7 @@ def test_defaults_come_from_the_tree_and_say_so() -> None:
     loaded = load_config()
     assert loaded.config == Config()
     assert set(loaded.sources.values()) == {"default"}
-    assert set(loaded.sources) == set(leaves())
+    assert set(loaded.sources) == set(all_settings())
 
 
 def test_file_overrides_default_and_command_line_overrides_file(tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_name_unlike_any_other_points_to_the_list() -> None:
         ("[server]\nport = 8000.5\n", "whole number"),
         ('[server]\nport = "eighty"\n', "whole number"),
         ("[server]\nport = true\n", "whole number"),
-        ("[server]\nhost = 3\n", "must be a text"),
+        ("[server]\nhost = 3\n", "must be a string"),
         ("[server]\nin_process = 1\n", "true or false"),
         ('[model]\ndtype = "int3"\n', "must be one of auto, float32, bfloat16, float16"),
         ("[model]\ndtype = []\n", "must be one of"),
         ("[memory]\nkv_gib = nan\n", "kv_gib"),
-        ("[server]\nport = -1\n", "at least 0"),
+        ("[server]\nport = -1\n", "from 0 to 65535"),
         ("[plan]\nmax_running = -1\n", "at least 0"),
     ],
 )
@@ -104,10 +104,10 @@ def test_missing_file_and_folder_and_binary_file_are_sentences(tmp_path: Path) -
     ("settings", "says"),
     [
         ({"plan.token_budget": 8, "plan.max_running": 16}, "token_budget is 8, below plan.max_running 16"),
-        ({"memory.kv_gib": 1.0, "memory.kv_tokens": 100}, "give one"),
-        ({"server.in_process": True, "server.fronts": 2}, "drop one"),
-        ({"server.port": 65536}, "at most 65535"),
-        ({"memory.fraction": 1.5}, "at most 1.0"),
+        ({"memory.kv_gib": 1.0, "memory.kv_tokens": 100}, "set only one"),
+        ({"server.in_process": True, "server.fronts": 2}, "set only one"),
+        ({"server.port": 65536}, "from 0 to 65535"),
+        ({"memory.fraction": 1.5}, "from 0 to 1"),
     ],
 )
 def test_contradictions_are_refused_with_both_settings_named(settings: dict[str, object], says: str) -> None:
@@ -130,27 +130,27 @@ def test_replace_checks_like_a_layer() -> None:
 
 
 def test_flags_are_unique_and_every_leaf_is_explained() -> None:
-    flags = [leaf.flag for leaf in leaves().values()]
+    flags = [setting.flag for setting in all_settings().values()]
     assert len(flags) == len(set(flags))
-    assert all(leaf.help for leaf in leaves().values())
+    assert all(setting.help for setting in all_settings().values())
 
 
-def legal_value(leaf: Leaf) -> st.SearchStrategy[Any]:
-    if typing.get_origin(leaf.kind) is Literal:
-        return st.sampled_from(typing.get_args(leaf.kind))
-    if leaf.kind is bool:
+def legal_value(setting: Setting) -> st.SearchStrategy[Any]:
+    if typing.get_origin(setting.kind) is Literal:
+        return st.sampled_from(typing.get_args(setting.kind))
+    if setting.kind is bool:
         return st.booleans()
-    if leaf.kind is str:
+    if setting.kind is str:
         # A lone surrogate is no text and cannot stand in a file.
         return st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
-    low = leaf.minimum or 0
-    if leaf.kind is int:
+    low = setting.minimum or 0
+    if setting.kind is int:
         return st.integers(int(low), 60_000)
-    return st.floats(low, 1.0 if leaf.name == "fraction" else 1e6)
+    return st.floats(low, 1.0 if setting.name == "fraction" else 1e6)
 
 
 def any_settings() -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional={key: legal_value(leaf) for key, leaf in leaves().items()})
+    return st.fixed_dictionaries({}, optional={key: legal_value(setting) for key, setting in all_settings().items()})
 
 
 @given(any_settings())
@@ -174,7 +174,7 @@ def test_whatever_is_accepted_survives_toml_and_text(settings: dict[str, Any]) -
 ANYTHING = st.one_of(st.none(), st.text(max_size=8), st.integers(), st.floats(), st.lists(st.integers(), max_size=2))
 
 
-@given(st.sampled_from(sorted(leaves())), ANYTHING)
+@given(st.sampled_from(sorted(all_settings())), ANYTHING)
 def test_any_single_value_is_taken_or_refused_with_a_sentence(key: str, value: object) -> None:
     try:
         loaded = load_config(None, {key: value})

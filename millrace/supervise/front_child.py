@@ -1,7 +1,7 @@
-"""A further front: `python -m millrace.supervise.front_child DIRECTORY INDEX INCARNATION`.
+"""Main module of a front beside the first: `python -m millrace.supervise.front_child DIRECTORY INDEX INCARNATION`.
 
-Standard input brings one JSON line of settings, then a line for each engine in turn (where its sockets are, its
-process). The front listens on the same port as the first, and drains when it is told to or when its parent is gone.
+Standard input brings one JSON line of settings, then one line per engine (its socket directory and pid). The front
+listens on the same port as the first and drains on SIGTERM or when standard input closes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from millrace.config import DEFAULT_MAX_RUNNING, Config, from_dict
 if TYPE_CHECKING:
     from millrace.link.client import EngineClient
 
-ENGINE_ENDED = "The engine process ended; its log says why. It is being restarted."
+ENGINE_ENDED = "The engine process ended; see its log. It is being restarted."
 
 
 def max_open_requests(config: Config) -> int:
-    """A bound on what one front holds; how much may wait in all is the business of admission."""
+    """Maximum requests that one front holds. Admission control limits the total over all fronts."""
     return (config.plan.max_running or DEFAULT_MAX_RUNNING) + config.plan.max_waiting
 
 
@@ -72,7 +72,7 @@ def _watch_engine(client: EngineClient, pid: int) -> None:
 
 
 def _follow_parent(client: EngineClient, index: int) -> None:
-    """Each line on the pipe is a new engine. The pipe closes when the parent ends."""
+    """Connect to each engine announced on the pipe. The pipe closes when the parent ends."""
     from millrace.link.front_end import SocketFrontChannel
 
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
