@@ -31,10 +31,14 @@ def _kind(schema: dict[str, Any]) -> str:
     return {"string": "text", "boolean": "bool"}.get(kind, str(kind))
 
 
+MAX_SHOWN = 2**31 - 1
+"""Limits from here on only say that the number fits into an integer type."""
+
+
 def _limits(schema: dict[str, Any]) -> str:
-    low = f"≥ {schema['minimum']}" if "minimum" in schema else ""
+    low = f"≥ {schema['minimum']}" if schema.get("minimum", -MAX_SHOWN) > -MAX_SHOWN else ""
     low = f"> {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else low
-    high = f"≤ {schema['maximum']}" if "maximum" in schema else ""
+    high = f"≤ {schema['maximum']}" if schema.get("maximum", MAX_SHOWN) < MAX_SHOWN else ""
     most = f"at most {schema['maxItems']} entries" if "maxItems" in schema else ""
     return ", ".join(part for part in (low, high, most) if part)
 

@@ -16,6 +16,8 @@ from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.load import check_quantization, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device.device import Device, fast_dtype, open_device
@@ -88,7 +90,7 @@ def build_engine(
         policy=make_policy(config.plan.policy),
         aging_s=config.plan.aging_s,
     )
-    ready = _ready(config, files, spec.vocab_size, dtype, device, plan)
+    ready = _ready(config, files, spec, dtype, device, plan)
     return Engine(scheduler, runner, device, channel), ready
 
 
@@ -99,7 +101,7 @@ def _step_flops(device: Device) -> float:
 
 
 def _ready(
-    config: Config, files: ModelFiles, vocab_size: int, dtype: torch.dtype, device: Device, plan: MemoryPlan
+    config: Config, files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device: Device, plan: MemoryPlan
 ) -> EngineReady:
     dtype_name = str(dtype).removeprefix("torch.")
     identity = [__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
@@ -108,11 +110,12 @@ def _ready(
     return EngineReady(
         model_name=config.model.served_name or files.name,
         max_context=plan.max_context,
-        vocab_size=vocab_size,
+        vocab_size=spec.vocab_size,
         kv_tokens=plan.kv_tokens,
         block_size=config.plan.block_size,
         dtype=dtype_name,
         device=device.name(),
         memory_plan=plan.parts(),
+        num_parameters=sum(part.num_items for part in all_parts(layout_of(spec))),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
     )

@@ -1,7 +1,7 @@
-"""When things happened to each request, and how it ended: every submitted request leaves exactly one `Finish`.
+"""The ledger: times and outcome of each request. Every submitted request gets exactly one `Finish`.
 
-Requests are also known by the names that clients use, while they are here and for a while afterwards, so that one can
-be explained or cancelled through any front.
+Requests can be found by the ids that clients know, while open and for some time after, so any front can explain or
+cancel them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from millrace.link.messages import FRONT_SHIFT, MAX_FINISHED_KEPT, Finish, NewRequest
-from millrace.plan.request import Request, Story
+from millrace.plan.request import Diagnostics, Request
 from millrace.plan.step import Ended
 
 
@@ -19,7 +19,7 @@ class Entry:
     arrival: float
     received: float = 0.0
     taken: float = 0.0
-    """When the engine had it."""
+    """When the engine received it."""
     admitted: float | None = None
     first_token: float | None = None
     owes_prompt_logprobs: bool = False
@@ -28,7 +28,7 @@ class Entry:
     request_id: int = 0
     priority: int = 1
     num_prompt: int = 0
-    story: Story = field(default_factory=Story)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
     finish: Finish | None = None
 
 
@@ -57,7 +57,7 @@ class Ledger:
             request_id=message.id,
             priority=request.priority,
             num_prompt=request.num_prompt,
-            story=request.story,
+            diagnostics=request.diagnostics,
         )
         self._entries[message.id] = entry
         for name in message.names:
@@ -67,7 +67,7 @@ class Ledger:
         return self._entries.get(request_id)
 
     def named(self, name: str, tenant: str | None) -> list[Entry]:
-        """Open and remembered requests of this name; of this tenant, unless it is None."""
+        """Open and remembered requests with this name, of this tenant (None = of any)."""
         return [entry for entry in self._named.get(name, ()) if tenant is None or entry.tenant == tenant]
 
     def of_front(self, front: int) -> list[int]:
@@ -79,7 +79,7 @@ class Ledger:
             entry.admitted = now
 
     def on_first_token(self, request_id: int, now: float) -> bool:
-        """Whether the scores of its prompt, which it asked for, are to be sent with it: said once."""
+        """Note the time. Returns True, once, if the prompt's log-probabilities must be sent with this token."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -88,6 +88,7 @@ class Ledger:
         return owed
 
     def close(self, ended: Ended, now: float) -> Finish:
+        """Record the end of a request."""
         entry = self._entries.pop(ended.request_id)
         self.prompt_tokens += ended.num_prompt
         self.output_tokens += ended.num_output

@@ -1,7 +1,7 @@
-"""The messages between fronts and the engine: msgpack structs whose bulk is columns (raw little-endian arrays).
+"""The messages between fronts and the engine: msgpack structs, with tokens as raw little-endian arrays.
 
-A front numbers its requests (`front_index << 48 | counter`), so an id names its front. Each step sends ONE
-`StepTokens` per front that has rows in it. Every submitted request is answered by exactly one `Finish`.
+A front numbers its requests (`front_index << FRONT_SHIFT | counter`), so a request id contains its front. Each step
+sends one `StepTokens` to each front that has rows in it. Every submitted request gets exactly one `Finish`.
 """
 
 from __future__ import annotations
@@ -21,69 +21,69 @@ MAX_FINISHED_KEPT = 4096
 
 
 class NewRequest(msgspec.Struct, frozen=True, tag="new"):
-    """One sequence to generate. `n` choices are n of these with one `group`, so that they share blocks."""
+    """One sequence to generate. A request for n choices is sent as n of these."""
 
     id: int
     prompt: bytes
     """int32 token ids."""
     params: SamplingParams
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end generation: the model's own unless `ignore_eos`, plus `stop_token_ids`."""
+    """The model's end tokens (none with `ignore_eos`) and the request's `stop_token_ids`."""
     priority: int = 1
-    """0 interactive, 1 standard, 2 batch; lower runs first."""
+    """Index into `params.CLASS_NAMES`: 0 interactive, 1 standard, 2 batch."""
     deadline: float | None = None
-    """On the machine-wide monotonic clock, in seconds."""
+    """Seconds on `time.monotonic`, which all processes of a machine share."""
     arrival: float = 0.0
-    """When the front submitted it, on the same clock."""
+    """When the front submitted the request, on the same clock."""
     received: float = 0.0
-    """When the front had its HTTP head."""
+    """When the front had received its HTTP headers."""
     names: tuple[str, ...] = ()
-    """What clients may call it: the HTTP request's id and the answer's."""
+    """Ids that clients know: of the HTTP request and of the answer."""
     tenant: str = ""
     weight: float = 1.0
-    """The tenant's share relative to others'."""
+    """Weight of the tenant's fair share."""
     cache_salt: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop these requests now. Unknown ids are ignored: a finish may already be on its way."""
+    """End these requests. Unknown ids are ignored: their `Finish` may already be on its way."""
 
     ids: tuple[int, ...]
     reason: FinishReason = "abort"
 
 
 class AbortFront(msgspec.Struct, frozen=True, tag="abort_front"):
-    """A front is gone: end everything that it had asked for."""
+    """A front is gone: end all its requests."""
 
     front: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A front has come, perhaps late: it wants to be told what the engine can do."""
+    """Sent by a front when it connects. Answered by `EngineReady` if the engine is ready."""
 
     front: int
 
 
-class Query(msgspec.Struct, frozen=True, tag="ask"):
-    """About a request by name, whichever front it came through. Answered by one `Reply` with the same token."""
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """A question about a request by name, sent through any front. Answered by one `Reply`."""
 
     front: int
-    token: int
-    what: Literal["explain", "cancel"]
+    query_id: int
+    kind: Literal["explain", "cancel"]
     name: str
     tenant: str | None = None
-    """Only a request of this tenant is meant; None means whoever's."""
+    """Find only requests of this tenant; None = of any."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The engine finishes nothing more and ends."""
+    """The engine stops at once, without finishing open requests."""
 
 
 ToEngine = NewRequest | Abort | AbortFront | Hello | Query | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: of the token itself, its rank, and of the likeliest tokens."""
+    """Log-probabilities at one position: of the token itself, with its rank, and of the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -93,12 +93,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """The one terminal event of a request."""
+    """The terminal event of a request."""
 
     id: int
     reason: FinishReason
     message: str = ""
-    """For people, when the reason is an error."""
+    """What happened, if the reason is an error."""
     stop_token_id: int = -1
     """The end token that stopped it, or -1."""
     cached_tokens: int = 0
@@ -112,7 +112,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Counters and gauges, sent along at most a few times a second; the front turns them into Prometheus."""
+    """Counters and gauges, sent a few times per second at most. Fronts export them as metrics."""
 
     step_no: int
     running: int
@@ -126,66 +126,68 @@ class EngineStats(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     step_seconds: float
-    """Sum over all steps, from launch to result."""
+    """Sum over all steps of the time from launch to result."""
     plan_seconds: float
     host_seconds: float = 0.0
-    """Sum over all steps of what the host did for them, waiting for the device left out."""
+    """Sum over all steps of the host's time, without waiting for the device."""
     graphs_left: int = 0
-    """Captures that are still to be made before every usual step is a replay."""
+    """Graphs still to be captured until warm-up is complete."""
     waiting_by_class: tuple[int, ...] = (0, 0, 0)
     waiting_tokens: tuple[int, ...] = (0, 0, 0)
-    """Tokens that those have yet to compute."""
+    """By class: tokens that waiting requests still have to compute."""
     aged_by_class: tuple[int, ...] = (0, 0, 0)
-    """Those that have waited so long that they count, or soon will, as more urgent than their class."""
+    """By class: waiting requests that aging has promoted, or soon will."""
     rows_free: int = 0
     admissions_per_s: float = 0.0
-    """How fast waiting requests are being seated, or would be if there were any."""
+    """Requests admitted per second, or that could be if enough were waiting."""
     arrivals_per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """By class: who comes later and is more urgent is seated first."""
+    """By class: later arrivals of a more urgent class are admitted first."""
     tokens_per_s: float = 0.0
-    """Tokens computed per second in full steps, prompts and outputs alike; 0 until known."""
+    """Throughput of full steps, prompt and output tokens together; 0 until measured."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
     step_no: int
     ids: bytes
-    """int64 request ids, one per generated token."""
+    """int64 request ids, one per output token."""
     tokens: bytes
     """int32 token ids."""
     finished: tuple[Finish, ...] = ()
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-    """Request id to the log-probabilities of the tokens it got in this step."""
+    """By request id: log-probabilities of its tokens in this step."""
     prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
-    """Request id to those of its prompt, the first being None; sent before its first token."""
+    """By request id: log-probabilities of its prompt (None for the first token), sent with its first output token."""
     stats: EngineStats | None = None
 
 
-class Reply(msgspec.Struct, frozen=True, tag="told"):
-    """The answer to one `Query`: JSON, or nothing when there is no such request."""
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to a `Query`: JSON, or empty if there is no such request."""
 
-    token: int
+    query_id: int
     body: bytes = b""
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Sent once the engine can run steps. What the front needs to refuse impossible requests."""
+    """Sent when the engine can run steps, with the limits that fronts check requests against."""
 
     model_name: str
     max_context: int
     vocab_size: int
     kv_tokens: int
-    """Tokens the whole KV pool holds: no single request may need more."""
+    """Capacity of the KV pool: no request may need more."""
     block_size: int
     dtype: str
     device: str
     memory_plan: dict[str, int]
-    """Name of each part of the memory plan to its bytes."""
+    """Bytes by part of the memory plan."""
     fingerprint: str
     """Changes when weights, dtype, device or version change."""
+    num_parameters: int = 0
+    """Of the model; 0 if unknown."""
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):
-    """How far the engine's start has come, for a progress bar."""
+    """Progress of the engine's start."""
 
     what: str
     done: int
@@ -193,7 +195,7 @@ class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine is gone or cannot start; every open request of this front has ended with it."""
+    """The engine is gone or cannot start. All open requests have ended with it."""
 
     message: str
 
@@ -208,7 +210,7 @@ _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 
 def encode_frame(message: ToEngine | ToFront) -> bytearray:
-    """With its length before it, in one piece: what a socket is given."""
+    """The message with its length before it, ready to be sent."""
     frame = bytearray(HEADER.size)
     _encoder.encode_into(message, frame, HEADER.size)
     HEADER.pack_into(frame, 0, len(frame) - HEADER.size)

@@ -111,6 +111,10 @@ def test_the_model(client: ollama.Client) -> None:
     shown = client.show(MODEL)
     assert shown.capabilities == ["completion"]
     assert shown.template
+    assert shown.details is not None
+    assert shown.details.parameter_size == "134.52M"
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["general.parameter_count"] == 134_515_008
     assert [one.name for one in client.ps().models] == [MODEL]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from serve.front_under_test import MODEL, VOCAB, Front, running_front, saying
+from serve.wire import post
 
 from millrace.serve.describe.openapi import openapi_document
 
@@ -36,6 +37,47 @@ def document() -> dict[str, Any]:
     return found
 
 
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HELLO = [{"role": "user", "content": "hi"}]
+TOOL = {"role": "tool", "content": "4", "tool_call_id": "a"}
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [*HELLO, TOOL]}),
+    (CHAT, {"messages": [PICTURE]}),
+    (CHAT, {"messages": [{"role": "assistant", "content": None}]}),
+    (CHAT, {"messages": HELLO, "stop_token_ids": [-1]}),
+    (CHAT, {"messages": HELLO, "logit_bias": {"a": 1}}),
+    (CHAT, {"messages": HELLO, "logit_bias": {"5": 101}}),
+    (CHAT, {"messages": HELLO, "priority": 3}),
+    (CHAT, {"messages": HELLO, "stop": [""]}),
+    (CHAT, {"messages": HELLO, "seed": 2**64}),
+    (CHAT, {"messages": HELLO, "truncate_prompt_tokens": 0}),
+    (COMPLETIONS, {"prompt": "a", "best_of": 1025}),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 2**31}),
+    (RESPONSES, {"input": "a", "include": ["file_search_call.results"]}),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
+    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": []}]}),
+    ("/api/chat", {"messages": [{"role": "tool", "content": "4"}]}),
+    ("/api/chat", {"messages": [{"role": "user"}]}),
+    ("/api/show", {"model": None}),
+    ("/tokenize", {"prompt": None}),
+    ("/tokenize", {"prompt": "a", "messages": HELLO}),
+    ("/tokenize", {"messages": []}),
+    ("/detokenize", {"tokens": [-1]}),
+]
+"""Bodies that both the server and its document must refuse."""
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": HELLO, "stop_token_ids": [0], "logit_bias": {"5": -100}, "stop": None, "priority": "batch"}),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}], "seed": 2**64 - 1, "stop": "b"}),
+    (COMPLETIONS, {"prompt": [5], "best_of": None, "max_tokens": 1}),
+    (RESPONSES, {"input": HELLO, "include": ["message.output_text.logprobs"], "store": False}),
+    ("/api/chat", {"messages": [], "stream": False}),
+    ("/tokenize", {"prompt": "a", "messages": None}),
+    ("/tokenize", {"messages": HELLO}),
+    ("/detokenize", {"tokens": [5]}),
+]
+
 OPERATIONS = {(method, path): spec for path, methods in document()["paths"].items() for method, spec in methods.items()}
 
 
@@ -51,6 +93,29 @@ def schema() -> Any:
     import schemathesis
 
     return schemathesis.openapi.from_dict(document())
+
+
+def is_allowed(path: str, body: dict[str, Any]) -> bool:
+    """True if the document allows this body."""
+    import jsonschema_rs
+
+    found = document()
+    root = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return bool(jsonschema_rs.is_valid({**root, "components": found["components"]}, body))
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+def test_document_refuses_what_the_server_refuses(front: Front, path: str, body: dict[str, Any]) -> None:
+    body = body if "model" in body else {"model": MODEL, **body}
+    assert post(front.port, path, body).status == 400
+    assert not is_allowed(path, body)
+
+
+@pytest.mark.parametrize(("path", "body"), ACCEPTED)
+def test_document_allows_what_the_server_accepts(front: Front, path: str, body: dict[str, Any]) -> None:
+    body = {"model": MODEL, **body}
+    assert post(front.port, path, body).status == 200
+    assert is_allowed(path, body)
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

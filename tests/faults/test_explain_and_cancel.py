@@ -69,5 +69,15 @@ def test_a_request_explains_itself_and_can_be_cancelled(tmp_path: Path) -> None:
         stages = sequence["stages_s"]
         assert list(stages) == ["front", "link", "queue", "prefill", "decode", "total"]
         assert abs(sum(list(stages.values())[:-1]) - stages["total"]) < 1e-3
+        outcome = ask("GET", "/v1/requests/later")[1]
+        assert (outcome["object"], outcome["state"]) == ("request.outcome", "ended")
+        assert (outcome["id"], outcome["request_id"]) == (answer["id"], "later")
+        (ended,) = outcome["sequences"]
+        assert (ended["finish_reason"], ended["output_tokens"]) == ("length", 4)
+        assert ask("GET", "/v1/requests/blocker")[1]["sequences"][0]["finish_reason"] == "cancelled"
+        assert ask("GET", "/v1/requests/later", who="other")[0] == 404
+        status, missing = ask("GET", "/v1/requests/nobody")
+        assert status == 404
+        assert "the last 4096 that ended" in missing["error"]["message"]
         assert ask("DELETE", "/v1/requests/later")[1]["cancelled"] is False
         assert ask("DELETE", "/v1/requests/nobody")[0] == 404

@@ -1,4 +1,8 @@
-"""The OpenAPI document, built from the very structs that decode requests and encode answers."""
+"""The OpenAPI document, generated from the structs that decode requests and encode answers.
+
+The document must not allow what the server refuses. Rules that a struct cannot express are added here, and types that
+are "Not supported yet" are left out of the unions that they belong to.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ import msgspec
 
 from millrace.serve.anthropic import schemas as schemas_anthropic
 from millrace.serve.describe import routes_requests
+from millrace.serve.describe.openapi_limits import tighten
 from millrace.serve.describe.openapi_paths import paths
-from millrace.serve.generate.prompts import RESERVED
+from millrace.serve.generate.messages import RESERVED
+from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import schemas as schemas_ollama
 from millrace.serve.openai import answers, schemas
 from millrace.serve.responses import schemas as schemas_responses
@@ -24,12 +30,13 @@ _TYPES = (
     *(schemas.ChatRequest, schemas.CompletionRequest, schemas.TokenizeRequest, schemas.DetokenizeRequest),
     *(answers.ChatAnswer, answers.ChatChunk, answers.CompletionAnswer, answers.CompletionChunk),
     *(answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Model, answers.ModelList, answers.Health),
-    *(answers.ErrorAnswer, answers.AnthropicErrorAnswer, answers.OllamaErrorAnswer),
+    *(ErrorAnswer, schemas_anthropic.AnthropicErrorAnswer, schemas_ollama.OllamaErrorAnswer),
     *(schemas_responses.ResponsesRequest, schemas_responses.InputTokensRequest, schemas_responses.ResponseAnswer),
     *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
     *(schemas_responses.InputItem, schemas_responses.InputTokensAnswer, schemas_responses.ResponseInputMessage),
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
-    *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.CancelledRequest),
+    *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
+    routes_requests.CancelledRequest,
     *(schemas_anthropic.MessagesRequest, schemas_anthropic.CountTokensRequest),
     *(schemas_anthropic.MessageAnswer, schemas_anthropic.MessageEvent, schemas_anthropic.CountTokensAnswer),
     *(schemas_ollama.OllamaChatRequest, schemas_ollama.OllamaGenerateRequest, schemas_ollama.OllamaShowRequest),
@@ -42,7 +49,8 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "AssistantMessage": schemas.NOT_SUPPORTED_IN_MESSAGES,
     **dict.fromkeys(("ResponsesRequest", "InputTokensRequest"), schemas_responses.NOT_SUPPORTED),
     "ResponseText": schemas_responses.TEXT_NOT_SUPPORTED,
-    **{name: {"include_obfuscation": (False,)} for name in ("StreamOptions", "ResponseStreamOptions")},
+    "StreamOptions": schemas.STREAM_OPTIONS_NOT_SUPPORTED,
+    "ResponseStreamOptions": schemas_responses.STREAM_OPTIONS_NOT_SUPPORTED,
     "ResponseInputMessage": {"phase": ()},
     **dict.fromkeys(("MessagesRequest", "CountTokensRequest"), schemas_anthropic.NOT_SUPPORTED),
     "TextBlock": {"citations": ([],)},
@@ -50,14 +58,14 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "OllamaOptions": schemas_ollama.OPTIONS_NOT_SUPPORTED,
     "OllamaMessage": schemas_ollama.MESSAGE_NOT_SUPPORTED,
 }
-"""The values of each refused field that are accepted, beside null."""
+"""Accepted values of each unsupported field, apart from null."""
 
 _TAGS = {
-    "generate": "Text from the model.",
+    "generate": "Generate text.",
     "responses": "Stored responses.",
     "files": "Stored files.",
-    "batches": "Files of requests, run when there is room.",
-    "models": "What is served.",
+    "batches": "Files of requests, run at batch priority.",
+    "models": "The served model.",
     "text": "The tokenizer.",
     "anthropic": "Anthropic's API.",
     "ollama": "Ollama's API.",
@@ -77,7 +85,8 @@ def openapi_document() -> bytes:
             "title": "Millrace",
             "version": __version__,
             "description": "An LLM serving engine with OpenAI's, Anthropic's and Ollama's APIs. Unknown fields are"
-            " refused, never ignored; null means the same as leaving a field out.",
+            " refused, never ignored. null is the same as leaving a field out. Integers have no decimal point: 8.0 is"
+            " refused.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -93,6 +102,8 @@ def _schemas() -> dict[str, Any]:
     for name, schema in components.items():
         _tidy(schema)
         _name_neutral(schema, _NEUTRAL.get(name, {}))
+    tighten(components)
+    for schema in components.values():
         _required_first(schema)
     components["FileForm"] = _file_form()
     return dict(sorted(components.items()))

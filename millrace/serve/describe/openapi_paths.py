@@ -1,34 +1,35 @@
-"""The paths of the OpenAPI document: each operation with its parameters, body, answers and errors."""
+"""The paths of the OpenAPI document: operations with their parameters, bodies, answers and errors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from millrace.serve.http.error_bodies import ANTHROPIC_PATHS, OLLAMA_PATHS
+from millrace.serve.anthropic import routes as anthropic
+from millrace.serve.ollama import routes as ollama
 from millrace.serve.tenancy.access import OPEN_PATHS
 
 ERRORS = {
-    "400": "The request is wrong; the message names the field, the value and the remedy.",
-    "401": "An API key is wanted, or this one is not known.",
+    "400": "The request is invalid; the message names the field and its value.",
+    "401": "The API key is missing or unknown.",
     "403": "The key's tenant may not do this.",
-    "404": "There is no such model, file, batch, response or request.",
+    "404": "The model, file, batch, response or request does not exist.",
     "408": "The body did not arrive in time.",
-    "409": "It is not in a state in which this can be done.",
-    "413": "The body is too large; it was not read.",
+    "409": "Its present state does not allow this.",
+    "413": "The body is too large and was not read.",
     "415": "The body is compressed, or not UTF-8.",
-    "429": "A quota is used up, the queue is full, or the first token would come too late; see Retry-After.",
+    "429": "A quota is exhausted, the queue is full, or the first token would come too late; see Retry-After.",
     "499": "The request was cancelled through /v1/requests.",
     "500": "The request failed.",
-    "503": "The engine is loading, draining or gone; Retry-After says when to try again.",
+    "503": "The engine is loading, draining or down; see Retry-After.",
     "504": "The deadline passed.",
 }
 BODY_ERRORS = ("400", "404", "408", "413", "415", "500", "503")
 _STREAM_NOTE = (
-    "With `stream`: server-sent events, each `data: ` and a chunk, then `data: [DONE]`."
-    " An error after the first event is an event of its own, with an `error` object."
+    "With `stream`: server-sent events with a chunk in `data: `, then `data: [DONE]`."
+    " An error after the first event is sent as an event with an `error` object."
 )
-_TYPED_NOTE = "With `stream`: server-sent events, each with its type in `event: ` and in its data."
-_LINES_NOTE = "Streams unless `stream` is false: one JSON object a line, the last with `done`."
+_TYPED_NOTE = "With `stream`: server-sent events, with the type in `event: ` and in the data."
+_LINES_NOTE = "Streams unless `stream` is false: one JSON object per line, the last with `done`."
 
 _NAME = "smollm2-135m-instruct"
 _TURN = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -40,7 +41,11 @@ def ref(name: str) -> dict[str, str]:
 
 
 def _json(name: str, description: str = "OK") -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": ref(name)}}}
+    return {"description": description, "content": _as_json(ref(name))}
+
+
+def _as_json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
 
 
 def _errors(statuses: tuple[str, ...], shape: str) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
 def _operation(
     tag: str, operation: str, summary: str, answer: Any, errors: tuple[str, ...] = (), **more: Any
 ) -> dict[str, Any]:
-    """`answer` is a schema's name or a whole response. `shape` names the error body."""
+    """`answer` is a schema name or a whole response object; `shape` is the schema of errors."""
     shape = more.pop("shape", "ErrorAnswer")
     ok = _json(answer) if isinstance(answer, str) else answer
     responses = {"200": ok, **_errors(errors, shape)}
@@ -66,7 +71,7 @@ def _header() -> dict[str, Any]:
         "name": "X-Request-Id",
         "in": "header",
         "required": False,
-        "description": "Echoed in the answer if it is up to 128 printable characters; else the server makes one up.",
+        "description": "Echoed in the answer if it is at most 128 printable characters; otherwise replaced.",
         "schema": {"type": "string"},
     }
 
@@ -76,7 +81,7 @@ def _timeout_header() -> dict[str, Any]:
         "name": "X-Request-Timeout",
         "in": "header",
         "required": False,
-        "description": "Seconds until the request is given up; the smaller of this and the field `timeout` holds.",
+        "description": "Seconds until the request is ended with an error; the smaller of this and `timeout` counts.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     }
 
@@ -99,7 +104,7 @@ def _page(most: int, *names: str) -> list[dict[str, Any]]:
 
 
 def _event(name: str) -> dict[str, Any]:
-    """One server-sent event as an object, its data being JSON in a text."""
+    """One server-sent event as an object; its data is JSON in a string."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(name)}
     return {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
 
@@ -141,9 +146,9 @@ def paths() -> dict[str, Any]:
 
 
 def _error_shape(path: str) -> str:
-    if path.startswith(ANTHROPIC_PATHS):
+    if path.startswith(anthropic.PATHS):
         return "AnthropicErrorAnswer"
-    return "OllamaErrorAnswer" if path.startswith(OLLAMA_PATHS) else "ErrorAnswer"
+    return "OllamaErrorAnswer" if path.startswith(ollama.PATHS) else "ErrorAnswer"
 
 
 def _all_paths() -> dict[str, Any]:
@@ -179,7 +184,7 @@ def _openai_paths() -> dict[str, Any]:
         },
         "/v1/models": {"get": _operation("models", "listModels", "List the served model", "ModelList")},
         "/v1/models/{model}": {
-            "get": _operation("models", "retrieveModel", "Describe it", "Model", ("404",), parameters=model)
+            "get": _operation("models", "retrieveModel", "Describe a model", "Model", ("404",), parameters=model)
         },
     }
 
@@ -193,20 +198,20 @@ def _response_paths() -> dict[str, Any]:
     example = {"model": _NAME, "input": "Why is the sky blue?"}
     return {
         "/v1/responses": {
-            "post": _generate("createResponse", "Answer, and keep the conversation", names, example, note=_TYPED_NOTE)
+            "post": _generate("createResponse", "Answer, and store the conversation", names, example, note=_TYPED_NOTE)
         },
         "/v1/responses/input_tokens": {"post": {**count, "requestBody": _body("InputTokensRequest", example)}},
         "/v1/responses/{response_id}": {
             "get": _operation(
-                "responses", "retrieveResponse", "A stored response", "ResponseAnswer", stored, parameters=show
+                "responses", "retrieveResponse", "Get a stored response", "ResponseAnswer", stored, parameters=show
             ),
-            "delete": _operation("responses", "deleteResponse", "Forget it", "ResponseDeleted", stored, parameters=one),
+            "delete": _operation("responses", "deleteResponse", "Delete it", "ResponseDeleted", stored, parameters=one),
         },
         "/v1/responses/{response_id}/cancel": {
             "post": _operation(
                 "responses",
                 "cancelResponse",
-                "Cancel one in the background",
+                "Cancel a background response",
                 "ResponseAnswer",
                 (*stored, "409"),
                 parameters=one,
@@ -216,7 +221,7 @@ def _response_paths() -> dict[str, Any]:
             "get": _operation(
                 "responses",
                 "listInputItems",
-                "What it answered",
+                "List the input of a response",
                 "InputItemList",
                 stored,
                 parameters=[*one, *_page(100, "limit", "order", "after"), _in_query("include", **include)],
@@ -241,7 +246,7 @@ def _file_paths() -> dict[str, Any]:
             "delete": _operation("files", "deleteFile", "Delete a file", "FileDeleted", stored, parameters=one),
         },
         "/v1/files/{file_id}/content": {
-            "get": _operation("files", "downloadFile", "Its bytes", octets, stored, parameters=one)
+            "get": _operation("files", "downloadFile", "Download a file", octets, stored, parameters=one)
         },
     }
 
@@ -254,13 +259,15 @@ def _batch_paths() -> dict[str, Any]:
     return {
         "/v1/batches": {
             "post": {**create, "requestBody": _body("BatchRequest", example)},
-            "get": _operation("batches", "listBatches", "List", "BatchList", ("400", "500"), parameters=listed),
+            "get": _operation("batches", "listBatches", "List batches", "BatchList", ("400", "500"), parameters=listed),
         },
         "/v1/batches/{batch_id}": {
-            "get": _operation("batches", "retrieveBatch", "Its progress", "BatchAnswer", stored, parameters=one)
+            "get": _operation("batches", "retrieveBatch", "Describe a batch", "BatchAnswer", stored, parameters=one)
         },
         "/v1/batches/{batch_id}/cancel": {
-            "post": _operation("batches", "cancelBatch", "Stop it", "BatchAnswer", (*stored, "409"), parameters=one)
+            "post": _operation(
+                "batches", "cancelBatch", "Cancel a batch", "BatchAnswer", (*stored, "409"), parameters=one
+            )
         },
     }
 
@@ -289,7 +296,7 @@ def _ollama_paths() -> dict[str, Any]:
     return {
         "/api/chat": {"post": _generate("ollamaChat", "Ollama: answer", chat, asked, shape=shape, **lines)},
         "/api/generate": {
-            "post": _generate("ollamaGenerate", "Ollama: continue", generate, prompted, shape=shape, **lines)
+            "post": _generate("ollamaGenerate", "Ollama: continue a prompt", generate, prompted, shape=shape, **lines)
         },
         "/api/show": {"post": {**show, "requestBody": _body("OllamaShowRequest", {"model": _NAME})}},
         "/api/tags": {"get": _operation("ollama", "ollamaTags", "List the served model", "OllamaModels")},
@@ -299,26 +306,29 @@ def _ollama_paths() -> dict[str, Any]:
 
 
 def _own_paths() -> dict[str, Any]:
-    one, ended = [_in_path("request_id")], ("404", "503")
-    told = {"application/json": {"schema": {"type": "object"}}}
-    explained = {"description": "Its stages, in figures and in sentences.", "content": told}
+    one, unknown = [_in_path("request_id")], ("404", "503")
+    either = {"oneOf": [ref("RunningRequest"), ref("RequestOutcome")]}
+    described = {"description": "What it has done so far, or how it ended.", "content": _as_json(either)}
+    explained = {"description": "Its stages, in figures and in sentences.", "content": _as_json({"type": "object"})}
     encode = _operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
         "/tokenize": {"post": {**encode, "requestBody": _body("TokenizeRequest", {"prompt": "The sea is"})}},
         "/detokenize": {"post": {**decode, "requestBody": _body("DetokenizeRequest", {"tokens": [504, 3217, 314]})}},
-        "/v1/requests": {"get": _operation("operate", "listRequests", "What is running", "RunningRequests")},
+        "/v1/requests": {"get": _operation("operate", "listRequests", "List running requests", "RunningRequests")},
         "/v1/requests/{request_id}": {
-            "get": _operation("operate", "retrieveRequest", "One of them", "RunningRequest", ("404",), parameters=one),
-            "delete": _operation("operate", "cancelRequest", "End it", "CancelledRequest", ended, parameters=one),
+            "get": _operation("operate", "retrieveRequest", "Describe a request", described, unknown, parameters=one),
+            "delete": _operation("operate", "cancelRequest", "Cancel it", "CancelledRequest", unknown, parameters=one),
         },
         "/v1/requests/{request_id}/explain": {
             "get": _operation(
-                "operate", "explainRequest", "Why it took as long as it did", explained, ("404", "503"), parameters=one
+                "operate", "explainRequest", "Why it took as long as it did", explained, unknown, parameters=one
             )
         },
         "/v1/requests/{request_id}/cancel": {
-            "post": _operation("operate", "cancelRequestByPost", "End it", "CancelledRequest", ended, parameters=one)
+            "post": _operation(
+                "operate", "cancelRequestByPost", "Cancel it", "CancelledRequest", unknown, parameters=one
+            )
         },
     }
 
@@ -327,12 +337,12 @@ def _operate_paths() -> dict[str, Any]:
     text = {"description": "Prometheus text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     html = {"description": "This page.", "content": {"text/html": {"schema": {"type": "string"}}}}
     json = {"description": "This document.", "content": {"application/json": {"schema": {"type": "object"}}}}
-    ready = _operation("operate", "ready", "Requests would be answered", "Health")
+    ready = _operation("operate", "ready", "Readiness: the engine answers requests", "Health")
     ready["responses"]["503"] = _json("Health", "Not ready, with the reason.")
     return {
-        "/health": {"get": _operation("operate", "health", "The process is alive", "Health")},
+        "/health": {"get": _operation("operate", "health", "Liveness: the process runs", "Health")},
         "/ready": {"get": ready},
         "/metrics": {"get": _operation("operate", "metrics", "Metrics for Prometheus", text)},
-        "/docs": {"get": _operation("operate", "docs", "The documentation for people", html)},
-        "/openapi.json": {"get": _operation("operate", "openapi", "The documentation for programs", json)},
+        "/docs": {"get": _operation("operate", "docs", "API documentation as a page", html)},
+        "/openapi.json": {"get": _operation("operate", "openapi", "API description as OpenAPI", json)},
     }

@@ -1,4 +1,4 @@
-"""Endpoints of the APIs spoken here that this server does not have: an honest 501 instead of a puzzling 404."""
+"""Endpoints of the supported APIs that this server does not implement: they answer 501 rather than 404."""
 
 from __future__ import annotations
 
@@ -9,47 +9,43 @@ from aiohttp import web
 from millrace.errors import NotImplementedYet
 
 ABSENT: dict[str, str] = {
-    "/v1/embeddings": "Embeddings",
-    "/v1/moderations": "Moderations",
-    "/v1/audio": "Audio",
-    "/v1/images": "Images",
-    "/v1/videos": "Videos",
-    "/v1/realtime": "Realtime sessions",
-    "/v1/conversations": "Conversations",
-    "/v1/uploads": "Uploads in parts",
-    "/v1/fine_tuning": "Fine-tuning",
-    "/v1/vector_stores": "Vector stores",
-    "/v1/assistants": "Assistants",
-    "/v1/threads": "Threads",
-    "/v1/containers": "Containers",
-    "/v1/evals": "Evals",
-    "/v1/responses/compact": "Compaction of responses",
-    "/v1/messages/batches": "Anthropic's message batches",
-    "/api/embed": "Embeddings",
-    "/api/embeddings": "Embeddings",
-    "/api/pull": "Pulling models",
-    "/api/push": "Pushing models",
-    "/api/create": "Creating models",
-    "/api/copy": "Copying models",
-    "/api/delete": "Deleting models",
-    "/api/blobs": "Blobs",
+    "/v1/embeddings": "Embeddings are",
+    "/v1/moderations": "Moderations are",
+    "/v1/audio": "Audio is",
+    "/v1/images": "Images are",
+    "/v1/videos": "Videos are",
+    "/v1/realtime": "Realtime sessions are",
+    "/v1/conversations": "Conversations are",
+    "/v1/uploads": "Uploads in parts are",
+    "/v1/fine_tuning": "Fine-tuning is",
+    "/v1/vector_stores": "Vector stores are",
+    "/v1/assistants": "Assistants are",
+    "/v1/threads": "Threads are",
+    "/v1/containers": "Containers are",
+    "/v1/evals": "Evals are",
+    "/v1/responses/compact": "Compaction of responses is",
+    "/v1/messages/batches": "Anthropic's message batches are",
+    "/api/embed": "Embeddings are",
+    "/api/embeddings": "Embeddings are",
+    "/api/pull": "Pulling models is",
+    "/api/push": "Pushing models is",
+    "/api/create": "Creating models is",
+    "/api/copy": "Copying models is",
+    "/api/delete": "Deleting models is",
+    "/api/blobs": "Blobs are",
 }
-"""Path, whatever comes below it, and what it is called in a sentence."""
+"""Path (with everything below it) and the subject and verb of the error message."""
 
 
 def add_absent_routes(app: web.Application) -> None:
-    for path, what in ABSENT.items():
-        handler = _refusal(what)
+    for path, subject in ABSENT.items():
+        handler = _refusal(subject)
         app.router.add_route("*", path, handler)
         app.router.add_route("*", path + "/{rest:.*}", handler)
 
 
-def _refusal(what: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    verb = "are" if what.endswith("s") else "is"
-
+def _refusal(subject: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def refuse(request: web.Request) -> web.StreamResponse:
-        raise NotImplementedYet(
-            f"{what} {verb} not supported by this server yet; GET /docs lists what is, or ask another server."
-        )
+        raise NotImplementedYet(f"{subject} not supported yet. GET /docs lists the endpoints of this server.")
 
     return refuse

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
 from millrace.errors import BadRequest
+from millrace.observe.merge import merge
 from millrace.observe.metrics import CONTENT_TYPE
-from millrace.serve.generate.prompts import (
-    encode_chat,
-    encode_texts,
-    generation_prompt,
-    template_kwargs,
-    template_messages,
-)
-from millrace.serve.generate.sampling import check_model
-from millrace.serve.http.app_keys import DOCS, OPENAPI, REQUEST_ID, STATE
+from millrace.serve.generate.checks import check_model
+from millrace.serve.generate.prompts import encode_chat, encode_texts
+from millrace.serve.http.app_keys import DOCS, OPENAPI
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
-from millrace.serve.http.ids import REQUEST_ID_HEADER
-from millrace.serve.http.siblings import all_metrics, is_for_sibling
-from millrace.serve.openai.answers import DetokenizeAnswer, Health, Model, ModelList, TokenizeAnswer, encode
+from millrace.serve.http.json_answer import json_answer
+from millrace.serve.http.siblings import is_for_sibling
+from millrace.serve.openai.answers import DetokenizeAnswer, Health, Model, ModelList, TokenizeAnswer
 from millrace.serve.openai.schemas import DetokenizeRequest, TokenizeRequest
-from millrace.serve.state import FrontState
+from millrace.serve.openai.translate_messages import conversation_of
+from millrace.serve.state import STATE, FrontState
 
 _tokenize = BodyDecoder(TokenizeRequest)
 _detokenize = BodyDecoder(DetokenizeRequest)
-
-
-def json_answer(request: web.Request, body: Any, *, status: int = 200, **headers: str) -> web.Response:
-    return web.Response(
-        status=status,
-        body=body if isinstance(body, bytes) else encode(body),
-        headers={REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", **headers},
-        content_type="application/json",
-    )
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,9 +56,18 @@ async def ready(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.metrics.open_requests.set(len(state.jobs))
-    state.metrics.open_streams.set(sum(job.out is not None for job in state.jobs))
-    body = state.metrics.own_part() if is_for_sibling(request) else await all_metrics(state)
+    state.metrics.open_streams.set(sum(job.is_streamed for job in state.jobs))
+    body = state.metrics.own_part() if is_for_sibling(request) else await _all_metrics(state)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
+
+
+async def _all_metrics(state: FrontState) -> bytes:
+    """The counters of every front merged, and the engine's once."""
+    metrics, siblings = state.metrics, state.siblings
+    pages = {siblings.front_index: metrics.own_part(), **await siblings.get("/metrics")}
+    metrics.fronts_up.set(len(pages))
+    own = merge(pages) if siblings.num_fronts > 1 else pages[siblings.front_index]
+    return own + metrics.engine_part()
 
 
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -111,15 +105,10 @@ async def _tokenize_chat(state: FrontState, body: TokenizeRequest) -> list[int]:
         raise BadRequest(
             "'add_special_tokens' is true, but a chat template adds its own; remove it.", param="add_special_tokens"
         )
-    add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
-    return await encode_chat(
-        state,
-        template_messages(body.messages or []),
-        add_generation_prompt=add,
-        continue_final_message=continue_final,
-        template_kwargs=template_kwargs(body.chat_template_kwargs),
-        max_tokens=None,
+    conversation = conversation_of(
+        body.messages or [], body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
     )
+    return await encode_chat(state, conversation, max_tokens=None)
 
 
 async def detokenize(request: web.Request) -> web.Response:

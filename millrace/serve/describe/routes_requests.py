@@ -1,6 +1,7 @@
-"""/v1/requests: what the server generates now; and of any request of the server, an explanation or its end.
+"""/v1/requests: list, describe, explain and cancel requests, on all fronts of the server.
 
-A request's id is X-Request-Id or the answer's own `id`.
+A request's id is its X-Request-Id or the `id` of its answer. Running requests are known to their front; finished ones
+are kept by the engine, the last `MAX_FINISHED_KEPT` of them.
 """
 
 from __future__ import annotations
@@ -12,26 +13,24 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import NotFound
-from millrace.serve.describe.routes_info import json_answer
-from millrace.serve.generate.job import Job
-from millrace.serve.http.app_keys import STATE
-from millrace.serve.http.siblings import is_for_sibling, parts_of_siblings
-from millrace.serve.openai.schemas import PRIORITY_CLASSES
-from millrace.serve.tenancy.gate import tenant_of
-from millrace.serve.tenancy.owner import owner_of
+from millrace.link.messages import MAX_FINISHED_KEPT
+from millrace.params import CLASS_NAMES
+from millrace.serve.http.json_answer import json_answer
+from millrace.serve.http.siblings import is_for_sibling
+from millrace.serve.state import STATE, JobSummary
+from millrace.serve.tenancy.owner import owner_of, tenant_of
 
 _CREDENTIALS = ("Authorization", "X-Api-Key")
-_CLASSES = {number: name for name, number in PRIORITY_CLASSES.items()}
 
 
 class RunningRequest(msgspec.Struct):
     """A request that is generating."""
 
     id: str
-    """The answer's id, as in the answer itself."""
+    """The `id` of its answer."""
     object: Literal["request"]
     request_id: str
-    """As in the header X-Request-Id."""
+    """The header X-Request-Id."""
     path: str
     created_at: int
     running_s: float
@@ -40,7 +39,46 @@ class RunningRequest(msgspec.Struct):
     num_sequences: int
     prompt_tokens: int
     output_tokens: int
-    """So far."""
+    """Generated so far."""
+
+
+class SequenceOutcome(msgspec.Struct):
+    finish_reason: str | None
+    message: str | None
+    """The error, if it failed."""
+    prompt_tokens: int
+    output_tokens: int | None
+    total_s: float
+
+
+class RequestOutcome(msgspec.Struct):
+    """A request that no front is generating any more, as the engine recorded it."""
+
+    id: str
+    object: Literal["request.outcome"]
+    request_id: str
+    state: Literal["waiting", "running", "ended"]
+    """"ended", or for a moment an earlier state, while the engine is still being told to abort it."""
+    priority: str
+    sequences: list[SequenceOutcome]
+
+
+class _ExplainedSequence(msgspec.Struct):
+    """The parts of an explanation that an outcome takes over."""
+
+    finish_reason: str | None
+    message: str | None
+    prompt_tokens: int
+    output_tokens: int | None
+    stages_s: dict[str, float]
+
+
+class _Explanation(msgspec.Struct):
+    id: str
+    request_id: str
+    state: Literal["waiting", "running", "ended"]
+    priority: str
+    sequences: list[_ExplainedSequence]
 
 
 class RunningRequests(msgspec.Struct):
@@ -52,39 +90,39 @@ class CancelledRequest(msgspec.Struct):
     object: Literal["request.cancelled"]
     id: str
     cancelled: bool
-    """False where it had ended already."""
+    """False if it had already ended."""
     sequences: int
 
 
-def _describe(job: Job) -> RunningRequest:
-    generation = job.generation
+def _describe(job: JobSummary) -> RunningRequest:
     return RunningRequest(
-        generation.answer_id,
+        job.answer_id,
         "request",
         job.request_id,
         job.path,
-        generation.created,
+        job.created,
         round(time.monotonic() - job.submitted_at, 3),
-        generation.stream,
-        _CLASSES.get(generation.priority, str(generation.priority)),
-        len(job.choices),
-        sum(len(prompt.token_ids) for prompt in generation.prompts),
-        sum(choice.num_tokens for choice in job.choices),
+        job.stream,
+        CLASS_NAMES[job.priority],
+        job.num_sequences,
+        job.prompt_tokens,
+        job.output_tokens,
     )
 
 
-def _visible(request: web.Request) -> list[Job]:
+def _visible(request: web.Request) -> list[JobSummary]:
     owner = owner_of(request)
-    return sorted((job for job in request.app[STATE].jobs if job.owner == owner), key=lambda job: job.submitted_at)
+    summaries = [job.summary() for job in request.app[STATE].jobs]
+    return sorted((one for one in summaries if one.owner == owner), key=lambda one: one.submitted_at)
 
 
 async def _running(request: web.Request) -> list[RunningRequest]:
-    """Those of all fronts, the longest running first; of this one alone when another front asks."""
+    """The tenant's requests on all fronts, longest running first; only this front's for a sibling."""
     running = [_describe(job) for job in _visible(request)]
     if is_for_sibling(request):
         return running
     credentials = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
-    for part in (await parts_of_siblings(request.app[STATE], "/v1/requests", credentials)).values():
+    for part in (await request.app[STATE].siblings.get("/v1/requests", credentials)).values():
         running += msgspec.json.decode(part, type=RunningRequests).data
     return sorted(running, key=lambda one: -one.running_s)
 
@@ -98,33 +136,39 @@ async def describe(request: web.Request) -> web.Response:
     for one in await _running(request):
         if wanted in (one.id, one.request_id):
             return json_answer(request, one)
-    raise _not_found(wanted)
+    return json_answer(request, _outcome(await _query(request, "explain")))
+
+
+def _outcome(explanation: bytes) -> RequestOutcome:
+    known = msgspec.json.decode(explanation, type=_Explanation)
+    sequences = [
+        SequenceOutcome(one.finish_reason, one.message, one.prompt_tokens, one.output_tokens, one.stages_s["total"])
+        for one in known.sequences
+    ]
+    return RequestOutcome(known.id, "request.outcome", known.request_id, known.state, known.priority, sequences)
 
 
 async def cancel(request: web.Request) -> web.Response:
-    """Its stream or answer ends with the error `request_cancelled`; one that has ended already is left as it is."""
-    return await _ask(request, "cancel")
+    """End a running request with the error `request_cancelled`; an ended one stays as it is."""
+    return json_answer(request, await _query(request, "cancel"))
 
 
 async def explain(request: web.Request) -> web.Response:
     """Why it waited, what it found in the cache, whether it was preempted, and the time of each stage."""
-    return await _ask(request, "explain")
+    return json_answer(request, await _query(request, "explain"))
 
 
-async def _ask(request: web.Request, what: Literal["cancel", "explain"]) -> web.Response:
+async def _query(request: web.Request, what: Literal["cancel", "explain"]) -> bytes:
+    """The engine's reply, as JSON."""
     state, name = request.app[STATE], request.match_info["request_id"]
     state.require_engine()
     tenant = tenant_of(request).name if state.keyring is not None else None
-    body = await state.client.ask(what, name, tenant)
+    body = await state.client.query(what, name, tenant)
     if not body:
-        raise _not_found(name)
-    return json_answer(request, body)
-
-
-def _not_found(name: str) -> NotFound:
-    return NotFound(
-        f"There is no request {name[:128]!r} here, or it ended too long ago; its id is the answer's 'id' or the header"
-        " X-Request-Id.",
-        param="request_id",
-        code="request_not_found",
-    )
+        raise NotFound(
+            f"Request {name[:128]!r} is not running and not among the last {MAX_FINISHED_KEPT} that ended. A request's"
+            " id is its header X-Request-Id or the 'id' of its answer.",
+            param="request_id",
+            code="request_not_found",
+        )
+    return body

@@ -1,66 +1,69 @@
-"""What runs without a client waiting: batches, and responses made with `background`.
+"""Runs batches and responses created with `background`, for which no client waits.
 
-One process does it for everybody who shares the data directory: the one that holds the lock file. The kernel frees the
-lock when that process ends, however it ends, and another goes on from what the database says.
+Of all processes that share a data directory, only the holder of the lock file does this. The kernel releases the lock
+when that process ends, in whatever way; another process then continues from the state in the database.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import fcntl
 import logging
-import os
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Coroutine
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 from aiohttp import web
 
-from millrace.errors import EngineUnavailable, MillraceError, Overloaded
-from millrace.serve.generate.work import Prepare, chat_work, completion_work, unattended_answer
-from millrace.serve.responses.translate import response_work
-from millrace.serve.responses.write import failed
+from millrace.errors import MillraceError
+from millrace.serve.generate.work import Prepare
 from millrace.serve.state import FrontState
 from millrace.serve.stored.batch_run import RETRY_S, BatchRun
 from millrace.serve.stored.batch_store import OpenBatch, open_batches
-from millrace.serve.stored.response_store import OpenResponse, end_response, mark_started, open_responses
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 POLL_S = 2.0
-"""How often the database is asked for what other processes put there."""
-FORGET_S = 3600.0
+"""Interval at which the database is read for work that other processes stored."""
+EXPIRY_CHECK_S = 3600.0
 MAX_BATCHES = 8
-"""Batches that run at once; further ones wait for their turn."""
-MAX_RESPONSES = 64
+"""Batches that run at once; the others wait."""
+MAX_TASKS = 64
 LOCK = "background.lock"
 
 log = logging.getLogger("millrace.serve")
 
 
-def batch_endpoints(owner: str) -> dict[str, Prepare]:
-    """The endpoints that a batch may be for."""
-    return {
-        "/v1/chat/completions": chat_work,
-        "/v1/completions": completion_work,
-        "/v1/responses": partial(response_work, owner=owner),
-    }
+@dataclass(frozen=True, slots=True)
+class BackgroundTask:
+    """Stored work other than a batch."""
+
+    id: str
+    run: Callable[[], Coroutine[Any, Any, None]]
 
 
-class Background:
-    def __init__(self, state: FrontState) -> None:
+OpenTasks = Callable[[FrontState, sqlite3.Connection], list[BackgroundTask]]
+"""Reads the tasks that are not finished, inside one transaction."""
+
+
+class BackgroundRunner:
+    def __init__(self, state: FrontState, endpoints: Mapping[str, Prepare], open_tasks: OpenTasks) -> None:
         self._state = state
+        self.endpoints = endpoints
+        """The endpoints that a batch may be for."""
+        self._open_tasks = open_tasks
         self._wakeup = asyncio.Event()
-        self._lock_fd: int | None = None
+        self._lock: FileLock | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, BatchRun] = {}
-        self._forget_at = 0.0
+        self._next_expiry_check = 0.0
         self._slots = asyncio.Semaphore(state.config.server.batch_lines)
 
     def wake(self) -> None:
-        """Something was stored that concerns us."""
+        """Look at the database now: something was stored or cancelled."""
         self._wakeup.set()
 
     async def run(self) -> None:
@@ -70,9 +73,9 @@ class Background:
                 try:
                     if await store.in_thread(self._has_lock):
                         await self._sweep()
-                        await self._forget()
+                        await self._delete_expired()
                 except MillraceError as error:
-                    log.error("Batches and background responses wait: %s", error)
+                    log.error("Batches and background responses are paused: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S if store.is_in_use else None):
                     await self._wakeup.wait()
@@ -82,45 +85,47 @@ class Background:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        if self._lock is not None:
+            self._lock.release()
 
     def _has_lock(self) -> bool:
-        if self._lock_fd is None:
-            fd = os.open(self._state.store.directory / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        """Try to take the lock without waiting. Runs in the store's thread."""
+        from filelock import FileLock, Timeout  # 20 ms to import, and most servers store nothing.
+
+        if self._lock is None:
+            # The store's thread acquires it and the event loop's thread releases it.
+            self._lock = FileLock(self._state.store.directory / LOCK, thread_local=False)
+        if not self._lock.is_locked:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
+                self._lock.acquire(blocking=False)
+            except Timeout:
                 return False
-            self._lock_fd = fd
         return True
 
     async def _sweep(self) -> None:
-        """Start what is open and not running; stop what was cancelled or deleted."""
-        batches, responses = await self._state.store.run(lambda db: (open_batches(db), open_responses(db)))
+        """Start open work that is not running; stop what was cancelled or deleted."""
+        batches, tasks = await self._state.store.run(lambda db: (open_batches(db), self._open_tasks(self._state, db)))
         for batch in batches:
             if batch.id not in self._tasks and len(self._runs) < MAX_BATCHES:
                 self._start_batch(batch)
             elif batch.status == "cancelling" and batch.id in self._runs:
                 self._runs[batch.id].stop.set()
-        wanted = {response.id for response in responses}
-        for task_id, task in self._tasks.items():
-            if task_id not in self._runs and task_id not in wanted:
-                task.cancel()
-        for response in responses:
-            if response.id not in self._tasks and len(self._tasks) < MAX_RESPONSES + MAX_BATCHES:
-                self._start(response.id, self._response(response))
+        open_ids = {task.id for task in tasks}
+        for task_id, running in self._tasks.items():
+            if task_id not in self._runs and task_id not in open_ids:
+                running.cancel()
+        for task in tasks:
+            if task.id not in self._tasks and len(self._tasks) < MAX_TASKS + MAX_BATCHES:
+                self._start(task.id, task.run())
 
-    async def _forget(self) -> None:
-        """Now and then, remove what has expired."""
-        if time.monotonic() >= self._forget_at:
-            self._forget_at = time.monotonic() + FORGET_S
+    async def _delete_expired(self) -> None:
+        """Delete expired files and responses, once per `EXPIRY_CHECK_S`."""
+        if time.monotonic() >= self._next_expiry_check:
+            self._next_expiry_check = time.monotonic() + EXPIRY_CHECK_S
             await self._state.store.run(self._state.store.forget_expired)
 
     def _start_batch(self, batch: OpenBatch) -> None:
-        prepare = batch_endpoints(batch.owner)[batch.endpoint]
+        prepare = self.endpoints[batch.endpoint]
         run = self._runs[batch.id] = BatchRun(self._state, batch, prepare, self._slots)
         self._start(batch.id, run.run())
 
@@ -129,7 +134,7 @@ class Background:
             try:
                 await work
             except Exception:
-                log.exception("%s stopped; it will be taken up again.", task_id)
+                log.exception("%s failed; it will be retried.", task_id)
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._tasks.pop(task_id, None)
@@ -138,30 +143,12 @@ class Background:
 
         self._tasks[task_id] = asyncio.create_task(guarded())
 
-    # ── background responses ──────────────────────────────────────────────────────────────────────────────────────────
-    async def _response(self, response: OpenResponse) -> None:
-        state, store = self._state, self._state.store
-        opening = msgspec.structs.replace(response.answer, status="in_progress")
-        await store.run(mark_started, opening)
-        while not state.draining:
-            try:
-                received = time.monotonic()
-                work = await response_work(state, response.request, received, owner=response.owner, queued=opening)
-                work = dataclasses.replace(work, generation=dataclasses.replace(work.generation, stream=False))
-                await unattended_answer(state, work, response.owner, response.id, "/v1/responses", received)
-                return
-            except (EngineUnavailable, Overloaded):
-                await asyncio.sleep(RETRY_S)
-            except MillraceError as error:
-                await store.run(end_response, failed(opening, error))
-                return
+
+BACKGROUND = web.AppKey("background", BackgroundRunner)
 
 
-BACKGROUND = web.AppKey("background", Background)
-
-
-async def in_background(app: web.Application) -> AsyncIterator[None]:
-    """Runs for as long as the application does."""
+async def run_background(app: web.Application) -> AsyncIterator[None]:
+    """Cleanup context of the application: runs the background work until it shuts down."""
     background = app[BACKGROUND]
     task = asyncio.create_task(background.run())
     try:

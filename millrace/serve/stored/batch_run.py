@@ -1,4 +1,4 @@
-"""One batch from its input file to its result files, at batch priority, through the same jobs as HTTP requests."""
+"""Runs one batch from its input file to its result files, at batch priority, with the same jobs as HTTP requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from millrace.errors import BadRequest, EngineUnavailable, MillraceError, Overloaded, RequestFailed
+from millrace.serve.generate.priority import BATCH
 from millrace.serve.generate.work import Prepare, Work, unattended_answer
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.ids import new_id
-from millrace.serve.openai.schemas import PRIORITY_CLASSES
 from millrace.serve.state import FrontState
 from millrace.serve.stored.batch_store import (
-    BAD,
-    GOOD,
+    FAILED,
+    SUCCEEDED,
     BatchError,
     Line,
     OpenBatch,
@@ -35,9 +35,9 @@ from millrace.serve.stored.file_store import add_file, path_of
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
-"""Errors of a refused input file that are listed."""
+"""Errors listed for an invalid input file."""
 RETRY_S = 1.0
-"""How long a line waits before it is tried again when the engine is full or away."""
+"""Pause before a line is retried when the engine is overloaded or unavailable."""
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ _envelope = msgspec.json.Decoder(_Envelope)
 
 
 class BatchRun:
-    """Carries one batch on from wherever it stands."""
+    """One batch, continued from its state in the database."""
 
     def __init__(self, state: FrontState, batch: OpenBatch, prepare: Prepare, slots: asyncio.Semaphore) -> None:
         self._state = state
@@ -63,10 +63,10 @@ class BatchRun:
         self._slots = slots
         self._path = path_of(self._store, batch.input_file_id)
         self.stop = asyncio.Event()
-        """Set when the batch was cancelled."""
+        """Set to cancel the batch."""
 
     async def run(self) -> None:
-        """Ends when the batch has ended, or (draining) early; then the next run goes on from there."""
+        """Returns when the batch has ended, or early if the server drains; the next run then continues it."""
         batch = self._batch
         if batch.status == "validating" and not await self._validate():
             return
@@ -74,7 +74,7 @@ class BatchRun:
             outcome = "cancelled" if batch.status == "cancelling" else await self._run_lines()
             if outcome is None:
                 return
-            await self._store.run(self._give_up_the_rest, outcome)
+            await self._store.run(self._fail_pending_lines, outcome)
             batch = self._batch = dataclasses.replace(batch, status="finalizing", outcome=outcome)
         await self._store.run(self._write_results)
 
@@ -82,7 +82,7 @@ class BatchRun:
     async def _validate(self) -> bool:
         lines, errors = await self._store.in_thread(self._read_lines)
         if not lines and not errors:
-            errors = [BatchError("empty_file", "The input file holds no requests; put one JSON object on each line.")]
+            errors = [BatchError("empty_file", "The input file has no requests; write one JSON object per line.")]
         if errors:
             await self._store.run(fail_validation, self._batch.id, errors[:MAX_ERRORS])
             return False
@@ -96,7 +96,7 @@ class BatchRun:
         try:
             for line_no, offset, data in self._raw_lines():
                 if len(lines) == MAX_LINES:
-                    text = f"The input file holds more than {MAX_LINES} requests; split it."
+                    text = f"The input file has more than {MAX_LINES} requests; split it."
                     return lines, [BatchError("too_many_requests", text, line=line_no)]
                 try:
                     custom_id = self._check(data, seen)
@@ -110,7 +110,7 @@ class BatchRun:
         return lines, errors
 
     def _raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Number (from 1), offset and bytes of each line that is not blank."""
+        """Number (from 1), byte offset and bytes of each line that is not blank."""
         offset = 0
         with self._path.open("rb") as file:
             for line_no, data in enumerate(file, 1):
@@ -119,14 +119,14 @@ class BatchRun:
                 offset += len(data)
 
     def _check(self, data: bytes, seen: set[str]) -> str:
-        """The line's custom id, or what is wrong with the line. Its body is checked when its turn comes."""
+        """The line's custom_id. Raises if the envelope is invalid; the body is checked when the line is run."""
         try:
             line = _envelope.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f"This line is not a request: {error}.", code="invalid_json_line") from None
+            raise BadRequest(f"This line is not a valid request: {error}.", code="invalid_json_line") from None
         if line.custom_id in seen:
             raise BadRequest(
-                f"custom_id {line.custom_id[:80]!r} was used before; make every one different.",
+                f"custom_id {line.custom_id[:80]!r} is used twice; each must be unique.",
                 param="custom_id",
                 code="duplicate_custom_id",
             )
@@ -144,7 +144,7 @@ class BatchRun:
 
     # ── the lines ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _run_lines(self) -> str | None:
-        """Answer what is pending. Gives the batch's outcome, or None when the server stops first."""
+        """Answer the pending lines. Returns the batch's outcome, or None if the server drains first."""
         pending = iter(await self._store.run(pending_lines, self._batch.id))
         workers = [asyncio.create_task(self._work(pending)) for _ in range(self._state.config.server.batch_lines)]
         whole = asyncio.gather(*workers)
@@ -161,7 +161,7 @@ class BatchRun:
             await asyncio.gather(*workers, whole, stopped, return_exceptions=True)
 
     async def _work(self, pending: Iterator[Line]) -> bool:
-        """Take lines until there are none. False when the server is being stopped."""
+        """Answer lines until none is left. False if the server drains."""
         for line in pending:
             async with self._slots:
                 if not await self._answer_line(line):
@@ -187,24 +187,26 @@ class BatchRun:
                 self._state, work, self._batch.owner, request_id, self._batch.endpoint, received
             )
             code = 200
-            tokens = (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+            tokens = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
         except (Overloaded, EngineUnavailable):
             raise
         except MillraceError as error:
             body, code = error_body(error), error.status
         response = {"status_code": code, "request_id": request_id, "body": msgspec.Raw(body)}
-        return GOOD if code == 200 else BAD, _result_line(line.custom_id, response, None), tokens
+        return SUCCEEDED if code == 200 else FAILED, _result_line(line.custom_id, response, None), tokens
 
     async def _prepared(self, line: Line) -> Work:
         body = bytes(_envelope.decode(await self._store.in_thread(lambda: self._read(line))).body)
-        work = await self._prepare(self._state, body, time.monotonic())
+        work = await self._prepare(self._state, body, time.monotonic(), self._batch.owner)
         generation = work.generation
         if generation.stream:
-            raise BadRequest("'stream' is true, but a batch's answers are files; set it to false.", param="stream")
+            raise BadRequest(
+                "'stream' is true, but a batch writes its answers to a file; set it to false.", param="stream"
+            )
         deadline = time.monotonic() + self._batch.expires_at - time.time()
         if _has_timeout(body):
             deadline = min(deadline, generation.deadline)
-        generation = dataclasses.replace(generation, priority=PRIORITY_CLASSES["batch"], deadline=deadline)
+        generation = dataclasses.replace(generation, priority=BATCH, deadline=deadline)
         return dataclasses.replace(work, generation=generation)
 
     def _read(self, line: Line) -> bytes:
@@ -213,21 +215,21 @@ class BatchRun:
                 file.seek(line.offset)
                 return file.read(line.length)
         except FileNotFoundError:
-            raise RequestFailed("The batch's input file was deleted before this line was reached.") from None
+            raise RequestFailed("The batch's input file was deleted before this line was run.") from None
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _give_up_the_rest(self, database: sqlite3.Connection, outcome: str) -> None:
+    def _fail_pending_lines(self, database: sqlite3.Connection, outcome: str) -> None:
         if outcome != "completed":
-            why = "was cancelled" if outcome == "cancelled" else "expired"
-            error = {"code": f"batch_{outcome}", "message": f"The batch {why} before this request was answered."}
+            verb = "was cancelled" if outcome == "cancelled" else "expired"
+            error = {"code": f"batch_{outcome}", "message": f"The batch {verb} before this request was answered."}
             for line in pending_lines(database, self._batch.id):
-                record(database, self._batch.id, line.line_no, BAD, _result_line(line.custom_id, None, error))
+                record(database, self._batch.id, line.line_no, FAILED, _result_line(line.custom_id, None, error))
         finalize(database, self._batch.id, outcome)
 
     def _write_results(self, database: sqlite3.Connection) -> None:
-        """Files first, then the row that names them: after a crash in between both are simply written again."""
+        """Files first, then the row that refers to them: after a crash in between, both are written again."""
         batch = self._batch
-        ids = [self._write_file(database, status, name) for status, name in ((GOOD, "output"), (BAD, "error"))]
+        ids = [self._write_file(database, status, name) for status, name in ((SUCCEEDED, "output"), (FAILED, "error"))]
         close_batch(database, batch, *ids)
 
     def _write_file(self, database: sqlite3.Connection, status: int, name: str) -> str | None:
@@ -248,7 +250,7 @@ class BatchRun:
 
 
 def _has_timeout(body: bytes) -> bool:
-    """Whether a line sets its own deadline; one that sets none may take as long as its batch."""
+    """True if the line sets its own deadline; otherwise the batch's expiry is its deadline."""
     return msgspec.json.decode(body, type=_Timeout).timeout is not None
 
 

@@ -1,7 +1,7 @@
-"""Batches as they stand in the database. Every function runs inside one transaction.
+"""Batches in the database. Every function runs inside one transaction.
 
-A line is pending until its result is written, together with the batch's counts, in one transaction: whatever happens
-to the server in between, a line is answered in the output exactly once.
+A line's result and the batch's counts are written in one transaction, and only while the line is pending: each line has
+exactly one result, even if the server is killed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ BatchStatus = Literal[
 ]
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_S = 86_400
-PENDING, GOOD, BAD = 0, 1, 2
-"""What became of a line; good lines go to the output file, bad ones to the error file."""
+PENDING, SUCCEEDED, FAILED = 0, 1, 2
+"""State of a line. Results of succeeded lines go to the output file, of failed ones to the error file."""
 
 
-# ── what clients receive ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class BatchError(msgspec.Struct):
     code: str
     message: str
@@ -63,7 +63,7 @@ class BatchUsage(msgspec.Struct):
 
 
 class BatchAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A batch: where it stands, and where its results are. A time that has not come is not there."""
+    """A batch: its status and its result files. Times of states that it has not reached are left out."""
 
     id: str
     object: Literal["batch"]
@@ -97,7 +97,7 @@ class BatchList(msgspec.Struct):
     last_id: str | UnsetType = UNSET
 
 
-_MAYBE = (
+_OPTIONAL = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
     *("output_file_id", "error_file_id"),
 )
@@ -120,11 +120,11 @@ def _answer(row: sqlite3.Row) -> BatchAnswer:
         request_counts=RequestCounts(row["total"], row["completed"], row["failed"]),
         usage=BatchUsage(row["prompt_tokens"], details[0], row["output_tokens"], details[1], total),
         metadata=None if row["metadata"] is None else msgspec.json.decode(row["metadata"]),
-        **{name: row[name] for name in _MAYBE if row[name] is not None},
+        **{name: row[name] for name in _OPTIONAL if row[name] is not None},
     )
 
 
-# ── clients' wishes ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── operations of clients ─────────────────────────────────────────────────────────────────────────────────────────────
 def add_batch(
     database: sqlite3.Connection,
     owner: str,
@@ -150,7 +150,7 @@ def add_batch(
 def _row(database: sqlite3.Connection, batch_id: str, owner: str) -> sqlite3.Row:
     row = database.execute("SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)).fetchone()
     if row is None:
-        raise NotFound(f"There is no batch {batch_id[:200]!r}; GET /v1/batches lists what there is.", param="batch_id")
+        raise NotFound(f"There is no batch {batch_id[:200]!r}; GET /v1/batches lists all.", param="batch_id")
     return cast(sqlite3.Row, row)
 
 
@@ -163,7 +163,7 @@ def list_batches(database: sqlite3.Connection, owner: str, page: Page) -> BatchL
     if page.after is not None:
         row = database.execute("SELECT number FROM batches WHERE id = ? AND owner = ?", (page.after, owner)).fetchone()
         if row is None:
-            raise BadRequest(f"after is {page.after[:200]!r}, which is no batch of this list.", param="after")
+            raise BadRequest(f"after is {page.after[:200]!r}, which is not in this list.", param="after")
         before = row["number"]
     rows = database.execute(
         "SELECT * FROM batches WHERE owner = ? AND number < ? ORDER BY number DESC LIMIT ?",
@@ -179,21 +179,21 @@ def cancel_batch(database: sqlite3.Connection, batch_id: str, owner: str) -> Bat
     if batch.status in ("cancelling", "cancelled"):
         return batch
     if batch.status not in ("validating", "in_progress"):
-        raise Conflict(f"The batch {batch_id!r} is {batch.status}; only one that still runs can be cancelled.")
+        raise Conflict(f"The batch {batch_id!r} is {batch.status}; only a running batch can be cancelled.")
     database.execute(
         "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?", (int(time.time()), batch_id)
     )
     return get_batch(database, batch_id, owner)
 
 
-# ── the runner's notes ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── progress of a run ─────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
     id: str
     owner: str
     status: str
     outcome: str | None
-    """Where a batch that is being finalised will end."""
+    """Status that a batch in `finalizing` will get."""
     endpoint: str
     input_file_id: str
     expires_at: int
@@ -202,7 +202,7 @@ class OpenBatch:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where a request stands in the input file."""
+    """Position of a request in the input file, in bytes."""
 
     line_no: int
     custom_id: str
@@ -230,7 +230,7 @@ def fail_validation(database: sqlite3.Connection, batch_id: str, errors: list[Ba
 
 
 def begin(database: sqlite3.Connection, batch_id: str, lines: list[Line]) -> None:
-    """Validation is over. Doing it twice, after a restart, changes nothing."""
+    """Store the validated lines and start the batch. Idempotent: a restart may repeat it."""
     database.executemany(
         "INSERT OR IGNORE INTO batch_lines (batch_id, line_no, custom_id, offset, length) VALUES (?, ?, ?, ?, ?)",
         [(batch_id, line.line_no, line.custom_id, line.offset, line.length) for line in lines],
@@ -257,13 +257,13 @@ def record(
     result: bytes,
     tokens: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
-    """Write a line's result, once. `tokens`: of the prompt, of it cached, of the output."""
+    """Write the result of a pending line. `tokens`: prompt, cached, output."""
     done = database.execute(
         "UPDATE batch_lines SET status = ?, result = ? WHERE batch_id = ? AND line_no = ? AND status = ?",
         (status, result, batch_id, line_no, PENDING),
     )
     if done.rowcount:
-        column = "completed" if status == GOOD else "failed"
+        column = "completed" if status == SUCCEEDED else "failed"
         database.execute(
             f"UPDATE batches SET {column} = {column} + 1, prompt_tokens = prompt_tokens + ?,"
             " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ? WHERE id = ?",
@@ -279,7 +279,7 @@ def finalize(database: sqlite3.Connection, batch_id: str, outcome: str) -> None:
 
 
 def results(database: sqlite3.Connection, batch_id: str, status: int) -> Any:
-    """The results of this kind in the order of the input, one at a time."""
+    """Results with this status in input order, as a cursor."""
     return database.execute(
         "SELECT result FROM batch_lines WHERE batch_id = ? AND status = ? ORDER BY line_no", (batch_id, status)
     )

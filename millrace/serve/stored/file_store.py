@@ -1,4 +1,4 @@
-"""Stored files: a row each, and their bytes in a plain file named by their id."""
+"""Stored files: a database row each, and the bytes in a file named by the id."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest, NotFound
+from millrace.serve.database import Store
 from millrace.serve.http.ids import new_id
 from millrace.serve.http.queries import Page
-from millrace.serve.stored.database import Store
 
 
 class FileAnswer(msgspec.Struct):
@@ -34,7 +34,7 @@ class FileList(msgspec.Struct):
     data: list[FileAnswer]
     first_id: str
     last_id: str
-    """Both are empty where the list is."""
+    """Both are empty if the list is."""
     has_more: bool
 
 
@@ -49,7 +49,7 @@ def new_file_id() -> str:
 
 
 def path_of(store: Store, file_id: str) -> Path:
-    """Only of ids that have a row: those are ours, and hold no path separators."""
+    """Call only with ids that have a row: we made those, and they contain no path separator."""
     return store.files / file_id
 
 
@@ -88,7 +88,7 @@ def get_file(database: sqlite3.Connection, file_id: str, owner: str, param: str 
         f"SELECT * FROM files WHERE id = ? AND {_ALIVE}", (file_id, owner, int(time.time()))
     ).fetchone()
     if row is None:
-        raise NotFound(f"There is no file {file_id[:200]!r}; GET /v1/files lists what there is.", param=param)
+        raise NotFound(f"There is no file {file_id[:200]!r}; GET /v1/files lists all.", param=param)
     return _answer(row)
 
 
@@ -102,7 +102,7 @@ def list_files(database: sqlite3.Connection, owner: str, page: Page, purpose: st
     if page.after is not None:
         ids = [row["id"] for row in rows]
         if page.after not in ids:
-            raise BadRequest(f"after is {page.after[:200]!r}, which is no file of this list.", param="after")
+            raise BadRequest(f"after is {page.after[:200]!r}, which is not in this list.", param="after")
         rows = rows[ids.index(page.after) + 1 :]
     shown = [_answer(row) for row in rows[: page.limit]]
     first, last = (shown[0].id, shown[-1].id) if shown else ("", "")

@@ -1,4 +1,4 @@
-"""/v1/batches: make, list, describe, cancel. What runs them is in `background`."""
+"""/v1/batches: create, list, describe, cancel. `background` runs the batches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 from aiohttp import web
 
 from millrace.errors import BadRequest
-from millrace.serve.describe.routes_info import json_answer
-from millrace.serve.generate.sampling import MAX_METADATA
-from millrace.serve.http.app_keys import STATE
+from millrace.serve.generate.checks import check_metadata
 from millrace.serve.http.body import BodyDecoder, read_body
+from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of
-from millrace.serve.openai.schemas import Strict, described
-from millrace.serve.stored.background import BACKGROUND, batch_endpoints
+from millrace.serve.http.schema import Strict, described
+from millrace.serve.state import STATE
+from millrace.serve.stored.background import BACKGROUND
 from millrace.serve.stored.batch_store import BatchAnswer, add_batch, cancel_batch, get_batch, list_batches
 from millrace.serve.stored.file_store import get_file
-from millrace.serve.stored.routes_files import lifetime_s
+from millrace.serve.stored.routes_files import checked_lifetime_s
 from millrace.serve.tenancy.owner import owner_of
 
 
@@ -29,13 +29,18 @@ class OutputExpiry(Strict, kw_only=True):
 class BatchRequest(Strict, kw_only=True):
     """The body of POST /v1/batches."""
 
-    input_file_id: Annotated[str, described("A file of requests, one JSON object a line, uploaded for `batch`.")]
+    input_file_id: Annotated[
+        str, described("A file of requests, one JSON object per line, uploaded with purpose `batch`.")
+    ]
     endpoint: Annotated[
         str,
-        described("Where the requests go.", enum=["/v1/chat/completions", "/v1/completions", "/v1/responses"]),
+        described(
+            "The endpoint of all requests in the file.",
+            enum=["/v1/chat/completions", "/v1/completions", "/v1/responses"],
+        ),
     ]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[str, str] | None, described("Labels, given back with the batch.")] = None
+    metadata: Annotated[dict[str, str] | None, described("Labels, returned with the batch.")] = None
     output_expires_after: OutputExpiry | None = None
 
 
@@ -45,23 +50,19 @@ _batch = BodyDecoder(BatchRequest)
 async def create(request: web.Request) -> web.Response:
     state, owner = request.app[STATE], owner_of(request)
     body = _batch.decode(await read_body(request, state.body_limit_bytes))
-    _check(body)
+    _check_endpoint(body.endpoint, list(request.app[BACKGROUND].endpoints))
+    check_metadata(body.metadata)
     batch = await state.store.run(_add, body, owner, state.model_name)
     request.app[BACKGROUND].wake()
     return json_answer(request, batch)
 
 
-def _check(body: BatchRequest) -> None:
-    known = list(batch_endpoints(""))
-    if body.endpoint not in known:
+def _check_endpoint(endpoint: str, known: list[str]) -> None:
+    if endpoint not in known:
         raise BadRequest(
-            f"endpoint is {body.endpoint[:80]!r}; this server runs batches for {', '.join(known)}.",
+            f"endpoint is {endpoint[:80]!r}; this server runs batches for {', '.join(known)}.",
             param="endpoint",
             code="invalid_value",
-        )
-    if body.metadata is not None and len(body.metadata) > MAX_METADATA:
-        raise BadRequest(
-            f"metadata holds {len(body.metadata)} entries; at most {MAX_METADATA} are allowed.", param="metadata"
         )
 
 
@@ -69,11 +70,11 @@ def _add(database: sqlite3.Connection, body: BatchRequest, owner: str, model: st
     file = get_file(database, body.input_file_id, owner, param="input_file_id")
     if file.purpose != "batch":
         raise BadRequest(
-            f"The file {file.id!r} was uploaded with the purpose {file.purpose!r}; a batch needs one with 'batch'.",
+            f"The file {file.id!r} was uploaded with purpose {file.purpose!r}; a batch needs 'batch'.",
             param="input_file_id",
         )
     expiry = body.output_expires_after
-    lives_s = None if expiry is None else lifetime_s(expiry.anchor, expiry.seconds, "output_expires_after")
+    lives_s = None if expiry is None else checked_lifetime_s(expiry.anchor, expiry.seconds, "output_expires_after")
     return add_batch(database, owner, body.endpoint, file.id, body.metadata, lives_s, model)
 
 

@@ -15,13 +15,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from millrace.errors import BadRequest, BodyTooLarge, RequestTimeout, UnsupportedMediaType
-from millrace.serve.describe.routes_info import json_answer
-from millrace.serve.http.app_keys import REQUEST_ID, STATE
+from millrace.serve.database import Store
+from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import BODY_TIMEOUT_S
 from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import MAX_PAGE, check_query, page_of
-from millrace.serve.state import FrontState
-from millrace.serve.stored.database import Store
+from millrace.serve.state import STATE, FrontState
 from millrace.serve.stored.file_store import add_file, delete_file, get_file, list_files, new_file_id, path_of
 from millrace.serve.tenancy.owner import owner_of
 
@@ -29,16 +29,16 @@ _T = TypeVar("_T")
 
 UPLOAD_PATH = "/v1/files"
 PURPOSES = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
-"""What a file may be said to be for. Only `batch` is read by anything here."""
+"""Accepted purposes. This server uses only files for `batch`."""
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
-_LONGEST_FIELD_BYTES = 1024
+_MAX_FIELD_BYTES = 1024
 _CHUNK_BYTES = 1 << 18
-_LIVES_S = (3600, 2_592_000)
+_LIFETIME_RANGE_S = (3600, 2_592_000)
 
 
 @dataclass(slots=True)
 class _Upload:
-    """A form as it comes in. The file is written beside its place and moved there when everything is good."""
+    """A form being received. The file is written to a temporary name and renamed once the form is valid."""
 
     file_id: str = field(default_factory=new_file_id)
     fields: dict[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ async def upload(request: web.Request) -> web.Response:
     state = request.app[STATE]
     check_upload(request, state)
     store, taken = state.store, _Upload()
-    await store.run(lambda database: None)  # The directory is there from here on.
+    await store.run(lambda database: None)  # Creates the directory.
     part_path = store.files / f".{taken.file_id}.part"
     try:
         await _read_form(request, state, taken, part_path)
@@ -68,7 +68,7 @@ async def upload(request: web.Request) -> web.Response:
 
 
 def check_upload(request: web.Request, state: FrontState) -> None:
-    """Everything that can be refused before a byte of the form is read."""
+    """Refuse what the headers alone show to be wrong, before the form is read."""
     _check_size(request.content_length or 0, state)
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -85,7 +85,7 @@ def _check_size(num_bytes: int, state: FrontState) -> None:
     limit = state.config.server.file_limit_mb * 1024 * 1024
     if num_bytes > limit:
         raise BodyTooLarge(
-            f"The upload has at least {num_bytes} bytes; this server takes files of at most {limit}."
+            f"The upload has at least {num_bytes} bytes; the limit is {limit}."
             " Split the file, or start the server with a larger --file-limit-mb."
         )
 
@@ -95,10 +95,10 @@ async def _read_form(request: web.Request, state: FrontState, taken: _Upload, pa
         reader = await request.multipart()
         while part := await _in_time(reader.next()):
             if not isinstance(part, BodyPartReader):
-                raise BadRequest("The form holds a form within a form; send plain fields.", code="malformed_form")
+                raise BadRequest("The form contains a nested form; send plain fields.", code="malformed_form")
             await _read_part(state, taken, part, path)
     except TimeoutError:
-        raise RequestTimeout(f"Nothing of the upload arrived for {BODY_TIMEOUT_S:g} s; send it on.") from None
+        raise RequestTimeout(f"No data of the upload arrived for {BODY_TIMEOUT_S:g} s.") from None
     except (ValueError, AssertionError, RequestPayloadError, HttpProcessingError) as error:
         what = " ".join(str(error).split())[:80]
         raise BadRequest(f"The body is not well-formed multipart/form-data: {what}", code="malformed_form") from None
@@ -113,21 +113,21 @@ async def _read_part(state: FrontState, taken: _Upload, part: BodyPartReader, pa
     name = part.name or ""
     if name not in _FIELDS:
         close = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.6)
-        hint = f"Did you mean '{close[0]}'?" if close else "Remove it; nothing is ignored silently."
+        hint = f"Did you mean '{close[0]}'?" if close else "Remove it."
         raise BadRequest(
             f"{name[:80]!r} is not a field of this form. {hint}", param=name[:200] or None, code="unknown_field"
         )
     if name in taken.fields or (name == "file" and taken.filename is not None):
-        raise BadRequest(f"The form has '{name}' twice; send it once.", param=name)
+        raise BadRequest(f"The form contains '{name}' twice.", param=name)
     if name == "file":
         taken.filename = part.filename or "upload"
         await _write_file(state, taken, part, path)
         return
     data = bytearray()
-    while chunk := await _in_time(part.read_chunk(_LONGEST_FIELD_BYTES)):
+    while chunk := await _in_time(part.read_chunk(_MAX_FIELD_BYTES)):
         data += chunk
-        if len(data) > _LONGEST_FIELD_BYTES:
-            raise BadRequest(f"'{name}' is longer than {_LONGEST_FIELD_BYTES} bytes; shorten it.", param=name)
+        if len(data) > _MAX_FIELD_BYTES:
+            raise BadRequest(f"'{name}' is longer than {_MAX_FIELD_BYTES} bytes.", param=name)
     taken.fields[name] = data.decode("utf-8", "replace")
 
 
@@ -148,11 +148,11 @@ async def _write(store: Store, file: IO[bytes], chunk: bytes | bytearray) -> Non
 
 
 def _checked(taken: _Upload) -> tuple[str, int | None]:
-    """The purpose, and how many seconds the file shall live."""
+    """The purpose, and the file's lifetime in seconds (None: no limit)."""
     fields = taken.fields
     for name, is_there in (("file", taken.filename is not None), ("purpose", "purpose" in fields)):
         if not is_there:
-            raise BadRequest(f"'{name}' is missing; it is required, add it.", param=name, code="missing_field")
+            raise BadRequest(f"'{name}' is required.", param=name, code="missing_field")
     purpose = fields["purpose"]
     if purpose not in PURPOSES:
         raise BadRequest(
@@ -163,15 +163,15 @@ def _checked(taken: _Upload) -> tuple[str, int | None]:
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return purpose, None
-    return purpose, lifetime_s(anchor, int(seconds) if seconds and re.fullmatch(r"\d{1,9}", seconds) else None)
+    return purpose, checked_lifetime_s(anchor, int(seconds) if seconds and re.fullmatch(r"\d{1,9}", seconds) else None)
 
 
-def lifetime_s(anchor: str | None, seconds: int | None, name: str = "expires_after") -> int:
+def checked_lifetime_s(anchor: str | None, seconds: int | None, name: str = "expires_after") -> int:
     if anchor != "created_at":
         raise BadRequest(f"{name}.anchor is {anchor!r}; it must be 'created_at'.", param=f"{name}.anchor")
-    if seconds is None or not _LIVES_S[0] <= seconds <= _LIVES_S[1]:
+    if seconds is None or not _LIFETIME_RANGE_S[0] <= seconds <= _LIFETIME_RANGE_S[1]:
         raise BadRequest(
-            f"{name}.seconds is {seconds}; send a whole number from {_LIVES_S[0]} to {_LIVES_S[1]}.",
+            f"{name}.seconds is {seconds}; send an integer from {_LIFETIME_RANGE_S[0]} to {_LIFETIME_RANGE_S[1]}.",
             param=f"{name}.seconds",
         )
     return seconds

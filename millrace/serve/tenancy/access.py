@@ -1,28 +1,36 @@
-"""Who may come in: API keys before anything of a request is read, and the browser's questions about other origins."""
+"""Access to the server: API keys, checked before a request's body is read, and cross-origin requests (CORS)."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
 
-from millrace.serve.http.app_keys import EXTRA_HEADERS, STATE, TENANT
+from millrace.serve.http.app_keys import EXTRA_HEADERS
 from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.tenancy.keyring import Keyring
+from millrace.serve.tenancy.owner import TENANT
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/docs", "/openapi.json"})
-"""What probes, scrapers and people may read without a key. None of it tells of requests or their text."""
+"""Paths that need no key. None of them shows requests or their text."""
 PREFLIGHT_AGE_S = 600
 EXPOSED = f"{REQUEST_ID_HEADER}, Retry-After"
 
 
-@web.middleware
-async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
-    keyring = request.app[STATE].keyring
-    if keyring is not None and request.path not in OPEN_PATHS and request.method != hdrs.METH_OPTIONS:
-        request[TENANT] = keyring.tenant_of(key_in(request))
-    return await handler(request)
+def authorise(get_keyring: Callable[[], Keyring | None]) -> Middleware:
+    """Middleware that sets the tenant from the request's API key. Without a keyring no key is required."""
+
+    @web.middleware
+    async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+        keyring = get_keyring()
+        if keyring is not None and request.path not in OPEN_PATHS and request.method != hdrs.METH_OPTIONS:
+            request[TENANT] = keyring.tenant_of(key_in(request))
+        return await handler(request)
+
+    return check_key
 
 
 def key_in(request: web.Request) -> str | None:
@@ -32,39 +40,51 @@ def key_in(request: web.Request) -> str | None:
     return request.headers.get("x-api-key")
 
 
-@web.middleware
-async def cross_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Browsers ask before a page of another origin may call us; only origins that were allowed get a yes."""
-    allowed = _allowed_origin(request)
-    if allowed is None:
-        return await handler(request)
-    headers = {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": EXPOSED}
-    if allowed != "*":
-        headers["Vary"] = "Origin"
-    if request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers:
-        asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "authorization, content-type")
-        headers |= {
-            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
-            "Access-Control-Allow-Headers": _header_names(asked),
-            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
-        }
-        return web.Response(status=204, headers=headers)
-    request[EXTRA_HEADERS] = headers
-    response = await handler(request)
-    if not response.prepared:
-        response.headers.update(headers)
-    return response
+def cross_origin(origins: Collection[str]) -> Middleware:
+    """Middleware for CORS: lets browsers call the API from pages of the allowed origins ("*": all)."""
+
+    @web.middleware
+    async def allow_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
+        allowed = _allowed_origin(request, origins)
+        if allowed is None:
+            return await handler(request)
+        headers = {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": EXPOSED}
+        if allowed != "*":
+            headers["Vary"] = "Origin"
+        if is_preflight(request):
+            return _preflight_answer(request, headers)
+        request[EXTRA_HEADERS] = headers
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.update(headers)
+        return response
+
+    return allow_origin
 
 
-def _allowed_origin(request: web.Request) -> str | None:
+def is_preflight(request: web.Request) -> bool:
+    """True for a CORS preflight: a browser asks whether a page of another origin may call the API."""
+    return request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+
+
+def _preflight_answer(request: web.Request, headers: dict[str, str]) -> web.Response:
+    asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "authorization, content-type")
+    headers |= {
+        "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+        "Access-Control-Allow-Headers": _header_names(asked),
+        "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
+    }
+    return web.Response(status=204, headers=headers)
+
+
+def _allowed_origin(request: web.Request, origins: Collection[str]) -> str | None:
     origin = request.headers.get(hdrs.ORIGIN)
-    origins = request.app[STATE].cors_origins
     if origin is None or not origins:
         return None
     return "*" if "*" in origins else origin if origin in origins else None
 
 
 def _header_names(asked: str) -> str:
-    """The names that the browser asked for; a header may not carry anything else back."""
+    """The header names that the browser asked for, without anything that is not a header name."""
     names = [name.strip() for name in asked[:2048].split(",")]
     return ", ".join(name for name in names if name and all(c.isalnum() or c in "-_" for c in name))

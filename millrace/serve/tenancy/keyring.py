@@ -1,12 +1,12 @@
-"""API keys and the tenants they belong to, from a TOML file that is read again when it changes.
+"""API keys and their tenants, from a TOML file that is reloaded when it changes.
 
 [tenants.acme]
-keys = ["sha256:…"]            # `millrace keys add` makes one; the key itself is never stored
-weight = 2.0                   # share of the engine relative to other tenants; 1 by default
-tokens_per_minute = 100000     # prompt and output together; 0, the default, is no limit
-max_concurrent = 64            # requests at once; 0, the default, is no limit
-most_urgent = "standard"       # the most urgent class it may ask for; "interactive" by default
-private_cache = true           # never share cached prefixes with other tenants; false by default
+keys = ["sha256:…"]            # hashes only; `millrace keys add` creates a key and adds its hash
+weight = 2.0                   # share of the engine relative to other tenants; default 1
+tokens_per_minute = 100000     # prompt and output tokens; default 0: no limit
+max_concurrent = 64            # requests at once; default 0: no limit
+most_urgent = "standard"       # most urgent priority class it may ask for; default "interactive"
+private_cache = true           # share no cached prefixes with other tenants; default false
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ log = logging.getLogger("millrace.serve")
 
 DIGEST_PREFIX = "sha256:"
 _INDEX_BYTES = 4
-_NOBODYS_DIGEST = b"\0" * 32
-RELOAD_EVERY_S = 1.0
+_DUMMY_DIGEST = b"\0" * 32
+"""Compared with a key whose prefix is unknown, so that such a key takes as long to refuse."""
+RELOAD_CHECK_S = 1.0
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,8 +44,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""
 
 
-ANYBODY = Tenant()
-"""Who asks when no keys are demanded."""
+DEFAULT_TENANT = Tenant()
+"""Tenant of every request on a server that requires no keys."""
 
 
 class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,33 +57,31 @@ def digest_of(key: str) -> bytes:
 
 
 def read_tenants(path: Path) -> dict[str, Tenant]:
-    """The file's tenants by name; raises with the place of what is wrong in it."""
+    """The file's tenants by name. Raises `ConfigError` with the location of the first mistake."""
     try:
         tree: Any = tomllib.loads(path.read_text(encoding="utf-8"))
         tenants = msgspec.convert(tree, _KeysFile).tenants
     except OSError as error:
-        raise ConfigError(
-            f"The keys file {path} cannot be read: {error.strerror}.", param="server.keys_file"
-        ) from error
+        raise ConfigError(f"Cannot read the keys file {path}: {error.strerror}.", param="server.keys_file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"The keys file {path} is wrong: {error}", param="server.keys_file") from error
+        raise ConfigError(f"The keys file {path} is invalid: {error}", param="server.keys_file") from error
     for name, tenant in tenants.items():
         _check(path, name, tenant)
     return {name: msgspec.structs.replace(tenant, name=name) for name, tenant in tenants.items()}
 
 
 def _check(path: Path, name: str, tenant: Tenant) -> None:
-    def wrong(what: str) -> ConfigError:
-        return ConfigError(f"The keys file {path} is wrong: tenant {name!r} {what}", param="server.keys_file")
+    def invalid(what: str) -> ConfigError:
+        return ConfigError(f"The keys file {path} is invalid: tenant {name!r} {what}", param="server.keys_file")
 
     if not 0 < tenant.weight <= 1000:
-        raise wrong(f"has weight {tenant.weight}; it must be above 0 and at most 1000.")
+        raise invalid(f"has weight {tenant.weight}; it must be above 0 and at most 1000.")
     for field in ("tokens_per_minute", "max_concurrent"):
         if getattr(tenant, field) < 0:
-            raise wrong(f"has {field} {getattr(tenant, field)}; it must be 0 (no limit) or more.")
+            raise invalid(f"has {field} {getattr(tenant, field)}; it must be 0 (no limit) or more.")
     for key in tenant.keys:
         if not key.startswith(DIGEST_PREFIX) or len(key) != len(DIGEST_PREFIX) + 64 or not _is_hex(key[7:]):
-            raise wrong("has a key that is not 'sha256:' and 64 hex digits; `millrace keys add` makes one.")
+            raise invalid("has a key that is not 'sha256:' and 64 hex digits; create one with `millrace keys add`.")
 
 
 def _is_hex(text: str) -> bool:
@@ -91,7 +90,7 @@ def _is_hex(text: str) -> bool:
 
 @dataclass(slots=True)
 class _Index:
-    """Digests by their first bytes, so that a look-up compares few of them, each in constant time."""
+    """Digests by their first bytes: a look-up compares only a few, each in constant time."""
 
     by_prefix: dict[bytes, list[tuple[bytes, Tenant]]]
 
@@ -106,8 +105,8 @@ class _Index:
 
 
 class Keyring:
-    """Who a key belongs to. A change of the file takes effect within a second; a broken change is logged and the
-    former keys stay in force."""
+    """Maps keys to tenants. A changed file takes effect within a second; if it is invalid, the error is logged and the
+    previous keys stay valid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,20 +119,20 @@ class Keyring:
         self._reload_if_changed()
         if not key:
             raise Unauthorized(
-                "This server wants an API key; send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
+                "This server requires an API key; send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
                 code="missing_api_key",
             )
         digest = digest_of(key)
         found: Tenant | None = None
-        for known, tenant in self._index.by_prefix.get(digest[:_INDEX_BYTES], [(_NOBODYS_DIGEST, ANYBODY)]):
+        for known, tenant in self._index.by_prefix.get(digest[:_INDEX_BYTES], [(_DUMMY_DIGEST, DEFAULT_TENANT)]):
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
-            raise Unauthorized("This API key is not known here; check it, or ask whoever runs the server for one.")
+            raise Unauthorized("Unknown API key. Check it, or ask the server's operator for one.")
         return found
 
     def named(self, name: str) -> Tenant:
-        """The tenant of this name, for work that goes on without a key; one without limits if it was removed."""
+        """The tenant of stored work, which carries no key; one without limits if the tenant was removed."""
         self._reload_if_changed()
         return self._tenants.get(name) or Tenant(name=name)
 
@@ -146,7 +145,7 @@ class Keyring:
 
     def _reload_if_changed(self) -> None:
         now = time.monotonic()
-        if now - self._checked_at < RELOAD_EVERY_S:
+        if now - self._checked_at < RELOAD_CHECK_S:
             return
         self._checked_at = now
         stamp = self._stamp()
@@ -156,6 +155,6 @@ class Keyring:
         try:
             self._tenants = read_tenants(self._path)
             self._index = _Index.of(self._tenants)
-            log.info("The keys file %s was read again.", self._path)
+            log.info("Reloaded the keys file %s.", self._path)
         except ConfigError as error:
-            log.error("%s The former keys stay in force.", error.message)
+            log.error("%s The previous keys stay valid.", error.message)

@@ -1,12 +1,19 @@
-"""Whose things are whose: files, batches and stored responses are visible only to the tenant that made them."""
+"""The tenant of a request. Files, batches and stored responses are visible only to the tenant that created them."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-from millrace.serve.tenancy.gate import tenant_of
+from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
+
+TENANT = web.RequestKey("tenant", Tenant)
+
+
+def tenant_of(request: web.Request) -> Tenant:
+    tenant: Tenant = request.get(TENANT, DEFAULT_TENANT)
+    return tenant
 
 
 def owner_of(request: web.Request) -> str:
-    """The tenant's name; empty where requests are not told apart."""
+    """The tenant's name; empty if the server requires no keys."""
     return tenant_of(request).name

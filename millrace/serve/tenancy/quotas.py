@@ -1,7 +1,7 @@
-"""What each tenant has in use, across all fronts of a server: requests at once, and tokens in the last minute.
+"""Quotas of each tenant across all fronts: concurrent requests, and tokens in the last minute.
 
-Each tenant has a small file in the server's own directory, mapped by every front. A front writes only its own row and
-reads all rows, so no lock is needed; two fronts that admit at the same instant may overshoot by one request.
+Each tenant has a small file in the server's directory, memory-mapped by every front. A front writes only its own row
+and reads all rows, which needs no lock; two fronts that admit at the same moment can exceed a limit by one request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDTH = 1 + 2 * WINDOW_S
 
 
 class Usage:
-    """One tenant's row per front: open requests, then for each second of the last minute its number and its tokens."""
+    """One tenant's counters, a row per front: open requests, then 60 slots with their second and 60 with its tokens."""
 
     def __init__(self, cells: npt.NDArray[np.int64], front_index: int) -> None:
         self._cells = cells
@@ -45,7 +45,7 @@ class Usage:
         self._mine[_TOKENS + slot] += tokens
 
     def refund(self, tokens: int, second: int) -> None:
-        """Take back what was reserved at `second` and not used; nothing if that is no longer in the window."""
+        """Give back tokens reserved at `second`; no effect if that second has left the window."""
         slot = second % WINDOW_S
         if self._mine[_SECONDS + slot] == second:
             self._mine[_TOKENS + slot] -= tokens
@@ -54,7 +54,7 @@ class Usage:
         return int(self._tokens(second).sum())
 
     def seconds_until_free(self, wanted: int, limit: int, second: int) -> int:
-        """How long until `wanted` tokens fit under `limit`, if nothing else is spent."""
+        """Seconds until `wanted` more tokens fit under `limit`, if nothing else is spent."""
         excess = int(self._tokens(second).sum()) + wanted - limit
         order = np.argsort(self._cells[:, _SECONDS:_TOKENS], axis=None)
         seconds = self._cells[:, _SECONDS:_TOKENS].ravel()[order]
@@ -75,7 +75,7 @@ class Quotas:
         self._usages: dict[str, Usage] = {}
         if self._directory is not None:
             self._directory.mkdir(exist_ok=True)
-            for file in self._directory.iterdir():  # What a former front of this index had open went with it.
+            for file in self._directory.iterdir():  # A previous front of this index died with its open requests.
                 self._map(file)[front_index] = 0
 
     def usage(self, tenant: str) -> Usage:
@@ -100,7 +100,7 @@ class Quotas:
 
 
 class Reservation:
-    """What one admitted request holds of its tenant's quotas, until `release`."""
+    """The part of its tenant's quotas that an admitted request holds until `release`."""
 
     __slots__ = ("_second", "_tokens", "_usage")
 
@@ -114,18 +114,18 @@ class Reservation:
 
 
 def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservation:
-    """Take one request and `tokens` tokens from the tenant's quotas, or say when there will be room."""
+    """Reserve one request and `tokens` tokens of the tenant's quotas, or raise with the time to retry."""
     usage, second = quotas.usage(tenant.name), math.floor(now)
     if tenant.max_concurrent and usage.num_open >= tenant.max_concurrent:
         raise QuotaExceeded(
-            f"Tenant {tenant.name!r} has {usage.num_open} requests open, the most it may have at once is"
-            f" {tenant.max_concurrent}; wait for one to end.",
+            f"Tenant {tenant.name!r} has {usage.num_open} open requests; its limit is {tenant.max_concurrent}. Wait for"
+            " one to end.",
             retry_after_s=1.0,
         )
     limit = tenant.tokens_per_minute
     if limit and tokens > limit:
         raise BadRequest(
-            f"The request may use {tokens} tokens; tenant {tenant.name!r} may use {limit} in a minute."
+            f"The request may use {tokens} tokens; the limit of tenant {tenant.name!r} is {limit} per minute."
             " Shorten the prompt or lower max_tokens.",
             param="max_tokens",
             code="quota_exceeded",
@@ -133,8 +133,8 @@ def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservat
     if limit and (spent := usage.spent(second)) + tokens > limit:
         wait_s = usage.seconds_until_free(tokens, limit, second)
         raise QuotaExceeded(
-            f"Tenant {tenant.name!r} has used {spent} of its {limit} tokens per minute and this request may use"
-            f" {tokens}; retry in {wait_s} s.",
+            f"Tenant {tenant.name!r} has used {spent} of its {limit} tokens per minute, and this request may use"
+            f" {tokens}. Retry in {wait_s} s.",
             retry_after_s=wait_s,
         )
     usage.open(1)
