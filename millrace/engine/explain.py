@@ -1,4 +1,4 @@
-"""Why a request took as long as it did, in figures and in sentences: `GET /v1/requests/{id}/explain`."""
+"""Explains, in figures and sentences, where a request spent its time: `GET /v1/requests/{id}/explain`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from millrace.engine.ledger import Entry
 from millrace.params import CLASS_NAMES
 
 _CAUSES = {
-    "rows": "all rows were taken by running requests",
-    "memory": "the KV pool had no room for it at its forecast peak",
-    "budget": "the tokens of the steps went to requests ahead of it",
+    "rows": "the maximum number of requests was running",
+    "memory": "the KV pool had no room for it at the forecast peak",
+    "budget": "the token budget went to requests ahead of it",
     "prefix": "another request was computing the same prefix, which it then reused",
 }
 
 
 def explain(entries: list[Entry], now: float) -> dict[str, Any]:
-    """All sequences of one HTTP request, which share its names."""
+    """`entries` are all sequences of one HTTP request."""
     first = entries[0]
     return {
         "object": "request.explanation",
@@ -35,29 +35,32 @@ def _state(entries: list[Entry]) -> str:
 
 
 def _sequence(entry: Entry, now: float) -> dict[str, Any]:
-    finish, story = entry.finish, entry.story
+    finish, diagnostics = entry.finish, entry.diagnostics
     return {
         "finish_reason": finish.reason if finish is not None else None,
         "message": finish.message if finish is not None and finish.message else None,
         "prompt_tokens": entry.num_prompt,
         "output_tokens": finish.output_tokens if finish is not None else None,
         "queue": {
-            "ahead_on_arrival": story.num_ahead,
-            "waited_for_s": {cause: round(seconds, 6) for cause, seconds in story.waited_for.items()},
+            "ahead_on_arrival": diagnostics.num_ahead,
+            "waited_for_s": {cause: round(seconds, 6) for cause, seconds in diagnostics.waited_for.items()},
             "why": _why_it_waited(entry, now),
         },
         "cache": {
             "cached_tokens": finish.cached_tokens if finish is not None else None,
-            "diverged_at_token": story.diverged_at if story.diverged_at >= 0 else None,
+            "diverged_at_token": diagnostics.diverged_at if diagnostics.diverged_at >= 0 else None,
             "why": _what_it_found(entry),
         },
-        "preemptions": {"count": finish.preemptions if finish is not None else None, "reasons": story.preempted_for},
+        "preemptions": {
+            "count": finish.preemptions if finish is not None else None,
+            "reasons": diagnostics.preempted_for,
+        },
         "stages_s": _stages(entry, now),
     }
 
 
 def _stages(entry: Entry, now: float) -> dict[str, float]:
-    """Consecutive, so they add up to the total. A stage that has not begun is left out."""
+    """Consecutive stages, which add up to the total. Stages that have not begun are omitted."""
     end = entry.arrival + entry.finish.total_s if entry.finish is not None else now
     marks: list[tuple[str, float | None]] = [
         ("front", entry.arrival),
@@ -80,21 +83,21 @@ def _stages(entry: Entry, now: float) -> dict[str, float]:
 def _why_it_waited(entry: Entry, now: float) -> str:
     if entry.admitted is None:
         waited = (entry.arrival + entry.finish.total_s if entry.finish is not None else now) - entry.arrival
-        return f"It waited {waited:.3f} s behind {entry.story.num_ahead} others and was not seated."
+        return f"It waited {waited:.3f} s behind {entry.diagnostics.num_ahead} others and was not admitted."
     waited = entry.admitted - entry.arrival
-    causes = sorted(entry.story.waited_for.items(), key=lambda item: -item[1])
+    causes = sorted(entry.diagnostics.waited_for.items(), key=lambda item: -item[1])
     if not causes or waited < 0.001:
-        return "It was seated at once."
+        return "It was admitted at once."
     parts = [f"{_CAUSES[cause]} ({seconds:.3f} s)" for cause, seconds in causes]
     return f"It waited {waited:.3f} s: " + "; ".join(parts) + "."
 
 
 def _what_it_found(entry: Entry) -> str:
-    diverged = entry.story.diverged_at
+    diverged = entry.diagnostics.diverged_at
     if entry.admitted is None:
-        return "It has not been looked up."
+        return "It has not been looked up in the prefix cache yet."
     if diverged >= 0:
-        return f"Token {diverged} of the prompt is the first that differs from what was cached at that place."
+        return f"Prompt token {diverged} is the first that differs from the cached prefix."
     if entry.finish is not None and entry.finish.cached_tokens:
-        return "All that was cached of this prompt was used; nothing cached differs from it there."
-    return "Nothing that begins like this prompt was cached."
+        return "The whole cached prefix was used."
+    return "No cached prefix matches this prompt."

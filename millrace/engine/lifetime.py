@@ -1,4 +1,4 @@
-"""An engine from its settings to its end, in whichever thread or process calls `serve_engine`."""
+"""Builds an engine and runs it until it stops, in the calling thread."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def serve_engine(
     on_hang: Callable[[], None] | None = None,
     on_idle: Callable[[], None] | None = None,
 ) -> None:
-    """Build the engine and run it to its end; whatever goes wrong reaches every front as one message."""
+    """Build the engine and run it. Any failure is sent to every front as `EngineFailed`."""
     build_pool = start_build_pool(config)
     make_context_ahead(config.run)
-    from millrace.engine.build import build_engine  # torch is imported here, not by those who only start an engine
+    from millrace.engine.build import build_engine  # Imports torch, which takes seconds: the steps above run meanwhile.
 
     try:
         engine, ready = build_engine(config, channel, build_pool)

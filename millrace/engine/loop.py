@@ -1,7 +1,7 @@
-"""The engine's loop: plan the next step while the last is in flight, launch it, apply the oldest result.
+"""The engine's loop: plan the next step while the last one is in flight, launch it, confirm the oldest.
 
-One loop owns the scheduler, the runner and the outbox. Idle is a blocking wait on the channel. A step that fails is
-taken apart until the request that broke it is found; that one ends with an error and the rest go on.
+When idle, the loop blocks on the channel. When a step fails, its rows are run again in halves until the request that
+caused the failure is found; only that request ends with an error.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ log = logging.getLogger(__name__)
 
 STATS_EVERY_S = 0.25
 CHECK_POOL_EVERY = 4096
-"""Steps between samplings of the pool equation."""
-STUCK_WAIT_S = 0.05
+"""Steps between checks of the pool equation."""
+BLOCKED_WAIT_S = 0.05
+"""Wait for messages when there is work but no step can be planned."""
 
 Launched = tuple[StepPlan, Pending[StepResult], float]
 
@@ -67,32 +68,32 @@ class Engine:
         self._channel = channel
         self._clock = clock
         self._ledger = Ledger()
-        self._pace = MeasuredRates()
+        self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
         self.ready: EngineReady | None = None
-        """What a front that comes late is told."""
+        """Sent to fronts that connect late."""
         self.on_hang: Callable[[], None] | None = None
-        """Called, from another thread, when a step will never end."""
+        """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
-        """Called once whenever there is nothing more to do."""
+        """Called once each time the engine becomes idle."""
         self._launched: deque[Launched] = deque()
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
-        self._told_idle = False
+        self._reported_idle = False
         self._watch_s = 0.0
-        """How much of the next wait for messages is spent awake."""
+        """How long the next wait for messages polls before it blocks."""
         self._step_no = 0
         self._step_seconds = 0.0
         self._plan_seconds = 0.0
         self._host_seconds = 0.0
-        self._waited = 0.0
-        """Seconds of this round of the loop spent waiting for the device."""
+        self._waited_s = 0.0
+        """Seconds that this iteration of the loop waited for the device."""
         self._stats_at = 0.0
         self._applied_at = 0.0
 
     def run(self) -> None:
-        """Until a `Stop` arrives."""
+        """Run until a `Stop` message arrives."""
         watchdog = Watchdog(self._oldest_launched, on_hang=self.on_hang)
         watchdog.start()
         ask_for_short_slices()
@@ -115,23 +116,23 @@ class Engine:
             if self._stopping:
                 return
             began = self._clock()
-            self._waited = 0.0
+            self._waited_s = 0.0
             try:
                 launched = self._launch_next()
-                # With room for one more step in flight, plan it before waiting for the oldest.
+                # Keep two steps in flight: plan one more before waiting for the oldest.
                 self._progressed = launched or bool(self._launched)
                 if self._launched and (len(self._launched) > 1 or not launched):
                     self._apply_oldest()
             except Exception as error:
                 self._recover(error)
-            self._host_seconds += self._clock() - began - self._waited
+            self._host_seconds += self._clock() - began - self._waited_s
 
     def _take_messages(self) -> None:
-        patience_s = self._patience()
+        timeout_s = self._wait_timeout()
         watch_s, self._watch_s = self._watch_s, 0.0
-        for message in self._channel.receive(patience_s, watch_s):
+        for message in self._channel.receive(timeout_s, watch_s):
             self._idle_since = None
-            self._told_idle = False
+            self._reported_idle = False
             self._handle(message)
 
     def _launch_next(self) -> bool:
@@ -151,11 +152,11 @@ class Engine:
     def _apply_oldest(self) -> None:
         plan, pending, launched_at = self._launched[0]
         self._scheduler.prepare_outcome()
-        asked = self._clock()
+        wait_began = self._clock()
         result = pending.wait()
         self._launched.popleft()
         now = self._clock()
-        self._waited += now - asked
+        self._waited_s += now - wait_began
         outcome = self._scheduler.confirm(plan.step_no, result.drawn())
         confirmed = self._clock()
         finished = self._outbox.send_step(outcome, result, now)
@@ -165,39 +166,39 @@ class Engine:
         self._note_step(plan, launched_at, now)
         for finish in finished:
             if finish.output_tokens:
-                self._pace.on_ended(finish.total_s - finish.queued_s)
-        if now - self._stats_at >= STATS_EVERY_S:  # behind the tokens, for which somebody waits
+                self._rates.on_ended(finish.total_s - finish.queued_s)
+        if now - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
             self._report(now)
         if plan.step_no % CHECK_POOL_EVERY == 0:
             self._scheduler.pool.check_sums()
 
     def _note_step(self, plan: StepPlan, launched_at: float, now: float) -> None:
-        # Steps overlap: what a step took of the device is the time since it or its forerunner was done.
-        self._pace.on_step(plan.num_tokens, now - max(launched_at, self._applied_at))
+        # Steps overlap: a step occupies the device only after the previous one has ended.
+        self._rates.on_step(plan.num_tokens, now - max(launched_at, self._applied_at))
         self._applied_at = now
         self._step_seconds += now - launched_at
         self._step_no = plan.step_no
 
-    def _patience(self) -> float | None:
-        """How long to wait for messages: not at all with work in hand, for ever with none."""
+    def _wait_timeout(self) -> float | None:
+        """Timeout for the next wait for messages: 0 with work in progress, None (no limit) when idle."""
         if self._launched or self._progressed:
             return 0.0
         if self._scheduler.has_work:
-            return STUCK_WAIT_S
+            return BLOCKED_WAIT_S
         if not self._runner.is_warm:
             self._runner.warm_next()
             return 0.0
         return self._idle()
 
     def _idle(self) -> float | None:
-        """Nothing to do: stay awake for a moment, say so, wait a while, give memory back, and then wait for ever."""
+        """Timeout when there is nothing to do: poll briefly, report, wait for a while, release memory, then block."""
         if self._idle_since is None:
             self._idle_since = self._clock()
             self._watch_s = self._device.watch_s
             if self._watch_s > 0:
                 return self._watch_s
-        if not self._told_idle:
-            self._told_idle = True
+        if not self._reported_idle:
+            self._reported_idle = True
             self._report(self._clock())
             self.on_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
@@ -209,7 +210,7 @@ class Engine:
         if isinstance(message, NewRequest):
             request = _to_request(message)
             self._ledger.open(message, request, self._clock())
-            self._pace.on_arrival(request.priority)
+            self._rates.on_arrival(request.priority)
             self._scheduler.submit(request)
         elif isinstance(message, Abort):
             for request_id in message.ids:
@@ -227,38 +228,38 @@ class Engine:
             if self.ready is not None:
                 self._channel.send(message.front, self.ready)
         else:
-            self._channel.send(message.front, Reply(message.token, self._answer(message)))
+            self._channel.send(message.front, Reply(message.query_id, self._answer(message)))
 
-    def _answer(self, ask: Query) -> bytes:
-        entries = self._ledger.named(ask.name, ask.tenant)
+    def _answer(self, query: Query) -> bytes:
+        entries = self._ledger.named(query.name, query.tenant)
         if not entries:
             return b""
-        if ask.what == "explain":
-            # The name may have been used before; the latest request of that name is meant.
+        if query.kind == "explain":
+            # A client may reuse a name: explain the latest request that has it.
             latest = [entry for entry in entries if entry.names == entries[-1].names]
             return msgspec.json.encode(explain(latest, self._clock()))
         open_ids = [entry.request_id for entry in entries if entry.finish is None]
         for request_id in open_ids:
             self._scheduler.abort(request_id, "cancelled", "The request was cancelled.")
         return msgspec.json.encode(
-            {"object": "request.cancelled", "id": ask.name, "cancelled": bool(open_ids), "sequences": len(open_ids)}
+            {"object": "request.cancelled", "id": query.name, "cancelled": bool(open_ids), "sequences": len(open_ids)}
         )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         self._launched.append((plan, self._runner.launch(plan), now))
         for admission in plan.admitted:
             self._ledger.on_admitted(admission.request_id, now)
-        self._pace.on_admitted(len(plan.admitted))
+        self._rates.on_admitted(len(plan.admitted))
 
     # -- when a step fails -----------------------------------------------------------------------------------------
 
     def _recover(self, error: Exception) -> None:
-        """Forget the steps in flight and run their rows again in halves, until the one that fails alone is found."""
-        log.error("a step failed; looking for the request that caused it", exc_info=error)
-        self._forget_launched()
+        """Discard the steps in flight and run their rows again in halves, until a single row fails."""
+        log.error("a step failed; searching for the request that caused it", exc_info=error)
+        self._discard_launched()
         self._device.probe()
         if self._scheduler.num_in_flight == 0:
-            raise error  # No request caused this: the engine itself is wrong.
+            raise error  # No request caused this: the engine itself is broken.
         suspects = list(self._scheduler.discard_in_flight())
         while suspects:
             half = suspects[: max(1, len(suspects) // 2)]
@@ -271,7 +272,7 @@ class Engine:
             else:
                 suspects = half
 
-    def _forget_launched(self) -> None:
+    def _discard_launched(self) -> None:
         while self._launched:
             _, pending, _ = self._launched.popleft()
             try:
@@ -280,7 +281,7 @@ class Engine:
                 log.debug("a later step failed too", exc_info=True)
 
     def _try_rows(self, rows: list[int]) -> Exception | None:
-        """One step over these rows alone; the error if it fails."""
+        """Run one step with only these rows. Returns the error if it fails."""
         now = self._clock()
         plan = self._scheduler.plan(now, only=rows)
         if ended := self._scheduler.take_ended():
@@ -291,7 +292,7 @@ class Engine:
             self._launch(plan, now)
             self._apply_oldest()
         except Exception as error:
-            self._forget_launched()
+            self._discard_launched()
             self._device.probe()
             self._scheduler.discard_in_flight()
             return error
@@ -300,19 +301,21 @@ class Engine:
     def _fail_row(self, row: int, error: Exception) -> None:
         request_id = int(self._scheduler.rows.request_ids[row])
         entry = self._ledger.entry(request_id)
-        log.error("request %s is the cause and ends with an error", " ".join(entry.names) if entry else request_id)
+        log.error(
+            "request %s caused the failure and ends with an error", " ".join(entry.names) if entry else request_id
+        )
         self._scheduler.abort(request_id, "error", f"The step that computed this request failed: {error}")
         self._outbox.send_ended(self._step_no, self._scheduler.take_ended(), self._clock())
 
-    # -- figures ---------------------------------------------------------------------------------------------------
+    # -- statistics ------------------------------------------------------------------------------------------------
 
     def _report(self, now: float) -> None:
         self._stats_at = now
         self._outbox.send_stats(self._step_no, self._stats())
 
     def _stats(self) -> EngineStats:
-        scheduler, pool, pace = self._scheduler, self._scheduler.pool, self._pace
-        pace.mark(self._stats_at)
+        scheduler, pool, rates = self._scheduler, self._scheduler.pool, self._rates
+        rates.sample(self._stats_at)
         rows_free = scheduler.rows.num_free
         return EngineStats(
             step_no=self._step_no,
@@ -334,18 +337,18 @@ class Engine:
             waiting_tokens=tuple(scheduler.waiting.tokens_by_class),
             aged_by_class=scheduler.waiting.num_aged(self._stats_at),
             rows_free=rows_free,
-            admissions_per_s=pace.admissions_per_s(
+            admissions_per_s=rates.admissions_per_s(
                 scheduler.num_running + (0 if len(scheduler.waiting) else rows_free)
             ),
-            arrivals_per_s=pace.arrivals_per_s(),
-            tokens_per_s=pace.tokens_per_s,
+            arrivals_per_s=rates.arrivals_per_s(),
+            tokens_per_s=rates.tokens_per_s,
         )
 
 
 def _to_request(message: NewRequest) -> Request:
     params = message.params
     if params.max_tokens is None:
-        raise AssertionError("the front fills in max_tokens")
+        raise AssertionError("the front must fill in max_tokens")
     return Request(
         id=message.id,
         prompt=unpack_tokens(message.prompt),

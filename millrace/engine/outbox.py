@@ -1,4 +1,4 @@
-"""Turns a step's outcome into ONE message per front: columns for the tokens, records only for what is rare."""
+"""The outbox: packs the outcome of a step into one message per front, with tokens as columns."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from millrace.plan.step import Bools, Ended, Int64s, StepOutcome
 from millrace.run.runner import StepResult
 from millrace.run.sampling.logprobs import LogprobColumns
 
-PromptScores = dict[int, tuple[TokenLogprobs | None, ...]]
+PromptLogprobsById = dict[int, tuple[TokenLogprobs | None, ...]]
 
 
 class Outbox:
     def __init__(self, channel: EngineChannel, ledger: Ledger) -> None:
         self._channel = channel
         self._ledger = ledger
-        self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def send_step(self, outcome: StepOutcome, result: StepResult, now: float) -> list[Finish]:
-        """Returns the ends that it has told."""
+        """Send the outcome to all fronts concerned. Returns the terminal events sent."""
         first_ids: list[int] = outcome.first_ids.tolist()
-        prompt_logprobs = self._prompt_scores_of(first_ids, result, now) if first_ids or result.prompt_logprobs else {}
-        logprobs = _token_scores(outcome, result) if result.logprobs is not None else {}
+        prompt_logprobs = (
+            self._complete_prompt_logprobs(first_ids, result, now) if first_ids or result.prompt_logprobs else {}
+        )
+        logprobs = _token_logprobs(outcome, result) if result.logprobs is not None else {}
         finished = [self._finish(ended, now) for ended in outcome.ended]
-        everything = StepTokens(
+        whole = StepTokens(
             step_no=outcome.step_no,
             ids=outcome.request_ids.tobytes(),
             tokens=outcome.tokens.tobytes(),
@@ -35,11 +37,11 @@ class Outbox:
             prompt_logprobs=prompt_logprobs,
         )
         if self._channel.num_fronts == 1:
-            self._send(0, everything)
+            self._send(0, whole)
         else:
             fronts = outcome.request_ids >> FRONT_SHIFT
             for front in range(self._channel.num_fronts):
-                self._send(front, _part_of(everything, front, outcome, fronts == front))
+                self._send(front, _part_of(whole, front, outcome, fronts == front))
         return finished
 
     def _send(self, front: int, message: StepTokens) -> None:
@@ -47,7 +49,7 @@ class Outbox:
             self._channel.send(front, message)
 
     def send_ended(self, step_no: int, ended: tuple[Ended, ...], now: float) -> None:
-        """Requests that ended outside a step."""
+        """Send the terminal events of requests that ended outside a step."""
         by_front: dict[int, list[Finish]] = {}
         for event in ended:
             by_front.setdefault(front_of(event.request_id), []).append(self._finish(event, now))
@@ -59,26 +61,26 @@ class Outbox:
             self._channel.send(front, StepTokens(step_no=step_no, ids=b"", tokens=b"", stats=stats))
 
     def _finish(self, ended: Ended, now: float) -> Finish:
-        self._prompt_scores.pop(ended.request_id, None)
+        self._prompt_logprobs.pop(ended.request_id, None)
         return self._ledger.close(ended, now)
 
-    def _prompt_scores_of(self, first_ids: list[int], result: StepResult, now: float) -> PromptScores:
-        """Scores gather over the prompt's chunks; they leave whole, with the request's first token."""
+    def _complete_prompt_logprobs(self, first_ids: list[int], result: StepResult, now: float) -> PromptLogprobsById:
+        """Collect log-probabilities over the chunks of a prompt; return them whole with the request's first token."""
         for part in result.prompt_logprobs:
             if part.first == 1:
-                self._prompt_scores[part.request_id] = []
-            self._prompt_scores.setdefault(part.request_id, []).extend(
+                self._prompt_logprobs[part.request_id] = []
+            self._prompt_logprobs.setdefault(part.request_id, []).extend(
                 _rows(part.columns, [part.num_top] * len(part.columns.token_ids))
             )
-        complete: PromptScores = {}
+        complete: PromptLogprobsById = {}
         for request_id in first_ids:
             if self._ledger.on_first_token(request_id, now):
-                complete[request_id] = (None, *self._prompt_scores.pop(request_id, []))
+                complete[request_id] = (None, *self._prompt_logprobs.pop(request_id, []))
         return complete
 
 
 def _part_of(step: StepTokens, front: int, outcome: StepOutcome, mine: Bools) -> StepTokens:
-    """What of a step is for one of several fronts."""
+    """The part of a step that concerns one front."""
     return StepTokens(
         step_no=step.step_no,
         ids=outcome.request_ids[mine].tobytes(),
@@ -89,7 +91,7 @@ def _part_of(step: StepTokens, front: int, outcome: StepOutcome, mine: Bools) ->
     )
 
 
-def _token_scores(outcome: StepOutcome, result: StepResult) -> dict[int, tuple[TokenLogprobs, ...]]:
+def _token_logprobs(outcome: StepOutcome, result: StepResult) -> dict[int, tuple[TokenLogprobs, ...]]:
     if result.logprobs is None:
         return {}
     place: Int64s = np.full(int(result.tokens.shape[0]), -1, np.int64)
@@ -103,7 +105,7 @@ def _token_scores(outcome: StepOutcome, result: StepResult) -> dict[int, tuple[T
 
 
 def _rows(columns: LogprobColumns, counts: list[int]) -> list[TokenLogprobs]:
-    """One record per position, with as many of the likeliest tokens as its request asked for."""
+    """One record per position, each with the number of top tokens that its request asked for."""
     return [
         TokenLogprobs(token_id, logprob, rank, tuple(top_ids[:count]), tuple(top_logprobs[:count]))
         for count, token_id, logprob, rank, top_ids, top_logprobs in zip(

@@ -1,7 +1,7 @@
-"""Notices a step that never ends: logs the plan it was given and every thread's stack, once per stall.
+"""Detects a step that does not complete: logs its plan and the stacks of all threads, once per stall.
 
-The front notices by itself that no step completes, and turns `/ready` false; this is for whoever must find out why.
-A step that has not ended after `HANG_S` never will: the engine's process is then given up, and another takes its place.
+Fronts detect the stall themselves and turn `/ready` false; these logs show its cause. A step that has not completed
+after `HANG_S` is taken to hang for ever: the engine process exits and is replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ STALL_S = 30.0
 HANG_S = 300.0
 CHECK_EVERY_S = 5.0
 
-Oldest = Callable[[], tuple[StepPlan, float] | None]
-"""The oldest step in flight and when it was launched."""
+OldestStep = Callable[[], tuple[StepPlan, float] | None]
+"""Returns the oldest step in flight and when it was launched."""
 
 
 class Watchdog:
     def __init__(
         self,
-        oldest: Oldest,
+        oldest: OldestStep,
         *,
         stall_s: float = STALL_S,
         check_every_s: float = CHECK_EVERY_S,
@@ -40,15 +40,15 @@ class Watchdog:
         self._hang_s, self._on_hang = hang_s, on_hang
         self._check_every_s = check_every_s
         self._stopped = threading.Event()
-        self._told_of = -1
+        self._last_logged = -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Joined, so that this thread never holds the last reference to an engine: a thread that frees tensors while
-        the interpreter ends aborts the process."""
+        """Stop and join the thread. Otherwise it could hold the last reference to the engine and free tensors while the
+        interpreter shuts down, which aborts the process."""
         self._stopped.set()
         self._thread.join()
 
@@ -61,18 +61,18 @@ class Watchdog:
     def _check(self, plan: StepPlan, launched_at: float) -> None:
         running_s = time.monotonic() - launched_at
         if running_s >= self._hang_s and self._on_hang is not None:
-            log.error("step %d has not ended after %.0f s; the engine gives up", plan.step_no, running_s)
+            log.error("step %d has not completed after %.0f s; the engine exits", plan.step_no, running_s)
             self._on_hang()
-        if running_s < self._stall_s or plan.step_no == self._told_of:
+        if running_s < self._stall_s or plan.step_no == self._last_logged:
             return
-        self._told_of = plan.step_no
-        log.error("step %d has not ended after %.0f s: %s", plan.step_no, running_s, describe(plan))
+        self._last_logged = plan.step_no
+        log.error("step %d has not completed after %.0f s: %s", plan.step_no, running_s, describe(plan))
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
 
 
 def describe(plan: StepPlan) -> str:
-    """The plan's size and edges in a line; no token ids, which are somebody's text."""
+    """The plan's size in one line, without token ids: those would reveal the text of requests."""
     return (
         f"{len(plan.rows)} rows, {plan.num_tokens} tokens, {int(plan.samples.sum())} sampling,"
         f" longest chunk {int(plan.counts.max())}, longest sequence {int((plan.starts + plan.counts).max())},"

@@ -1,4 +1,4 @@
-"""Where an engine's socket is, and the sockets themselves."""
+"""The path of an engine's Unix socket, and the creation of sockets."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import socket
 
 from millrace.errors import ConfigError
 
-LONGEST_PATH = 107
-"""Bytes that the kernel takes as the path of a Unix socket."""
+MAX_PATH_BYTES = 107
+"""Limit of the kernel for the path of a Unix socket."""
 SOCKET_BYTES = 1 << 22
-"""Asked for as each socket's buffer; the kernel gives as much of it as the machine allows."""
+"""Requested send buffer. The kernel may grant less."""
 
 
 def engine_path(directory: str) -> str:
-    """The engine's socket in its directory, which is reachable for its owner only."""
+    """Path of the engine's socket in its directory, which only its owner can access."""
     path = os.path.join(directory, "engine")
     length = len(os.fsencode(path))
-    if length > LONGEST_PATH:
+    if length > MAX_PATH_BYTES:
         raise ConfigError(
-            f"The path of the engine's socket, {path}, has {length} bytes, and at most {LONGEST_PATH} are possible: "
-            "set TMPDIR to a directory with a shorter name."
+            f"The path of the engine's socket, {path}, has {length} bytes; at most {MAX_PATH_BYTES} are possible. "
+            "Set TMPDIR to a directory with a shorter name."
         )
     return path
 
 
 def unix_socket() -> socket.socket:
-    """One that never blocks and takes a lot at once."""
+    """A non-blocking socket with large buffers."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     return with_large_buffers(sock)
 

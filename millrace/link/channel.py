@@ -1,10 +1,8 @@
-"""The channels that carry messages between one engine and its fronts: what both ends promise, and the kind within one
-process.
+"""The channel between an engine and its fronts: the interface of both ends, and a channel within one process.
 
-The engine's end: `receive` blocks until there is something to do (idle is a blocking wait, never a spin), `send` never
-blocks. The front's end lives on an asyncio loop and hands every message to one callback there. Between processes they
-are `engine_end.SocketEngineChannel` and `front_end.SocketFrontChannel`; those have no threads, so nobody has to be
-woken but who is spoken to.
+At the engine's end, `receive` blocks until a message arrives and `send` never blocks. The front's end lives on an
+asyncio loop and passes every message to a callback there. Between processes, the ends are
+`engine_end.SocketEngineChannel` and `front_end.SocketFrontChannel`, which use no threads of their own.
 """
 
 from __future__ import annotations
@@ -26,8 +24,10 @@ class EngineChannel(Protocol):
     num_fronts: int
 
     def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
-        """Everything that has arrived; waits up to `timeout_s` (None: for ever, 0: not at all) for the first. The
-        first `watch_s` of that are spent awake, where that takes nothing from those who send."""
+        """All messages that have arrived. Waits up to `timeout_s` (None = no limit, 0 = not at all) for the first.
+
+        The first `watch_s` seconds of the wait poll instead of blocking, where senders have cores of their own.
+        """
 
     def send(self, front_index: int, message: ToFront) -> None: ...
 
@@ -38,7 +38,7 @@ class FrontChannel(Protocol):
     """A front's end."""
 
     def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
-        """Deliver every message to `on_message` on `loop`, from now until `close`."""
+        """Deliver every message to `on_message` on `loop`, until `close`."""
 
     def send(self, message: ToEngine) -> None: ...
 
@@ -46,7 +46,7 @@ class FrontChannel(Protocol):
 
 
 class Inbox:
-    """A queue that is drained whole."""
+    """A queue from which all messages are taken at once."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class Inbox:
 
 
 class InProcessLink:
-    """Both ends in one process; messages are passed as they are."""
+    """Both ends in one process. Messages are passed as objects."""
 
     num_fronts = 1
 
@@ -120,6 +120,6 @@ class InProcessFront:
         self._inbox.put(message)
 
     def close(self) -> None:
-        """Waking a loop from another thread while it closes can abort the process, so nothing is sent from here on."""
+        """Stop delivering: waking a loop from another thread while it closes can abort the process."""
         with self._lock:
             self._closed = True

@@ -1,7 +1,7 @@
-"""The front's view of the engine: submit a request, be called for each of its tokens, be told once how it ended.
+"""A front's client of the engine: submits requests and calls back for each token and for the end.
 
-Lives on one asyncio loop; callbacks run there. Impossible requests are refused here, before they cost the engine
-anything: the engine said at its start how much it can hold.
+Lives on one asyncio loop, where the callbacks run. Requests beyond the limits in `EngineReady` are rejected here and
+cost the engine nothing.
 """
 
 from __future__ import annotations
@@ -46,29 +46,30 @@ from millrace.params import FinishReason, SamplingParams
 log = logging.getLogger(__name__)
 
 STALL_S = 30.0
-"""An engine that has work and completes no step for this long is not ready."""
+"""An engine with open requests that sends nothing for this long is not ready."""
 
 
 QUERY_TIMEOUT_S = 10.0
 INCARNATION_SHIFT = 32
+"""Position of the front's restart count in request ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """On whose behalf a sequence is submitted, and what the client calls it."""
+    """The tenant that submits a sequence, and the ids that the client knows it by."""
 
     tenant: str = ""
     weight: float = 1.0
     names: tuple[str, ...] = ()
     received: float = 0.0
-    """When the front had the request's head, on `time.monotonic`."""
+    """When the front had received the HTTP headers, on `time.monotonic`."""
 
 
 ANYONE = Caller()
 
 
 class RequestSink(Protocol):
-    """What a caller gives for one sequence. `on_finish` comes exactly once, after everything else."""
+    """Callbacks for one sequence. `on_finish` is called exactly once, last."""
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None: ...
 
@@ -91,16 +92,16 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self.failure: str | None = None
         self.num_unreported = 0
-        """Sequences submitted since the engine last reported: its figures do not count them yet."""
+        """Sequences submitted since the last `EngineStats`, which therefore does not count them."""
         self.front_index = front_index
         self.num_engine_starts = 0
         self._channel = channel
         self._max_open = max_open
         self._on_loading = on_loading
-        # A front that was started again must not reuse ids that the engine may still know.
+        # A restarted front must not reuse ids that the engine may still know.
         self._next_id = (front_index << FRONT_SHIFT) + (incarnation << INCARNATION_SHIFT)
-        self._asked: dict[int, asyncio.Future[bytes]] = {}
-        self._next_token = 0
+        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._next_query_id = 0
         self._sinks: dict[int, RequestSink] = {}
         self._changed = asyncio.Event()
         self._finish_times: deque[float] = deque(maxlen=256)
@@ -109,14 +110,14 @@ class EngineClient:
 
     def _listen(self, channel: FrontChannel) -> None:
         def on_message(message: ToFront) -> None:
-            if channel is self._channel:  # What a former engine still had to say is nobody's business.
+            if channel is self._channel:  # Ignore late messages of a replaced engine.
                 self._on_message(message)
 
         channel.start(asyncio.get_running_loop(), on_message)
         channel.send(Hello(self.front_index))
 
     def reconnect(self, channel: FrontChannel) -> None:
-        """A new engine takes the place of one that failed. It is ready when it says so."""
+        """Switch to a new engine after the old one failed. It is not ready until it sends `EngineReady`."""
         self.fail("The engine was replaced.")
         old, self._channel = self._channel, channel
         self.ready = self.stats = None
@@ -125,7 +126,7 @@ class EngineClient:
 
     @property
     def channel(self) -> FrontChannel:
-        """To the engine of now; another after `reconnect`."""
+        """The channel to the current engine."""
         return self._channel
 
     @property
@@ -133,7 +134,7 @@ class EngineClient:
         return len(self._sinks)
 
     async def wait_ready(self, timeout_s: float | None = None) -> EngineReady:
-        """The engine's limits, once it has started."""
+        """Wait until the engine has started. Returns its limits."""
 
         async def wait() -> EngineReady:
             while self.ready is None:
@@ -149,7 +150,7 @@ class EngineClient:
             raise EngineUnavailable(f"The engine was not ready after {timeout_s:g} s; try again later.") from None
 
     async def wait_ready_again(self) -> None:
-        """After `reconnect`: until the new engine has started. What went wrong with the former one stays said."""
+        """After `reconnect`, wait until the new engine has started. Keeps `failure` of the old one until then."""
         while self.ready is None:
             self._changed.clear()
             await self._changed.wait()
@@ -177,7 +178,7 @@ class EngineClient:
         request_id = self._next_id
         self._next_id += 1
         if not self._sinks:
-            self._last_progress = time.monotonic()  # An idle engine says nothing; its silence counts from now.
+            self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.
         self._sinks[request_id] = sink
         self._channel.send(
             NewRequest(
@@ -198,39 +199,39 @@ class EngineClient:
         self.num_unreported += 1
         return request_id
 
-    async def query(self, what: Literal["explain", "cancel"], name: str, tenant: str | None) -> bytes:
-        """JSON about the request of this name, or nothing if the engine knows none."""
+    async def query(self, kind: Literal["explain", "cancel"], name: str, tenant: str | None) -> bytes:
+        """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
         self._ready_or_raise()
-        token, self._next_token = self._next_token, self._next_token + 1
-        answer = self._asked[token] = asyncio.get_running_loop().create_future()
-        self._channel.send(Query(self.front_index, token, what, name, tenant))
+        query_id, self._next_query_id = self._next_query_id, self._next_query_id + 1
+        reply = self._queries[query_id] = asyncio.get_running_loop().create_future()
+        self._channel.send(Query(self.front_index, query_id, kind, name, tenant))
         try:
-            return await asyncio.wait_for(answer, QUERY_TIMEOUT_S)
+            return await asyncio.wait_for(reply, QUERY_TIMEOUT_S)
         except TimeoutError:
             raise EngineUnavailable(
                 f"The engine did not answer within {QUERY_TIMEOUT_S:g} s; try again later."
             ) from None
         finally:
-            del self._asked[token]
+            del self._queries[query_id]
 
     def abort_front(self, front_index: int) -> None:
-        """Another front is gone: what it had asked for is to end."""
+        """Another front is gone: end all its requests."""
         if self.ready is not None and self.failure is None:
             self._channel.send(AbortFront(front_index))
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Query the engine to stop a request. Its `on_finish` follows with this reason unless it ended first."""
+        """Abort a request. Its `on_finish` follows with this reason, unless it ended first."""
         if request_id in self._sinks:
             self._channel.send(Abort(ids=(request_id,), reason=reason))
 
     def is_progressing(self, now: float) -> bool:
-        """Readiness is progress: with work open, steps must have been completing."""
+        """Readiness is progress: False if requests are open but the engine has been silent for `STALL_S`."""
         if self.ready is None or self.failure is not None:
             return False
         return not self._sinks or now - self._last_progress < STALL_S
 
     def fail(self, message: str) -> None:
-        """The engine is gone: every open request ends now, with an error."""
+        """The engine is gone: end all open requests with an error."""
         if self.failure is None:
             self._on_message(EngineFailed(message))
 
@@ -246,7 +247,7 @@ class EngineClient:
         return self.ready
 
     def _complete(self, num_prompt: int, params: SamplingParams, ready: EngineReady) -> SamplingParams:
-        """Check the request against the engine's limits; fill in `max_tokens` and the seed."""
+        """Check the request against the engine's limits, and fill in `max_tokens` and the seed."""
         if params.logit_bias or params.stop_token_ids:
             _check_named_ids(params, ready.vocab_size)
         room = min(ready.max_context, ready.kv_tokens)
@@ -258,12 +259,12 @@ class EngineClient:
         return params if params.seed is not None else params.with_seed(secrets.randbits(63))
 
     def _overloaded(self) -> Overloaded:
-        """Retry-After from the drain rate: how long until the requests ahead of a new one have ended."""
+        """The error for too many open requests. Retry-After is the time until a tenth of them have ended."""
         times = self._finish_times
         rate = (len(times) - 1) / max(times[-1] - times[0], 1e-3) if len(times) > 1 else 1.0
         retry_after_s = min(max(1.0, 0.1 * len(self._sinks) / rate), 60.0)
         return Overloaded(
-            f"{len(self._sinks)} requests are open, the most this server accepts; retry in {retry_after_s:.0f} s.",
+            f"{len(self._sinks)} requests are open, the maximum of this server; retry in {retry_after_s:.0f} s.",
             retry_after_s=retry_after_s,
         )
 
@@ -277,8 +278,8 @@ class EngineClient:
                 self._on_loading(message)
             return
         if isinstance(message, Reply):
-            if message.token in self._asked and not self._asked[message.token].done():
-                self._asked[message.token].set_result(message.body)
+            if message.query_id in self._queries and not self._queries[message.query_id].done():
+                self._queries[message.query_id].set_result(message.body)
             return
         if isinstance(message, EngineReady):
             if self.ready is None:
@@ -335,17 +336,17 @@ class EngineClient:
                 self._drop(request_id)
 
     def _drop(self, request_id: int) -> None:
-        """A sink failed on what it was given: its request ends, the others of the step go on."""
-        log.exception("the receiver of request %d failed; the request is aborted", request_id)
+        """A sink raised: end its request. Other requests of the step are not affected."""
+        log.exception("the sink of request %d failed; the request is aborted", request_id)
         sink = self._sinks.pop(request_id)
         self._channel.send(Abort(ids=(request_id,)))
         _finish(sink, Finish(id=request_id, reason="error", message="The server failed to deliver this answer."))
 
     def _on_failed(self, message: EngineFailed) -> None:
         self.failure = message.message
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(EngineUnavailable(message.message))
+        for reply in self._queries.values():
+            if not reply.done():
+                reply.set_exception(EngineUnavailable(message.message))
         open_sinks, self._sinks = self._sinks, {}
         for request_id, sink in open_sinks.items():
             _finish(sink, Finish(id=request_id, reason="error", message=message.message))
@@ -355,18 +356,18 @@ def _finish(sink: RequestSink, finish: Finish) -> None:
     try:
         sink.on_finish(finish)
     except Exception:
-        log.exception("the receiver of request %d failed at its end", finish.id)
+        log.exception("the sink of request %d failed in on_finish", finish.id)
 
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
-    """The prompt as an array; refused if it is empty or holds what is no token of the vocabulary."""
+    """The prompt as an array. Raises if it is empty or has ids outside the vocabulary."""
     try:
         token_ids = np.asarray(prompt, np.int64)
     except OverflowError:
         raise _no_token(max(prompt, key=abs), vocab_size) from None
     if not len(token_ids):
         raise BadRequest("The prompt has no tokens; send at least one.", param="prompt")
-    # Read as unsigned numbers, those below 0 are beyond any vocabulary too.
+    # Viewed as unsigned, negative ids exceed any vocabulary too.
     if int(token_ids.view(np.uint64).max()) >= vocab_size:
         lowest, highest = int(token_ids.min()), int(token_ids.max())
         raise _no_token(lowest if lowest < 0 else highest, vocab_size)

@@ -1,8 +1,7 @@
-"""The engine's end of the channel: one listening Unix socket, one connection for each front, one thread.
+"""The engine's end of the channel: a listening Unix socket with one connection per front.
 
-A front connects, says its number in a first frame, and both directions go over that connection. The engine's own
-thread reads and writes: a thread for each direction would have to be woken, and to win the interpreter from a busy
-loop, for every message, which takes longer than the message.
+A front connects and sends its index as the first frame. The engine's own thread reads and writes: waking another
+thread, which would then wait for the interpreter, takes longer than handling a message.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from millrace.link.messages import Stop, ToEngine, ToFront, decode_to_engine, en
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 1.0
-"""How long the last words of an engine are kept for a front that is not connected or does not read."""
-MOST_FOR_ABSENT = 4096
-"""Messages kept for a front that is not connected; beyond it the oldest go. A front that comes back asks anew."""
-MOST_EVENTS = 64
-MOST_READS = 16
-"""Reads from one connection before the others have their turn."""
+"""How long `close` waits for fronts to read the last messages."""
+MAX_QUEUED = 4096
+"""Messages kept for a front that is not connected. Beyond that the oldest are dropped."""
+MAX_EVENTS = 64
+MAX_READS = 16
+"""Reads from one connection before others are served."""
 
 
 class Connection:
-    """One that was accepted: of a front once it has said which."""
+    """An accepted connection. Its front is known after the first frame."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = with_large_buffers(sock)
@@ -40,11 +39,11 @@ class Connection:
         self.reader = FrameReader()
         self.front: Front | None = None
         self.awaits_room = False
-        """Whether the poll reports when it can be written to."""
+        """True while epoll watches for the socket to become writable."""
 
 
 class Front:
-    """What the engine holds for one front, whether it is there or not."""
+    """The state of one front, connected or not."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -53,18 +52,18 @@ class Front:
 
 
 class SocketEngineChannel:
-    """Used by the engine's thread alone, but for `request_stop`. Fronts that come late, read slowly or have gone hold
-    nobody up: what is for them waits aside, each front's apart, and goes in order."""
+    """Used by the engine's thread only, except `request_stop`. Messages are queued per front, so a front that is late,
+    slow or gone delays no other."""
 
     def __init__(self, directory: str, num_fronts: int) -> None:
         self.num_fronts = num_fronts
         self._fronts = [Front(index) for index in range(num_fronts)]
         self._connections: dict[int, Connection] = {}
         self._early: list[ToEngine] = []
-        """What arrived while something was sent."""
+        """Messages that arrived during `send`."""
         self._closed = False
         self._lock = threading.Lock()
-        """Held to close and to wake, so that no other thread wakes a descriptor that has become another's."""
+        """Held by `close` and `request_stop`, so that no thread writes to a closed and reused descriptor."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener = _listen(engine_path(directory))
         self._epoll = select.epoll()
@@ -80,7 +79,7 @@ class SocketEngineChannel:
         start = time.monotonic()
         end = start + timeout_s if timeout_s is not None else math.inf
         awake_until = min(start + watch_s, end)
-        # Asking for what is ready costs less than a read that finds nothing, which is an exception.
+        # Polling epoll is cheaper than a read that finds nothing and raises.
         while not messages and time.monotonic() < awake_until:
             messages = self._turn(0.0)
         while not messages and (left_s := end - time.monotonic()) > 0:
@@ -88,9 +87,9 @@ class SocketEngineChannel:
         return messages
 
     def _turn(self, timeout_s: float | None) -> list[ToEngine]:
-        """Wait for something to happen, and do what it asks for."""
+        """Wait for events and handle them. Returns the messages received."""
         messages, self._early = self._early, []
-        for descriptor, events in self._epoll.poll(timeout_s, MOST_EVENTS):
+        for descriptor, events in self._epoll.poll(timeout_s, MAX_EVENTS):
             connection = self._connections.get(descriptor)
             if connection is not None:
                 if events & select.EPOLLOUT:
@@ -112,9 +111,9 @@ class SocketEngineChannel:
                 self._epoll.register(connection.descriptor, select.EPOLLIN)
 
     def _read(self, connection: Connection) -> list[ToEngine]:
-        """Everything that is there, within reason; a connection that has ended goes once it has been read."""
+        """Read what has arrived, up to `MAX_READS` times. Drops the connection at its end."""
         messages: list[ToEngine] = []
-        for _ in range(MOST_READS):
+        for _ in range(MAX_READS):
             room = connection.reader.room()
             try:
                 num_bytes = connection.sock.recv_into(room)
@@ -137,25 +136,24 @@ class SocketEngineChannel:
             if connection.front is not None:
                 messages.append(decode_to_engine(frame))
                 continue
-            messages += self._meet(connection, int.from_bytes(frame, "little"))
+            messages += self._identify(connection, int.from_bytes(frame, "little"))
             if connection.front is None:
                 break
         return messages
 
-    def _meet(self, connection: Connection, index: int) -> list[ToEngine]:
-        """A front says its number. One that was started again takes the place of its forerunner, whose last words
-        are heard first."""
+    def _identify(self, connection: Connection, index: int) -> list[ToEngine]:
+        """A front sent its index. If it was restarted, its old connection is read to the end and replaced."""
         if index >= self.num_fronts:
-            log.error("a front says that it is number %d, and there are %d; it is turned away", index, self.num_fronts)
+            log.error("rejecting a front with index %d: there are only %d fronts", index, self.num_fronts)
             self._drop(connection)
             return []
         front = self._fronts[index]
-        last_words = self._read(front.connection) if front.connection is not None else []
+        last_messages = self._read(front.connection) if front.connection is not None else []
         if front.connection is not None:
             self._drop(front.connection)
         front.connection, connection.front = connection, front
         self._flush(connection)
-        return last_words
+        return last_messages
 
     def _drop(self, connection: Connection) -> None:
         if self._connections.pop(connection.descriptor, None) is None:
@@ -166,18 +164,20 @@ class SocketEngineChannel:
         if front is not None and front.connection is connection:
             front.connection = None
             front.writer.rewind()
-            front.writer.keep_latest(MOST_FOR_ABSENT)
+            front.writer.keep_latest(MAX_QUEUED)
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, front_index: int, message: ToFront) -> None:
         front, frame = self._fronts[front_index], encode_frame(message)
         if front.connection is None:
-            self._early = self._turn(0.0)  # It may be at the door: an engine that loads sends and does not receive.
+            self._early = self._turn(
+                0.0
+            )  # Accept it if it is waiting: while loading, the engine sends but does not receive.
         connection = front.connection
         if connection is None:
             front.writer.put(frame)
-            front.writer.keep_latest(MOST_FOR_ABSENT)
+            front.writer.keep_latest(MAX_QUEUED)
             return
         front.writer.write(connection.sock, frame)
         if front.writer.is_waiting:
@@ -196,7 +196,7 @@ class SocketEngineChannel:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Wake the engine from another thread of its own process, as when the parent has gone."""
+        """Stop the engine from another thread, for example when the parent process is gone."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
@@ -217,7 +217,7 @@ class SocketEngineChannel:
 
 
 def _listen(path: str) -> socket.socket:
-    """For the owner alone. A socket that an engine left behind when it died is no obstacle."""
+    """Listen at `path`, for the owner only. Replaces a socket left by a dead engine."""
     listener = unix_socket()
     os.fchmod(listener.fileno(), 0o600)
     with contextlib.suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
-"""Frames on a byte stream: each message is preceded by its length, so any cutting of the stream gives the same frames.
+"""Frames on a byte stream: each message is preceded by its length.
 
-Both ends of a socket use these two classes. The usual message is one call to write; what a peer does not take at once
-stays with the writer, whole frames in order, and is continued when the peer has room again.
+Both ends of a socket use these two classes. A message is usually written by a single call. What the peer does not
+accept at once stays queued in the writer until the peer has room again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections import deque
 
 HEADER = struct.Struct("<Q")
 READ_BYTES = 1 << 18
-"""What is read in one go; a longer frame gets a buffer of its own length while it arrives."""
+"""Size of the read buffer. A longer frame gets a buffer of its own while it arrives."""
 
 
 class FrameReader:
-    """Cuts what arrives into frames. The buffer is used again and again, so a frame is to be read before the next
-    call of `room`."""
+    """Splits received bytes into frames. The buffer is reused: decode a frame before the next call of `room`."""
 
     def __init__(self, capacity: int = READ_BYTES) -> None:
         self._usual = memoryview(bytearray(max(capacity, HEADER.size)))
@@ -25,7 +24,7 @@ class FrameReader:
         self._begin = self._end = 0
 
     def room(self) -> memoryview:
-        """Where the next bytes go: at least as much as the frame that has begun still needs, or one header."""
+        """Buffer for the next bytes, at least as long as the rest of the current frame (or a header)."""
         if self._begin == self._end:
             self._view = self._usual
             self._begin = self._end = 0
@@ -34,11 +33,11 @@ class FrameReader:
         return self._view[self._end :]
 
     def filled(self, num_bytes: int) -> None:
-        """So many bytes were written to the beginning of `room`."""
+        """`num_bytes` were written to the beginning of `room`."""
         self._end += num_bytes
 
     def next_frame(self) -> memoryview | None:
-        """The next whole frame's body, or None until more has arrived."""
+        """The body of the next complete frame, or None."""
         if self._end - self._begin < HEADER.size:
             return None
         body = self._begin + HEADER.size
@@ -54,7 +53,7 @@ class FrameReader:
         return HEADER.size + int(HEADER.unpack_from(self._view, self._begin)[0])
 
     def _move(self, needed: int) -> None:
-        """Bring the frame that has begun to the start of a buffer that can hold all of it."""
+        """Move the current frame to the start of a buffer that can hold all of it."""
         begun = bytes(self._view[self._begin : self._end])
         self._view = self._usual if needed <= len(self._usual) else memoryview(bytearray(needed))
         self._view[: len(begun)] = begun
@@ -62,16 +61,16 @@ class FrameReader:
 
 
 class FrameWriter:
-    """What one peer is still to be sent: whole frames in order, the first of which may have gone in part.
+    """Frames to be sent to one peer, in order. The first may have been sent in part.
 
-    Never blocks and never raises for what the peer does. One that has gone is noticed by reading, where everything
-    that it had said comes first; until then its frames stay here.
+    Never blocks, and never raises because of the peer: a peer that is gone is detected by reading, after everything it
+    sent has been read. Until then its frames stay queued.
     """
 
     def __init__(self) -> None:
         self._frames: deque[bytes | bytearray] = deque()
         self._sent = 0
-        """Bytes of the first frame that have gone."""
+        """Bytes of the first frame already sent."""
 
     @property
     def is_waiting(self) -> bool:
@@ -81,7 +80,7 @@ class FrameWriter:
         self._frames.append(frame)
 
     def write(self, sock: socket.socket, frame: bytes | bytearray) -> None:
-        """Send the frame now as far as the peer takes it, after whatever waits already."""
+        """Send the frame after those already queued, and queue what the peer does not accept."""
         if self._frames:
             self._frames.append(frame)
             self.flush(sock)
@@ -92,7 +91,7 @@ class FrameWriter:
             self._sent = sent
 
     def flush(self, sock: socket.socket) -> None:
-        """Go on with what waits."""
+        """Send queued frames as far as the peer accepts them."""
         while self._frames:
             frame = self._frames[0]
             self._sent += _send(sock, memoryview(frame)[self._sent :])
@@ -102,7 +101,7 @@ class FrameWriter:
             self._sent = 0
 
     def rewind(self) -> None:
-        """For a new connection: a frame that went in part goes again, whole."""
+        """For a new connection: send a partly sent frame again from its start."""
         self._sent = 0
 
     def keep_latest(self, most: int) -> None:

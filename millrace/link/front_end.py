@@ -1,8 +1,7 @@
-"""A front's end of the channel, wholly on its asyncio loop: one connection to the engine's Unix socket.
+"""A front's end of the channel: one connection to the engine's Unix socket, on the front's asyncio loop.
 
-A thread that received would fight the loop for the interpreter at every write, and a step's message takes microseconds
-to decode. An engine that does not listen yet, or no more, is tried again and again beside the loop's other work; what
-is sent meanwhile waits.
+There is no receiving thread: it would compete with the loop for the interpreter, and decoding a message takes only
+microseconds. While the engine does not listen, connecting is retried and messages to it are queued.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from millrace.link.channel import OnMessage
 from millrace.link.frames import HEADER, FrameReader, FrameWriter
 from millrace.link.messages import ToEngine, decode_to_front, encode_frame
 
-MOST_AT_ONCE = 32
-"""Messages that a front handles before its loop turns."""
+MAX_MESSAGES_PER_TURN = 32
+"""Messages handled before the loop does other work."""
 FIRST_RETRY_S = 0.002
-LONGEST_RETRY_S = 0.1
+MAX_RETRY_S = 0.1
 CLOSE_GRACE_S = 0.2
-"""How long a front that closes waits for an engine that does not read."""
+"""How long `close` waits for the engine to read the last messages."""
 
 
 class SocketFrontChannel:
@@ -39,7 +38,7 @@ class SocketFrontChannel:
         self._retry_s = FIRST_RETRY_S
         self._awaits_room = False
         self._has_more = False
-        """Whether frames that have been read wait for the loop's next turn."""
+        """True if frames already read wait for the loop's next turn."""
         self._closed = False
         self._connect()
 
@@ -53,7 +52,7 @@ class SocketFrontChannel:
     # -- the connection --------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Now or not at all: to a Unix socket nothing takes its time."""
+        """Try once. Connecting to a Unix socket succeeds or fails at once."""
         sock = unix_socket()
         try:
             sock.connect(self._path)
@@ -75,7 +74,7 @@ class SocketFrontChannel:
             self._await_room(sock)
 
     def _await_room(self, sock: socket.socket) -> None:
-        """Be called when the engine has read some, for as long as something waits."""
+        """Watch for the socket to become writable as long as frames are queued."""
         if self._loop is None or self._writer.is_waiting == self._awaits_room:
             return
         self._awaits_room = self._writer.is_waiting
@@ -97,7 +96,7 @@ class SocketFrontChannel:
     def _retry_later(self) -> None:
         if self._loop is not None:
             self._retry = self._loop.call_later(self._retry_s, self._try_again)
-            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
     def _try_again(self) -> None:
         if self._closed:
@@ -110,7 +109,7 @@ class SocketFrontChannel:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
-        """One read; what it did not take makes the loop call again."""
+        """Read once. If data is left, the loop calls again."""
         if self._sock is None or self._has_more:
             return
         try:
@@ -127,10 +126,10 @@ class SocketFrontChannel:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hand over what has been read; a lot of it in turns with the loop's other work."""
+        """Deliver the frames read, a limited number per turn of the loop."""
         reader, self._has_more = self._reader, True
         try:
-            for _ in range(MOST_AT_ONCE):
+            for _ in range(MAX_MESSAGES_PER_TURN):
                 frame = reader.next_frame()
                 if frame is None or self._on_message is None:
                     self._has_more = False

@@ -1,4 +1,4 @@
-"""Plan after plan of the same rows, each with one token more: most of such a plan is that of the one before."""
+"""Repeated decode steps: as long as the same rows decode, a plan differs from the previous one only in positions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from millrace.plan.step import Int64s, StepPlan
 
 @dataclass(slots=True)
 class RepeatedDecode:
-    """Every active row decodes, and nothing but their positions has changed since the last plan."""
+    """The last plan decoded every active row, so the next one can repeat it with positions advanced by one."""
 
     order: Int64s
-    """The active rows then. Whenever a row comes or goes, `Rows.order` is another array."""
+    """`Rows.order` at that time. Every admission and release replaces that array, so identity proves equality."""
     plan: StepPlan
-    """The last one."""
+    """The last plan."""
     plans_left: int
-    """Plans until one of the rows has come to its limit."""
+    """Plans until the first row reaches its limit."""
 
-    def goes_on(self, rows: Rows) -> bool:
-        """Whether the next plan may have the same rows again. Each is one token behind: the one that it drew."""
+    def can_repeat(self, rows: Rows) -> bool:
+        """True if the next plan may have the same rows. Each is one token behind: the token it just drew."""
         return rows.order is self.order and self.plans_left > 0
 
     def advance(self, plan: StepPlan) -> None:
@@ -29,7 +29,7 @@ class RepeatedDecode:
 
 
 def repeated_decode_from(plan: StepPlan, singles: Int64s, rows: Rows) -> RepeatedDecode | None:
-    """With a plan of which `singles` are those rows that get one token, planned already."""
+    """What the next plan can repeat of this one, or None. `singles` are the plan's rows with a single token."""
     order = rows.order
     if not len(singles) == len(order) == len(plan.rows):
         return None

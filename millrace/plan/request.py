@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it while it waits or runs. Its per-step progress lives in columns (`rows.py`)."""
+"""A request as the scheduler sees it. While it runs, its progress is kept in the columns of `rows.py`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from millrace.plan.step import Ended, Int32s
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
 NUM_CLASSES = 3
 
-OVERTAKE = 1000
-"""Among the running: how many later arrivals of the next more urgent class go before a request when a step's tokens
-are given out. A bound, so nobody starves."""
+MAX_OVERTAKES = 1000
+"""How many later arrivals of the next more urgent class may precede a running request when a step's tokens are
+distributed. The bound prevents starvation."""
 
 
 @dataclass(slots=True)
-class Story:
-    """What happened to a request on its way, for whoever asks why."""
+class Diagnostics:
+    """What delayed a request and what it found in the prefix cache, for `/explain`."""
 
     num_ahead: int = 0
-    """Requests that waited when it came."""
+    """Waiting requests on arrival."""
     delays_before: tuple[float, ...] = ()
-    """The totals of `Delays` when it came."""
+    """Totals of `Delays` on arrival."""
     waited_for: dict[str, float] = field(default_factory=dict)
-    """Seconds by cause, until it was first seated."""
-    held_steps: int = 0
-    """Steps in which it was passed over because another was computing its prefix."""
+    """Seconds by cause, until the first admission."""
     diverged_at: int = -1
-    """Index of the first token that differs from what the cache holds at that place; -1 when nothing there differs."""
+    """Index of the first prompt token that differs from the cached block at that position; -1 if none differs."""
     preempted_for: list[str] = field(default_factory=list)
-    """One sentence for each preemption, the latest few."""
+    """One sentence per preemption, for the first few."""
 
 
 @dataclass(slots=True)
@@ -44,33 +42,33 @@ class Request:
     priority: int = STANDARD
     tenant: str = ""
     weight: float = 1.0
-    """The tenant's share relative to others'."""
+    """Weight of the tenant's fair share."""
     arrival: float = 0.0
     """Seconds on the clock that `plan` is given."""
     deadline: float = math.inf
     salt: bytes = b""
-    """Part of the first block's hash: adapter and tenant salt. Equal salts may share blocks."""
+    """Part of the first block's hash: requests share blocks only if their salts are equal."""
     read_cache: bool = True
-    """False when every prompt token must be computed, as for prompt log-probabilities."""
+    """False if every prompt token must be computed, as for prompt log-probabilities."""
     row_params: RowParams = DEFAULT_ROW_PARAMS
 
     ticket: int = -1
-    """Arrival number, given by the scheduler."""
+    """Arrival number, assigned by the scheduler."""
     history: bytearray = field(default_factory=bytearray)
-    """Every token known on the host, as int32 bytes, while waiting; while running, the full blocks only."""
+    """Tokens as int32 bytes: all that the host knows while waiting, those of full blocks while running."""
     hashes: list[bytes] = field(default_factory=list)
-    """Chained hashes of the full blocks of `history`, as far as computed."""
+    """Chained hashes of the full blocks of `history`, computed as needed."""
     held_by: bytes | None = None
-    """Hash of the block that another running request is about to fill for us."""
+    """Hash of the block it waits for, which a running request is computing."""
     num_output: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt found in the cache at the first admission."""
+    """Prompt tokens found in the prefix cache at the first admission."""
     preemptions: int = 0
     yields: int = 0
-    """Preemptions in favour of a request that the policy preferred."""
+    """Preemptions in favour of a more urgent request (not for lack of blocks)."""
     charged: float = 0.0
-    """Tokens of output that its tenant has been charged for."""
-    story: Story = field(default_factory=Story)
+    """Output tokens already charged to its tenant."""
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
     @property
     def num_prompt(self) -> int:
@@ -78,12 +76,12 @@ class Request:
 
     @property
     def rank(self) -> int:
-        """Place in the queue; smaller goes first."""
-        return self.ticket + self.priority * OVERTAKE
+        """Order among running requests; lower goes first."""
+        return self.ticket + self.priority * MAX_OVERTAKES
 
     @property
     def limit(self) -> int:
-        """Most tokens, prompt included, that this request can come to hold."""
+        """Maximum number of tokens, prompt included."""
         return self.num_prompt + self.max_tokens
 
 
@@ -100,5 +98,4 @@ def end_of(
         num_output=num_output,
         cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
-        story=request.story,
     )

@@ -1,7 +1,7 @@
-"""The running set as columns: one slot per table row, a step advances all rows with a few array operations.
+"""The running requests as columns, one entry per table row: a few array operations advance all rows by a step.
 
-Two clocks run per row. The planned one (`known`, `computed`) counts what launched steps will have done; the confirmed
-one (`known_host`, `confirmed`) counts what completed steps have done. They differ by the steps in flight.
+Progress is counted twice. `known` and `computed` include launched steps; `known_host` and `confirmed` include only
+completed ones. They differ by the steps in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rows:
         self.block_size = block_size
         self.request_ids = np.zeros(capacity, np.int64)
         self.rank = np.zeros(capacity, np.int64)
-        """Place in the queue; smaller goes first."""
+        """`Request.rank`: lower goes first."""
         self.known = np.zeros(capacity, np.int32)
         self.computed = np.zeros(capacity, np.int32)
         self.known_host = np.zeros(capacity, np.int32)
@@ -32,29 +32,29 @@ class Rows:
         self.limit = np.zeros(capacity, np.int32)
         self.num_prompt = np.zeros(capacity, np.int32)
         self.ends_from = np.zeros(capacity, np.int32)
-        """End tokens count from this many known tokens on (prompt + min_tokens)."""
+        """Number of known tokens (prompt + min_tokens) from which end tokens end the request."""
         self.deadline = np.full(capacity, np.inf)
         self.num_blocks = np.zeros(capacity, np.int32)
         self.num_shared = np.zeros(capacity, np.int32)
-        """Blocks found in the cache at admission: giving the row up would not free them for sure."""
-        self.num_given = np.zeros(capacity, np.int32)
-        """Full blocks of the tokens known at admission: others may be waiting for these."""
-        self.num_named = np.zeros(capacity, np.int32)
-        """Blocks that can be found by their content."""
+        """Blocks found in the prefix cache at admission. Preempting the row might not free them."""
+        self.num_full_at_admission = np.zeros(capacity, np.int32)
+        """Full blocks of the tokens known at admission. Other requests may wait for these."""
+        self.num_registered = np.zeros(capacity, np.int32)
+        """Blocks registered in the prefix cache."""
         self.priority = np.zeros(capacity, np.int32)
         self.num_yields = np.zeros(capacity, np.int32)
-        """How often the row's request has given way to another before."""
+        """`Request.yields`."""
         self.num_known_at_admission = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
         self.tail = np.zeros((capacity, block_size), np.int32)
-        """Confirmed tokens of the row's last, unfilled block."""
+        """Confirmed tokens of the last, partly filled block."""
         self.requests: list[Request | None] = [None] * capacity
         self.blocks: list[list[int]] = [[] for _ in range(capacity)]
         self.num_timed = 0
         """Active rows with a deadline."""
         self.num_with_ends = 0
-        """Active rows that an end token may stop."""
+        """Active rows with end tokens."""
         self.num_active = 0
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
@@ -66,12 +66,12 @@ class Rows:
 
     @property
     def num_fenced(self) -> int:
-        """Rows that become free once the steps in flight have completed."""
+        """Rows that become free when the steps in flight have completed."""
         return len(self._fenced)
 
     @property
     def order(self) -> Int64s:
-        """Active rows, first in the queue first. Rebuilt only after a release; a newcomer is put in its place."""
+        """Active rows by rank. Sorted again only after a release; an admission inserts its row."""
         if self._order is None:
             active = self.active.nonzero()[0] if self.num_active else _NO_ROWS
             self._order = active[self.rank[active].argsort(kind="stable")] if self.num_active > 1 else active
@@ -83,8 +83,8 @@ class Rows:
             raise AssertionError(f"row {row} holds no request")
         return request
 
-    def take(self, request: Request, blocks: list[int]) -> int:
-        """Seat a request whose first `len(blocks)` blocks were found in the cache."""
+    def admit(self, request: Request, blocks: list[int]) -> int:
+        """Give a free row to a request whose first `len(blocks)` blocks were found in the prefix cache."""
         row = self._free.pop()
         num_known = len(request.history) // 4
         num_cached = len(blocks) * self.block_size
@@ -96,8 +96,8 @@ class Rows:
         self.ends_from[row] = request.num_prompt + request.min_tokens
         self.deadline[row] = request.deadline
         self.num_timed += request.deadline < math.inf
-        self.num_blocks[row] = self.num_shared[row] = self.num_named[row] = len(blocks)
-        self.num_given[row] = num_known // self.block_size
+        self.num_blocks[row] = self.num_shared[row] = self.num_registered[row] = len(blocks)
+        self.num_full_at_admission[row] = num_known // self.block_size
         self.priority[row] = request.priority
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
@@ -109,17 +109,15 @@ class Rows:
         order = self.order
         self.rank[row] = request.rank
         self.active[row] = True
-        # Most come last. Whoever comes earlier has been preferred or preempted.
-        at = len(order) if not len(order) or self.rank[order[-1]] <= request.rank else self._place(order, request.rank)
+        # Most requests go last; more urgent or preempted ones go earlier.
+        is_last = not len(order) or self.rank[order[-1]] <= request.rank
+        at = len(order) if is_last else int(np.searchsorted(self.rank[order], request.rank))
         self._order = np.concatenate((order[:at], (row,), order[at:])) if len(order) else np.array((row,))
         self.num_active += 1
         return row
 
-    def _place(self, order: Int64s, rank: int) -> int:
-        return int(np.searchsorted(self.rank[order], rank))
-
     def release(self, row: int, fence: int | None) -> tuple[Request, list[int]]:
-        """Empty a row: its request with its whole history again, and the blocks to give back."""
+        """Empty a row. Returns its request, with the full history, and the blocks to release."""
         request = self.request(row)
         request.history = bytearray(self.tokens(row).tobytes())
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
@@ -139,31 +137,32 @@ class Rows:
         return request, blocks
 
     def complete(self, step_no: int) -> None:
+        """Step `step_no` and all before it have completed: free the rows fenced by them."""
         while self._fenced and self._fenced[0][0] <= step_no:
             self._free.append(self._fenced.popleft()[1])
 
     def append(self, table_rows: Int64s, positions: Int32s, drawn: Int32s) -> None:
-        """Write confirmed tokens, which take these positions, into the tails."""
-        places = positions % self.block_size
-        self.tail[table_rows, places] = drawn
+        """Append one confirmed token to each row, at the given positions."""
+        offsets = positions % self.block_size
+        self.tail[table_rows, offsets] = drawn
         self.known_host[table_rows] = positions + 1
-        filled = (places == self.block_size - 1).nonzero()[0]
+        filled = (offsets == self.block_size - 1).nonzero()[0]
         if len(filled):
             self._fold_tails(table_rows[filled])
 
     def _fold_tails(self, full_rows: Int64s) -> None:
-        """Rows whose tail is a full block: it becomes part of their history."""
+        """Move full tails to the history of their requests."""
         tokens, width = self.tail[full_rows].tobytes(), 4 * self.block_size
         for at, row in zip(range(0, len(tokens), width), full_rows.tolist(), strict=True):
             self.request(row).history += tokens[at : at + width]
 
     def rewind(self) -> None:
-        """Forget every step in flight: the planned clock goes back to the confirmed one."""
+        """Undo all steps in flight: planned progress goes back to confirmed progress."""
         np.copyto(self.known, self.known_host)
         np.copyto(self.computed, self.confirmed)
 
     def tokens(self, row: int) -> Int32s:
-        """Every confirmed token of a row."""
+        """All confirmed tokens of a row."""
         request, num_known = self.request(row), int(self.known_host[row])
         if num_known == len(request.prompt):
             return request.prompt
@@ -171,6 +170,7 @@ class Rows:
         return np.concatenate([np.frombuffer(bytes(request.history), np.int32), self.tail[row, :num_tail]])
 
     def _split_history(self, row: int, request: Request, num_known: int) -> None:
+        """Move the tokens after the last full block from the history to the row's tail."""
         full = num_known // self.block_size * self.block_size
         if full < num_known:
             self.tail[row, : num_known - full] = np.frombuffer(request.history[full * 4 :], np.int32)

@@ -1,9 +1,9 @@
-"""The unified token-budget scheduler: lets `computed` catch up with `known`, under a budget, for all rows at once.
+"""The scheduler: in every step, lets `computed` catch up with `known` for all rows, under a token budget.
 
-There is no prefill phase and no decode phase. Each `plan` gives one token to every row that is one behind, then the
-budget to rows that are further behind, first in the queue first, then seats waiting requests. So a step has at most
-`token_budget` tokens and one more for each row. Each `apply` confirms the oldest launched step. Pure: no torch, no
-clock (time is an argument), no randomness.
+There is no prefill phase and no decode phase. `plan` gives one token to every row that is one token behind, spends the
+token budget on rows further behind, and admits waiting requests with the rest. A step therefore has at most
+`token_budget` tokens plus one per row. `apply` confirms the oldest launched step. No torch, no clock (time is an
+argument), no randomness.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from millrace.plan.step import (
 )
 from millrace.plan.victim import cheapest_victim
 
-CROWD, CROWD_SHARE = 8, 1 / 8
-"""Requests without a first token that are a crowd, and their least share of the streams: then steps are made long,
-because those who wait are many, and all of them wait for the last."""
-HELD_SCAN = 256
-"""WaitingQueue requests looked at in one step when those ahead wait for another's prefix."""
-MOST_SENTENCES = 8
-"""Preemptions of one request that are remembered in words."""
+MANY_PREFILLS, MANY_PREFILLS_SHARE = 8, 1 / 8
+"""From this many requests without a first token, and this many per decoding row, steps use the full token budget:
+short steps would delay more requests than they keep smooth."""
+MAX_HELD_SCAN = 256
+"""Waiting requests examined per step, if those ahead wait for a prefix that is being computed."""
+MAX_PREEMPTION_NOTES = 8
+"""Preemptions of one request that are kept for `/explain`."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Untidy:
-    """What `confirm` leaves to `run_deferred`."""
+class _DeferredWork:
+    """The bookkeeping of a confirmed step that nobody waits for."""
 
     step_no: int
-    seen: PendingOutcome
+    outcome: PendingOutcome
     drawn: Int32s
-    """Tokens of `seen.table_rows`."""
+    """Tokens of `outcome.table_rows`."""
     ended: list[tuple[int, Ended]]
-    """Rows, and how."""
+    """Rows that ended, with their terminal events."""
 
 
 class Scheduler:
@@ -81,7 +81,7 @@ class Scheduler:
         self.block_size = block_size
         self.token_budget = token_budget
         self.mixed_budget = min(mixed_budget or token_budget, token_budget)
-        self._keeps_short = self.mixed_budget < token_budget
+        self._has_mixed_budget = self.mixed_budget < token_budget
         self.pool = BlockPool(num_blocks)
         self.rows = Rows(max_running, block_size)
         self.prefix = PrefixIndex(self.pool, block_size, prefix_cache)
@@ -90,28 +90,28 @@ class Scheduler:
         self.waiting = WaitingQueue(self.policy, self.shares, aging_s)
         self.delays = Delays()
         self.num_preemptions = 0
-        self._lengths = OutputLengthEstimate(guess=expected_output)
+        self._lengths = OutputLengthEstimate(initial=expected_output)
         self._num_catching_up = 0
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 0
         self._next_ticket = 0
         self._row_of: dict[int, int] = {}
         self._ended: list[Ended] = []
-        self._unsent: set[int] = set()
-        """Rows whose request and blocks the runner has not been told of."""
-        self._yielding: tuple[int, str] | None = None
-        """The running request that is to give way, and why."""
+        self._unannounced: set[int] = set()
+        """Admitted rows that no plan has announced to the runner yet."""
+        self._chosen_victim: tuple[int, str] | None = None
+        """The running request to preempt before the next step, and why."""
         self._releases: list[Release] = []
         self._new_blocks = NewBlocks()
-        """Of rows that the runner knows."""
-        self._steady: RepeatedDecode | None = None
-        self._foreseen: PendingOutcome | None = None
-        """Of the oldest step in flight."""
-        self._foreseen_before: PendingOutcome | None = None
-        """Of the step that was confirmed last, unless a row has been given up since."""
-        self._untidy: _Untidy | None = None
+        """Blocks of announced rows that no plan has carried yet."""
+        self._repeated: RepeatedDecode | None = None
+        self._pending: PendingOutcome | None = None
+        """For the oldest step in flight."""
+        self._last_outcome: PendingOutcome | None = None
+        """For the step confirmed last; None if a row was released since."""
+        self._deferred: _DeferredWork | None = None
 
-    # -- what callers ask ------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
@@ -133,22 +133,22 @@ class Scheduler:
         needed = -(-request.limit // self.block_size)
         if needed > self.pool.total:
             message = (
-                f"The request may come to {request.limit} tokens, {needed} KV blocks of {self.block_size};"
-                f" the pool has {self.pool.total}. Lower max_tokens or give the KV pool more memory."
+                f"The request may need {request.limit} tokens ({needed} KV blocks of {self.block_size} tokens);"
+                f" the KV pool has {self.pool.total} blocks. Lower max_tokens or enlarge the KV pool."
             )
             self._end(request, "error", message)
             return
-        request.story.num_ahead = len(self.waiting)
-        request.story.delays_before = self.delays.totals()
+        request.diagnostics.num_ahead = len(self.waiting)
+        request.diagnostics.delays_before = self.delays.totals()
         self.shares.enter(request.tenant)
         self.waiting.add(request)
 
     def abort(self, request_id: int, reason: FinishReason = "abort", message: str = "") -> bool:
-        """End a request at any moment. False if it is not here (any more)."""
+        """End a waiting or running request. False if there is none with this id."""
         self.run_deferred()
         row = self._row_of.get(request_id)
         if row is not None:
-            request = self._leave(row, reason)
+            request = self._release_row(row, reason)
         elif request_id in self.waiting:
             request = self.waiting.remove(request_id)
         else:
@@ -158,7 +158,7 @@ class Scheduler:
         return True
 
     def take_ended(self) -> tuple[Ended, ...]:
-        """Requests that ended outside a step, each told once."""
+        """Terminal events since the last call, each returned once."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
@@ -167,21 +167,21 @@ class Scheduler:
     def plan(self, now: float, *, only: Collection[int] | None = None) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight completes.
 
-        `only` limits the step to these rows and seats nobody: how a failed step is taken apart.
+        `only` limits the step to these rows and admits nothing: used to find the request that made a step fail.
         """
         self.run_deferred()
         self._expire(now)
         if only is None:
-            self._give_way()
+            self._preempt_chosen()
         preempted_before = self.num_preemptions
         while True:
             singles, chunks = self._catch_up(only)
             if len(singles) or chunks or self._in_flight or only is not None or not self._preempt_one():
                 break
         if only is None and len(self.waiting):
-            may_seat = self.num_preemptions == preempted_before
+            may_admit = self.num_preemptions == preempted_before
             budget = self._budget_for_chunks(len(singles)) - sum(chunks.values())
-            self.delays.note(self._seat(budget, chunks, now) if may_seat else "memory", now)
+            self.delays.note(self._admit_waiting(budget, chunks, now) if may_admit else "memory", now)
         if len(singles) == 0 and not chunks:
             return None
         return self._compose(singles, chunks)
@@ -192,10 +192,10 @@ class Scheduler:
             order = self.rows.order
             late += self.rows.request_ids[order[self.rows.deadline[order] < now]].tolist()
         for request_id in late:
-            self.abort(request_id, "deadline", "The request's deadline passed before it was finished.")
+            self.abort(request_id, "deadline", "The deadline of the request passed before it finished.")
 
     def _catch_up(self, only: Collection[int] | None) -> tuple[Int64s, dict[int, int]]:
-        """Rows that get one token, and longer chunks by row, with blocks in hand for all of it."""
+        """Rows that get one token, and longer chunks by row. Takes the blocks for all of them."""
         singles, behind = self._runnable(only)
         self._num_catching_up = len(behind)
         crossing = self._crossing(singles)
@@ -218,45 +218,46 @@ class Scheduler:
         return singles, chunks
 
     def _runnable(self, only: Collection[int] | None) -> tuple[Int64s, Int64s]:
-        """Active rows that are one token behind, and those further behind; both first in the queue first."""
+        """Active rows that are one token behind, and those further behind, each by rank."""
         rows, order = self.rows, self.rows.order
         if len(order) == 0:
             return order, order
-        if only is None and self._steady is not None and self._steady.goes_on(rows):
+        if only is None and self._repeated is not None and self._repeated.can_repeat(rows):
             return order, order[:0]
         if only is not None:
             order = order[np.isin(order, np.fromiter(only, np.int64, len(only)))]
         known = rows.known[order]
         behind = known - rows.computed[order]
-        # A row at its limit has drawn its last token and only waits for it to be confirmed.
+        # A row at its limit has drawn its last token, which is not confirmed yet.
         singles = order[(behind == 1) & (known < rows.limit[order])]
         return singles, order[behind > 1]
 
     def _crossing(self, singles: Int64s) -> Int64s:
-        """Those of the rows whose next token needs a block that they do not hold."""
+        """The rows whose next token needs a new block."""
         if len(singles) == 0:
             return singles
         return singles[self.rows.computed[singles] >= self.rows.num_blocks[singles] * self.block_size]
 
     def _budget_for_chunks(self, num_singles: int) -> int:
-        """Tokens for catching up, beside rows that get one. The token budget does not count those rows: prompts that
-        fill it exactly would be cut for their sake, and the last few tokens of one would take a step of their own. The
-        mixed budget does: it keeps a step that also decodes short, so that streams stay smooth, unless those that wait
-        for their first token are many beside them."""
-        behind = self._num_behind()
-        is_crowd = behind >= CROWD and behind > CROWD_SHARE * num_singles
-        if num_singles == 0 or is_crowd or not self._keeps_short:
+        """Tokens for chunks, in a step that also gives one token to each of `num_singles` rows.
+
+        The token budget does not count those rows: otherwise a prompt that fills it exactly would be split, and its
+        last few tokens would need another step. The mixed budget counts them. It keeps steps that also decode short,
+        unless many requests wait for their first token.
+        """
+        num_without_token = len(self.waiting) + self._num_catching_up
+        is_many = num_without_token >= MANY_PREFILLS and num_without_token > MANY_PREFILLS_SHARE * num_singles
+        if num_singles == 0 or is_many or not self._has_mixed_budget:
             return self.token_budget
-        # Even a full house leaves some tokens, so that prefills advance beside it.
+        # A quarter is reserved for chunks, so prefill advances however many rows decode.
         return max(self.mixed_budget - num_singles, self.mixed_budget // 4)
 
-    def _num_behind(self) -> int:
-        """Requests that have not got their first token: the long steps that streams feel are what those wait for."""
-        return len(self.waiting) + self._num_catching_up
-
     def _chunk(self, row: int, budget: int) -> int:
-        """As much of the row as budget and blocks allow, with the blocks taken. Where the budget cuts a prompt, it does
-        so at a multiple of the token budget, if one is within reach: the device is prepared for whole chunks."""
+        """Number of the row's tokens that budget and blocks allow. Takes the blocks.
+
+        If the budget splits a prompt, it does so at a multiple of the token budget where possible: graphs and kernels
+        exist for whole chunks.
+        """
         computed, known = int(self.rows.computed[row]), int(self.rows.known[row])
         holds = int(self.rows.num_blocks[row]) + self.pool.num_available
         count = max(0, min(known - computed, budget, holds * self.block_size - computed))
@@ -268,50 +269,48 @@ class Scheduler:
         return count
 
     def _grow_by_one(self, crossing: Int64s) -> None:
-        """One more block for each of these rows: the part of a steady decode step that is not columns."""
-        held, blocks_of, unsent = self.rows.num_blocks[crossing], self.rows.blocks, self._unsent
+        """One more block for each of these rows. The only per-row Python work of a repeated decode step."""
+        held, blocks_of, unannounced = self.rows.num_blocks[crossing], self.rows.blocks, self._unannounced
         rows, columns, taken = crossing.tolist(), held.tolist(), self.pool.take_many(len(crossing))
         for row, block in zip(rows, taken, strict=True):
             blocks_of[row].append(block)
-        if unsent:
-            known = [at for at, row in enumerate(rows) if row not in unsent]
+        if unannounced:
+            known = [at for at, row in enumerate(rows) if row not in unannounced]
             rows, columns, taken = ([column[at] for at in known] for column in (rows, columns, taken))
         self._new_blocks.add_each(rows, columns, taken)
         self.rows.num_blocks[crossing] = held + 1
 
     def _grow(self, row: int, num_blocks: int) -> None:
         blocks, taken = self.rows.blocks[row], self.pool.take_many(num_blocks)
-        if row not in self._unsent:
+        if row not in self._unannounced:
             self._new_blocks.add_many(row, len(blocks), taken)
         blocks += taken
         self.rows.num_blocks[row] = len(blocks)
 
-    # -- seating waiting requests ----------------------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------------------------
 
-    def _seat(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
-        """Give rows to waiting requests while budget, rows and the forecast of KV memory allow; what ended it.
+    def _admit_waiting(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
+        """Admit waiting requests while budget, free rows and the admission forecast allow. Returns what stopped it.
 
-        Strictly in order, except that a request may pass those that wait for a prefix being computed.
+        Strictly in queue order, except that a request may overtake those that wait for a prefix being computed.
         """
         if budget <= 0:
             return "budget"
         if self.rows.num_free == 0:
-            return self._make_way(next(self.waiting.in_order(now)), "rows", now)
-        crowd = AdmissionForecast(self.rows, self.pool, self._lengths)
-        for request in itertools.islice(self.waiting.in_order(now), HELD_SCAN):
+            return self._choose_victim(next(self.waiting.in_order(now)), "rows", now)
+        forecast = AdmissionForecast(self.rows, self.pool, self._lengths)
+        for request in itertools.islice(self.waiting.in_order(now), MAX_HELD_SCAN):
             if budget <= 0:
                 return "budget"
             if self.rows.num_free == 0:
                 return "rows"
             if self.prefix.is_held(request):
-                request.story.held_steps += 1
                 continue
             blocks = self.prefix.match(request)
             if self.prefix.must_wait(request, len(blocks)):
-                request.story.held_steps += 1
                 continue
-            if not crowd.join(request, blocks):
-                return self._make_way(request, "memory", now)
+            if not forecast.admit(request, blocks):
+                return self._choose_victim(request, "memory", now)
             self.waiting.remove(request.id)
             row = self._admit(request, blocks, now)
             count = self._chunk(row, budget)
@@ -320,23 +319,25 @@ class Scheduler:
                 budget -= count
         return "prefix" if len(self.waiting) else "none"
 
-    def _make_way(self, request: Request, cause: Cause, now: float) -> Cause:
-        """Choose a running row to give way to this request when the next step is planned. Not while room from the
-        last one is still on its way, and not for one that the queue would not put first."""
-        if self._yielding is None and self.rows.num_fenced == 0 and self.pool.num_fenced == 0:
-            row = self.policy.giving_way(self.rows, request)
+    def _choose_victim(self, request: Request, cause: Cause, now: float) -> Cause:
+        """Choose a running request to preempt for this one when the next step is planned. Returns `cause`.
+
+        Chooses none while fenced rows or blocks are about to become free, nor one that would precede this request.
+        """
+        if self._chosen_victim is None and self.rows.num_fenced == 0 and self.pool.num_fenced == 0:
+            row = self.policy.victim_for(self.rows, request)
             if row is not None:
                 other = self.rows.request(row)
                 other.num_output = int(self.rows.known_host[row] - self.rows.num_prompt[row])
                 if self.waiting.would_precede(request, other, now):
-                    self._yielding = (other.id, f"a request that goes before it found no room ({cause})")
+                    self._chosen_victim = (other.id, f"a more urgent request could not be admitted ({cause})")
         return cause
 
-    def _give_way(self) -> None:
-        if self._yielding is None:
+    def _preempt_chosen(self) -> None:
+        if self._chosen_victim is None:
             return
-        request_id, why = self._yielding
-        self._yielding = None
+        request_id, why = self._chosen_victim
+        self._chosen_victim = None
         row = self._row_of.get(request_id)
         if row is not None and len(self.waiting):
             self.rows.request(row).yields += 1
@@ -347,59 +348,45 @@ class Scheduler:
         if request.preemptions == 0:
             request.cached_tokens = len(blocks) * self.block_size
             self.delays.note("none", now)
-            request.story.waited_for = self.delays.since(request.story.delays_before)
-            request.story.diverged_at = self.prefix.divergence(request, len(blocks))
+            request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
+            request.diagnostics.diverged_at = self.prefix.divergence(request, len(blocks))
             self._charge(request)
         self.prefix.count(request, len(blocks))
         self.prefix.expect(request, len(blocks))
         request.held_by = None
-        row = self.rows.take(request, blocks)
+        row = self.rows.admit(request, blocks)
         self._row_of[request.id] = row
-        self._unsent.add(row)
+        self._unannounced.add(row)
         return row
 
-    # -- leaving a row ---------------------------------------------------------------------------------------------
+    # -- preemption and release ------------------------------------------------------------------------------------
 
     def _preempt_one(self) -> bool:
-        """Send the cheapest row back to the queue, to be recomputed later. The first in the queue always stays."""
+        """Preempt the row that is cheapest to recompute. False if there is none: the first row always stays."""
         victim = cheapest_victim(self.rows)
         if victim is None:
             return False
-        self._preempt(victim, "KV blocks ran out and it was the cheapest to compute again")
+        self._preempt(victim, "KV blocks ran out and it was the cheapest to recompute")
         return True
 
     def _preempt(self, row: int, why: str) -> None:
-        request = self._leave(row, "preempted")
+        request = self._release_row(row, "preempted")
         request.preemptions += 1
         self.num_preemptions += 1
-        if len(request.story.preempted_for) < MOST_SENTENCES:
-            request.story.preempted_for.append(f"after {request.num_output} tokens: {why}")
+        if len(request.diagnostics.preempted_for) < MAX_PREEMPTION_NOTES:
+            request.diagnostics.preempted_for.append(f"after {request.num_output} tokens: {why}")
         self.waiting.add(request)
 
-    # -- what tenants are charged ----------------------------------------------------------------------------------
-
-    def _charge(self, request: Request) -> None:
-        """When a request is seated its tenant pays for the prompt and for the output that is expected of it."""
-        request.charged = self._lengths.remaining_of_one(0, request.max_tokens)
-        num_prompt = request.num_prompt - request.cached_tokens
-        self.shares.charge(request.tenant, request.weight, num_prompt, request.charged)
-
-    def _settle(self, request: Request) -> None:
-        """When it ends, the difference to what it really generated is made up."""
-        if request.charged:
-            self.shares.charge(request.tenant, request.weight, 0, request.num_output - request.charged)
-        self.shares.leave(request.tenant)
-
-    def _leave(self, row: int, reason: ReleaseReason) -> Request:
+    def _release_row(self, row: int, reason: ReleaseReason) -> Request:
         fence = self._next_step - 1 if self._in_flight else None
-        self._name_blocks(row, int(self.rows.confirmed[row]) // self.block_size)
+        self._register_blocks(row, int(self.rows.confirmed[row]) // self.block_size)
         request, blocks = self.rows.release(row, fence)
         self.prefix.forget(request)
-        self.pool.give_back(reversed(blocks), fence)
+        self.pool.release(reversed(blocks), fence)
         del self._row_of[request.id]
-        self._foreseen = self._foreseen_before = None
-        if row in self._unsent:
-            self._unsent.discard(row)
+        self._pending = self._last_outcome = None
+        if row in self._unannounced:
+            self._unannounced.discard(row)
         else:
             self._new_blocks.drop(row)
             self._releases.append(Release(row, request.id, reason))
@@ -408,19 +395,33 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, message: str = "") -> None:
         self._ended.append(end_of(request, reason, request.num_output, message=message))
 
+    # -- fair shares -----------------------------------------------------------------------------------------------
+
+    def _charge(self, request: Request) -> None:
+        """On admission, charge the tenant for the prompt and the expected output."""
+        request.charged = self._lengths.remaining_of_one(0, request.max_tokens)
+        num_prompt = request.num_prompt - request.cached_tokens
+        self.shares.charge(request.tenant, request.weight, num_prompt, request.charged)
+
+    def _settle(self, request: Request) -> None:
+        """At the end, correct the charge to the actual output."""
+        if request.charged:
+            self.shares.charge(request.tenant, request.weight, 0, request.num_output - request.charged)
+        self.shares.leave(request.tenant)
+
     # -- composing a plan ------------------------------------------------------------------------------------------
 
     def _compose(self, singles: Int64s, chunks: dict[int, int]) -> StepPlan:
-        rows, steady = self.rows, self._steady
-        if steady is not None and singles is steady.order and not chunks:
-            return self._repeat(steady)
+        rows, repeated = self.rows, self._repeated
+        if repeated is not None and singles is repeated.order and not chunks:
+            return self._repeat(repeated)
         table_rows, counts = _columns(singles, chunks)
         starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts
         rows.computed[table_rows] = ends
-        # The token about to be drawn is known from here on, although only the device will have it.
+        # The token that this step draws counts as known from here on, although only the device will have it.
         rows.known[table_rows] = np.maximum(known, ends + 1)
-        admitted = self._admissions(chunks, singles) if self._unsent else ()
+        admitted = self._admissions(chunks, singles) if self._unannounced else ()
         block_rows, block_cols, block_ids = self._new_blocks.take()
         plan = StepPlan(
             step_no=self._next_step,
@@ -438,12 +439,12 @@ class Scheduler:
         self._releases.clear()
         self._in_flight.append(plan)
         self._next_step += 1
-        self._steady = repeated_decode_from(plan, singles, rows)
+        self._repeated = repeated_decode_from(plan, singles, rows)
         return plan
 
-    def _repeat(self, steady: RepeatedDecode) -> StepPlan:
-        """The next plan of the same rows: what `_compose` would make of them, with the columns that are still true."""
-        rows, order, before = self.rows, steady.order, steady.plan
+    def _repeat(self, repeated: RepeatedDecode) -> StepPlan:
+        """What `_compose` would return for the same rows, reusing the columns of the previous plan."""
+        rows, order, before = self.rows, repeated.order, repeated.plan
         starts = before.starts + 1
         rows.computed[order] = starts + 1
         rows.known[order] = starts + 2
@@ -462,23 +463,26 @@ class Scheduler:
         )
         self._in_flight.append(plan)
         self._next_step += 1
-        steady.advance(plan)
+        repeated.advance(plan)
         return plan
 
     def _shared_blocks(self, row: int) -> int:
-        """Leading blocks of this row that every running row holds. Equal blocks are in equal places, and each is
-        held by no fewer rows than the one after it."""
-        blocks, everyone = self.rows.blocks[row], self.num_running
-        if everyone < 2 or not blocks or self.pool.num_holders(blocks[0]) < everyone:
+        """Number of this row's leading blocks that every running row shares.
+
+        A shared block has the same column in every row, and reference counts never grow along a row, so a binary
+        search finds the last block that all rows reference.
+        """
+        blocks, num_running = self.rows.blocks[row], self.num_running
+        if num_running < 2 or not blocks or self.pool.num_refs(blocks[0]) < num_running:
             return 0
-        return bisect_left(blocks, True, key=lambda block: self.pool.num_holders(block) < everyone)
+        return bisect_left(blocks, True, key=lambda block: self.pool.num_refs(block) < num_running)
 
     def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
-        """Records for rows of this step that the runner does not know; every block that they hold is new to it."""
-        sent = self._unsent & chunks.keys()
-        if len(sent) < len(self._unsent):
-            sent |= self._unsent.intersection(singles.tolist())
-        self._unsent -= sent
+        """Announce the rows of this step that the runner does not know yet, with all their blocks."""
+        sent = self._unannounced & chunks.keys()
+        if len(sent) < len(self._unannounced):
+            sent |= self._unannounced.intersection(singles.tolist())
+        self._unannounced -= sent
         admissions = []
         for row in sorted(sent):
             request = self.rows.request(row)
@@ -489,77 +493,77 @@ class Scheduler:
     # -- apply -----------------------------------------------------------------------------------------------------
 
     def apply(self, step_no: int, tokens: Int32s) -> StepOutcome:
-        """Confirm the oldest launched step. `tokens` are what its sampling rows drew, in plan order."""
+        """Confirm the oldest launched step. `tokens` were drawn by its sampling rows, in plan order."""
         outcome = self.confirm(step_no, tokens)
         self.run_deferred()
         return outcome
 
     def prepare_outcome(self) -> None:
-        """Do what can be done of `confirm` before the tokens are there. For the time in which the device computes."""
+        """Compute the pending outcome of the oldest step in flight. Call it while the device runs the step."""
         self.run_deferred()
-        if self._foreseen is None and self._in_flight:
-            self._foreseen = self._make_pending(self._in_flight[0])
+        if self._pending is None and self._in_flight:
+            self._pending = self._make_pending(self._in_flight[0])
 
     def _make_pending(self, plan: StepPlan) -> PendingOutcome:
-        before = self._foreseen_before
-        if plan.is_repeated_decode and before is not None and before.lasts:
+        before = self._last_outcome
+        if plan.is_repeated_decode and before is not None and before.can_repeat:
             return before.next()
         return make_pending_outcome(plan, self.rows)
 
     def confirm(self, step_no: int, tokens: Int32s) -> StepOutcome:
-        """The part of `apply` that somebody waits for: which tokens go to whom, and who has ended."""
+        """The urgent part of `apply`: which request gets which token, and which requests have ended."""
         self.run_deferred()
         plan = self._in_flight.popleft()
         if plan.step_no != step_no:
             raise AssertionError(f"step {step_no} completed, but {plan.step_no} is the oldest in flight")
-        seen = self._foreseen or self._make_pending(plan)
-        self._foreseen, self._foreseen_before = None, seen
-        drawn = seen.delivered(tokens)
-        stopped = seen.stopped(drawn)
-        ended = seen.ends(self.rows, drawn, stopped)
+        outcome = self._pending or self._make_pending(plan)
+        self._pending, self._last_outcome = None, outcome
+        drawn = outcome.active_tokens(tokens)
+        stopped = outcome.stopped(drawn)
+        ended = outcome.ends(self.rows, drawn, stopped)
         self._ended += [event for _, event in ended]
-        self._untidy = _Untidy(step_no, seen, drawn, ended)
-        return self._outcome(step_no, seen, drawn, stopped)
+        self._deferred = _DeferredWork(step_no, outcome, drawn, ended)
+        return self._step_outcome(step_no, outcome, drawn, stopped)
 
     def run_deferred(self) -> None:
-        """What `plan` and `confirm` leave for when nobody waits: blocks get their names, tokens go to where they are
-        kept, ended rows leave. Done before anything that could tell the difference."""
-        self.prefix.settle()
-        if self._untidy is None:
+        """Do the bookkeeping that `plan` and `confirm` deferred: hash and register blocks, store tokens, release rows
+        of ended requests. Every method that depends on it calls this first."""
+        self.prefix.hash_expected()
+        if self._deferred is None:
             return
-        done, self._untidy = self._untidy, None
-        rows, seen = self.rows, done.seen
-        rows.confirmed[seen.computed_rows] = seen.computed
-        rows.append(seen.table_rows, seen.positions, done.drawn)
+        done, self._deferred = self._deferred, None
+        rows, outcome = self.rows, done.outcome
+        rows.confirmed[outcome.computed_rows] = outcome.computed
+        rows.append(outcome.table_rows, outcome.positions, done.drawn)
         self.pool.complete(done.step_no)
         rows.complete(done.step_no)
-        if not seen.repeats:  # the step before has filled the last block of given tokens
-            self._name_given_blocks(seen.computed_rows)
+        if not outcome.is_repeated:  # A repeated decode step only fills blocks of tokens drawn since admission.
+            self._register_admitted_blocks(outcome.computed_rows)
         for row, event in done.ended:
-            request = self._leave(row, event.reason)
+            request = self._release_row(row, event.reason)
             self._lengths.observe(request.num_output)
             self.policy.learn(request)
             self._settle(request)
 
-    def _name_given_blocks(self, computed_rows: Int64s) -> None:
-        """Let blocks of given tokens that this step filled be found at once: others may be waiting for them.
+    def _register_admitted_blocks(self, computed_rows: Int64s) -> None:
+        """Register the blocks this step filled with tokens known at admission: other requests may wait for them.
 
-        Generated blocks are named when their row ends, so that a steady decode step pays nothing for them.
+        Blocks of generated tokens are registered when their row is released, so decode steps do not pay for it.
         """
         rows = self.rows
-        full = np.minimum(rows.confirmed[computed_rows] // self.block_size, rows.num_given[computed_rows])
-        for index in np.flatnonzero(full > rows.num_named[computed_rows]).tolist():
-            self._name_blocks(int(computed_rows[index]), int(full[index]))
+        full = np.minimum(rows.confirmed[computed_rows] // self.block_size, rows.num_full_at_admission[computed_rows])
+        for index in np.flatnonzero(full > rows.num_registered[computed_rows]).tolist():
+            self._register_blocks(int(computed_rows[index]), int(full[index]))
 
-    def _name_blocks(self, row: int, num_full: int) -> None:
-        first = int(self.rows.num_named[row])
-        self.prefix.name_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
-        self.rows.num_named[row] = num_full
+    def _register_blocks(self, row: int, num_full: int) -> None:
+        first = int(self.rows.num_registered[row])
+        self.prefix.register_blocks(self.rows.request(row), first, self.rows.blocks[row][first:num_full])
+        self.rows.num_registered[row] = num_full
 
-    def _outcome(self, step_no: int, seen: PendingOutcome, drawn: Int32s, stopped: Bools | None) -> StepOutcome:
-        request_ids = seen.request_ids
-        index = seen.places
-        if stopped is not None:  # the token that stops a request is not part of its answer
+    def _step_outcome(self, step_no: int, outcome: PendingOutcome, drawn: Int32s, stopped: Bools | None) -> StepOutcome:
+        request_ids = outcome.request_ids
+        index = outcome.places
+        if stopped is not None:  # An end token is not part of the answer.
             delivered = ~stopped
             request_ids, drawn, index = request_ids[delivered], drawn[delivered], index[delivered]
         return StepOutcome(
@@ -567,31 +571,31 @@ class Scheduler:
             request_ids=request_ids,
             tokens=drawn,
             sample_index=index,
-            first_ids=seen.first_ids,
+            first_ids=outcome.first_ids,
             ended=self.take_ended(),
         )
 
     def discard_in_flight(self) -> tuple[int, ...]:
-        """A launched step failed: forget all that are in flight and send every row to the runner anew.
+        """A launched step failed: discard all steps in flight and announce every row to the runner again.
 
-        Returns the rows of the oldest one that are still active: the culprit is among them.
+        Returns the active rows of the oldest step. One of them caused the failure.
         """
         self.run_deferred()
         suspects = tuple(row for row in self._in_flight[0].rows.tolist() if self.rows.active[row])
         self._in_flight.clear()
-        self._steady = None
-        self._foreseen = self._foreseen_before = None
+        self._repeated = None
+        self._pending = self._last_outcome = None
         self.pool.complete(self._next_step)
         self.rows.complete(self._next_step)
         self.rows.rewind()
-        self._unsent = set(self._row_of.values())
+        self._unannounced = set(self._row_of.values())
         self._new_blocks.clear()
         self._releases.clear()
         return suspects
 
 
 def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int64s, Int32s]:
-    """Rows of a step, and how many tokens of each."""
+    """The rows of a step and the number of tokens of each."""
     if not chunks:
         return singles, np.ones(len(singles), np.int32)
     rows, counts = np.array(list(chunks), np.int64), np.array(list(chunks.values()), np.int32)

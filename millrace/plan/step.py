@@ -1,5 +1,7 @@
-"""StepPlan: what one step does. The scheduler emits it, every rank receives it, the runner executes it,
-the simulator prices it. Columns for the many, records only for what changes."""
+"""`StepPlan`, what one step does, and `StepOutcome`, what it gave: plain data between `plan`, `engine` and `run`.
+
+Facts about every row are columns; admissions, releases and ends are records, because they are rare.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,26 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 FEW = 16
-"""So few numbers are added sooner one by one than by a call for many."""
+"""Below this length a Python loop beats a NumPy call."""
 
 ReleaseReason = FinishReason | Literal["preempted"]
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes a table row. Sent once, and again after a failed step to bring the runner back in line."""
+    """A request gets a table row. Sent once, and again after a failed step, when the runner's table is rebuilt."""
 
     row: int
     request_id: int
     tokens: Int32s
-    """Every token known on the host: the prompt, and what was generated before a preemption."""
+    """All tokens known on the host: the prompt, and the output from before a preemption."""
     num_prompt: int
     row_params: RowParams
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A row's request left it. The row is handed out again only after every launched step has completed."""
+    """A request leaves its row. The row is reused only after all steps launched so far have completed."""
 
     row: int
     request_id: int
@@ -46,23 +48,24 @@ class Release:
 class StepPlan:
     step_no: int
     rows: Int32s
-    """Table rows of this step: those with one token first, then longer chunks."""
+    """Table rows of this step: rows with one token first, then rows with longer chunks."""
     starts: Int32s
-    """Per row: position of its first token in this step."""
+    """Position of each row's first token in this step."""
     counts: Int32s
+    """Tokens of each row in this step."""
     samples: Bools
-    """Whether the row's chunk reaches its last known token, so that a new one is drawn."""
+    """True for rows whose chunk reaches their last known token: they draw a new one."""
     block_rows: Int32s
-    """Blocks given since the last plan: block_tables[block_rows, block_cols] = block_ids."""
+    """Block-table updates since the last plan: block_tables[block_rows, block_cols] = block_ids."""
     block_cols: Int32s
     block_ids: Int32s
     admitted: tuple[Admission, ...] = ()
     released: tuple[Release, ...] = ()
     shared_blocks: int = 0
-    """Leading blocks that every row of the step has in common; told only of steps of single tokens."""
+    """Number of leading blocks shared by all rows; 0 unless every row has a single token."""
     is_repeated_decode: bool = False
-    """The rows are those of the plan before, in its order, each with one token: the one that it drew there. None is
-    admitted or released. What depends on nothing but the rows still holds."""
+    """True if this step decodes the same rows as the previous plan, in the same order, with no admission or release.
+    Each row computes the token it drew in the previous step, so whatever depends only on the rows stays valid."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +76,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The one terminal event of a request, as the scheduler knows it."""
+    """The terminal event of a request: every request has exactly one."""
 
     request_id: int
     reason: FinishReason
@@ -83,19 +86,17 @@ class Ended:
     num_output: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
-    story: object = None
-    """The request's `Story`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a completed step gave to requests that are still there. Columns over its delivered tokens."""
+    """Tokens that a completed step delivered to requests still running, as columns over those tokens."""
 
     step_no: int
     request_ids: Int64s
     tokens: Int32s
     sample_index: Int64s
-    """Position of each delivered token among the step's sampled rows, to find its log-probabilities."""
+    """Index of each delivered token among the step's sampling rows, to look up its log-probabilities."""
     first_ids: Int64s
     """Requests that got their first token in this step."""
     ended: tuple[Ended, ...]

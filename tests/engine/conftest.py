@@ -11,7 +11,7 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1] / "real_models")
 
 @pytest.fixture(scope="session")
 def lone_answers():
-    """Each held prompt's ids with its greedy answer, computed one at a time and judged by transformers."""
+    """Token ids and greedy answer of each prompt, computed one at a time and checked against transformers."""
     from greedy_oracle import GreedyOracle
     from held_prompts import CHATS, CODE, EMOJI, SCRIPTS, SHORT, long_texts
 

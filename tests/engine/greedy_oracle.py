@@ -1,4 +1,4 @@
-"""Hugging Face `transformers` as the judge of greedy output, in float32.
+"""Hugging Face `transformers` as the reference for greedy output, in float32.
 
 Instead of generating, it scores prompt + output in one pass and demands that every output token is its argmax. By
 induction that is token-for-token equality with its own greedy generation, at a fraction of the time.
@@ -18,7 +18,7 @@ class GreedyOracle:
         self.model = load_model(gguf)
 
     def first_difference(self, prompt: Sequence[int], output: Sequence[int]) -> str | None:
-        """None when every token is the oracle's own choice, else a sentence about the first that is not."""
+        """None if every token is the oracle's choice, else a message about the first that is not."""
         ids = torch.tensor([[*prompt, *output]])
         with torch.inference_mode():
             logits = self.model(ids, logits_to_keep=len(output) + 1).logits[0, :-1]

@@ -1,4 +1,4 @@
-"""Sixty-odd varied prompts: short, long, code, other scripts, emoji, several turns. Built, not stored."""
+"""Sixty-odd varied prompts: short, long, code, other scripts, emoji, several turns. Generated, not stored."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CHATS = [
 
 
 def long_texts() -> list[str]:
-    """Of about 700, 2,100 and 2,600 tokens: code, prose with numbers, and a table."""
+    """Prompts of about 700, 2,100 and 2,600 tokens: code, prose with numbers, and a table."""
     code = inspect.getsource(json.decoder)
     prose = " ".join(
         f"On day {day} the mill ground {day * 37 % 101} sacks of {('wheat', 'rye', 'oats', 'barley')[day % 4]},"

@@ -1,4 +1,4 @@
-"""An engine takes one KV format at start, sizes and fills its pool by it, and names it."""
+"""The KV dtype resolved at start determines the size of the pool, its name and the fingerprint."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def ready_with(directory: Path, **settings: object) -> EngineReady:
     return ready
 
 
-def test_what_auto_comes_to_is_what_counts(tmp_path: Path) -> None:
+def test_auto_equals_the_dtype_it_resolves_to(tmp_path: Path) -> None:
     auto, full = (ready_with(tmp_path, memory__kv_dtype=kind) for kind in ("auto", "full"))
     assert auto.memory_plan.keys() == full.memory_plan.keys()
     assert auto.memory_plan["KV pool, 512 tokens"] == 512 * 2 * 2 * 64 * 2
     assert auto.fingerprint == full.fingerprint
 
 
-def test_another_format_is_named_and_gives_another_fingerprint(tmp_path: Path) -> None:
+def test_another_dtype_is_named_and_changes_the_fingerprint(tmp_path: Path) -> None:
     full, narrow = (ready_with(tmp_path, memory__kv_dtype=kind) for kind in ("full", "int8"))
     assert narrow.memory_plan["KV pool, 512 tokens, int8"] == 512 * 2 * 2 * 68
     assert narrow.fingerprint != full.fingerprint
 
 
-def test_what_the_device_cannot_do_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_rejected_before_loading(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="memory.kv_dtype is packed, which is for a GPU"):
         ready_with(tmp_path, memory__kv_dtype="packed")

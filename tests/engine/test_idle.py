@@ -1,4 +1,4 @@
-"""An engine without work: awake for a moment where its device asks for that; then it says so; then it sleeps."""
+"""An engine without work polls for a moment if its device asks for it, reports that it is idle, then blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.plan.scheduler import Scheduler
 
 
 class Channel:
-    """Notes how the engine waits and what it says."""
+    """Records how the engine waits and what it sends."""
 
     num_fronts = 1
 
@@ -35,7 +35,7 @@ class Channel:
 
 
 @pytest.mark.parametrize("watch_s", [0.0, 0.002])
-def test_first_awake_then_told_then_asleep(watch_s: float) -> None:
+def test_an_idle_engine_polls_then_reports_then_blocks(watch_s: float) -> None:
     channel = Channel()
     scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=8)
     runner: Any = SimpleNamespace(is_warm=True, num_cold=0)

@@ -1,4 +1,4 @@
-"""The memory plan refuses what does not fit, and names the setting that fixes it."""
+"""The memory plan rejects what does not fit and names the setting that fixes it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_parts_add_up() -> None:
     assert made.kv_tokens == made.num_blocks * 16
 
 
-def test_a_pool_never_exceeds_what_rows_could_use() -> None:
+def test_the_pool_never_exceeds_what_rows_can_use() -> None:
     assert plan(500.0, plan__max_running=4).kv_tokens == 4 * 4096
 
 
@@ -60,23 +60,23 @@ def test_the_pool_can_be_set_in_tokens() -> None:
     assert plan(16.0, memory__kv_tokens=1000).kv_tokens == 992
 
 
-def test_weights_that_do_not_fit_name_the_remedy() -> None:
+def test_the_error_for_weights_that_do_not_fit_names_the_remedy() -> None:
     with pytest.raises(MemoryPlanError, match="--dtype bfloat16"):
         plan(6.0, weights_gib=8.0, dtype=torch.float32)
     with pytest.raises(MemoryPlanError, match="smaller model"):
         plan(3.0, weights_gib=8.0)
 
 
-def test_a_pool_that_does_not_fit_says_what_would() -> None:
+def test_the_error_for_a_pool_that_does_not_fit_names_a_size_that_would() -> None:
     with pytest.raises(MemoryPlanError, match=r"--kv-gib \d+\.\d+"):
         plan(8.0, memory__kv_gib=20.0)
 
 
-def test_a_context_beyond_the_model_is_refused() -> None:
+def test_a_context_beyond_the_model_is_rejected() -> None:
     with pytest.raises(MemoryPlanError, match="at most 4096"):
         plan(16.0, model__max_context=5000)
 
 
 @pytest.mark.parametrize(("step_flops", "budget"), [(600e12, 8192), (300e12, 6144), (70e12, 2048), (0.0, 2048)])
-def test_steps_that_decode_are_as_long_as_the_gpu_computes_in_a_moment(step_flops: float, budget: int) -> None:
+def test_the_mixed_budget_follows_the_speed_of_the_gpu(step_flops: float, budget: int) -> None:
     assert plan(130.0, step_flops=step_flops).mixed_budget == budget

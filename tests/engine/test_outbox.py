@@ -1,4 +1,4 @@
-"""What a step brings to each front: its own requests' tokens and ends; figures come behind them, never before."""
+"""Each front gets the tokens and ends of its own requests; statistics are sent after them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def columns(count: int) -> LogprobColumns:
 
 
 @pytest.mark.parametrize("num_fronts", [1, 3])
-def test_every_front_hears_of_its_own_requests(num_fronts: int) -> None:
+def test_every_front_gets_only_its_own_requests(num_fronts: int) -> None:
     channel, ledger = Channel(num_fronts), Ledger()
     outbox = Outbox(channel, ledger)
     scheduler = Scheduler(num_blocks=64, block_size=4, max_running=8, token_budget=64)
@@ -90,7 +90,7 @@ def test_every_front_hears_of_its_own_requests(num_fronts: int) -> None:
     assert all(finish.first_token_s == finish.total_s == 1.0 for finish in finished)
 
 
-def test_figures_come_behind_the_tokens_and_count_what_has_ended_as_gone() -> None:
+def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
     channel, now = Channel(), 50.0
     scheduler = Scheduler(num_blocks=64, block_size=4, max_running=8, token_budget=64)
 

@@ -1,4 +1,4 @@
-"""Greedy output of the real default model equals Hugging Face's, token for token: alone, and whatever else happens."""
+"""Greedy output of the default model equals Hugging Face's, token for token: alone, batched and under churn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from millrace import LLM, SamplingParams
 
-pytestmark = pytest.mark.timeout(900)  # all answers, one at a time and by two engines, on whatever machine there is
+pytestmark = pytest.mark.timeout(900)  # Computes every answer one at a time, on machines of any speed.
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
@@ -47,7 +47,7 @@ def test_every_chunk_size(lone_answers, chunk: int) -> None:
 
 
 def test_under_churn(lone_answers) -> None:
-    """Random arrivals, cancellations at random moments, prefix hits and preemption together; then nothing is left."""
+    """Random arrivals and cancellations with prefix hits and preemptions; at the end nothing leaks."""
     answers, _ = lone_answers
     rng = random.Random(7)
     jobs = [rng.choice(answers) for _ in range(90)]

@@ -1,4 +1,4 @@
-"""A stall is noticed by lack of progress, and told once, with the plan and the stacks."""
+"""The watchdog logs a stalled step once, with its plan and the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 
 
-def test_a_step_that_never_ends_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stalled_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=16)
     scheduler.submit(Request(id=1, prompt=np.arange(6, dtype=np.int32), max_tokens=2))
     plan = scheduler.plan(0.0)
@@ -26,12 +26,12 @@ def test_a_step_that_never_ends_is_reported_once(caplog: pytest.LogCaptureFixtur
         watchdog.start()
         time.sleep(0.5)
         watchdog.stop()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "1 rows, 6 tokens" in told[0]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 1
+    assert "1 rows, 6 tokens" in logged[0]
 
 
-def test_a_step_that_runs_in_time_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_in_time_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     watchdog = Watchdog(lambda: None, stall_s=0.05, check_every_s=0.02)
     watchdog.start()
     time.sleep(0.2)
@@ -39,7 +39,7 @@ def test_a_step_that_runs_in_time_is_not(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
 
 
-def test_a_step_that_never_ends_is_given_up() -> None:
+def test_a_hanging_step_ends_the_engine() -> None:
     scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=16)
     scheduler.submit(Request(id=1, prompt=np.arange(6, dtype=np.int32), max_tokens=2))
     plan = scheduler.plan(0.0)

@@ -1,4 +1,4 @@
-"""The front's client: readiness is progress, and one receiver's failure is nobody else's."""
+"""The engine client: readiness is progress, and a sink that fails affects no other request."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def with_client(work: Callable[[InProcessLink, EngineClient], Awaitable[None]]) 
     asyncio.run(run())
 
 
-def test_an_engine_that_was_idle_for_long_is_ready_when_work_comes() -> None:
+def test_an_engine_that_was_idle_for_long_is_ready_for_work() -> None:
     async def work(link: InProcessLink, client: EngineClient) -> None:
         client._last_progress = time.monotonic() - 3600
         assert client.is_progressing(time.monotonic())
@@ -76,7 +76,7 @@ def test_an_engine_that_was_idle_for_long_is_ready_when_work_comes() -> None:
     with_client(work)
 
 
-def test_a_receiver_that_fails_ends_alone() -> None:
+def test_a_failing_sink_ends_only_its_own_request() -> None:
     async def work(link: InProcessLink, client: EngineClient) -> None:
         bad, good = Receiver(fails=True), Receiver()
         ids = [client.submit([1], SamplingParams(max_tokens=4), sink) for sink in (bad, good)]
@@ -110,7 +110,7 @@ def test_a_seed_is_filled_in_and_nothing_else_changes() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, 50], [-1, 3], [2**40], [3, -(2**70)], [2**64]])
-def test_what_is_no_token_is_refused_by_its_number(prompt: list[int]) -> None:
+def test_an_invalid_token_id_is_named_in_the_error(prompt: list[int]) -> None:
     bad = next(token_id for token_id in prompt if not 0 <= token_id < 50)
     with pytest.raises(BadRequest, match=f"token id {bad}; the vocabulary has ids 0 to 49"):
         _checked_ids(prompt, 50)

@@ -1,4 +1,4 @@
-"""Framing: however the bytes are cut and however little the peer takes at once, the same frames come out in order."""
+"""Framing: the same frames come out in order, however the bytes are split and however little the peer accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def frames_of(reader: FrameReader) -> Iterator[bytes]:
 
 
 def feed(reader: FrameReader, data: bytes, most: int) -> Iterator[bytes]:
-    """Write to the reader what fits, at most so many bytes at once, and take what has come out."""
+    """Write data to the reader, at most `most` bytes at a time, and yield the frames that come out."""
     while data:
         room = reader.room()
         assert len(room) > 0
@@ -39,7 +39,7 @@ def feed(reader: FrameReader, data: bytes, most: int) -> Iterator[bytes]:
     cuts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
     capacity=st.integers(1, 120),
 )
-def test_any_cutting_gives_the_same_frames(bodies: list[bytes], cuts: list[int], capacity: int) -> None:
+def test_any_split_of_the_bytes_gives_the_same_frames(bodies: list[bytes], cuts: list[int], capacity: int) -> None:
     reader, stream, out = FrameReader(capacity), b"".join(map(framed, bodies)), []
     turn = 0
     while stream:
@@ -54,7 +54,7 @@ def test_a_frame_longer_than_the_buffer_and_those_around_it() -> None:
     reader = FrameReader()
     bodies = [b"a", bytes(3 * READ_BYTES + 5), b"b", b"", bytes(range(256)) * (READ_BYTES // 256), b"c"]
     assert list(feed(reader, b"".join(map(framed, bodies)), 70_001)) == bodies
-    assert len(reader.room()) == READ_BYTES, "the long buffer is given back"
+    assert len(reader.room()) == READ_BYTES, "the long buffer is released"
 
 
 def narrow_pair() -> tuple[socket.socket, socket.socket]:
@@ -78,8 +78,8 @@ def read_all(sock: socket.socket, reader: FrameReader) -> list[bytes]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60_000), st.booleans()), max_size=20))
-def test_a_writer_tears_nothing_and_loses_nothing(work: list[tuple[int, bool]]) -> None:
-    """Frames of any length to a peer with a small buffer, which reads now and then."""
+def test_a_writer_corrupts_and_loses_nothing(work: list[tuple[int, bool]]) -> None:
+    """Frames of any length to a peer with a small buffer that reads now and then."""
     ours, theirs = narrow_pair()
     with ours, theirs:
         writer, reader, got = FrameWriter(), FrameReader(), []
@@ -94,7 +94,7 @@ def test_a_writer_tears_nothing_and_loses_nothing(work: list[tuple[int, bool]]) 
         assert got + read_all(theirs, reader) == bodies
 
 
-def test_what_went_in_part_goes_whole_to_the_next_connection() -> None:
+def test_a_partly_sent_frame_is_sent_again_on_the_next_connection() -> None:
     writer, body = FrameWriter(), bytes(100_000)
     ours, theirs = narrow_pair()
     with ours, theirs:
@@ -111,7 +111,7 @@ def test_what_went_in_part_goes_whole_to_the_next_connection() -> None:
     assert got == [body, b"after"]
 
 
-def test_a_peer_that_has_gone_is_no_error_and_its_frames_stay() -> None:
+def test_writing_to_a_peer_that_is_gone_keeps_the_frames() -> None:
     writer = FrameWriter()
     ours, theirs = narrow_pair()
     theirs.close()

@@ -1,4 +1,4 @@
-"""The channel over Unix sockets: fronts that come late, go away, or never come must not hold up the others."""
+"""The channel over Unix sockets: fronts that connect late, never, or disconnect do not delay the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def received(channel: SocketFrontChannel, count: int) -> list[int]:
     return [message.step_no for message in got if isinstance(message, StepTokens)]
 
 
-def test_a_front_that_never_came_holds_nobody_up_and_a_late_one_misses_nothing(directory: str) -> None:
+def test_an_absent_front_delays_no_other_and_a_late_one_misses_nothing(directory: str) -> None:
     engine = SocketEngineChannel(directory, 3)
     began = time.monotonic()
     for number in range(100):
@@ -102,7 +102,7 @@ def test_many_messages_arrive_in_order(directory: str) -> None:
     engine.close()
 
 
-def test_an_engine_that_watches_is_awake_and_then_sleeps(directory: str) -> None:
+def test_an_engine_that_watches_polls_and_then_blocks(directory: str) -> None:
     engine = SocketEngineChannel(directory, 1)
     used, began = time.process_time(), time.monotonic()
     assert engine.receive(0.4, watch_s=0.1) == []

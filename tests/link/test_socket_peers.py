@@ -1,4 +1,4 @@
-"""Peers over Unix sockets that come first, come back, read slowly, send a lot, or vanish in the middle of a word."""
+"""Peers over Unix sockets that connect early, reconnect, read slowly, send a lot, or die within a frame."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import uvloop
 
 from millrace.errors import ConfigError
 from millrace.link.address import engine_path
-from millrace.link.engine_end import MOST_FOR_ABSENT, SocketEngineChannel
-from millrace.link.front_end import MOST_AT_ONCE, SocketFrontChannel
+from millrace.link.engine_end import MAX_QUEUED, SocketEngineChannel
+from millrace.link.front_end import MAX_MESSAGES_PER_TURN, SocketFrontChannel
 from millrace.link.messages import (
     Abort,
     EngineFailed,
@@ -51,8 +51,8 @@ def step(number: int, size: int = 0) -> StepTokens:
     return StepTokens(step_no=number, ids=bytes(size), tokens=b"")
 
 
-class Ear:
-    """A started front: what it has heard, and a way to wait for more while the engine goes on with its loop."""
+class RecordingFront:
+    """A started front that records its messages and can wait for more while the engine keeps running."""
 
     def __init__(self, channel: SocketFrontChannel) -> None:
         self.channel = channel
@@ -63,8 +63,8 @@ class Ear:
     def steps(self) -> list[int]:
         return [message.step_no for message in self.heard if isinstance(message, StepTokens)]
 
-    async def hear(self, count: int, engine: SocketEngineChannel) -> list[ToEngine]:
-        """Until `count` messages have come; returns what the engine was told meanwhile."""
+    async def wait_for(self, count: int, engine: SocketEngineChannel) -> list[ToEngine]:
+        """Wait until `count` messages have arrived. Returns what the engine received meanwhile."""
         told: list[ToEngine] = []
         end = time.monotonic() + LIMIT_S
         while len(self.heard) < count:
@@ -74,8 +74,8 @@ class Ear:
         return told
 
 
-async def told(engine: SocketEngineChannel, count: int) -> list[ToEngine]:
-    """The next `count` messages that reach the engine, while the loop goes on."""
+async def engine_receives(engine: SocketEngineChannel, count: int) -> list[ToEngine]:
+    """The next `count` messages that reach the engine, while the loop keeps running."""
     messages: list[ToEngine] = []
     end = time.monotonic() + LIMIT_S
     while len(messages) < count:
@@ -90,7 +90,7 @@ def ids_of(messages: list[ToEngine]) -> list[int]:
 
 
 def raw_front(directory: str, index: int) -> socket.socket:
-    """A front that was written by somebody who knows the bytes only."""
+    """A front that speaks the protocol byte by byte."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(LIMIT_S)
     sock.connect(engine_path(directory))
@@ -98,51 +98,51 @@ def raw_front(directory: str, index: int) -> socket.socket:
     return sock
 
 
-def test_a_front_that_is_there_first_loses_nothing(directory: str, run_loop: RunLoop) -> None:
+def test_a_front_that_starts_before_the_engine_loses_nothing(directory: str, run_loop: RunLoop) -> None:
     async def work() -> None:
         front = SocketFrontChannel(directory, 0)
         front.send(Abort((0,)))
-        ear = Ear(front)
+        recorder = RecordingFront(front)
         front.send(Abort((1,)))
         await asyncio.sleep(0.05)
         engine = SocketEngineChannel(directory, 1)
-        assert ids_of(await told(engine, 2)) == [0, 1]
+        assert ids_of(await engine_receives(engine, 2)) == [0, 1]
         front.send(Abort((2,)))
         engine.send(0, step(7))
-        assert ids_of(await told(engine, 1)) == [2]
-        await ear.hear(1, engine)
-        assert ear.steps == [7]
+        assert ids_of(await engine_receives(engine, 1)) == [2]
+        await recorder.wait_for(1, engine)
+        assert recorder.steps == [7]
         front.close()
         engine.close()
 
     run_loop(work())
 
 
-def test_an_engine_that_loads_and_only_sends_finds_its_fronts(directory: str) -> None:
+def test_an_engine_that_only_sends_while_loading_accepts_its_fronts(directory: str) -> None:
     async def work() -> None:
         engine = SocketEngineChannel(directory, 2)
-        ears = [Ear(SocketFrontChannel(directory, index)) for index in range(2)]
-        ears[0].channel.send(Hello(0))
+        fronts = [RecordingFront(SocketFrontChannel(directory, index)) for index in range(2)]
+        fronts[0].channel.send(Hello(0))
         for number in range(20):
             for index in range(2):
                 engine.send(index, step(number))
             await asyncio.sleep(0.002)
-        assert [ear.steps for ear in ears] == [list(range(20))] * 2
-        assert engine.receive(0.0) == [Hello(0)], "what came meanwhile is not lost"
-        for ear in ears:
-            ear.channel.close()
+        assert [recorder.steps for recorder in fronts] == [list(range(20))] * 2
+        assert engine.receive(0.0) == [Hello(0)], "messages that arrived meanwhile are not lost"
+        for recorder in fronts:
+            recorder.channel.close()
         engine.close()
 
     asyncio.run(work())
 
 
-def test_a_front_that_does_not_read_holds_up_neither_engine_nor_sibling(directory: str, run_loop: RunLoop) -> None:
-    """60 MB for one that is stopped: sent without waiting, and all of it there in order when it goes on."""
+def test_a_front_that_does_not_read_delays_neither_engine_nor_sibling(directory: str, run_loop: RunLoop) -> None:
+    """60 MB for a stopped front: sent without blocking, and received in order when it continues."""
     size, count = 300_000, 200
 
     async def work() -> None:
         engine = SocketEngineChannel(directory, 2)
-        stopped, sibling = raw_front(directory, 0), Ear(SocketFrontChannel(directory, 1))
+        stopped, sibling = raw_front(directory, 0), RecordingFront(SocketFrontChannel(directory, 1))
         slowest_s = 0.0
         for number in range(count):
             began = time.monotonic()
@@ -150,11 +150,11 @@ def test_a_front_that_does_not_read_holds_up_neither_engine_nor_sibling(director
             engine.send(1, step(number))
             slowest_s = max(slowest_s, time.monotonic() - began)
         assert slowest_s < 0.5
-        await sibling.hear(count, engine)
+        await sibling.wait_for(count, engine)
         assert sibling.steps == list(range(count))
         used = time.process_time()
         assert engine.receive(0.2) == []
-        assert time.process_time() - used < 0.1, "waiting for room is not a spin"
+        assert time.process_time() - used < 0.1, "waiting for room does not spin"
         expected = b"".join(encode_frame(step(number, size)) for number in range(count))
         reading = threading.Thread(target=read_exactly, args=(stopped, expected, found := []))
         reading.start()
@@ -182,12 +182,12 @@ def test_a_prompt_of_millions_of_tokens_blocks_neither_loop(directory: str, run_
     async def work() -> None:
         engine = SocketEngineChannel(directory, 1)
         front = SocketFrontChannel(directory, 0)
-        Ear(front)
+        RecordingFront(front)
         began = time.monotonic()
         front.send(NewRequest(id=1, prompt=prompt, params=SamplingParams()))
         front.send(Abort((2,)))
         assert time.monotonic() - began < 1.0
-        messages = await told(engine, 2)
+        messages = await engine_receives(engine, 2)
         assert isinstance(messages[0], NewRequest)
         assert messages[0].prompt == prompt
         assert messages[1] == Abort((2,))
@@ -198,69 +198,71 @@ def test_a_prompt_of_millions_of_tokens_blocks_neither_loop(directory: str, run_
 
 
 def test_a_new_engine_in_the_same_place(directory: str, run_loop: RunLoop) -> None:
-    """The first one dies without closing anything but its sockets; its socket's file is still there."""
+    """The first engine dies and leaves its socket file behind."""
 
     async def work() -> None:
         first = SocketEngineChannel(directory, 1)
-        ear = Ear(SocketFrontChannel(directory, 0))
+        recorder = RecordingFront(SocketFrontChannel(directory, 0))
         first.send(0, step(1))
-        await ear.hear(1, first)
+        await recorder.wait_for(1, first)
         first.close()
         await asyncio.sleep(0.02)
-        ear.channel.send(Abort((1,)))
-        ear.channel.send(Abort((2,)))
+        recorder.channel.send(Abort((1,)))
+        recorder.channel.send(Abort((2,)))
         assert Path(engine_path(directory)).exists()
         second = SocketEngineChannel(directory, 1)
-        assert ids_of(await told(second, 2)) == [1, 2]
+        assert ids_of(await engine_receives(second, 2)) == [1, 2]
         second.send(0, step(2))
-        await ear.hear(2, second)
-        assert ear.steps == [1, 2]
-        ear.channel.close()
+        await recorder.wait_for(2, second)
+        assert recorder.steps == [1, 2]
+        recorder.channel.close()
         second.close()
 
     run_loop(work())
 
 
-def test_last_words_reach_a_front_that_speaks_to_an_engine_that_has_gone(directory: str, run_loop: RunLoop) -> None:
+def test_the_last_messages_of_a_dead_engine_reach_a_front_that_sends_to_it(directory: str, run_loop: RunLoop) -> None:
     async def work() -> None:
         engine = SocketEngineChannel(directory, 1)
         front = SocketFrontChannel(directory, 0)
         front.send(Hello(0))
-        await told(engine, 1)
+        await engine_receives(engine, 1)
         for number in range(10):
             engine.send(0, step(number))
         engine.send(0, EngineFailed("out of memory"))
         engine.close()
         for number in range(10):
             front.send(Abort((number,)))
-        ear = Ear(front)
+        recorder = RecordingFront(front)
         end = time.monotonic() + LIMIT_S
-        while len(ear.heard) < 11 and time.monotonic() < end:
+        while len(recorder.heard) < 11 and time.monotonic() < end:
             await asyncio.sleep(0.001)
-        assert ear.steps == list(range(10))
-        assert ear.heard[-1] == EngineFailed("out of memory")
+        assert recorder.steps == list(range(10))
+        assert recorder.heard[-1] == EngineFailed("out of memory")
         front.close()
 
     run_loop(work())
 
 
-def test_a_front_that_was_started_again_takes_its_place(directory: str) -> None:
+def test_a_restarted_front_replaces_its_old_connection(directory: str) -> None:
     async def work() -> None:
         engine = SocketEngineChannel(directory, 2)
         old = SocketFrontChannel(directory, 1)
         old.send(Abort((1,)))
-        assert ids_of(await told(engine, 1)) == [1]
+        assert ids_of(await engine_receives(engine, 1)) == [1]
         old.send(Abort((2,)))
-        new = Ear(SocketFrontChannel(directory, 1))
+        new = RecordingFront(SocketFrontChannel(directory, 1))
         new.channel.send(Abort((3,)))
-        assert sorted(ids_of(await told(engine, 2))) == [2, 3], "the last words of the old one are heard"
+        assert sorted(ids_of(await engine_receives(engine, 2))) == [2, 3], (
+            "the last messages of the old connection are received"
+        )
         engine.send(1, step(5))
-        await new.hear(1, engine)
+        await new.wait_for(1, engine)
         assert new.steps == [5]
         old.close()
         engine.receive(0.01)
         engine.send(1, step(6))
-        await new.hear(2, engine)
+        await new.wait_for(2, engine)
         assert new.steps == [5, 6]
         new.channel.close()
         engine.close()
@@ -268,20 +270,20 @@ def test_a_front_that_was_started_again_takes_its_place(directory: str) -> None:
     asyncio.run(work())
 
 
-def test_one_that_died_in_the_middle_of_a_frame_leaves_whole_frames_to_the_next(directory: str) -> None:
+def test_a_front_that_dies_within_a_frame_leaves_whole_frames_to_the_next(directory: str) -> None:
     size, count = 100_000, 160
 
     async def work() -> None:
         engine = SocketEngineChannel(directory, 1)
         dead = raw_front(directory, 0)
         dead.sendall(encode_frame(Abort((1,))) + encode_frame(Abort((2,)))[:-1])
-        assert ids_of(await told(engine, 1)) == [1]
+        assert ids_of(await engine_receives(engine, 1)) == [1]
         for number in range(count):
             engine.send(0, step(number, size))
         dead.recv(1000)
         dead.close()
         engine.receive(0.01)
-        new = Ear(SocketFrontChannel(directory, 0))
+        new = RecordingFront(SocketFrontChannel(directory, 0))
         engine.send(0, step(count))
         end = time.monotonic() + LIMIT_S
         while not new.steps or new.steps[-1] != count:
@@ -289,7 +291,7 @@ def test_one_that_died_in_the_middle_of_a_frame_leaves_whole_frames_to_the_next(
             engine.receive(0.0)
             await asyncio.sleep(0.001)
         first = new.steps[0]
-        assert 0 < first < count, "some had gone to the dead one"
+        assert 0 < first < count, "some were sent to the dead front"
         assert new.steps == list(range(first, count + 1))
         new.channel.close()
         engine.close()
@@ -297,49 +299,49 @@ def test_one_that_died_in_the_middle_of_a_frame_leaves_whole_frames_to_the_next(
     asyncio.run(work())
 
 
-def test_only_so_much_is_kept_for_one_that_is_not_there(directory: str) -> None:
+def test_the_queue_for_an_absent_front_is_bounded(directory: str) -> None:
     async def work() -> None:
         engine = SocketEngineChannel(directory, 1)
-        for number in range(MOST_FOR_ABSENT + 10):
+        for number in range(MAX_QUEUED + 10):
             engine.send(0, step(number))
-        ear = Ear(SocketFrontChannel(directory, 0))
-        await ear.hear(MOST_FOR_ABSENT, engine)
-        assert ear.steps == list(range(10, MOST_FOR_ABSENT + 10))
-        ear.channel.close()
+        recorder = RecordingFront(SocketFrontChannel(directory, 0))
+        await recorder.wait_for(MAX_QUEUED, engine)
+        assert recorder.steps == list(range(10, MAX_QUEUED + 10))
+        recorder.channel.close()
         engine.close()
 
     asyncio.run(work())
 
 
-def test_a_flood_is_taken_in_turns_with_the_loop(directory: str, run_loop: RunLoop) -> None:
+def test_many_messages_are_handled_in_turns_with_the_loop(directory: str, run_loop: RunLoop) -> None:
     async def work() -> None:
         engine = SocketEngineChannel(directory, 1)
         front = SocketFrontChannel(directory, 0)
         front.send(Hello(0))
-        await told(engine, 1)
+        await engine_receives(engine, 1)
         for number in range(300):
             engine.send(0, step(number))
-        ear, seen = Ear(front), [0]
+        recorder, seen = RecordingFront(front), [0]
         end = time.monotonic() + LIMIT_S
-        while len(ear.heard) < 300 and time.monotonic() < end:
+        while len(recorder.heard) < 300 and time.monotonic() < end:
             engine.receive(0.0)
             await asyncio.sleep(0)
-            seen.append(len(ear.heard))
-        assert max(later - earlier for earlier, later in zip(seen, seen[1:], strict=False)) <= MOST_AT_ONCE
-        assert ear.steps == list(range(300))
+            seen.append(len(recorder.heard))
+        assert max(later - earlier for earlier, later in zip(seen, seen[1:], strict=False)) <= MAX_MESSAGES_PER_TURN
+        assert recorder.steps == list(range(300))
         front.close()
         engine.close()
 
     run_loop(work())
 
 
-def test_a_message_that_fails_does_not_hold_up_the_next(directory: str, run_loop: RunLoop) -> None:
+def test_a_failing_callback_does_not_block_the_next_message(directory: str, run_loop: RunLoop) -> None:
     async def work() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         engine = SocketEngineChannel(directory, 1)
         front = SocketFrontChannel(directory, 0)
         front.send(Hello(0))
-        await told(engine, 1)
+        await engine_receives(engine, 1)
         for number in range(5):
             engine.send(0, step(number))
         heard: list[int] = []
@@ -359,7 +361,7 @@ def test_a_message_that_fails_does_not_hold_up_the_next(directory: str, run_loop
     run_loop(work())
 
 
-def test_a_front_that_floods_does_not_starve_the_others(directory: str) -> None:
+def test_a_front_that_sends_a_lot_does_not_starve_the_others(directory: str) -> None:
     engine = SocketEngineChannel(directory, 3)
     flooder, quiet = raw_front(directory, 0), SocketFrontChannel(directory, 2)
     flooder.setblocking(False)
@@ -383,7 +385,7 @@ def test_a_front_that_floods_does_not_starve_the_others(directory: str) -> None:
 
 
 @pytest.mark.parametrize("num_fronts", [1, 3])
-def test_watching_hears_a_front_and_one_that_leaves(directory: str, num_fronts: int) -> None:
+def test_polling_notices_a_message_and_a_disconnect(directory: str, num_fronts: int) -> None:
     engine = SocketEngineChannel(directory, num_fronts)
     front = SocketFrontChannel(directory, 0)
     threading.Timer(0.05, lambda: front.send(Abort((1,)))).start()
@@ -394,7 +396,7 @@ def test_watching_hears_a_front_and_one_that_leaves(directory: str, num_fronts: 
     engine.close()
 
 
-def test_the_socket_is_its_owners_alone(directory: str) -> None:
+def test_only_the_owner_can_access_the_socket(directory: str) -> None:
     engine = SocketEngineChannel(directory, 1)
     mode = Path(engine_path(directory)).stat().st_mode
     assert stat.S_ISSOCK(mode)
@@ -402,23 +404,23 @@ def test_the_socket_is_its_owners_alone(directory: str) -> None:
     engine.close()
 
 
-def test_a_front_that_does_not_exist_is_turned_away(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_front_with_an_unknown_index_is_rejected(directory: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = SocketEngineChannel(directory, 1)
     with raw_front(directory, 7) as stranger, raw_front(directory, 0) as known:
         known.sendall(encode_frame(Abort((1,))))
         assert engine.receive(1.0) == [Abort((1,))]
         assert stranger.recv(1) == b""
-    assert "number 7" in caplog.text
+    assert "index 7" in caplog.text
     engine.close()
 
 
-def test_a_path_that_is_too_long_is_refused_with_the_remedy() -> None:
+def test_the_error_for_a_too_long_path_names_the_remedy() -> None:
     with pytest.raises(ConfigError, match="TMPDIR"):
         SocketFrontChannel("/tmp/" + "x" * 120, 0)
     assert engine_path("/" + "x" * 99).endswith("/engine")
 
 
-def test_closing_twice_and_stopping_what_is_closed(directory: str) -> None:
+def test_closing_twice_and_stopping_a_closed_channel_are_harmless(directory: str) -> None:
     engine = SocketEngineChannel(directory, 1)
     front = SocketFrontChannel(directory, 0)
     for _ in range(2):

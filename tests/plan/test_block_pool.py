@@ -1,4 +1,4 @@
-"""The pool's own checks notice what they are for; blocks taken together are those that would be taken one by one."""
+"""The pool's own checks detect a broken equation; `take_many` returns the same blocks as repeated `take`."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import pytest
 from millrace.plan.kv.block_pool import BlockPool
 
 
-def test_the_sums_are_checked_without_looking_at_every_block() -> None:
+def test_check_sums_detects_a_broken_equation() -> None:
     pool = BlockPool(8)
     blocks = [pool.take() for _ in range(5)]
     pool.check_sums()
-    pool.give_back(blocks[:2], None)
-    pool.give_back(blocks[2:3], fence=7)
+    pool.release(blocks[:2], None)
+    pool.release(blocks[2:3], fence=7)
     pool.check_sums()
-    pool.give_back(blocks[3:], None)
+    pool.release(blocks[3:], None)
     pool.complete(7)
     pool.check_sums()
-    pool._refs[blocks[0]] = 1  # held, and free at the same time
+    pool._refs[blocks[0]] = 1  # Referenced and free at the same time.
     with pytest.raises(AssertionError, match="pool equation"):
         pool.check_sums()
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 7, 8])
-def test_many_blocks_are_taken_as_if_one_by_one(count: int) -> None:
-    """From what is free, in its order, and beyond that from what is cached, the oldest first."""
+def test_take_many_equals_repeated_take(count: int) -> None:
+    """Free blocks first, in their order, then cached blocks, oldest first."""
     pools = [BlockPool(10), BlockPool(10)]
     for pool in pools:
         held = [pool.take() for _ in range(10)]
         for block in held[:4]:
-            pool.name(block, bytes([block]), b"tokens")
-        pool.give_back(held[:8], None)
+            pool.register(block, bytes([block]), b"tokens")
+        pool.release(held[:8], None)
     one_by_one = [pools[0].take() for _ in range(count)]
     assert pools[1].take_many(count) == one_by_one
     for pool in pools:

@@ -1,4 +1,4 @@
-"""Blocks given between two plans: they come out as columns, once, less those of rows that have left."""
+"""Block-table updates between two plans come out once, as columns, without those of released rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def listed(blocks: NewBlocks) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("first", [0, 3, 1020, 5000])
-def test_blocks_come_out_in_the_order_in_which_they_were_given(first: int) -> None:
+def test_updates_come_out_in_the_order_added(first: int) -> None:
     blocks = NewBlocks()
     assert listed(blocks) == []
     blocks.add_many(4, first, [9, 8, 7, 6, 5])
@@ -24,7 +24,7 @@ def test_blocks_come_out_in_the_order_in_which_they_were_given(first: int) -> No
     assert listed(blocks) == []
 
 
-def test_what_was_taken_stays_as_it_was() -> None:
+def test_taken_columns_do_not_change_later() -> None:
     blocks = NewBlocks()
     blocks.add(1, 2, 3)
     taken = blocks.take()
@@ -33,7 +33,7 @@ def test_what_was_taken_stays_as_it_was() -> None:
     assert listed(blocks) == [(7, 0, 8), (7, 1, 9)]
 
 
-def test_a_row_that_leaves_takes_its_blocks_along() -> None:
+def test_updates_of_a_released_row_are_dropped() -> None:
     blocks = NewBlocks()
     for row in (1, 2, 1, 3):
         blocks.add_many(row, 0, [row, 10 + row])

@@ -1,4 +1,4 @@
-"""Who goes first: classes with aging, weighted tenants, and the four policies behind one interface."""
+"""The order of the waiting queue: classes with aging, fair shares of tenants, and the four policies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(policy: str = "fcfs", **limits: float) -> Scheduler:
     return Scheduler(**wanted, policy=make_policy(policy))
 
 
-def ask(request_id: int, *, prompt: int = 4, max_tokens: int = 8, **fields: object) -> Request:
+def make_request(request_id: int, *, prompt: int = 4, max_tokens: int = 8, **fields: object) -> Request:
     tokens = np.full(prompt, request_id % 1000, np.int32)
     return Request(id=request_id, prompt=tokens, max_tokens=max_tokens, **fields)
 
@@ -36,7 +36,7 @@ def order(scheduler: Scheduler, now: float = 0.0) -> list[int]:
 
 
 class Run:
-    """Steps a scheduler, one second each, and notes when requests begin and end."""
+    """Runs steps of `step_s` seconds and records when requests get their first token and end."""
 
     def __init__(self, scheduler: Scheduler, step_s: float = 1.0) -> None:
         self.scheduler, self.step_s, self.now = scheduler, step_s, 0.0
@@ -62,25 +62,25 @@ class Run:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_urgent_class_goes_first_and_waiting_makes_urgent(policy: str) -> None:
+def test_the_urgent_class_goes_first_and_aging_promotes(policy: str) -> None:
     scheduler = make(policy)
-    scheduler.submit(ask(0, priority=2, arrival=0.0))
-    scheduler.submit(ask(1, priority=1, arrival=0.0))
-    scheduler.submit(ask(2, priority=0, arrival=5.0))
+    scheduler.submit(make_request(0, priority=2, arrival=0.0))
+    scheduler.submit(make_request(1, priority=1, arrival=0.0))
+    scheduler.submit(make_request(2, priority=0, arrival=5.0))
     assert order(scheduler, 6.0) == [2, 1, 0]
-    scheduler.submit(ask(3, priority=0, arrival=150.0))
-    # After two minutes all three are of one class; arrival decides again, but for what the policy prefers.
+    scheduler.submit(make_request(3, priority=0, arrival=150.0))
+    # After two minutes of aging all three are in one class, so the latest arrival goes last.
     assert order(scheduler, 151.0)[-1] == 3
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rival", [0, 1])
-def test_nobody_starves_behind_an_endless_stream_of_the_preferred(policy: str, rival: int) -> None:
+def test_no_request_starves_behind_an_endless_stream_of_preferred_ones(policy: str, rival: int) -> None:
     scheduler = make(policy, aging_s=20.0)
     run = Run(scheduler)
-    scheduler.submit(ask(0, priority=2, max_tokens=40, arrival=0.0))
+    scheduler.submit(make_request(0, priority=2, max_tokens=40, arrival=0.0))
     for number in range(1, 400):
-        scheduler.submit(ask(number, priority=rival, max_tokens=2, arrival=run.now))
+        scheduler.submit(make_request(number, priority=rival, max_tokens=2, arrival=run.now))
         run.step()
         run.step()
         if 0 in run.ended:
@@ -91,14 +91,14 @@ def test_nobody_starves_behind_an_endless_stream_of_the_preferred(policy: str, r
 def test_arrival_order_within_a_class_is_kept_exactly() -> None:
     scheduler = make()
     for number in range(200):
-        scheduler.submit(ask(number, arrival=number / 7))
+        scheduler.submit(make_request(number, arrival=number / 7))
     run = Run(scheduler)
     run.to_end()
     assert sorted(run.began, key=run.began.__getitem__) == list(range(200))
 
 
-def test_tenants_share_by_weight_whatever_they_send() -> None:
-    """Three tenants with a backlog; the first sends ten times as much and gets no more than its share."""
+def test_tenants_share_by_weight_however_much_they_send() -> None:
+    """Three tenants with a backlog. The first sends ten times as many requests and gets no more than its share."""
     scheduler = make(max_running=4)
     weights = {"greedy": 1.0, "plain": 1.0, "double": 2.0}
     tenant_of: dict[int, str] = {}
@@ -106,7 +106,7 @@ def test_tenants_share_by_weight_whatever_they_send() -> None:
         for _ in range(count):
             number = len(tenant_of)
             tenant_of[number] = tenant
-            scheduler.submit(ask(number, tenant=tenant, weight=weights[tenant], max_tokens=6))
+            scheduler.submit(make_request(number, tenant=tenant, weight=weights[tenant], max_tokens=6))
     run = Run(scheduler)
     while sum(tenant_of[i] == "double" for i in run.ended) < 150:
         run.step()
@@ -115,15 +115,15 @@ def test_tenants_share_by_weight_whatever_they_send() -> None:
     assert 65 <= done["greedy"] <= 85
 
 
-def test_a_tenant_that_was_away_saves_up_no_credit() -> None:
+def test_an_idle_tenant_earns_no_credit() -> None:
     scheduler = make()
     run = Run(scheduler)
     for number in range(100):
-        scheduler.submit(ask(number, tenant="busy", max_tokens=4))
+        scheduler.submit(make_request(number, tenant="busy", max_tokens=4))
     for _ in range(200):
         run.step()
     for number in range(100, 140):
-        scheduler.submit(ask(number, tenant="late", max_tokens=4, arrival=run.now))
+        scheduler.submit(make_request(number, tenant="late", max_tokens=4, arrival=run.now))
     before = set(run.ended)
     for _ in range(80):
         run.step()
@@ -132,67 +132,67 @@ def test_a_tenant_that_was_away_saves_up_no_credit() -> None:
     assert 0.4 <= late / len(new) <= 0.6
 
 
-def test_shortest_first_learns_lengths_and_lets_the_short_pass() -> None:
+def test_shortest_first_learns_lengths_and_prefers_short_requests() -> None:
     predictor = OutputLengthPredictor()
     for _ in range(20):
         for tenant, length in (("terse", 5), ("verbose", 400)):
-            ended = ask(0, tenant=tenant, max_tokens=1000)
+            ended = make_request(0, tenant=tenant, max_tokens=1000)
             ended.num_output = length
             predictor.observe(ended)
-    assert predictor.predict(ask(1, tenant="terse", max_tokens=1000)) < 60
-    assert predictor.predict(ask(1, tenant="verbose", max_tokens=1000)) > 300
-    assert predictor.predict(ask(1, tenant="verbose", max_tokens=10)) == 10
+    assert predictor.predict(make_request(1, tenant="terse", max_tokens=1000)) < 60
+    assert predictor.predict(make_request(1, tenant="verbose", max_tokens=1000)) > 300
+    assert predictor.predict(make_request(1, tenant="verbose", max_tokens=10)) == 10
     scheduler = make("shortest")
-    scheduler.submit(ask(0, max_tokens=400, arrival=0.0))
-    scheduler.submit(ask(1, max_tokens=2, arrival=3.0))
-    scheduler.submit(ask(2, max_tokens=2, arrival=100.0))
+    scheduler.submit(make_request(0, max_tokens=400, arrival=0.0))
+    scheduler.submit(make_request(1, max_tokens=2, arrival=3.0))
+    scheduler.submit(make_request(2, max_tokens=2, arrival=100.0))
     assert order(scheduler, 0.0) == [1, 0, 2]
 
 
-def test_the_predictor_stays_small() -> None:
+def test_the_predictor_is_bounded() -> None:
     predictor = OutputLengthPredictor()
     for number in range(10_000):
-        predictor.observe(ask(0, tenant=f"t{number}"))
+        predictor.observe(make_request(0, tenant=f"t{number}"))
     assert len(predictor._means) <= 4096
 
 
 def test_the_earliest_deadline_goes_first() -> None:
     scheduler = make("deadline")
-    scheduler.submit(ask(0, arrival=0.0))
-    scheduler.submit(ask(1, arrival=1.0, deadline=4.0))
-    scheduler.submit(ask(2, arrival=2.0, deadline=3.0))
+    scheduler.submit(make_request(0, arrival=0.0))
+    scheduler.submit(make_request(1, arrival=1.0, deadline=4.0))
+    scheduler.submit(make_request(2, arrival=2.0, deadline=3.0))
     assert order(scheduler) == [2, 1, 0]
 
 
-def test_feedback_lets_newcomers_pass_those_that_have_run_long() -> None:
+def test_feedback_prefers_new_requests_to_long_running_ones() -> None:
     scheduler = make("feedback", max_running=1)
     run = Run(scheduler)
-    scheduler.submit(ask(0, max_tokens=200))
-    scheduler.submit(ask(1, max_tokens=200))
+    scheduler.submit(make_request(0, max_tokens=200))
+    scheduler.submit(make_request(1, max_tokens=200))
     for _ in range(40):
         run.step()
-    assert 1 in run.began, "the second got its turn long before the first had ended"
+    assert 1 in run.began, "the second request starts long before the first ends"
     assert 0 not in run.ended
     run.to_end()
     assert set(run.ended) == {0, 1}
 
 
-def test_a_batch_row_gives_way_to_an_interactive_request() -> None:
+def test_a_batch_row_is_preempted_for_an_interactive_request() -> None:
     scheduler = make(max_running=2)
     run = Run(scheduler)
     for number in range(2):
-        scheduler.submit(ask(number, priority=2, max_tokens=100))
+        scheduler.submit(make_request(number, priority=2, max_tokens=100))
     for _ in range(10):
         run.step()
-    scheduler.submit(ask(2, priority=0, max_tokens=4, arrival=run.now))
-    asked = run.now
+    scheduler.submit(make_request(2, priority=0, max_tokens=4, arrival=run.now))
+    submitted_at = run.now
     run.to_end()
-    assert run.began[2] - asked <= 4
+    assert run.began[2] - submitted_at <= 4
     assert run.ended.keys() == {0, 1, 2}
     assert scheduler.num_preemptions == 1
 
 
-def test_why_it_waited_and_where_it_parted_from_the_cache() -> None:
+def test_diagnostics_say_why_a_request_waited_and_where_its_prompt_diverged() -> None:
     scheduler = make(max_running=1)
     run = Run(scheduler)
     first = Request(id=0, prompt=np.arange(16, dtype=np.int32), max_tokens=4)
@@ -204,19 +204,21 @@ def test_why_it_waited_and_where_it_parted_from_the_cache() -> None:
     scheduler.submit(second)
     run.to_end()
     assert second.cached_tokens == 8
-    assert second.story.diverged_at == 10
-    assert list(second.story.waited_for) == ["rows"]
-    assert 2.0 <= second.story.waited_for["rows"] <= 4.0
+    assert second.diagnostics.diverged_at == 10
+    assert list(second.diagnostics.waited_for) == ["rows"]
+    assert 2.0 <= second.diagnostics.waited_for["rows"] <= 4.0
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(0, 2**32))
-def test_the_queue_yields_everyone_once_whatever_is_taken_out_on_the_way(policy: str, seed: int) -> None:
+def test_the_queue_yields_every_request_once_even_if_some_are_removed_meanwhile(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     scheduler = make(policy)
     for number in range(60):
         scheduler.submit(
-            ask(number, priority=int(rng.integers(3)), tenant=str(rng.integers(4)), arrival=float(rng.integers(100)))
+            make_request(
+                number, priority=int(rng.integers(3)), tenant=str(rng.integers(4)), arrival=float(rng.integers(100))
+            )
         )
     seen = []
     for request in scheduler.waiting.in_order(50.0):

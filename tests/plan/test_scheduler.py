@@ -1,4 +1,4 @@
-"""Single behaviours of the scheduler, each small enough to read."""
+"""Single behaviours of the scheduler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_to_end(scheduler: Scheduler, device: ToyDevice) -> dict[int, list[int]]:
     return outputs
 
 
-def test_a_prompt_is_cut_to_the_budget_and_decoding_goes_first() -> None:
+def test_a_prompt_is_split_by_the_budget_and_decoding_goes_first() -> None:
     scheduler, device = make(token_budget=10), ToyDevice(64, 4, 8, 7)
     scheduler.submit(request(0, [1, 2, 3]))
     first = scheduler.plan(0.0)
@@ -78,7 +78,7 @@ def test_a_prefix_is_found_and_one_token_is_always_recomputed() -> None:
     assert plan.counts.tolist() == [4]
 
 
-def test_a_different_salt_shares_nothing() -> None:
+def test_requests_with_different_salts_share_no_blocks() -> None:
     scheduler, device = make(), ToyDevice(64, 4, 8, 7)
     scheduler.submit(request(0, list(range(16)), max_tokens=1))
     run_to_end(scheduler, device)
@@ -89,7 +89,7 @@ def test_a_different_salt_shares_nothing() -> None:
 
 
 def test_equal_prompts_arriving_together_share_blocks() -> None:
-    """n choices of one prompt: the first computes it, the rest wait a step and find it."""
+    """n choices of one prompt: the first computes it, the others wait one step and get a prefix hit."""
     scheduler, device = make(), ToyDevice(64, 4, 8, 7)
     for index in range(4):
         scheduler.submit(request(index, list(range(17)), max_tokens=3))
@@ -103,7 +103,7 @@ def test_equal_prompts_arriving_together_share_blocks() -> None:
     assert scheduler.pool.num_in_use == 4 + 4
 
 
-def test_preemption_takes_the_cheapest_and_spares_the_first() -> None:
+def test_preemption_chooses_the_cheapest_row_but_never_the_first() -> None:
     scheduler = make(num_blocks=12, block_size=4, max_running=4, expected_output=1)
     device = ToyDevice(12, 4, 4, 7)
     scheduler.submit(request(0, list(range(8)), max_tokens=24))
@@ -121,7 +121,7 @@ def test_preemption_takes_the_cheapest_and_spares_the_first() -> None:
     assert scheduler.pool.num_in_use == 0
 
 
-def test_blocks_of_an_aborted_request_wait_for_the_step_in_flight() -> None:
+def test_blocks_of_an_aborted_request_are_fenced_by_the_step_in_flight() -> None:
     scheduler, device = make(num_blocks=8, block_size=4), ToyDevice(8, 4, 8, 7)
     scheduler.submit(request(0, list(range(8))))
     plan = scheduler.plan(0.0)
@@ -151,7 +151,7 @@ def test_a_deadline_ends_waiting_and_running_requests() -> None:
     assert not scheduler.has_work
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_remedy() -> None:
+def test_a_request_that_can_never_fit_ends_with_an_error() -> None:
     scheduler = make(num_blocks=4, block_size=4)
     scheduler.submit(request(0, list(range(10)), max_tokens=20))
     (ended,) = scheduler.take_ended()
@@ -160,8 +160,8 @@ def test_a_request_that_can_never_fit_is_refused_with_the_remedy() -> None:
     assert "max_tokens" in ended.message
 
 
-def test_admission_waits_for_the_forecast_peak() -> None:
-    """Three requests of 8 + 24 tokens do not fit 20 blocks of 4 together; two do, so the third waits."""
+def test_admission_follows_the_forecast_peak() -> None:
+    """Two requests of 8 + 24 tokens fit into 20 blocks of 4, three do not: the third waits."""
     scheduler, device = make(num_blocks=20, block_size=4), ToyDevice(20, 4, 8, 7)
     for index in range(3):
         scheduler.submit(request(index, [index * 10 + i for i in range(8)], max_tokens=24))
@@ -180,7 +180,7 @@ def test_kv_peak_is_exact() -> None:
     assert kv_peak(held, remaining) == brute
 
 
-def test_many_end_tokens_are_all_honoured() -> None:
+def test_all_end_tokens_of_a_long_list_count() -> None:
     scheduler, device = make(), ToyDevice(64, 4, 8, 1000)
     scheduler.submit(request(0, [5], max_tokens=50, end_token_ids=tuple(range(1000))))
     plan = scheduler.plan(0.0)
@@ -191,7 +191,7 @@ def test_many_end_tokens_are_all_honoured() -> None:
     assert outcome.ended[0].num_output == 1
 
 
-def test_what_a_step_gave_is_told_before_its_rows_are_tidied() -> None:
+def test_confirm_returns_the_outcome_before_rows_are_released() -> None:
     scheduler, device = make(), ToyDevice(64, 4, 8, 7)
     scheduler.submit(request(0, list(range(9)), max_tokens=1))
     scheduler.submit(request(1, list(range(50, 59)), max_tokens=5))
@@ -200,8 +200,8 @@ def test_what_a_step_gave_is_told_before_its_rows_are_tidied() -> None:
     outcome = scheduler.confirm(plan.step_no, device.run(plan))
     assert outcome.request_ids.tolist() == outcome.first_ids.tolist() == [0, 1]
     assert [(ended.request_id, ended.reason, ended.num_output) for ended in outcome.ended] == [(0, "length", 1)]
-    assert scheduler.num_running == 2, "nothing has left its row yet"
-    # Whatever is asked next finds everything in order: here an end to the one that has ended.
+    assert scheduler.num_running == 2, "no row is released yet"
+    # The next call does the deferred work first: here, an abort of the request that has ended.
     assert not scheduler.abort(0)
     assert scheduler.num_running == 1
     assert scheduler.pool.num_cached == 2
@@ -210,7 +210,7 @@ def test_what_a_step_gave_is_told_before_its_rows_are_tidied() -> None:
     assert scheduler.take_ended() == ()
 
 
-def test_what_was_foreseen_of_a_row_that_left_does_not_count() -> None:
+def test_a_pending_outcome_is_discarded_when_a_row_is_released() -> None:
     scheduler, device = make(), ToyDevice(64, 4, 8, 7)
     for index in range(3):
         scheduler.submit(request(index, list(range(10 * index, 10 * index + 9)), max_tokens=1))
@@ -225,22 +225,22 @@ def test_what_was_foreseen_of_a_row_that_left_does_not_count() -> None:
     assert outcome.sample_index.tolist() == [0, 2]
     assert outcome.tokens.tolist() == tokens[[0, 2]].tolist()
     assert [event.request_id for event in outcome.ended] == [0, 2]
-    scheduler.prepare_outcome()  # nothing is in flight: nothing to foresee
+    scheduler.prepare_outcome()  # No step is in flight.
     assert scheduler.num_running == 0
 
 
-def test_a_twin_waits_for_the_prefix_of_one_seated_a_moment_before() -> None:
-    """Blocks on their way are named late, but before the next request is looked at."""
-    for is_tidied in (False, True):
+def test_an_equal_prompt_waits_for_the_prefix_of_one_just_admitted() -> None:
+    """Blocks being computed are hashed late, but before the next request is matched."""
+    for runs_deferred in (False, True):
         scheduler, device = make(), ToyDevice(64, 4, 8, 7)
         for index in range(2):
             scheduler.submit(request(index, list(range(13)), max_tokens=2))
         plan = scheduler.plan(0.0)
         assert plan is not None
-        if is_tidied:
+        if runs_deferred:
             scheduler.run_deferred()
         assert [admission.request_id for admission in plan.admitted] == [0]
-        assert scheduler.plan(0.0) is not None, "the first one's next token; the twin is still held"
+        assert scheduler.plan(0.0) is not None, "the next token of the first request; the second still waits"
         assert len(scheduler.waiting) == 1
         scheduler.apply(plan.step_no, device.run(plan))
         plan = scheduler.plan(1.0)
@@ -248,19 +248,19 @@ def test_a_twin_waits_for_the_prefix_of_one_seated_a_moment_before() -> None:
         assert [(row.request_id, int(plan.starts[-1])) for row in plan.admitted] == [(1, 12)]
 
 
-def test_hashes_that_were_found_are_those_that_would_have_been_computed() -> None:
-    """A known beginning is walked from block to block; where prompts part, and part again, names stay the same."""
+def test_hashes_found_through_children_equal_computed_ones() -> None:
+    """Matching follows registered children and falls back to hashing where prompts diverge."""
     long = list(range(40))
     second, third = [*long[:16], *range(100, 120)], [*long[:20], *range(200, 216)]
     for other, num_cached in ((long, 36), (second, 32), (third, 20)):
         scheduler, device = make(), ToyDevice(64, 4, 8, 7)
         for index, prompt in enumerate((long, second, other)):
-            asked = request(index, prompt, max_tokens=1)
-            scheduler.submit(asked)
+            matched = request(index, prompt, max_tokens=1)
+            scheduler.submit(matched)
             run_to_end(scheduler, device)
         fresh, alone = request(0, other, max_tokens=1), make()
         alone.submit(fresh)
         run_to_end(alone, ToyDevice(64, 4, 8, 7))
-        assert asked.hashes == fresh.hashes
-        assert asked.cached_tokens == num_cached
+        assert matched.hashes == fresh.hashes
+        assert matched.cached_tokens == num_cached
         scheduler.pool.check()

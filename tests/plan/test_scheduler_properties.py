@@ -1,8 +1,8 @@
-"""Thousands of random schedules: whatever arrives, is cancelled, runs late or fails, these things hold.
+"""Properties that hold for thousands of random schedules with cancellations, deadlines and failures.
 
-- every request ends exactly once, with the tokens that a lone run gives it
-- the pool equation, at every step; nothing leaks; nothing is given back twice
-- nobody starves
+- every request ends exactly once, with the tokens that it gets when it runs alone
+- the pool equation holds at every step; no block leaks or is released twice
+- no request starves
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ VOCAB = 11
 
 
 class World:
-    """A scheduler, a toy device that lags up to `depth` steps behind it, and the ledger of what was asked."""
+    """A scheduler, a toy device that lags up to `depth` steps behind it, and a record of all requests."""
 
     def __init__(self, rng: random.Random, depth: int, **limits: int) -> None:
         self.rng, self.depth = rng, depth
-        # A low expectation of output lengths admits too much, so that preemption has work to do.
+        # A low expected output length admits too many requests, which leads to preemptions.
         expected_output = rng.choice([1.0, 1.0, 512.0])
         self.scheduler = Scheduler(
             **limits,
@@ -94,7 +94,7 @@ class World:
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.collect(self.scheduler.take_ended())
-        self.maybe_foresee()
+        self.maybe_prepare_outcome()
         if plan is not None:
             caught_up = int(plan.counts[plan.counts > 1].sum())
             assert caught_up <= self.scheduler.token_budget
@@ -127,8 +127,8 @@ class World:
     def complete(self) -> None:
         plan = self.launched.popleft()
         tokens = self.device.run(plan)
-        self.maybe_foresee()
-        # What nobody waits for may be done at once or be left to whatever comes next.
+        self.maybe_prepare_outcome()
+        # The deferred work may run at once or in the next call that needs it.
         apply = self.rng.choice([self.scheduler.apply, self.scheduler.confirm])
         outcome = apply(plan.step_no, tokens)
         for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
@@ -136,8 +136,8 @@ class World:
             self.outputs[request_id].append(token)
         self.collect(outcome.ended)
 
-    def maybe_foresee(self) -> None:
-        """At any moment: what was foreseen and then came differently must not count."""
+    def maybe_prepare_outcome(self) -> None:
+        """At any time: a pending outcome that becomes invalid must be discarded."""
         if self.rng.random() < 0.5:
             self.scheduler.prepare_outcome()
 
@@ -168,7 +168,7 @@ class World:
                 assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
         self.scheduler.run_deferred()
         pool = self.scheduler.pool
-        assert not self.scheduler.shares._shares, "a tenant is still counted as here"
+        assert not self.scheduler.shares._shares, "a tenant still counts as active"
         assert self.scheduler.waiting.num_by_class == self.scheduler.waiting.tokens_by_class == [0, 0, 0]
         assert pool.num_in_use == 0
         assert pool.num_fenced == 0
@@ -204,7 +204,7 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
 
 
 def test_the_random_schedules_do_preempt_share_cancel_and_repeat() -> None:
-    """The property above is worth something only if the schedules reach these places."""
+    """The property above is only worth something if the schedules exercise these features."""
     preemptions = hits = cancelled = repeated = 0
     for seed in range(60):
         world = random_world(seed)
@@ -227,7 +227,7 @@ def test_the_random_schedules_do_preempt_share_cancel_and_repeat() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_poison_request_fails_alone(seed: int) -> None:
-    """Take a failed step apart as the engine does: halve the suspects until one is left."""
+    """Bisect a failed step as the engine does: halve the suspects until one is left."""
     world = random_world(seed)
     for _ in range(6):
         world.submit()
@@ -270,7 +270,7 @@ def isolate(world: World, suspects: list[int]) -> None:
             suspects = half
 
 
-def test_the_oldest_is_never_overtaken_for_ever() -> None:
+def test_the_oldest_request_is_not_overtaken_for_ever() -> None:
     """A stream of small requests cannot keep a large one waiting."""
     scheduler = Scheduler(num_blocks=10, block_size=4, max_running=4, token_budget=16)
     device = ToyDevice(10, 4, 4, VOCAB)

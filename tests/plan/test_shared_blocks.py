@@ -1,4 +1,4 @@
-"""What a plan tells of a beginning that all its rows share, and when steps are made long for those who wait."""
+"""The shared prefix of a decode step, and long steps while many requests wait for their first token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.plan.request import Request
-from millrace.plan.scheduler import CROWD, Scheduler
+from millrace.plan.scheduler import MANY_PREFILLS, Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_device import ToyDevice
@@ -32,9 +32,9 @@ def common_blocks(scheduler: Scheduler, rows: list[int]) -> int:
 def test_every_row_of_a_step_begins_with_the_shared_blocks() -> None:
     draw = random.Random(3)
     prefixes = [draw.choices(range(50), k=40), draw.choices(range(50), k=23), []]
-    told = 0
+    num_shared = 0
     for round_no in range(30):
-        scheduler, device = Scheduler(num_blocks=150, block_size=4, max_running=6, token_budget=64), None
+        scheduler = Scheduler(num_blocks=150, block_size=4, max_running=6, token_budget=64)
         device = ToyDevice(150, 4, 6, 7)
         usual = draw.choice(prefixes)
         for index in range(8):
@@ -46,28 +46,28 @@ def test_every_row_of_a_step_begins_with_the_shared_blocks() -> None:
                 break
             assert plan.shared_blocks <= common_blocks(scheduler, plan.rows.tolist()), round_no
             assert plan.shared_blocks == 0 or plan.counts.max() == 1
-            told += plan.shared_blocks > 0
+            num_shared += plan.shared_blocks > 0
             scheduler.apply(plan.step_no, device.run(plan))
-    assert told > 50
+    assert num_shared > 50
 
 
-def test_a_crowd_that_waits_gets_long_steps() -> None:
-    """A few streams do not hold up a crowd; a few newcomers do not disturb many streams."""
+def test_many_waiting_requests_get_long_steps() -> None:
+    """Few streams do not delay many waiting requests; few new requests do not disturb many streams."""
 
-    def second_step(streams: int, newcomers: int) -> int:
+    def second_step(num_streams: int, num_new: int) -> int:
         scheduler = Scheduler(num_blocks=4000, block_size=4, max_running=128, token_budget=256, mixed_budget=32)
         device = ToyDevice(4000, 4, 128, 7)
-        for index in range(streams):
+        for index in range(num_streams):
             scheduler.submit(request(index, [index, 1], 40))
         plan = scheduler.plan(0.0)
         assert plan is not None
         scheduler.apply(plan.step_no, device.run(plan))
-        for index in range(newcomers):
+        for index in range(num_new):
             scheduler.submit(request(100 + index, list(range(index, index + 30)), 4))
         plan = scheduler.plan(1.0)
         assert plan is not None
         return plan.num_tokens
 
-    assert second_step(streams=4, newcomers=CROWD) > 200
-    assert second_step(streams=4, newcomers=CROWD - 1) <= 32
-    assert second_step(streams=72, newcomers=CROWD) <= 80
+    assert second_step(num_streams=4, num_new=MANY_PREFILLS) > 200
+    assert second_step(num_streams=4, num_new=MANY_PREFILLS - 1) <= 32
+    assert second_step(num_streams=72, num_new=MANY_PREFILLS) <= 80

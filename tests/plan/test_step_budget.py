@@ -1,4 +1,4 @@
-"""What one step may hold: tokens of prompts up to the budget, rows that decode on top, less where streams want it."""
+"""Token budgets: prompt tokens up to the token budget plus one per decoding row; the mixed budget keeps steps short."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def confirm(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def steps_until_all_decode(scheduler: Scheduler, num_requests: int) -> list[StepPlan]:
-    """With the next step planned while one is in flight, as the engine does."""
+    """Plans each step while the previous one is in flight, as the engine does."""
     for request_id in range(num_requests):
         scheduler.submit(a_prompt(request_id, PROMPT))
     steps: list[StepPlan] = []
@@ -44,14 +44,14 @@ def steps_until_all_decode(scheduler: Scheduler, num_requests: int) -> list[Step
         if steps:
             confirm(scheduler, steps[-1])
         steps.append(plan)
-    pytest.fail("some never decode")
+    pytest.fail("some requests never decode")
 
 
 @pytest.mark.parametrize(
     ("num_requests", "mixed_budget", "num_steps"),
     [(32, 0, 2), (32, 2048, 2), (128, 0, 8), (128, 3072, 8), (256, 0, 16), (256, 3072, 18), (256, 2048, 20)],
 )
-def test_prompts_that_fill_steps_are_not_cut_for_rows_that_decode(
+def test_prompts_that_fill_a_step_are_not_split_for_decoding_rows(
     num_requests: int, mixed_budget: int, num_steps: int
 ) -> None:
     steps = steps_until_all_decode(a_scheduler(mixed_budget=mixed_budget), num_requests)
@@ -62,7 +62,7 @@ def test_prompts_that_fill_steps_are_not_cut_for_rows_that_decode(
     assert all(step.num_tokens <= mixed_budget for step in short)
 
 
-def test_every_row_that_decodes_is_in_every_step_however_small_the_budget() -> None:
+def test_every_decoding_row_is_in_every_step_whatever_the_budget() -> None:
     scheduler = a_scheduler(token_budget=4, max_running=6)
     for request_id in range(6):
         scheduler.submit(a_prompt(request_id, 2))
@@ -83,7 +83,7 @@ def test_every_row_that_decodes_is_in_every_step_however_small_the_budget() -> N
 
 
 @pytest.mark.parametrize(("num_streams", "chunk"), [(1, 31), (8, 24), (30, 8), (40, 8)])
-def test_the_mixed_budget_counts_streams_and_leaves_a_quarter(num_streams: int, chunk: int) -> None:
+def test_the_mixed_budget_counts_decoding_rows_and_reserves_a_quarter(num_streams: int, chunk: int) -> None:
     scheduler = a_scheduler(token_budget=128, mixed_budget=32, max_running=64)
     for request_id in range(num_streams):
         scheduler.submit(a_prompt(request_id, 3))
@@ -97,8 +97,8 @@ def test_the_mixed_budget_counts_streams_and_leaves_a_quarter(num_streams: int, 
     assert plan.counts.tolist() == [1] * num_streams + [chunk]
 
 
-def test_a_prompt_is_cut_at_multiples_of_the_budget() -> None:
-    """Also behind a prefix that is known: whole chunks then follow on whole chunks."""
+def test_a_prompt_is_split_at_multiples_of_the_budget() -> None:
+    """Also after a prefix hit: the later chunks are whole."""
     scheduler = a_scheduler()
     known = np.arange(2000, dtype=np.int32)
     scheduler.submit(Request(id=0, prompt=known, max_tokens=1))
@@ -119,7 +119,7 @@ def test_a_prompt_is_cut_at_multiples_of_the_budget() -> None:
     assert plan.samples.all()
 
 
-def test_a_cut_that_reaches_no_multiple_uses_all_of_the_budget() -> None:
+def test_a_split_that_reaches_no_multiple_uses_the_whole_budget() -> None:
     scheduler = a_scheduler()
     scheduler.submit(a_prompt(0, 2000))
     scheduler.submit(a_prompt(1, 20_000))

@@ -1,7 +1,7 @@
 """A device that checks instead of computing: each KV slot holds a digest of all tokens up to it.
 
-Executing a step verifies, for every token, that the row's block table leads to exactly the prefix that a lone run of
-the request would have written. A wrong page, a premature free, a false prefix hit or a lost difference all show.
+A step verifies for every token that the row's block table leads to exactly the prefix that the request would have
+written if it ran alone. This detects wrong blocks, blocks freed too early, false prefix hits and lost updates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def next_token(state: int, vocab: int) -> int:
 
 
 def lone_run(prompt: list[int], max_tokens: int, end_tokens: tuple[int, ...], min_tokens: int, vocab: int):
-    """What a request must generate, whatever else happens: (tokens without the end token, reason)."""
+    """What a request must generate whatever else runs: (tokens without the end token, reason)."""
     state = 0
     for token in prompt:
         state = digest(state, token)
@@ -84,4 +84,4 @@ class ToyDevice:
         state = 0
         for position in range(length):
             state = digest(state, self.tokens[row][position])
-            assert self._read(row, position) == state, f"row {row} reads another's KV at {position}"
+            assert self._read(row, position) == state, f"row {row} reads the wrong KV at {position}"

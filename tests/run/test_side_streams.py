@@ -1,5 +1,5 @@
-"""Packets and drawn tokens on streams of their own: each step reads its packet and gives its own tokens back, in
-whatever order the streams get on. Played without a GPU; with one, also for real."""
+"""Packets and drawn tokens on side streams: each step reads its own packet and returns its own tokens, in any
+interleaving of the streams. Simulated without a GPU; with one, also run for real."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from helpers.played_streams import PLACE, Streams, played_streams
+from helpers.fake_streams import PLACE, Streams, fake_streams
 
 from millrace.config import RunConfig
 from millrace.run.device.device import CudaDevice, Pending, open_device
@@ -18,13 +18,13 @@ WORDS, ROWS = 3000, 5
 
 
 class Steps:
-    """As the GPU's runner does it: a step reads the packet's first words in two kernels, and its last one draws."""
+    """Like CudaRunner: two kernels of a step read the packet, and the last one draws."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_device", lambda: 0)
-            patch.setattr("millrace.run.device.device.hash_ahead", lambda: None)
+            patch.setattr("millrace.run.device.device.prepare_triton_key", lambda: None)
             self.device = CudaDevice()
         self.ring, self.drawn = PacketRing(WORDS, PLACE), TokenRing(ROWS, PLACE)
         self.seen: list[tuple[int, int, int]] = []
@@ -40,20 +40,20 @@ class Steps:
         place = self.ring.on_device
         self.streams.queue(lambda: self.seen.append((number, int(place[0]), int(place[-1]))))
         self.streams.queue(lambda: self._draw(place))
-        return self.drawn.line(self.ring.turn, rows)
+        return self.drawn.device_tokens(self.ring.turn, rows)
 
     def _draw(self, packet: torch.Tensor) -> None:
         number, start, rows = packet[:3].tolist()
         self.drawn.on_device[start : start + rows] = number + torch.arange(rows, dtype=torch.int32)
 
     def _copy_to_host(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.drawn.host_line(self.ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
+        return self.drawn.host_tokens(self.ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_steps_read_their_own_packets_and_give_their_own_tokens(in_flight: int) -> None:
+def test_steps_read_their_own_packets_and_return_their_own_tokens(in_flight: int) -> None:
     for seed in range(60):
-        with played_streams(seed) as streams:
+        with fake_streams(seed) as streams:
             steps, flying = Steps(streams), deque()
             for number in range(1, 14):
                 rows = streams.rng.randrange(ROWS + 1)
@@ -83,12 +83,12 @@ def test_on_a_gpu_that_lags_behind() -> None:
         ring.send(WORDS)
         for _ in range(20):
             heavy @ heavy
-        line = drawn.line(ring.turn, ROWS)
+        line = drawn.device_tokens(ring.turn, ROWS)
         torch.add(ring.on_device[-ROWS:], 1, out=line)
         return line
 
     def copy_to_host(tokens: torch.Tensor) -> torch.Tensor:
-        return drawn.host_line(ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
+        return drawn.host_tokens(ring.turn, len(tokens)).copy_(tokens, non_blocking=True)
 
     flying: deque[tuple[int, Pending[torch.Tensor]]] = deque()
     for number in range(200):

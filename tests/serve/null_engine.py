@@ -15,19 +15,19 @@ import numpy as np
 from millrace.link.channel import OnMessage
 from millrace.link.messages import (
     Abort,
-    Ask,
     EngineFailed,
     EngineReady,
     EngineStats,
     Finish,
-    FinishReason,
     NewRequest,
+    Query,
+    Reply,
     StepTokens,
     ToEngine,
     TokenLogprobs,
-    Told,
     unpack_tokens,
 )
+from millrace.params import FinishReason
 
 Script = Callable[[NewRequest], Iterable[int]]
 
@@ -65,6 +65,7 @@ class NullEngine:
             device="null",
             memory_plan={},
             fingerprint="fp_null",
+            num_parameters=134_515_008,
         )
         self.step_s = step_s
         self.is_ready = is_ready
@@ -99,8 +100,8 @@ class NullEngine:
                 row = self.rows.pop(request_id, None)
                 if row is not None:
                     self._finish(row, message.reason)
-        elif isinstance(message, Ask):  # It keeps no history, so it knows of no request by name.
-            self._loop.call_soon(self._on_message, Told(message.token, b""))
+        elif isinstance(message, Query):  # It keeps no history, so it knows of no request by name.
+            self._loop.call_soon(self._on_message, Reply(message.query_id, b""))
         self._schedule()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from serve.front_under_test import MODEL, running_front, saying
 from serve.wire import COMPLETIONS, get, post
 
 from millrace.config import Config, replace
-from millrace.engine.pace import Pace
+from millrace.engine.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
 from millrace.serve.tenancy.admission import Admission, forecast
@@ -41,7 +41,7 @@ def stats(
         waiting_by_class=waiting,
         waiting_tokens=(tokens, 0, 0),
         rows_free=free,
-        seats_per_s=seats,
+        admissions_per_s=seats,
         tokens_per_s=speed,
     )
 
@@ -70,7 +70,7 @@ def test_the_queue_is_bounded_and_batch_is_shed_first() -> None:
     report = stats((0, 0, 60))
     admission.check(report, 0, 0, 1)
     admission.check(report, 0, 1, 1)
-    with pytest.raises(Overloaded, match="'batch' may fill the queue up to 50") as refused:
+    with pytest.raises(Overloaded, match="class 'batch' may fill it up to 50") as refused:
         admission.check(report, 0, 2, 1)
     assert refused.value.retry_after_s == pytest.approx(11 / 5)
     fuller = stats((0, 0, 95))
@@ -83,17 +83,17 @@ def test_the_queue_is_bounded_and_batch_is_shed_first() -> None:
 
 
 def test_the_pace_tells_capacity_not_demand() -> None:
-    pace = Pace()
+    rates = MeasuredRates()
     for second in range(10):
-        pace.on_seated(1)
-        pace.on_ended(2.0)
-        pace.mark(float(second))
-    assert pace.seats_per_s(100) == 50.0
-    assert pace.seats_per_s(0) == 1.0
-    pace.on_step(10, 1.0)
-    assert pace.tokens_per_s == 0.0
-    pace.on_step(1000, 0.5)
-    assert pace.tokens_per_s == 2000.0
+        rates.on_admitted(1)
+        rates.on_ended(2.0)
+        rates.sample(float(second))
+    assert rates.admissions_per_s(100) == 50.0
+    assert rates.admissions_per_s(0) == 1.0
+    rates.on_step(10, 1.0)
+    assert rates.tokens_per_s == 0.0
+    rates.on_step(1000, 0.5)
+    assert rates.tokens_per_s == 2000.0
 
 
 def test_over_http_it_is_a_429_with_retry_after_and_a_count() -> None:

@@ -1,5 +1,5 @@
 """Twice the load that a device can take, in three classes, on a simulated clock: the real scheduler, the real measure
-of its pace, the real admission. What is let in gets its first token when it was promised."""
+of its rates, the real admission. What is let in gets its first token when it was promised."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from millrace.config import Config, replace
-from millrace.engine.pace import Pace
+from millrace.engine.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
-from millrace.plan.queue.waiting import Waiting
+from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.serve.tenancy.admission import Admission
@@ -38,7 +38,7 @@ class Overload:
         self._admission = Admission(self._config)
         self._rng, self._numbers = random.Random(seed), np.random.default_rng(seed)
         self._scheduler = Scheduler(num_blocks=256, block_size=16, max_running=16, token_budget=512, mixed_budget=192)
-        self._pace, self._stats, self._unreported = Pace(), EngineStats(*[0] * 13), 0
+        self._rates, self._stats, self._unreported = MeasuredRates(), EngineStats(*[0] * 13), 0
         self._arrived: dict[int, tuple[float, int]] = {}
         self._seated: dict[int, float] = {}
         self.ttft_s: tuple[list[float], ...] = ([], [], [])
@@ -76,7 +76,7 @@ class Overload:
     def _submit(self, priority: int, at: float) -> None:
         request_id = len(self._arrived) + 1
         self._arrived[request_id] = (at, priority)
-        self._pace.on_arrival(priority)
+        self._rates.on_arrival(priority)
         self._unreported += 1
         prompt = self._numbers.integers(0, 40000, 60).astype(np.int32)
         self._scheduler.submit(Request(request_id, prompt, max_tokens=32, priority=priority, arrival=at))
@@ -85,25 +85,25 @@ class Overload:
         plan = self._scheduler.plan(now)
         if plan is None:
             return now + 0.01
-        self._pace.on_seated(len(plan.admitted))
+        self._rates.on_admitted(len(plan.admitted))
         self._seated.update({admission.request_id: now for admission in plan.admitted})
         step_s = 0.03 + 0.0017 * len(plan.rows) + 0.0009 * (plan.num_tokens - len(plan.rows))
         now += step_s
-        self._pace.on_step(plan.num_tokens, step_s)
+        self._rates.on_step(plan.num_tokens, step_s)
         outcome = self._scheduler.apply(plan.step_no, np.full(int(plan.samples.sum()), 5, np.int32))
         for request_id in outcome.first_ids.tolist():
             at, priority = self._arrived[request_id]
             if at >= CALM_S:
                 self.ttft_s[priority].append(now - at)
         for ended in outcome.ended:
-            self._pace.on_ended(now - self._seated[ended.request_id])
+            self._rates.on_ended(now - self._seated[ended.request_id])
             if now < CALM_S:
                 self._submit(2, now)
         return now
 
     def _report(self, now: float) -> None:
         scheduler, waiting, free = self._scheduler, self._scheduler.waiting, self._scheduler.rows.num_free
-        self._pace.mark(now)
+        self._rates.sample(now)
         self._unreported = 0
         self._stats = EngineStats(
             *(0, scheduler.num_running, len(waiting), *[0] * 10),
@@ -111,9 +111,9 @@ class Overload:
             waiting_tokens=tuple(waiting.tokens_by_class),
             aged_by_class=waiting.num_aged(now),
             rows_free=free,
-            seats_per_s=self._pace.seats_per_s(scheduler.num_running + (0 if len(waiting) else free)),
-            arrivals_per_s=self._pace.arrivals_per_s(),
-            tokens_per_s=self._pace.tokens_per_s,
+            admissions_per_s=self._rates.admissions_per_s(scheduler.num_running + (0 if len(waiting) else free)),
+            arrivals_per_s=self._rates.arrivals_per_s(),
+            tokens_per_s=self._rates.tokens_per_s,
         )
 
 
@@ -130,21 +130,21 @@ def test_who_is_let_in_under_twice_the_load_is_served_in_time(seed: int) -> None
 
 
 def test_a_rush_is_believed_at_once_and_forgotten_with_the_window() -> None:
-    pace = Pace()
+    rates = MeasuredRates()
     for tick in range(40):
-        pace.mark(tick / 4)
+        rates.sample(tick / 4)
     for tick in range(40, 52):
-        pace.on_arrival(0)
-        pace.mark(tick / 4)
-    assert pace.arrivals_per_s()[0] == pytest.approx(4.0, rel=0.2)
+        rates.on_arrival(0)
+        rates.sample(tick / 4)
+    assert rates.arrivals_per_s()[0] == pytest.approx(4.0, rel=0.2)
     for tick in range(52, 100):
-        pace.mark(tick / 4)
-    assert pace.arrivals_per_s() == (0.0, 0.0, 0.0)
+        rates.sample(tick / 4)
+    assert rates.arrivals_per_s() == (0.0, 0.0, 0.0)
 
 
 def test_those_who_have_waited_for_long_are_counted_as_more_urgent() -> None:
     scheduler = Scheduler(num_blocks=64, block_size=16, max_running=1, token_budget=64, aging_s=30.0)
-    waiting: Waiting = scheduler.waiting
+    waiting: WaitingQueue = scheduler.waiting
     for number in range(6):
         prompt = np.arange(4, dtype=np.int32)
         scheduler.submit(Request(number, prompt, max_tokens=4, priority=2 - number % 2, arrival=float(10 * number)))

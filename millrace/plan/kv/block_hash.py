@@ -1,6 +1,6 @@
-"""Names for KV blocks: a chained hash of everything that decides a block's content.
+"""Block hashes: a chained hash over everything that determines a block's content.
 
-The root is fixed, so names are portable between processes, tiers and replicas.
+The root is a constant, so equal blocks have equal hashes in every process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ROOT = b"millrace-kv-v1"
 
 
 def root_hash(salt: bytes) -> bytes:
-    """The parent of a first block; the salt keeps adapters and tenants apart."""
+    """The parent hash of a first block. Requests with different salts never share blocks."""
     return blake2b(salt, digest_size=HASH_BYTES, key=ROOT).digest()
 
 

@@ -1,12 +1,12 @@
-"""The pool of KV blocks: who holds which, which can be found again by content, which may be given out.
+"""The pool of KV blocks: reference counts, the prefix cache by block hash, eviction and fences.
 
-Every block is in exactly one of four states, and the pool equation holds at all times:
+Every block is in exactly one of four states, and the pool equation always holds:
     free + cached + fenced + in use = total
-  free    no content worth keeping
-  cached  unreferenced, but its content is named by a hash and can be found; evicted least recently used first
-  fenced  given back, but a launched step may still touch it; becomes free or cached when that step completes
-  in use  referenced by one row or more
-Block 0 is a scratch block for padding; it is never given out and not counted.
+  free    has no content worth keeping
+  cached  unreferenced, but registered under its hash; evicted in least-recently-used order
+  fenced  released, but a launched step may still touch it; becomes free or cached when that step completes
+  in use  referenced by at least one row
+Block 0 is scratch space for padding: never allocated and not counted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class BlockPool:
         self._tokens_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._by_hash: dict[bytes, int] = {}
         self._parent_of: list[bytes] = [b""] * (num_blocks + 1)
-        self._follower_of: dict[bytes, int] = {}
-        """Hash of a block to the block last named after it: where another's prompt parted from it."""
+        self._last_child_of: dict[bytes, int] = {}
+        """Hash of a block to its most recently registered child: the block that follows it in a sequence."""
 
     @property
     def num_free(self) -> int:
@@ -44,7 +44,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give out now."""
+        """Blocks that `take` can return now: free and cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -52,17 +52,17 @@ class BlockPool:
         return self.total - len(self._free) - len(self._cached) - len(self._fence_of)
 
     def take(self) -> int:
-        """A block for one owner. The caller has checked `num_available`."""
+        """Allocate a block with one reference, evicting if none is free. The caller has checked `num_available`."""
         if self._free:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            self._forget(block)
+            self._unregister(block)
         self._refs[block] = 1
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """So many blocks, as if taken one by one."""
+        """Allocate `count` blocks, in the order in which `take` would return them."""
         if not 0 < count <= len(self._free):
             return [self.take() for _ in range(count)]
         blocks, refs = self._free[-count:], self._refs
@@ -72,55 +72,55 @@ class BlockPool:
             refs[block] = 1
         return blocks
 
-    def find(self, name: bytes, tokens: bytes) -> int | None:
-        """The block with this content, if it is anywhere on the device. Tokens are compared, not only the hash."""
-        block = self._by_hash.get(name)
+    def find(self, digest: bytes, tokens: bytes) -> int | None:
+        """The registered block with this hash, or None. Compares the tokens too."""
+        block = self._by_hash.get(digest)
         return block if block is not None and self._tokens_of[block] == tokens else None
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more owner for each of these, which `find` returned."""
+        """Add a reference to each of these blocks, which `find` returned."""
         refs, fence_of, cached = self._refs, self._fence_of, self._cached
         for block in blocks:
             if refs[block] == 0 and fence_of.pop(block, None) is None:
                 del cached[block]
             refs[block] += 1
 
-    def name(self, block: int, name: bytes, tokens: bytes, parent: bytes = b"") -> None:
-        """A full block's content is computed: let it be found. The first block with a content keeps the name."""
-        if name not in self._by_hash:
-            self._by_hash[name] = block
-            self._hash_of[block] = name
+    def register(self, block: int, digest: bytes, tokens: bytes, parent: bytes = b"") -> None:
+        """Make a full, computed block available to `find`. Of blocks with equal content, the first stays registered."""
+        if digest not in self._by_hash:
+            self._by_hash[digest] = block
+            self._hash_of[block] = digest
             self._tokens_of[block] = tokens
             self._parent_of[block] = parent
-            self._follower_of[parent] = block
+            self._last_child_of[parent] = block
 
-    def after(self, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
-        """The block last named after the one with this hash, and its own hash, if these are its tokens: parent and
-        tokens decide the hash, so that it need not be computed."""
-        block = self._follower_of.get(parent)
+    def find_child(self, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
+        """The last registered child of the block with hash `parent`, and the child's hash, if it has these tokens.
+        Parent and tokens determine the hash, so it need not be computed."""
+        block = self._last_child_of.get(parent)
         if block is None or self._tokens_of[block] != tokens:
             return None
-        name = self._hash_of[block]
-        return (block, name) if name is not None else None
+        digest = self._hash_of[block]
+        return (block, digest) if digest is not None else None
 
-    def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of them no row holds."""
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        """Number of these blocks without a reference."""
         refs = self._refs
         return sum(refs[block] == 0 for block in blocks)
 
-    def follower(self, parent: bytes) -> bytes | None:
-        """The tokens of the block last named after the one with this hash, if it is still here."""
-        block = self._follower_of.get(parent)
+    def child_tokens(self, parent: bytes) -> bytes | None:
+        """Tokens of the last registered child of the block with hash `parent`, if it is still registered."""
+        block = self._last_child_of.get(parent)
         return self._tokens_of[block] if block is not None else None
 
-    def num_holders(self, block: int) -> int:
-        """Rows that hold the block."""
+    def num_refs(self, block: int) -> int:
+        """Rows that reference the block."""
         return self._refs[block]
 
-    def give_back(self, blocks: Iterable[int], fence: int | None) -> None:
-        """Drop one owner of each. Blocks with none left wait for step `fence` (None: no step is in flight).
+    def release(self, blocks: Iterable[int], fence: int | None) -> None:
+        """Drop a reference to each block. Unreferenced blocks are fenced until step `fence` (None = no step in flight).
 
-        Pass a sequence's blocks last first: its tail is then evicted before its head.
+        Pass the blocks of a sequence in reverse, so that its tail is evicted before its head.
         """
         fenced = []
         for block in blocks:
@@ -128,7 +128,7 @@ class BlockPool:
             if self._refs[block] > 0:
                 continue
             if self._refs[block] < 0:
-                raise AssertionError(f"block {block} was given back twice")
+                raise AssertionError(f"block {block} was released twice")
             if fence is None:
                 self._retire(block)
             else:
@@ -138,11 +138,11 @@ class BlockPool:
             self._fences.append((fence, fenced))
 
     def complete(self, step_no: int) -> None:
-        """Step `step_no` and all before it no longer touch anything."""
+        """Step `step_no` and all before it have completed: lift their fences."""
         while self._fences and self._fences[0][0] <= step_no:
             fence, blocks = self._fences.popleft()
             for block in blocks:
-                # A block shared and given back again since then waits for its newer fence.
+                # A block that was shared and released again since then has a newer fence.
                 if self._fence_of.get(block) == fence:
                     del self._fence_of[block]
                     self._retire(block)
@@ -153,23 +153,23 @@ class BlockPool:
         else:
             self._cached[block] = None
 
-    def _forget(self, block: int) -> None:
-        name = self._hash_of[block]
-        if name is not None:
-            del self._by_hash[name]
-            if self._follower_of.get(self._parent_of[block]) == block:
-                del self._follower_of[self._parent_of[block]]
+    def _unregister(self, block: int) -> None:
+        digest = self._hash_of[block]
+        if digest is not None:
+            del self._by_hash[digest]
+            if self._last_child_of.get(self._parent_of[block]) == block:
+                del self._last_child_of[self._parent_of[block]]
         self._hash_of[block] = None
         self._tokens_of[block] = None
 
     def check_sums(self) -> None:
-        """The pool equation alone, in a few milliseconds even for a million blocks: for sampling in production."""
-        unheld, parts = self._refs.count(0) - 1, (len(self._free), len(self._cached), len(self._fence_of))
-        if sum(parts) != unheld:
-            raise AssertionError(f"pool equation broken: {parts} of {unheld} blocks that nobody holds")
+        """Check the pool equation. Takes milliseconds for a million blocks, so production samples it."""
+        unreferenced, parts = self._refs.count(0) - 1, (len(self._free), len(self._cached), len(self._fence_of))
+        if sum(parts) != unreferenced:
+            raise AssertionError(f"pool equation broken: {parts} of {unreferenced} unreferenced blocks")
 
     def check(self) -> None:
-        """The pool equation and the disjointness of its states; raises on any breach. For tests."""
+        """Check the pool equation and that the states are disjoint. For tests."""
         self.check_sums()
         free, cached, fenced = set(self._free), set(self._cached), set(self._fence_of)
         used = {block for block in range(1, self.total + 1) if self._refs[block] > 0}
@@ -178,6 +178,6 @@ class BlockPool:
             raise AssertionError(f"pool equation broken: {[len(part) for part in parts]} of {self.total}")
         if len(free) != len(self._free):
             raise AssertionError("a block is free twice")
-        for name, block in self._by_hash.items():
-            if self._hash_of[block] != name or block in free:
-                raise AssertionError(f"block {block} is named wrongly")
+        for digest, block in self._by_hash.items():
+            if self._hash_of[block] != digest or block in free:
+                raise AssertionError(f"block {block} is registered wrongly")

@@ -1,4 +1,4 @@
-"""Admission: the requests that share the pool, and whether one more fits at their future peak. Counts in tokens."""
+"""The admission forecast: does one more request fit at the future peak of KV memory? Counts in tokens."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from millrace.plan.request import Request
 from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
 
-_NOBODY: Floats = np.zeros(0)
+_NO_ROWS: Floats = np.zeros(0)
 
 
 class AdmissionForecast:
-    """Made for one round of seating. A block that several share is counted once, as room that is gone."""
+    """Made anew for each step that admits requests. A block shared by several rows is counted once, as used."""
 
     def __init__(self, rows: Rows, pool: BlockPool, lengths: OutputLengthEstimate) -> None:
         self._pool, self._lengths, self._block_size = pool, lengths, rows.block_size
         order, size = rows.order, rows.block_size
         self._is_empty = len(order) == 0
-        self._own: Floats = _NOBODY
-        self._remaining: Floats = _NOBODY
-        self._joined: list[tuple[float, float]] = []
-        """Tokens held and still to come of those that joined."""
+        self._own: Floats = _NO_ROWS
+        """Tokens in blocks that only this row references, rounded up to whole blocks."""
+        self._remaining: Floats = _NO_ROWS
+        """Expected tokens still to come, per row."""
+        self._admitted: list[tuple[float, float]] = []
+        """Own and remaining tokens of the requests admitted by this forecast."""
         self._bound = 0.0
-        """What they would hold if none ended before the last: never below the peak, and cheap to keep."""
+        """Upper bound on the KV peak: assumes that no request ends early."""
         self._room = pool.total * size
         if not self._is_empty:
-            self._count_in(rows, order)
+            self._add_running(rows, order)
 
-    def _count_in(self, rows: Rows, order: Int64s) -> None:
+    def _add_running(self, rows: Rows, order: Int64s) -> None:
         pool, size = self._pool, self._block_size
         known = rows.known[order].astype(np.float64)
         own: Floats = np.ceil(known / size) * size - rows.num_shared[order].astype(np.float64) * size
@@ -40,25 +42,25 @@ class AdmissionForecast:
         self._own, self._remaining = own, remaining
         self._bound = float(own.sum() + remaining.sum())
 
-    def join(self, request: Request, blocks: list[int]) -> bool:
-        """Count the request in, with these blocks found in the cache, if it fits. Somebody may always run."""
+    def admit(self, request: Request, blocks: list[int]) -> bool:
+        """Count the request in if it fits. `blocks` were found in the prefix cache. The first request always fits."""
         size, num_known = self._block_size, len(request.history) // 4
         own = -(-num_known // size) * size - len(blocks) * size
         remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
-        newly_shared = self._pool.num_unheld(blocks) if blocks else 0
+        newly_shared = self._pool.num_unreferenced(blocks) if blocks else 0
         if not self._is_empty:
             has_block_left = self._pool.num_available > len(blocks)
             if not has_block_left or not self._fits(own, remaining, self._room - newly_shared * size):
                 return False
-        self._joined.append((own, remaining))
+        self._admitted.append((own, remaining))
         self._bound += own + remaining
         self._room -= newly_shared * size
         self._is_empty = False
         return True
 
     def _fits(self, own: float, remaining: float, room: float) -> bool:
-        if self._bound + own + remaining <= room:
+        if self._bound + own + remaining <= room:  # Avoids computing the exact peak in most cases.
             return True
-        joined = np.array([*self._joined, (own, remaining)])
-        peak = kv_peak(np.concatenate([self._own, joined[:, 0]]), np.concatenate([self._remaining, joined[:, 1]]))
+        admitted = np.array([*self._admitted, (own, remaining)])
+        peak = kv_peak(np.concatenate([self._own, admitted[:, 0]]), np.concatenate([self._remaining, admitted[:, 1]]))
         return peak <= room

@@ -1,5 +1,8 @@
-"""What kept the queue from moving, as seconds per cause, so that a request can say why it waited without anybody
-counting per request: it notes the totals when it comes and again when it is seated."""
+"""Seconds for which the queue was blocked, by cause.
+
+A request learns why it waited from the difference of the totals between its arrival and its admission. No step does
+per-request work for this.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from typing import Literal
 
 Cause = Literal["none", "rows", "memory", "budget", "prefix"]
 CAUSES: tuple[Cause, ...] = ("none", "rows", "memory", "budget", "prefix")
-"""none: nobody waited. rows: `max_running` requests ran. memory: the forecast found no room for its KV. budget: the
-step's tokens were given to those ahead. prefix: another request was computing the same prefix."""
+"""none: no request waited. rows: `max_running` requests were running. memory: the admission forecast found no room.
+budget: the token budget went to requests ahead. prefix: another request was computing the same prefix."""
 
 Totals = tuple[float, ...]
 
@@ -20,7 +23,7 @@ class Delays:
         self._since: float | None = None
 
     def note(self, cause: Cause, now: float) -> None:
-        """From now on this keeps the head of the queue waiting. Seconds in which nobody waited are not counted."""
+        """From `now` on, `cause` blocks the head of the queue. Time with cause "none" is not counted."""
         if self._cause and self._since is not None:
             self._seconds[self._cause] += max(0.0, now - self._since)
         self._since = now
@@ -30,7 +33,7 @@ class Delays:
         return tuple(self._seconds)
 
     def since(self, before: Totals) -> dict[str, float]:
-        """Seconds by cause that have passed since those totals were noted."""
+        """Seconds by cause since the totals were `before`."""
         if self.totals() == before:
             return {}
         return {cause: now - then for cause, now, then in zip(CAUSES, self._seconds, before, strict=True) if now > then}

@@ -1,9 +1,9 @@
-"""How much KV memory the running set will come to need, from what each request may still generate.
+"""The future peak of KV memory, from the number of tokens that each request still generates.
 
-Sorted by what remains, longest first, the requests end in reverse order. When the i-th ends, the i+1 longest are
-still there and each has grown by the i-th's remainder, so the future peak is the largest of
-    sum(held[:i+1]) + (i + 1) * remaining[i]
-over i: exact if the remainders are.
+Sort the requests by remaining tokens, longest first; they end in reverse order. When request i ends, requests 0 to i
+are still running and each has grown by remaining[i]. The peak is therefore the maximum over i of
+    sum(held[: i + 1]) + (i + 1) * remaining[i]
+which is exact if the remaining tokens are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def kv_peak(held: Floats, remaining: Floats) -> float:
-    """Largest future number of tokens held, given tokens held now and tokens still to come, per request."""
+    """Maximum number of tokens held at any future time, given tokens held and tokens remaining per request."""
     if len(held) == 0:
         return 0.0
     longest_first = np.argsort(-remaining, kind="stable")
@@ -24,19 +24,19 @@ def kv_peak(held: Floats, remaining: Floats) -> float:
 
 
 class OutputLengthEstimate:
-    """A decaying estimate of how many tokens requests really generate; `max_tokens` is usually far above it."""
+    """Exponential moving average of output lengths. `max_tokens` is usually far above it."""
 
-    def __init__(self, guess: float = 512.0, decay: float = 0.05) -> None:
-        self._mean = guess
+    def __init__(self, initial: float = 512.0, decay: float = 0.05) -> None:
+        self._mean = initial
         self._decay = decay
 
     def observe(self, num_output: int) -> None:
         self._mean += self._decay * (num_output - self._mean)
 
-    def remaining(self, generated: Floats, at_most: Floats) -> Floats:
-        """Expected tokens still to come, with a quarter of the mean as margin for those past it."""
+    def remaining(self, generated: Floats, limit: Floats) -> Floats:
+        """Expected remaining tokens: 1.25 times the mean in total, but at least a quarter of the mean more."""
         expected = np.maximum(1.25 * self._mean - generated, 0.25 * self._mean)
-        return np.minimum(expected, at_most)
+        return np.minimum(expected, limit)
 
-    def remaining_of_one(self, generated: int, at_most: int) -> float:
-        return min(max(1.25 * self._mean - generated, 0.25 * self._mean), at_most)
+    def remaining_of_one(self, generated: int, limit: int) -> float:
+        return min(max(1.25 * self._mean - generated, 0.25 * self._mean), limit)

@@ -1,8 +1,8 @@
-"""Scheduling policies: who goes first among one tenant's waiting requests of one class, and who gives way.
+"""Scheduling policies: the order of one tenant's waiting requests of one class, and which row to preempt for them.
 
-A policy answers with a place in seconds, as if on the clock of arrivals. What it prefers is a head start of so many
-seconds, so every preference is bounded: an arrival later than the head start no longer passes. That is why no policy
-starves anybody. Classes (`WaitingQueue`), tenants (`FairShares`) and KV memory (`AdmissionForecast`) are not a policy's business.
+A sort key is an arrival time in seconds, shifted by the policy's preference. A preference is therefore a bounded head
+start, which later arrivals cannot beat for ever: no policy starves a request. Classes are handled by `WaitingQueue`,
+tenants by `FairShares`, KV memory by `AdmissionForecast`.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
 
 SECONDS_PER_TOKEN = 0.05
-"""Shortest first: each token that a request is expected to be shorter lets it pass arrivals this much earlier."""
+"""Shortest first: head start per token that a request is expected to be shorter."""
 QUANTA = (32, 128, 512, 2048)
-"""Feedback: generated tokens after which a request sinks to the next level."""
+"""Feedback: output tokens after which a request drops to the next level."""
 SECONDS_PER_LEVEL = 20.0
+"""Feedback: head start of a level over the next lower one."""
 OBJECTIVES_S = (1.0, 10.0, 120.0)
-"""Earliest deadline: until when the first token is due, by class, for a request whose own deadline is later."""
-MOST_YIELDS = 4
-"""A row that has been preempted this often no longer gives way."""
+"""Earliest deadline: time to first token due by class, for requests whose own deadline is later."""
+MAX_YIELDS = 4
+"""Times a row may be preempted in favour of another request."""
 
 
 class Policy(Protocol):
-    def place(self, request: Request) -> float:
-        """Where the request stands among its tenant's of its class: seconds, smaller first; fixed while waiting."""
+    def sort_key(self, request: Request) -> float:
+        """Order among requests of one tenant and class, in seconds; lower goes first. Fixed while waiting."""
 
     def learn(self, request: Request) -> None:
-        """A request ended by itself after `num_output` tokens."""
+        """A request ended by itself (not aborted) after `num_output` tokens."""
 
-    def giving_way(self, rows: Rows, request: Request) -> int | None:
-        """A running row that should go back to the queue, so that this waiting request can run. Usually none."""
+    def victim_for(self, rows: Rows, request: Request) -> int | None:
+        """The running row to preempt so that this waiting request can run; usually None."""
 
 
 class FirstCome:
-    """In order of arrival. A batch row gives way to an interactive request that finds no room."""
+    """In order of arrival. A batch row is preempted for an interactive request that cannot be admitted."""
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         return request.arrival
 
     def learn(self, request: Request) -> None:
         pass
 
-    def giving_way(self, rows: Rows, request: Request) -> int | None:
+    def victim_for(self, rows: Rows, request: Request) -> int | None:
         if request.priority != INTERACTIVE:
             return None
         order = rows.order
@@ -58,12 +59,12 @@ class FirstCome:
 
 
 class ShortestFirst(FirstCome):
-    """The request that is expected to need least goes first, by an online prediction of its output length."""
+    """The request with the shortest predicted output goes first."""
 
     def __init__(self, predictor: OutputLengthPredictor) -> None:
         self._predictor = predictor
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         expected = max(1.0, self._predictor.predict(request) - request.num_output)
         return request.arrival + SECONDS_PER_TOKEN * expected
 
@@ -72,32 +73,32 @@ class ShortestFirst(FirstCome):
 
 
 class Feedback(FirstCome):
-    """Multi-level feedback: everybody starts on top and sinks with what it has generated; no prediction is needed.
+    """Multi-level feedback: a request starts at the top level and drops as it generates; needs no prediction.
 
-    A row that has sunk gives way to a waiting request of a higher level, a bounded number of times.
+    A row is preempted, a limited number of times, for a waiting request of a higher level.
     """
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         return request.arrival + SECONDS_PER_LEVEL * _level(request.num_output)
 
-    def giving_way(self, rows: Rows, request: Request) -> int | None:
-        row = super().giving_way(rows, request)
+    def victim_for(self, rows: Rows, request: Request) -> int | None:
+        row = super().victim_for(rows, request)
         if row is not None:
             return row
         order = rows.order
         if len(order) == 0:
             return None
         levels = np.searchsorted(QUANTA, rows.known_host[order] - rows.num_prompt[order], side="right")
-        sunk = order[(levels > _level(request.num_output)) & (rows.priority[order] >= request.priority)]
-        return _cheapest(rows, sunk, most_yields=len(QUANTA))
+        lower = order[(levels > _level(request.num_output)) & (rows.priority[order] >= request.priority)]
+        return _cheapest(rows, lower, max_yields=len(QUANTA))
 
 
 class EarliestDeadline(FirstCome):
-    """The one that is due first goes first: its own deadline, or its class's objective for the first token."""
+    """The request due first goes first: by its own deadline or its class's objective for the first token."""
 
-    def place(self, request: Request) -> float:
+    def sort_key(self, request: Request) -> float:
         due = request.arrival + OBJECTIVES_S[min(request.priority, len(OBJECTIVES_S) - 1)]
-        # Once something has been generated only the whole request's deadline is left to meet.
+        # After the first token, only the deadline of the whole request matters.
         if request.num_output and request.deadline < math.inf:
             return request.deadline
         return min(due, request.deadline)
@@ -107,10 +108,10 @@ def _level(num_output: int) -> int:
     return sum(num_output >= quantum for quantum in QUANTA)
 
 
-def _cheapest(rows: Rows, candidates: Int64s, most_yields: int = MOST_YIELDS) -> int | None:
-    """Of these rows the one with least to compute again; never one that has gained nothing since it was seated."""
+def _cheapest(rows: Rows, candidates: Int64s, max_yields: int = MAX_YIELDS) -> int | None:
+    """The row that is cheapest to recompute, among those that have generated a token since their admission."""
     has_gained = rows.known_host[candidates] > rows.num_known_at_admission[candidates]
-    fit = candidates[has_gained & (rows.num_yields[candidates] < most_yields)]
+    fit = candidates[has_gained & (rows.num_yields[candidates] < max_yields)]
     if len(fit) == 0:
         return None
     lost = rows.computed[fit] - rows.num_shared[fit] * rows.block_size

@@ -1,7 +1,7 @@
-"""How long an answer will be, learnt while serving: a decaying mean per kind of request.
+"""Predicts output lengths online: a moving average per kind of request.
 
-A kind is the tenant, the size of the prompt and the size of `max_tokens`, each in powers of two. A kind that has been
-seen little leans on its tenant's mean, and that on everybody's.
+A kind is the tenant, the prompt length and `max_tokens`, both lengths in powers of two. With few observations, the
+prediction leans on the tenant's average, and that on the average of all requests.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from millrace.plan.request import Request
 
 Kind = tuple[object, ...]
 
-FIRST_GUESS = 256.0
-ENOUGH = 8.0
-"""Observations from which on a kind counts as much as the mean above it."""
+INITIAL_GUESS = 256.0
+PRIOR_WEIGHT = 8.0
+"""Number of observations that the more general average counts as."""
 DECAY = 0.05
-MOST_KINDS = 4096
+MAX_KINDS = 4096
 
 
 class OutputLengthPredictor:
@@ -24,11 +24,11 @@ class OutputLengthPredictor:
         self._means: OrderedDict[Kind, tuple[float, int]] = OrderedDict()
 
     def predict(self, request: Request) -> float:
-        """Expected tokens of output, never above what the request allows."""
-        expected = FIRST_GUESS
+        """Expected output tokens, at most `max_tokens`."""
+        expected = INITIAL_GUESS
         for kind in _kinds(request):
             mean, count = self._means.get(kind, (0.0, 0))
-            expected = (mean * count + expected * ENOUGH) / (count + ENOUGH)
+            expected = (mean * count + expected * PRIOR_WEIGHT) / (count + PRIOR_WEIGHT)
         return min(expected, float(request.max_tokens))
 
     def observe(self, request: Request) -> None:
@@ -37,12 +37,12 @@ class OutputLengthPredictor:
             mean += max(DECAY, 1.0 / (count + 1)) * (request.num_output - mean)
             self._means[kind] = (mean, min(count + 1, round(1 / DECAY)))
             self._means.move_to_end(kind)
-        while len(self._means) > MOST_KINDS:
+        while len(self._means) > MAX_KINDS:
             self._means.popitem(last=False)
 
 
 def _kinds(request: Request) -> tuple[Kind, ...]:
-    """From the most general to the most particular."""
+    """From the most general to the most specific."""
     return (
         (),
         (request.tenant,),
