@@ -1,4 +1,4 @@
-"""Clients of other makers, which a host with a GPU need not have: no test of that kind is here."""
+"""A GPU run (`-m gpu`) skips this folder: it has no GPU tests, and a GPU host may lack the client packages."""
 
 from __future__ import annotations
 

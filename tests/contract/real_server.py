@@ -1,4 +1,4 @@
-"""The product itself, as a user starts it: `python -m millrace serve` in a process of its own. For tests."""
+"""Starts `python -m millrace serve` in a process of its own, as a user does. For tests."""
 
 from __future__ import annotations
 

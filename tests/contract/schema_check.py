@@ -1,7 +1,7 @@
-"""Checks values against OpenAI's own OpenAPI document, for as much of JSON Schema as that document uses.
+"""Checks values against OpenAI's OpenAPI document, with the part of JSON Schema that the document uses.
 
-The document is the file that MILLRACE_OPENAI_OPENAPI names, or the one beside the checkout; without it the tests that
-need it are skipped.
+MILLRACE_OPENAI_OPENAPI names the file; the default is a file beside the checkout. Tests that need it are skipped if it
+is missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def schemas() -> dict[str, Any]:
 
 
 def problems(value: Any, schema: dict[str, Any], defs: dict[str, Any], at: str = "$") -> list[str]:
-    """What is wrong with the value; empty when it conforms."""
+    """Violations of the schema; empty if the value conforms."""
     if value is None and schema.get("nullable"):
         return []
     if "$ref" in schema:

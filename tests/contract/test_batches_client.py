@@ -1,4 +1,4 @@
-"""Files and batches with the stock `openai` client, and what must survive a restart of the server."""
+"""Files and batches with the stock `openai` client, also across restarts of the server."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_bad_uploads(front: Front, body: bytes, kind: str, status: int, param: s
     reply = request(front.port, "POST", "/v1/files", body, {"Content-Type": kind})
     assert reply.status == status, reply.body
     assert reply.error["param"] == param
-    assert not list(front.state.store.files.glob(".*")), "nothing half-written stays"
+    assert not list(front.state.store.files.glob(".*")), "no temporary file is left"
 
 
 def test_an_upload_over_the_limit_is_refused_before_it_is_read(front: Front) -> None:
@@ -167,7 +167,7 @@ def test_batches_of_other_endpoints(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(answer["id"]).output_text == TEXT
 
 
-def test_an_input_file_that_is_no_batch(client: openai.OpenAI) -> None:
+def test_an_invalid_input_file(client: openai.OpenAI) -> None:
     lines = [chat_line(1), chat_line(1), {**chat_line(2), "url": "/v1/completions"}, {**chat_line(3), "method": "GET"}]
     data = b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b'{"custom_id": 5}\nnot json\n'
     batch = ended(client, begin(client, data))
@@ -251,8 +251,8 @@ def until_completed(client: openai.OpenAI, batch_id: str, least: int) -> None:
 
 
 @pytest.mark.parametrize("stops", [1, 3])
-def test_a_restart_loses_and_repeats_nothing(tmp_path: Path, stops: int) -> None:
-    """The server is stopped in the middle, as often as asked; what was answered is not answered again."""
+def test_a_restart_neither_loses_nor_repeats_lines(tmp_path: Path, stops: int) -> None:
+    """The server is stopped `stops` times during the batch; answered lines are not run again."""
     total = 60
     config = config_in(tmp_path, server__batch_lines=3)
     answered: list[str] = []
@@ -270,7 +270,7 @@ def test_a_restart_loses_and_repeats_nothing(tmp_path: Path, stops: int) -> None
     with running_front(echoing, config=config) as front:
         client = client_of(front)
         batch = ended(client, batch_id)
-        assert len(front.engine.received) == total - len(answered), "only what was left is generated"
+        assert len(front.engine.received) == total - len(answered), "only the remaining lines are generated"
         output = lines_of(client, batch.output_file_id)
         assert [line["custom_id"] for line in output] == [f"line-{number}" for number in range(total)]
         for number, line in enumerate(output):
@@ -279,7 +279,7 @@ def test_a_restart_loses_and_repeats_nothing(tmp_path: Path, stops: int) -> None
 
 
 def test_a_crash_while_results_are_written(tmp_path: Path) -> None:
-    """What `finalizing` left half done is done again."""
+    """An interrupted `finalizing` is repeated."""
     with running_front(saying(TEXT), config=config_in(tmp_path)) as front:
         client = client_of(front)
         batch_id = begin(client, [chat_line(1), chat_line(2)])
@@ -298,7 +298,7 @@ def test_a_crash_while_results_are_written(tmp_path: Path) -> None:
         assert front.engine.received == []
 
 
-def test_two_servers_share_the_work_without_repeating_it(tmp_path: Path) -> None:
+def test_two_servers_on_one_directory_run_each_line_once(tmp_path: Path) -> None:
     config = config_in(tmp_path, server__batch_lines=2)
     with running_front(echoing, step_s=0.001, config=config) as one, running_front(echoing, config=config) as two:
         client = client_of(two)
@@ -308,7 +308,7 @@ def test_two_servers_share_the_work_without_repeating_it(tmp_path: Path) -> None
 
 
 # ── /v1/requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_running_requests_can_be_seen(tmp_path: Path) -> None:
+def test_running_requests_are_listed(tmp_path: Path) -> None:
     with running_front(endless, step_s=0.005, config=config_in(tmp_path)) as front:
         client = client_of(front)
         stream = client.chat.completions.create(

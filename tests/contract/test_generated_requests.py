@@ -1,7 +1,7 @@
-"""A thousand generated requests to the real engine under a tiny random model, over every endpoint that generates.
+"""A thousand generated requests to the real engine with a tiny random model, over every endpoint that generates.
 
-Each has a random combination of legal parameters. It succeeds with the promised shape, streamed and whole alike, or is
-refused with the promised error: never anything else. `MILLRACE_REQUESTS=50000` makes it longer.
+Each has a random combination of valid parameters. It is answered, streamed and whole with the same text and as the
+OpenAPI document says, or refused with an error that names the field. `MILLRACE_REQUESTS=50000` sends more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TEMPLATE = (
 
 
 def write_model(directory: Path) -> tuple[str, ...]:
-    """Options of a server of the tiny model, whose files are put into the directory."""
+    """Write the tiny model's files; returns the options of its server."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "template.jinja").write_text(TEMPLATE)
     return (
@@ -64,13 +64,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 # ── drawing requests ──────────────────────────────────────────────────────────────────────────────────────────────────
 class Draw:
-    """Random legal values from one seed."""
+    """Random valid values from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def some(self, choices: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Each field with a chance of one in four."""
+        """Each field with probability 1/4."""
         return {name: make() for name, make in choices.items() if self.random.random() < 0.25}
 
     def text(self) -> str:
@@ -112,7 +112,7 @@ class Draw:
                 "user": self.text,
             }
         )
-        # Greedy or seeded, so that the streamed answer can be held to the whole one.
+        # Greedy or seeded, because the streamed answer must equal the whole one.
         return {**fields, **pick(({"temperature": 0}, {"temperature": 1.5, "seed": integer(0, 99)}, {"seed": 7}))}
 
     def chat_like(self) -> dict[str, Any]:
@@ -241,14 +241,14 @@ ANSWERS = {
 ENDINGS = {"stop", "length"}
 
 
-# ── judging answers ───────────────────────────────────────────────────────────────────────────────────────────────────
-class Judge:
+# ── checking answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+class Checker:
     def __init__(self, port: int) -> None:
         self.port = port
         self.schemas = get(port, "/openapi.json").json["components"]["schemas"]
 
     def send(self, seed: int) -> str:
-        """One request, whole and, where it is answered, streamed. Says what became of it."""
+        """Send one request, whole and, if it is answered, streamed. Returns "answered" or "refused"."""
         draw = Draw(seed)
         path, body = draw.random.choice(KINDS)(draw)
         body = {"model": MODEL, **body}
@@ -268,7 +268,7 @@ class Judge:
         name = "OllamaErrorAnswer" if path.startswith("/api/") else name
         assert problems(reply.json, self.schemas[name], self.schemas) == []
         error = reply.json["error"] if isinstance(reply.json["error"], dict) else reply.json
-        assert error["param"].partition(".")[0] in body, "the field is named, and was sent"
+        assert error["param"].partition(".")[0] in body, "the error names a field that was sent"
         assert error["param"].rpartition(".")[2] in error["message"] or "prompt" in error["message"]
 
     def check_answer(self, path: str, body: dict[str, Any], reply: Reply) -> None:
@@ -335,10 +335,10 @@ def streamed_text(path: str, pieces: list[dict[str, Any]]) -> list[str]:
 
 
 def test_generated_requests(server: RealServer) -> None:
-    judge = Judge(server.port)
+    checker = Checker(server.port)
     with ThreadPoolExecutor(THREADS) as pool:
-        outcomes = list(pool.map(judge.send, range(SIZE)))
+        outcomes = list(pool.map(checker.send, range(SIZE)))
     answered = outcomes.count("answered")
     assert len(outcomes) == SIZE
-    assert answered > SIZE // 4, "many combinations are legal and are answered"
+    assert answered > SIZE // 4, "many combinations are valid"
     assert outcomes.count("refused") > SIZE // 20, "some are refused by name"

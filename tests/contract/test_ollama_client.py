@@ -64,7 +64,7 @@ def test_generate(client: ollama.Client, front: Front) -> None:
     assert front.engine.received[-1].params.max_tokens == 256 - 2
 
 
-def test_an_answer_that_has_begun_is_continued(client: ollama.Client, front: Front) -> None:
+def test_a_final_assistant_message_is_continued(client: ollama.Client, front: Front) -> None:
     client.chat(MODEL, [*HI, {"role": "assistant", "content": "It is"}])
     assert prompt_of(front) == "[user]hi\n[assistant]It is"
 
@@ -77,9 +77,9 @@ def test_streams_are_json_lines(front: Front) -> None:
     assert "".join(line["response"] for line in lines) == TEXT
 
 
-def test_curl_without_a_header_is_understood(front: Front) -> None:
+def test_a_body_without_json_content_type_is_accepted(front: Front) -> None:
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": False}).encode()
-    request = urllib.request.Request(f"{front.url}/api/generate", body)  # says application/x-www-form-urlencoded
+    request = urllib.request.Request(f"{front.url}/api/generate", body)  # sends application/x-www-form-urlencoded
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert json.load(answer)["response"] == TEXT
 
@@ -92,7 +92,7 @@ def test_logprobs(client: ollama.Client) -> None:
     assert [entry for part in parts for entry in part.logprobs or []] == answer.logprobs
 
 
-def test_num_ctx_limits_and_never_cuts(client: ollama.Client, front: Front) -> None:
+def test_num_ctx_limits_and_never_truncates(client: ollama.Client, front: Front) -> None:
     client.generate(MODEL, "hi", raw=True, options={"num_ctx": 50})
     assert front.engine.received[-1].params.max_tokens == 48
     for options, words in (
@@ -123,7 +123,7 @@ def test_a_request_without_a_prompt_only_loads(client: ollama.Client) -> None:
     assert client.chat(MODEL, keep_alive="5m").done_reason == "load"
 
 
-def test_a_base_model_gets_the_bare_prompt() -> None:
+def test_a_base_model_gets_the_prompt_without_a_template() -> None:
     with running_front(saying("x"), template=ChatTemplate({}, {})) as front:
         assert ollama.Client(front.url).generate(MODEL, "hi").response == "x"
         assert prompt_of(front) == "hi"

@@ -48,7 +48,7 @@ def test_chat_stream(client: openai.OpenAI) -> None:
 
 
 def test_chat_stream_helper(client: openai.OpenAI) -> None:
-    """The client's own accumulator, which trips over chunks that are out of shape."""
+    """The client's own accumulator fails on malformed chunks."""
     with client.chat.completions.stream(model=MODEL, messages=HI, logprobs=True, n=2) as stream:
         for _ in stream:
             pass

@@ -1,4 +1,4 @@
-"""Answers, events and errors against OpenAI's own schemas, for generated requests of every legal kind."""
+"""Answers, events and errors conform to OpenAI's own schemas, for generated valid requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_document = pytest.mark.skipif(not DOCUMENT.exists(), reason="OpenAI's Open
 
 
 def conforms(value: Any, name: str) -> None:
-    """Checked only where the document is; the rest of each test does not need it."""
+    """Skipped if the document is missing; the rest of each test does not need it."""
     if DOCUMENT.exists():
         assert problems(value, {"$ref": name}, schemas()) == []
 
@@ -121,7 +121,7 @@ def test_completions(front: Front, fields: dict[str, Any], usage: bool) -> None:
     assert reply.status == 200, reply.body
     answer = reply.json
     if not (fields.get("echo") and fields.get("logprobs") is not None):
-        # An echoed first token has the log-probability null, as OpenAI itself answers, though its schema forgot it.
+        # The log-probability of an echoed first token is null, as in OpenAI's answers, though not in its schema.
         conforms(answer, "CreateCompletionResponse")
     options = {"stream_options": {"include_usage": True}} if usage else {}
     chunks = events(post(front.port, COMPLETIONS, {**body, "stream": True, **options}))
@@ -153,7 +153,7 @@ def test_junk_is_accepted_or_refused_by_name(front: Front, name: str, value: Any
     reply = post(front.port, path, {"model": MODEL, "max_tokens": 4, **base, name: value})
     if reply.status == 200:
         return
-    expected = (400, 404, 504) if name == "timeout" else (400, 404)  # a legal timeout of nearly nothing runs out
+    expected = (400, 404, 504) if name == "timeout" else (400, 404)  # a tiny timeout is valid and expires
     assert reply.status in expected, reply.body
     error = reply.error
     conforms(reply.json, "ErrorResponse")
@@ -162,7 +162,7 @@ def test_junk_is_accepted_or_refused_by_name(front: Front, name: str, value: Any
 
 @needs_document
 def test_every_parameter_of_the_reference_is_known(front: Front) -> None:
-    """Honoured, or refused by name: never unknown."""
+    """Each is supported or refused by name, never unknown."""
 
     def properties(schema: dict[str, Any]) -> set[str]:
         if "$ref" in schema:

@@ -1,4 +1,4 @@
-"""Every popular client, unchanged, streamed and not, against the real server with the real default model."""
+"""Stock clients, streamed and not, against the real server with the default model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def expected(server: RealServer) -> str:
-    """The greedy answer, over the bare wire; every client must find the same."""
+    """The greedy answer over plain HTTP; every client must get the same."""
     body = {"model": MODEL, "messages": TURN, "temperature": 0, "max_tokens": TOKENS}
     text: str = post(server.port, CHAT, body).json["choices"][0]["message"]["content"]
     assert "Paris" in text

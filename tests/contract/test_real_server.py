@@ -1,4 +1,4 @@
-"""The real server with the real default model, through the stock client and the bare wire."""
+"""The real server with the default model, through the stock client and plain HTTP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROMPTS = [
 def server() -> Iterator[RealServer]:
     with real_server(*OPTIONS) as running:
         yield running
-        # After everything that the tests did, nothing runs and no block is held.
+        # After all tests no request runs and no block is in use.
         eventually(lambda: kv_used(running) == 0, 20)
         assert get(running.port, "/ready").status == 200
 
@@ -91,8 +91,8 @@ def test_streamed_and_whole_answers_are_identical(server: RealServer) -> None:
         assert whole["choices"][0]["message"]["content"].strip()
 
 
-def test_the_crowd_changes_nothing(server: RealServer) -> None:
-    """The same greedy answers, one at a time and all at once, streamed through the asynchronous client."""
+def test_concurrent_requests_do_not_change_answers(server: RealServer) -> None:
+    """Greedy answers are the same one at a time and all at once (streamed, async client)."""
     alone = [post(server.port, CHAT, chat(prompt)).json["choices"][0]["message"]["content"] for prompt in PROMPTS]
 
     async def ask(client: openai.AsyncOpenAI, prompt: str) -> str:
@@ -118,7 +118,7 @@ def test_the_stock_client(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
-def test_a_second_look_at_a_prompt_is_cached(server: RealServer) -> None:
+def test_a_repeated_prompt_is_cached(server: RealServer) -> None:
     long = "Tell me about water. " * 40
     first = post(server.port, CHAT, chat(long, max_tokens=2, cache_salt="fresh")).json["usage"]
     second = post(server.port, CHAT, chat(long, max_tokens=2, cache_salt="fresh")).json["usage"]
@@ -164,7 +164,7 @@ def test_logprobs_are_probabilities(server: RealServer) -> None:
 
 
 def test_scoring_agrees_with_generating(server: RealServer) -> None:
-    """The log-probabilities of a text are the same whether it is generated or given."""
+    """A text has the same log-probabilities as output and as prompt."""
     generated = post(server.port, COMPLETIONS, text(logprobs=0, return_token_ids=True)).json["choices"][0]
     ids = generated["prompt_token_ids"] + generated["token_ids"]
     scored = post(server.port, COMPLETIONS, text(ids, echo=True, logprobs=0, max_tokens=0)).json["choices"][0]
@@ -176,7 +176,7 @@ def test_scoring_agrees_with_generating(server: RealServer) -> None:
     assert scored["finish_reason"] == "length"
 
 
-def test_lengths_and_ends(server: RealServer) -> None:
+def test_lengths_and_finish_reasons(server: RealServer) -> None:
     hello = post(server.port, CHAT, chat("Say hello.", max_tokens=60)).json
     assert hello["choices"][0]["finish_reason"] == "stop"
     longer = post(server.port, CHAT, chat("Say hello.", max_tokens=60, ignore_eos=True)).json
@@ -214,7 +214,7 @@ def test_the_context_is_never_clipped(server: RealServer) -> None:
     assert post(server.port, CHAT, chat(logit_bias={"999999": 1})).error["param"] == "logit_bias"
 
 
-def test_clients_that_leave_give_their_blocks_back(server: RealServer) -> None:
+def test_blocks_of_disconnected_clients_are_freed(server: RealServer) -> None:
     for number in range(24):
         with connected(server.port) as sock:
             fields = chat(
@@ -226,7 +226,7 @@ def test_clients_that_leave_give_their_blocks_back(server: RealServer) -> None:
     assert post(server.port, CHAT, chat(max_tokens=2)).status == 200
 
 
-def test_a_client_that_does_not_read_hurts_nobody(server: RealServer) -> None:
+def test_a_client_that_does_not_read_does_not_delay_others(server: RealServer) -> None:
     with connected(server.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(CHAT, chat("Tell a very long story.", stream=True, max_tokens=1500, ignore_eos=True)))
         sock.recv(1)
@@ -247,7 +247,7 @@ def test_deadlines(server: RealServer) -> None:
 
 
 def test_requests_of_every_kind(server: RealServer) -> None:
-    """Random legal parameters, many at a time: each answer has the promised shape."""
+    """Random valid parameters, many at a time: each answer conforms to its schema."""
     draw = random.Random(3)
     failures: list[str] = []
 
@@ -297,7 +297,7 @@ def test_requests_of_every_kind(server: RealServer) -> None:
     assert failures == []
 
 
-def test_a_term_signal_lets_requests_finish() -> None:
+def test_sigterm_drains() -> None:
     with real_server(*OPTIONS) as server:
         replies: list[Reply] = []
         fields = chat("Tell a story.", max_tokens=150, ignore_eos=True)

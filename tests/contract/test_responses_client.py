@@ -48,7 +48,7 @@ def test_create(client: openai.OpenAI, front: Front) -> None:
     assert prompt_of(front) == "[system]Be kind.\n[user]hi\n[assistant]"
 
 
-def test_an_answer_that_was_cut_is_incomplete(client: openai.OpenAI) -> None:
+def test_an_answer_cut_at_max_output_tokens_is_incomplete(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hi", max_output_tokens=2)
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
@@ -95,7 +95,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert len(entries[0].top_logprobs) == 2
 
 
-def test_a_conversation_is_kept(client: openai.OpenAI, front: Front) -> None:
+def test_a_conversation_is_continued(client: openai.OpenAI, front: Front) -> None:
     first = client.responses.create(
         model=MODEL, input=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     )
@@ -124,7 +124,7 @@ def test_retrieve_and_delete(client: openai.OpenAI) -> None:
     assert caught.value.param == "previous_response_id"
 
 
-def test_what_is_not_stored_is_not_there(client: openai.OpenAI) -> None:
+def test_an_unstored_response_is_not_found(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hi", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
@@ -166,7 +166,7 @@ def test_a_background_response_survives_a_restart(tmp_path: Path) -> None:
         eventually(lambda: get(front.port, f"{RESPONSES}/{response_id}").json["status"] == "completed")
 
 
-def test_old_responses_are_forgotten(tmp_path: Path) -> None:
+def test_old_responses_are_deleted(tmp_path: Path) -> None:
     config = replace(Config(), server__port=0, server__data_dir=str(tmp_path))
     with running_front(saying(TEXT), config=config) as front:
         old, new = (post(front.port, RESPONSES, {"model": MODEL, "input": "hi"}).json["id"] for _ in range(2))
@@ -229,7 +229,7 @@ def test_errors(front: Front, fields: dict[str, Any], status: int, param: str) -
     assert reply.error["param"] == param
 
 
-def test_retrieve_refuses_what_it_does_not_do(front: Front) -> None:
+def test_retrieve_refuses_unsupported_queries(front: Front) -> None:
     response_id = post(front.port, RESPONSES, {"model": MODEL, "input": "hi"}).json["id"]
     assert get(front.port, f"{RESPONSES}/{response_id}?stream=true").error["param"] == "stream"
     assert get(front.port, f"{RESPONSES}/{response_id}?straem=true").error["code"] == "unknown_field"

@@ -1,7 +1,6 @@
-"""Schemathesis on our own OpenAPI document: whatever it says may be sent is answered as it says, and what it says may
-not be sent is refused.
+"""Schemathesis on our OpenAPI document: valid requests get a documented answer, invalid ones are refused.
 
-`make fuzz SIZE=500` sends that many requests of both kinds to each operation.
+`make fuzz SIZE=500` sends 500 requests of each kind to each operation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CHECKS = (
 
 
 def document() -> dict[str, Any]:
-    """As served, and narrowed to the one model and the vocabulary that are: random names would all be a 404."""
+    """The document, narrowed to the served model and its vocabulary; random model names would all give a 404."""
     found: dict[str, Any] = json.loads(openapi_document())
     for name, schema in found["components"]["schemas"].items():
         fields = schema["properties"]
@@ -125,14 +124,14 @@ def test_operation(front: Front, schema: Any, method: str, path: str) -> None:
     operation, rules = schema[path][method.upper()], [getattr(checks, name) for name in CHECKS]
     spec = OPERATIONS[method, path]
     has_input = bool(spec.get("requestBody") or spec.get("parameters"))
-    # Any text may stand in a path or a form; only JSON and queries can be wrong by their type.
+    # Paths and forms accept any text; only JSON and queries can have a wrong type.
     is_json = "application/json" in spec.get("requestBody", {}).get("content", {})
     can_be_wrong = is_json or any(one["in"] == "query" for one in spec.get("parameters", ()))
     modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if can_be_wrong else (GenerationMode.POSITIVE,)
 
     def check(case: Any) -> None:
         response = case.call(base_url=front.url, timeout=20)
-        if response.status_code != 504:  # A tiny `timeout` is legal, and nobody can keep it.
+        if response.status_code != 504:  # A tiny `timeout` is valid but cannot be met.
             case.validate_response(response, checks=rules)
 
     for mode in modes:

@@ -1,4 +1,4 @@
-"""Responses, files and batches against OpenAI's own schemas, where the document is given."""
+"""Responses, files and batches conform to OpenAI's own schemas, if the document is available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contract.schema_check import DOCUMENT, problems, schemas
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import Reply, eventually, get, post, request
 
-pytestmark = pytest.mark.skipif(not DOCUMENT.exists(), reason="OpenAI's OpenAPI document is not at hand")
+pytestmark = pytest.mark.skipif(not DOCUMENT.exists(), reason="OpenAI's OpenAPI document is missing")
 
 RESPONSES = "/v1/responses"
 LOGPROBS = ["message.output_text.logprobs"]

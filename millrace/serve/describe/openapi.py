@@ -1,7 +1,6 @@
 """The OpenAPI document, generated from the structs that decode requests and encode answers.
 
-The document must not allow what the server refuses. Rules that a struct cannot express are added here, and types that
-are "Not supported yet" are left out of the unions that they belong to.
+The document must not allow what the server refuses; `openapi_limits` adds the rules that the structs do not state.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _TYPES = (
     schemas_ollama.OllamaVersion,
 )
 
-_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+_ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("ChatRequest", "CompletionRequest"), schemas.NOT_SUPPORTED),
     "AssistantMessage": schemas.NOT_SUPPORTED_IN_MESSAGES,
     **dict.fromkeys(("ResponsesRequest", "InputTokensRequest"), schemas_responses.NOT_SUPPORTED),
@@ -100,8 +99,8 @@ def openapi_document() -> bytes:
 def _schemas() -> dict[str, Any]:
     _, components = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     for name, schema in components.items():
-        _tidy(schema)
-        _name_neutral(schema, _NEUTRAL.get(name, {}))
+        _drop_null_defaults(schema)
+        _limit_unsupported(schema, _ACCEPTED_VALUES.get(name, {}))
     tighten(components)
     for schema in components.values():
         _required_first(schema)
@@ -124,8 +123,9 @@ def _file_form() -> dict[str, Any]:
     }
 
 
-def _name_neutral(schema: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> None:
-    for name, accepted in neutral.items():
+def _limit_unsupported(schema: dict[str, Any], accepted_values: dict[str, tuple[Any, ...]]) -> None:
+    """An unsupported field may only have the values that ask for nothing."""
+    for name, accepted in accepted_values.items():
         if name in schema.get("properties", {}):
             schema["properties"][name]["enum"] = [None, *accepted]
     variables = schema.get("properties", {}).get("chat_template_kwargs")
@@ -133,17 +133,16 @@ def _name_neutral(schema: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -
         variables["propertyNames"] = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}}
 
 
-def _tidy(schema: Any) -> None:
-    """A limit beside `anyOf` holds for the number in it; JSON Schema ignores it for null, so it may stay. What is
-    dropped is `default: null`, which only repeats that the field may be left out."""
+def _drop_null_defaults(schema: Any) -> None:
+    """`default: null` only repeats that the field is optional."""
     if isinstance(schema, dict):
         if schema.get("default", ...) is None:
             del schema["default"]
         for value in schema.values():
-            _tidy(value)
+            _drop_null_defaults(value)
     elif isinstance(schema, list):
         for value in schema:
-            _tidy(value)
+            _drop_null_defaults(value)
 
 
 def _required_first(schema: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The routes that tell: models, health, metrics, documentation, and the tokenizer's two."""
+"""Routes for models, health, metrics, documentation and the tokenizer."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ async def get_model(request: web.Request) -> web.Response:
 
 # ── health ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def health(request: web.Request) -> web.Response:
-    """The process is alive and its loop turns."""
+    """Liveness: the event loop runs."""
     return json_answer(request, Health("ok"))
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Requests would be answered: the engine has started, makes progress, and nobody is shutting down."""
+    """Readiness: the engine has started and completes steps, and the server is not draining."""
     reason = request.app[STATE].not_ready_because()
     if reason is None:
         return json_answer(request, Health("ready"))
@@ -120,7 +120,7 @@ async def detokenize(request: web.Request) -> web.Response:
     for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= token_id < size:
             raise BadRequest(
-                f"'tokens' holds the id {token_id!s:.40}; the vocabulary has ids 0 to {size - 1}.", param="tokens"
+                f"'tokens' contains {token_id!s:.40}; the vocabulary has ids 0 to {size - 1}.", param="tokens"
             )
     text = state.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
     return json_answer(request, DetokenizeAnswer(text))
