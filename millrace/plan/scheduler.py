@@ -44,8 +44,8 @@ from millrace.plan.step import (
 from millrace.plan.victim import cheapest_victim
 
 MANY_PREFILLS, MANY_PREFILLS_SHARE = 8, 1 / 8
-"""From this many requests without a first token, and this many per decoding row, steps use the full token budget:
-short steps would delay more requests than they keep smooth."""
+"""With at least this many requests waiting for their first token, and more than this many per decoding row, steps use
+the full token budget: short steps would delay more requests than they keep smooth."""
 MAX_HELD_SCAN = 256
 """Waiting requests examined per step, if those ahead wait for a prefix that is being computed."""
 MAX_PREEMPTION_NOTES = 8
@@ -54,7 +54,7 @@ MAX_PREEMPTION_NOTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _DeferredWork:
-    """The bookkeeping of a confirmed step that nobody waits for."""
+    """Bookkeeping of a confirmed step that may run after its tokens are sent."""
 
     step_no: int
     outcome: PendingOutcome

@@ -50,7 +50,7 @@ def test_an_idle_engine_polls_then_reports_then_blocks(watch_s: float) -> None:
         engine._take_messages()
         if watch_s:
             assert channel.waits == [(watch_s, watch_s)]
-            assert not channel.sent, "whoever is about to be asked again does not talk"
+            assert not channel.sent, "nothing is sent while the engine polls"
             engine._take_messages()
         assert channel.waits[-1] == (idle_memory.IDLE_S, 0.0)
         assert [cast(StepTokens, message).stats is not None for message in channel.sent] == [True]

@@ -39,7 +39,7 @@ class Channel:
     def close(self) -> None: ...
 
 
-def asked(request_id: int, max_tokens: int, **params: Any) -> NewRequest:
+def new_request(request_id: int, max_tokens: int, **params: Any) -> NewRequest:
     chosen = SamplingParams(max_tokens=max_tokens, seed=1, **params)
     return NewRequest(id=request_id, prompt=pack_tokens(range(5)), params=chosen, arrival=1.0)
 
@@ -66,7 +66,7 @@ def test_every_front_gets_only_its_own_requests(num_fronts: int) -> None:
     ids = [(front << FRONT_SHIFT) + 7 for front in range(num_fronts) if front != 1] + [8]
     for request_id in ids:
         scores = {"prompt_logprobs": 0} if request_id == ids[0] else {}
-        message = asked(request_id, max_tokens=2 if request_id == 8 else 1, **scores)
+        message = new_request(request_id, max_tokens=2 if request_id == 8 else 1, **scores)
         request = Request(request_id, np.arange(5, dtype=np.int32) + request_id % 1000, 2 if request_id == 8 else 1)
         ledger.open(message, request, 1.0)
         scheduler.submit(request)
@@ -77,7 +77,7 @@ def test_every_front_gets_only_its_own_requests(num_fronts: int) -> None:
     finished = outbox.send_step(outcome, result_of(plan, list(range(40, 40 + len(ids))), scores), 2.0)
     assert [finish.id for finish in finished] == ids[:-1]
     assert [front for front, _ in channel.sent] == sorted({request_id >> FRONT_SHIFT for request_id in ids})
-    heard: dict[int, int] = {}
+    received: dict[int, int] = {}
     for front, message in channel.sent:
         mine = np.frombuffer(message.ids, np.int64).tolist()
         assert all(request_id >> FRONT_SHIFT == front for request_id in mine)
@@ -85,8 +85,8 @@ def test_every_front_gets_only_its_own_requests(num_fronts: int) -> None:
         assert [(key, len(entries)) for key, entries in message.prompt_logprobs.items()] == (
             [(ids[0], 5)] if front == 0 else []
         )
-        heard |= dict(zip(mine, unpack_tokens(message.tokens).tolist(), strict=True))
-    assert heard == {request_id: 40 + index for index, request_id in enumerate(ids)}
+        received |= dict(zip(mine, unpack_tokens(message.tokens).tolist(), strict=True))
+    assert received == {request_id: 40 + index for index, request_id in enumerate(ids)}
     assert all(finish.first_token_s == finish.total_s == 1.0 for finish in finished)
 
 
@@ -104,14 +104,14 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
     runner: Any = Runner()
     engine = Engine(scheduler, runner, device, channel, clock=lambda: now)
     for number in range(2):
-        engine._handle(asked(number, max_tokens=1))
+        engine._handle(new_request(number, max_tokens=1))
         assert engine._launch_next()
         engine._apply_oldest()
         now += STATS_EVERY_S / 2
-    (_, tokens), (_, figures), (_, later) = channel.sent
+    (_, tokens), (_, statistics), (_, later) = channel.sent
     assert tokens.stats is None
     assert unpack_tokens(tokens.tokens).tolist() == unpack_tokens(later.tokens).tolist() == [9]
-    assert figures.stats is not None
-    assert (figures.stats.running, figures.stats.output_tokens, figures.stats.step_no) == (0, 1, 0)
-    assert not figures.ids
+    assert statistics.stats is not None
+    assert (statistics.stats.running, statistics.stats.output_tokens, statistics.stats.step_no) == (0, 1, 0)
+    assert not statistics.ids
     assert later.stats is None, "not again so soon"

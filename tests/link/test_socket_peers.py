@@ -65,13 +65,13 @@ class RecordingFront:
 
     async def wait_for(self, count: int, engine: SocketEngineChannel) -> list[ToEngine]:
         """Wait until `count` messages have arrived. Returns what the engine received meanwhile."""
-        told: list[ToEngine] = []
+        received: list[ToEngine] = []
         end = time.monotonic() + LIMIT_S
         while len(self.heard) < count:
             assert time.monotonic() < end, f"{len(self.heard)} of {count} messages after {LIMIT_S:g} s"
-            told += engine.receive(0.0)
+            received += engine.receive(0.0)
             await asyncio.sleep(0.001)
-        return told
+        return received
 
 
 async def engine_receives(engine: SocketEngineChannel, count: int) -> list[ToEngine]:
