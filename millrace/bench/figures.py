@@ -1,4 +1,4 @@
-"""From samples to figures, and figures to a table for people or JSON lines for programs."""
+"""A measured figure, as a JSON line or in a table, and percentiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Figure:
     note: str = ""
 
     def as_json(self, **about: str) -> str:
-        # JSON has no NaN: a figure that could not be measured is null.
+        # JSON has no NaN: a figure without a value is null.
         value = round(self.value, 4) if math.isfinite(self.value) else None
         record = {**about, **asdict(self), "value": value}
         return json.dumps({key: value for key, value in record.items() if value != ""}, ensure_ascii=False)
@@ -51,7 +51,7 @@ def print_table(figures: Iterable[Figure], title: str) -> None:
 
 
 def readable(value: float, metric: str = "") -> str:
-    """Three digits, which is more than a noisy machine knows; four of perplexity, where the last ones are the news."""
+    """Three significant digits; perplexity with two decimals, since small differences matter there."""
     if metric == "perplexity":
         return f"{value:.2f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"

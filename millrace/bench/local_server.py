@@ -1,4 +1,4 @@
-"""A server started for a benchmark, watched while it runs and stopped afterwards: `millrace serve`, or another."""
+"""Starts a server for a benchmark, waits until it is ready, reads its memory and CPU time, and stops it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import IO, Self
 from millrace.bench.errors import BenchError
 
 _LOG_TAIL_CHARS = 1500
-_STOP_WITHIN_S = 20.0
+_STOP_TIMEOUT_S = 20.0
 
 
 class ServerProcess:
-    """Any server of ours or of another make. Its own output goes to a file, shown when it fails. A context manager."""
+    """Any server process, ours or a peer's. Its output goes to a file and is shown if it fails. A context manager."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ServerProcess:
         ready_path: str = "/ready",
         start_timeout_s: float = 300.0,
     ) -> None:
-        """`ready_path` answers 200 once requests are taken."""
+        """`ready_path` returns 200 once the server takes requests."""
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._command = list(command)
@@ -54,7 +54,7 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
         self.started_at = time.monotonic()
         try:
-            # A session of its own, so that a Ctrl-C meant for the benchmark reaches the server through `stop` only.
+            # Its own session: Ctrl-C must reach the benchmark only, which then stops the server.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -63,10 +63,10 @@ class ServerProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise BenchError(f"{self._command[0]} cannot be started: {error.strerror or error}.") from error
+            raise BenchError(f"Cannot start {self._command[0]}: {error.strerror or error}.") from error
 
     def stop(self) -> None:
-        """End the process and what it has started, by their ids: asked first, then made to."""
+        """End the process and its descendants: SIGTERM first, SIGKILL after a timeout."""
         process, self._process = self._process, None
         log, self._log = self._log, None
         if log is not None:
@@ -76,7 +76,7 @@ class ServerProcess:
         family = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_STOP_WITHIN_S)
+            process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -93,25 +93,25 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     async def wait_ready(self) -> float:
-        """Seconds from the start of the process until it says that it is ready."""
+        """Seconds from the start of the process until it is ready."""
         assert self._process is not None
         while time.monotonic() - self.started_at < self._start_timeout_s:
             if self._process.poll() is not None:
-                raise BenchError(f"The server ended with code {self._process.returncode} at start:\n{self.tail()}")
+                raise BenchError(f"The server exited with code {self._process.returncode} at start:\n{self.tail()}")
             if await asyncio.to_thread(_answers, f"{self.url}{self._ready_path}"):
                 return time.monotonic() - self.started_at
             await asyncio.sleep(0.02)
         raise BenchError(f"The server was not ready after {self._start_timeout_s:g} s:\n{self.tail()}")
 
     def tail(self) -> str:
-        """The end of what it has printed."""
+        """The last part of its output."""
         assert self._log is not None
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-_LOG_TAIL_CHARS:]
 
 
 class LocalServer(ServerProcess):
-    """A `millrace serve` of this installation."""
+    """`millrace serve` of this installation."""
 
     def __init__(self, options: Sequence[str], *, start_timeout_s: float = 300.0) -> None:
         port = free_port()
@@ -119,15 +119,15 @@ class LocalServer(ServerProcess):
         super().__init__(command, port, start_timeout_s=start_timeout_s)
 
 
-def end_on_sigterm() -> None:
-    """Called by a benchmark's main task: a request to end is an interrupt, after which no server is left behind."""
+def cancel_on_sigterm() -> None:
+    """Cancel the current task on SIGTERM, so that its cleanup stops the servers it has started."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _kill_if_orphaned(pid: int, session: int) -> None:
-    """A child that outlived its server; only if it is still of the server's session, so never another's process."""
+    """Kill a child that outlived its server. The session id is checked because the pid may have been reused."""
     try:
         if os.getsid(pid) == session:
             os.kill(pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ def free_port() -> int:
 
 
 def resident_mib(pid: int) -> float:
-    """Memory of a process and its descendants in MiB, pages that several of them share counted once."""
+    """Memory of a process and its descendants in MiB; shared pages count once."""
     return sum(_proportional_kib(process) for process in [pid, *descendants(pid)]) / 1024
 
 
@@ -173,7 +173,7 @@ def descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                # The command name in field 2 may hold spaces and brackets; the parent is the second field after it.
+                # The command name (field 2) may contain spaces and parentheses; the parent pid is field 4.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, ValueError, IndexError):
                 continue
@@ -188,12 +188,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process and its descendants have used so far."""
+    """CPU time used so far by a process and its descendants."""
     return sum(map(own_cpu_seconds, [pid, *descendants(pid)]))
 
 
 def own_cpu_seconds(pid: int) -> float:
-    """Processor time of all threads of a process so far; none if it is gone."""
+    """CPU time used so far by all threads of a process; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -202,7 +202,7 @@ def own_cpu_seconds(pid: int) -> float:
 
 
 def command_line(pid: int) -> list[str]:
-    """The words that a process was started with; none if it is gone."""
+    """The arguments that a process was started with; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

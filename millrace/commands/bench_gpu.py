@@ -1,4 +1,4 @@
-"""`millrace bench gpu`: the engine that users run, on the shapes and workloads of the recorded peer figures."""
+"""`millrace bench gpu`: measures the engine on the shapes and workloads of the recorded peer figures."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 bench gpu:
-  startup        from the start of the engine's process to the first token
-  decode         512 in / 128 out, at every batch size: time per step with all rows running
-  ttft           one request of 128 to 32,768 tokens, never seen before: its first token
+  startup        from the start of the engine process to the first token
+  decode         512 in / 128 out, at each batch size: time per step with all rows running
+  ttft           TTFT of one new request of 128 to 32,768 tokens
   mixed          256 and 1,024 requests at once, 100–1,024 in / 100–1,024 out
-  prefix         512 requests, 2,048 shared + 64 own in / 64 out; and the first token with a known prefix
-  host           the host's own time per step at batch 256, by the engine's counters
+  prefix         512 requests, 2,048 shared + 64 own in / 64 out; and TTFT with a cached prefix
+  host           host time per step at batch 256, from the engine's counters
   millrace bench gpu > results.jsonl                     everything, one JSON line per figure
   millrace bench gpu --models llama-3.1-8b+fp8 --cases decode --batches 1,128 --quick
-  millrace bench gpu --table results.jsonl               the figures in markdown, beside the recorded peer's
-  millrace bench gpu --device cpu --models smollm2-135m --scale 0.05 --batches 1,4   a try without a GPU"""
+  millrace bench gpu --table results.jsonl               markdown tables with the recorded peer figures
+  millrace bench gpu --device cpu --models smollm2-135m --scale 0.05 --batches 1,4   try it without a GPU"""
 
 PROFILE_BATCHES = (1, 128)
 
@@ -37,37 +37,40 @@ PROFILE_BATCHES = (1, 128)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench gpu")
     group.add_argument(
-        "--models", default="", metavar="NAMES", help="shapes by name or path, with commas; +fp8, +fp8kv, +fullkv"
+        "--models",
+        default="",
+        metavar="NAMES",
+        help="model shapes, names or paths separated by commas; suffixes +fp8, +fp8kv, +fullkv",
     )
-    group.add_argument("--shapes", type=Path, metavar="DIR", help="a directory of further shapes (config.json files)")
+    group.add_argument("--shapes", type=Path, metavar="DIR", help="directory of more shapes (config.json files)")
     group.add_argument("--cases", default="", metavar="NAMES", help="startup,decode,ttft,mixed,prefix,host")
-    group.add_argument("--batches", default="", metavar="NS", help="batch sizes of decode (default: 1,8,32,128,256)")
-    group.add_argument("--quick", action="store_true", help="fewer repetitions, no mixed load of the largest size")
+    group.add_argument("--batches", default="", metavar="NS", help="decode batch sizes (default: 1,8,32,128,256)")
+    group.add_argument("--quick", action="store_true", help="fewer repetitions, without the largest mixed load")
     group.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="sizes times this, to try the command (default: 1)"
+        "--scale", type=float, default=1.0, metavar="X", help="scale all sizes by this, to try the command (default: 1)"
     )
-    group.add_argument("--profile", action="store_true", help="also one decode step kernel by kernel, batch 1 and 128")
-    group.add_argument("--table", type=Path, metavar="FILE", help="print these results as markdown; measure nothing")
+    group.add_argument(
+        "--profile", action="store_true", help="also profile one decode step by kernel, at batch 1 and 128"
+    )
+    group.add_argument("--table", type=Path, metavar="FILE", help="print results from FILE as markdown and exit")
 
 
 def refuse_elsewhere(args: argparse.Namespace, *, allowed: tuple[str, ...] = ()) -> None:
-    """Options of `bench gpu` mean nothing to the other benchmarks, but for those that one shares."""
+    """Refuse options of `bench gpu` in other benchmarks, except those in `allowed`."""
     for name in ("models", "shapes", "cases", "batches", "quick", "profile", "table"):
         if getattr(args, name) and name not in allowed:
-            raise UsageError(f"--{name} belongs to another benchmark; write: millrace bench gpu --{name} …")
+            raise UsageError(f"--{name} is an option of `millrace bench gpu`.")
     if args.scale != 1:
-        raise UsageError("--scale belongs to another benchmark; write: millrace bench gpu --scale …")
+        raise UsageError("--scale is an option of `millrace bench gpu`.")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.url or args.workloads or args.pid or args.api_key:
-        raise UsageError(
-            "bench gpu starts its own engines and has its own cases: drop --url, --workloads, --pid and --api-key."
-        )
+        raise UsageError("bench gpu starts its own engines and does not take --url, --workloads, --pid or --api-key.")
     if args.table is not None:
         return _print_table(args.table)
     if not (math.isfinite(args.time_limit) and args.time_limit > 0):
-        raise UsageError(f"--time-limit is {args.time_limit:g}; it must be more than 0 seconds.")
+        raise UsageError(f"--time-limit is {args.time_limit:g}; it must be greater than 0.")
     options, reporter = _options(args), Reporter()
     models = _models(args)
     try:
@@ -123,11 +126,11 @@ def _options(args: argparse.Namespace) -> GpuOptions:
     from millrace.bench.gpu.run import GpuOptions
 
     if not (math.isfinite(args.scale) and 0 < args.scale <= 1):
-        raise UsageError(f"--scale is {args.scale:g}; it must be more than 0 and at most 1.")
+        raise UsageError(f"--scale is {args.scale:g}; it must be greater than 0 and at most 1.")
     cases = tuple(_names(args.cases)) or CASES
     for case in cases:
         if case not in CASES:
-            raise UsageError(f"There is no case '{case}'. There are: {', '.join(CASES)}.")
+            raise UsageError(f"Unknown case '{case}'. Cases: {', '.join(CASES)}.")
     sizes = Sizes(batches=_batches(args.batches) or BATCHES)
     whole = args.scale == 1
     return GpuOptions(
@@ -148,7 +151,7 @@ def _batches(text: str) -> tuple[int, ...]:
     found = []
     for item in _names(text):
         if not item.isdecimal() or not 1 <= int(item) <= 4096:
-            raise UsageError(f"--batches has '{item}'; give whole numbers from 1 to 4096, such as 1,8,32.")
+            raise UsageError(f"--batches has '{item}'; it must be whole numbers from 1 to 4096, such as 1,8,32.")
         found.append(int(item))
     return tuple(found)
 
@@ -162,7 +165,7 @@ def _print_table(path: Path) -> int:
 
 
 class Reporter:
-    """One JSON line per figure on standard output at once; progress and the table on standard error."""
+    """Prints one JSON line per figure to standard output; progress and the table go to standard error."""
 
     def __init__(self) -> None:
         self._records: list[dict[str, object]] = []

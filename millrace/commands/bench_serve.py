@@ -1,4 +1,4 @@
-"""`millrace bench serve`: one server at its defaults under 8 to 8,192 open streams."""
+"""`millrace bench serve`: one server with default settings under 8 to 8,192 open streams."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ STREAMS = "8,64,512,2048,8192"
 SECONDS, CLIENTS = 10.0, 6
 EXAMPLES = """\
 bench serve:
-  millrace bench serve                                   a server at its defaults, random weights in the shape of
+  millrace bench serve                                   default settings, random weights in the shape of
                                                          SmolLM2-135M, 8 to 8,192 streams from 6 processes
-  millrace bench serve --profile-at 512,2048             also where engine and fronts spend their time (needs py-spy)
+  millrace bench serve --profile-at 512,2048             also profile engine and fronts (needs py-spy)
   millrace bench serve --export DIR                      write shape, tokenizer and template to DIR; measure nothing
-  millrace bench serve --model random:DIR                serve what was written there"""
+  millrace bench serve --model random:DIR                serve the exported model"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("serve (with --streams, --tokens, --seconds and --clients)")
-    group.add_argument("--export", type=Path, metavar="DIR", help="write the model that would be served; no more")
+    group = parser.add_argument_group("bench serve (also --streams, --tokens, --seconds and --clients)")
+    group.add_argument("--export", type=Path, metavar="DIR", help="write the model to DIR and exit")
+    group.add_argument("--profile-at", default="", metavar="N,…", help="profile the server at these numbers of streams")
     group.add_argument(
-        "--profile-at", default="", metavar="N,…", help="sample the server's processes at these numbers of streams"
+        "--warm-up-s", type=float, default=3.0, metavar="X", help="warm-up before each measurement (default: 3)"
     )
-    group.add_argument("--warm-up-s", type=float, default=3.0, metavar="X", help="before each measurement (default: 3)")
 
 
 def refuse_elsewhere(args: argparse.Namespace) -> None:
     for name in ("export", "profile_at"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} belongs to another benchmark; write: millrace bench serve {option} …")
+            raise UsageError(f"{option} is an option of `millrace bench serve`.")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.url or args.workloads or args.pid or args.fronts or args.profile:
         raise UsageError(
-            "bench serve starts its own server: drop --url, --workloads and --pid; --server.fronts sets its fronts,"
-            " and --profile-at says where to look closer."
+            "bench serve starts its own server and does not take --url, --workloads, --pid, --fronts or --profile."
+            " Use --server.fronts and --profile-at."
         )
     loaded = load_settings(args)
     if args.export is not None:
@@ -73,7 +73,7 @@ def _export(folder: Path) -> None:
 
 
 def _server_options(folder: Path, loaded: LoadedConfig) -> tuple[str, ...]:
-    """What the user set, and the benchmark's own model unless another was named."""
+    """The user's settings, and the benchmark's own model unless another was given."""
     file = folder / "settings.toml"
     file.write_text("\n".join(toml_lines(loaded)), encoding="utf-8")
     options = ("--config", str(file))

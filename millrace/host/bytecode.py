@@ -1,8 +1,7 @@
-"""Bytecode of what an engine imports, where the installation comes without.
+"""Keeps the bytecode of torch in our cache if the installation has none.
 
-Images are often built without bytecode and told not to write any: then every process compiles torch's Python sources
-again, which on a host with an H200 is 2.8 of the 4.2 s that the import takes. An engine's process keeps it in
-Millrace's cache instead.
+Container images often have no bytecode and set PYTHONDONTWRITEBYTECODE. Every process then compiles torch's sources
+again: 2.8 of the 4.2 s that the import takes on a host with an H200.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from pathlib import Path
 from millrace.config import cache_dir
 from millrace.host.cores import usable_cores
 
-CORES_TO_COMPILE = 8
-"""From so many cores on a first start has the sources compiled side by side, ahead of their import."""
+MIN_CORES_TO_COMPILE = 8
+"""With at least this many cores, the first start compiles the sources in parallel, ahead of the import."""
 LIMIT_S = 60.0
-_HARDLY_IMPORTED = r"/(_dynamo|_inductor|_numpy|_vendor|onnx|testing)/"
+_SELDOM_IMPORTED = r"/(_dynamo|_inductor|_numpy|_vendor|onnx|testing)/"
 
 
 def keep_bytecode(environment: dict[str, str], package: str = "torch") -> threading.Thread | None:
-    """Let a process with this environment find and leave bytecode in our cache, if the package has none and would get
-    none. Returns what waits until it has been compiled ahead, if that is done."""
+    """Point the environment of a child process at our bytecode cache if `package` has no bytecode and cannot write any.
+
+    Returns the thread that compiles ahead of the import, if one was started."""
     spec = util.find_spec(package)
     if spec is None or not spec.origin or "PYTHONPYCACHEPREFIX" in environment:
         return None
@@ -38,7 +38,7 @@ def keep_bytecode(environment: dict[str, str], package: str = "torch") -> thread
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PYTHONPYCACHEPREFIX"] = str(kept)
     is_first = not (kept / origin.parent.relative_to(origin.anchor)).exists()
-    if not is_first or usable_cores() < CORES_TO_COMPILE:
+    if not is_first or usable_cores() < MIN_CORES_TO_COMPILE:
         return None
     compiling = threading.Thread(target=_compile, args=(origin.parent, environment), name="bytecode", daemon=True)
     compiling.start()
@@ -46,8 +46,8 @@ def keep_bytecode(environment: dict[str, str], package: str = "torch") -> thread
 
 
 def _compile(package: Path, environment: dict[str, str]) -> None:
-    """A second or two. Whatever goes wrong, an import compiles what it does not find."""
-    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", _HARDLY_IMPORTED, str(package)]
+    """Takes a second or two. Errors do not matter: the import compiles what is missing."""
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", _SELDOM_IMPORTED, str(package)]
     quiet = subprocess.DEVNULL
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False)

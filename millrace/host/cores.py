@@ -1,4 +1,4 @@
-"""The cores that this process may use: by its affinity mask, by its container's quota, and by memory node."""
+"""The cores this process may use: affinity mask, container CPU quota, NUMA nodes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def memory_nodes(root: Path = Path("/")) -> list[set[int]]:
-    """The cores in this process's affinity mask, by the memory node they belong to, the most numerous first. Reading
-    another node's memory takes about twice as long."""
+    """The cores of the affinity mask by NUMA node, largest node first. Reading memory of another node takes about twice
+    as long."""
     mine = _affinity()
     nodes = []
     for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
@@ -36,20 +36,20 @@ def _parse_list(text: str) -> set[int]:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: its affinity mask, and the CPU quotas of the control groups it is in, where there
-    are any. A quota of part of a core is rounded down: a thread more would spend its time being held back.
+    """Number of cores this process may use: its affinity mask, limited by the CPU quotas of its control groups.
 
-    `root` is where /proc and /sys are looked for."""
+    Quotas are rounded down: one more thread would be throttled. `root` is where /proc and /sys are found (for tests).
+    """
     return max(1, min([len(_affinity()), *(int(quota) for quota in _cpu_quotas(root))]))
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """In cores, of every group from this process's own up to the root, in both versions of control groups."""
+    """CPU quotas, in cores, of this process's control group and all its parents, for cgroup v1 and v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
-    paths = {"": "/", "cpu": "/"}  # a container may see its own group as the root, whatever the list says
+    paths = {"": "/", "cpu": "/"}  # In a container its own group may be the root, whatever /proc says.
     for line in lines:
         _, controllers, path = line.split(":", 2)
         paths["cpu" if "cpu" in controllers.split(",") else controllers] = path
@@ -68,7 +68,7 @@ def _upwards(top: Path, path: str) -> Iterator[Path]:
 
 
 def _quota(*files: Path) -> Iterator[float]:
-    """Microseconds per period over its length; nothing where there is no limit."""
+    """Quota over period, in cores; nothing if there is no limit."""
     try:
         quota, period = " ".join(file.read_text() for file in files).split()
     except (OSError, ValueError):

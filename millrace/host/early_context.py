@@ -1,4 +1,4 @@
-"""The GPU's context, made by the driver while torch is still being imported: 0.4 s that nobody waits for."""
+"""Creates the CUDA context while torch is still being imported: saves 0.4 s of the start."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from millrace.config import RunConfig
 
 
 def has_gpu() -> bool:
-    """Whether the machine seems to have one, without asking a library."""
+    """True if the machine seems to have an NVIDIA GPU; looks for device files only."""
     return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")
 
 
 def make_context_ahead(config: RunConfig) -> None:
-    """Begin, where a GPU will be used. Whatever goes wrong, torch meets again and says."""
+    """Start creating the context on a thread if a GPU will be used. torch reports any error later."""
     if config.device != "cpu" and has_gpu():
         threading.Thread(target=_retain_first, name="gpu-context", daemon=True).start()
 
 
 def _retain_first() -> None:
-    """Never released: the context that torch will use lives as long as the process."""
+    """Retain the primary context of device 0, which torch uses. It lives as long as the process."""
     with contextlib.suppress(OSError, AttributeError, metadata.PackageNotFoundError):
         if metadata.version("torch").endswith("+cpu"):
             return

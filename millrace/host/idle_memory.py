@@ -1,7 +1,7 @@
-"""Gives memory that the C library keeps for later back to the system, once the engine has been idle for a while.
+"""Garbage collection in idle moments, and freed heap memory returned to the system.
 
-Steps of many sizes leave the heap full of holes: what was freed stays with the process as long as something above it
-is in use. It is not lost, but a machine that is shared should not have to wait for the next rush to see it used.
+Steps of many sizes fragment the heap: freed memory stays with the process while something above it is in use. On a
+shared machine others should have it while the engine is idle.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import ctypes
 import gc
 
 IDLE_S = 5.0
-"""After so long without work. What is given back costs page faults when it is needed again."""
+"""Idle time before memory is returned; using it again costs page faults."""
 
 
 def collect_young() -> None:
-    """Look for garbage among what came lately, so that it is not done while somebody waits for an answer."""
+    """Collect the young generations now rather than during a step."""
     gc.collect(1)
 
 
 class SettledGarbage:
-    """The same for a process that is an engine and nothing else: what there is at the first call, all that the start
-    has left, is kept for good after one look at it, which takes 150 ms. Later looks go only through what came since.
+    """Idle-time collection for a process that is only an engine.
 
-    The interpreter's own count of what is kept does not tell whether that has been done: it may begin above zero."""
+    The first call collects everything (150 ms) and freezes what is left of the start; later calls look only at objects
+    made since. `gc.get_freeze_count()` cannot tell whether that was done: it may start above zero."""
 
     def __init__(self) -> None:
         self._is_settled = False

@@ -1,10 +1,9 @@
-"""The GPU's libraries, read from disk before an engine asks for them: over a second of a machine's very first start.
+"""Reads the CUDA libraries into the page cache while an engine starts: saves over a second after a reboot.
 
-A library that is not in memory comes by page faults: the process waits for each, the disk rests while the process
-computes, and a fault brings a whole window of the disk's read-ahead, needed or not. With windows of 8 MiB the import of
-torch with CUDA reads 890 MB and touches 240. So a process of its own (`page_reader.py`) reads, from the moment an
-engine is started, what a start is known to touch, in the order in which it does. It looks before it reads: when
-everything is in memory it is gone after some milliseconds.
+Without this they are loaded by page faults: the process waits for each, the disk idles while the process computes, and
+each fault reads a whole read-ahead window. With 8 MiB windows, importing torch with CUDA reads 890 MB and touches 240.
+A separate process (`page_reader.py`) therefore reads the parts that a start touches, in that order. It skips what is
+already cached, so with everything in memory it ends after a few milliseconds.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ LIBRARIES = (
     ("triton/backends/nvidia/bin/ptxas", 32, 16),
     ("triton/_C/libtriton.so", WHOLE, 0),
 )
-"""What a start loads, in its order, with how many MB it touches of the beginning of the code and of each other section,
-as seen with torch 2.11 and CUDA 13. Triton hashes the whole of its library for the keys of its cache. Numbers that are
-wrong for another version cost time and nothing else."""
+"""Files in loading order; MB touched at the start of the code section and of each other section, as seen with torch
+2.11 and CUDA 13. Triton hashes its whole library for its cache keys. Wrong numbers for other versions only cost
+time."""
 
 
 def read_libraries_ahead(package: str = "torch") -> threading.Thread | None:
-    """Begin, for the libraries installed beside the package. Returns what waits for the end; nobody has to."""
+    """Start reading the libraries installed next to `package`. Returns the thread that waits for the reader."""
     spec = util.find_spec(package)
     if spec is None or not spec.origin:
         return None
@@ -62,18 +61,18 @@ def read_libraries_ahead(package: str = "torch") -> threading.Thread | None:
     return reading
 
 
-def _wishes(folder: str) -> list[str]:
-    """What `page_reader.py` takes as arguments."""
-    wishes = []
+def _reader_arguments(folder: str) -> list[str]:
+    """Arguments of `page_reader.py`: code bytes, data bytes and path for each file."""
+    arguments = []
     for pattern, code_mb, data_mb in LIBRARIES:
         code_bytes = WHOLE if code_mb == WHOLE else code_mb * _MB
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), pattern))):
-            wishes += [str(code_bytes), str(data_mb * _MB), path]
-    return wishes
+            arguments += [str(code_bytes), str(data_mb * _MB), path]
+    return arguments
 
 
 def _read_beside(folder: str) -> None:
-    """Whatever goes wrong, the libraries come when they are asked for."""
-    quiet, command = subprocess.DEVNULL, [sys.executable, "-I", "-S", page_reader.__file__, *_wishes(folder)]
+    """Errors do not matter: the libraries are then loaded by page faults."""
+    quiet, command = subprocess.DEVNULL, [sys.executable, "-I", "-S", page_reader.__file__, *_reader_arguments(folder)]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False)

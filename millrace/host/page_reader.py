@@ -1,11 +1,10 @@
-"""Reads the parts of libraries that a process will touch into memory: `python page_reader.py CODE DATA PATH ...`.
+"""Reads parts of shared libraries into the page cache: `python page_reader.py CODE DATA PATH ...`.
 
-For each path, CODE and DATA say how many bytes of the beginning of its code, and of each other section, to read; a
-negative CODE means the whole file. Only what is not in memory is read, one piece at a time: whoever needs a small file
-meanwhile, an interpreter that starts above all, waits for one piece and not for a queue. Whatever cannot be read is
-passed over.
+For each path, CODE is the number of bytes to read from the start of its code section and DATA that of each other
+section; a negative CODE means the whole file. It reads only what is not cached, one piece at a time, so that another
+process (a starting interpreter above all) waits for one piece at most. Unreadable files are skipped.
 
-A script: it must be reading before the process that it reads for has imported anything, so it imports next to nothing.
+This is a script with minimal imports: it must be reading before the process it helps has imported anything.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ import sys
 
 PIECE_BYTES = 1 << 19
 TAIL_BYTES = 4 << 20
-"""Of code that is not read whole its end is read as well: initialisers tend to be at both."""
-MOST_BYTES = 3 << 29
-SPARE_BYTES = 8 << 30
-"""A machine that has less memory available may need what would be thrown out: nothing is read ahead there."""
+"""Also read at the end of a section that is not read whole: initialisers tend to be at both ends."""
+MAX_BYTES = 3 << 29
+MIN_AVAILABLE_BYTES = 8 << 30
+"""With less available memory nothing is read: it could evict pages that are needed."""
 
 _CODE = b".text"
 _UNTOUCHED = (b".nv_fatbin", b"__nv_relfatbin", b".cask_resource", b".eh_frame", b".eh_frame_hdr", b".gcc_except_table")
-"""Binaries for the GPU, fetched one by one when they are launched, and tables for exceptions."""
+"""GPU binaries, loaded one by one at first launch, and exception tables."""
 _NOT_IN_FILE, _LOADED = 8, 2
 _ROW_BYTES, _NAMES_BYTES = 64, 1 << 16
 _ROW = struct.Struct("<IIQ8xQQ24x")
-"""A section of an ELF file of 64 bits: where its name is, its type, its flags, where it is in the file, its size."""
+"""Section header of a 64-bit ELF file: name offset, type, flags, file offset, size."""
 
 
-def bring(path: str, code_bytes: int, data_bytes: int, most_bytes: int = MOST_BYTES) -> int:
-    """Read what is missing; how many bytes that was."""
+def read_ahead(path: str, code_bytes: int, data_bytes: int, max_bytes: int = MAX_BYTES) -> int:
+    """Read the pieces that are not cached; returns the number of bytes read."""
     num_bytes, buffer = 0, bytearray(PIECE_BYTES)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # what is asked for and no more
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # No read-ahead by the kernel.
         for piece in _pieces(file, code_bytes, data_bytes):
             begin = piece * PIECE_BYTES
-            is_held = piece and is_in_memory(file, begin) and is_in_memory(file, begin + PIECE_BYTES - 1)
-            if num_bytes < most_bytes and not is_held:
+            is_cached = piece and is_in_memory(file, begin) and is_in_memory(file, begin + PIECE_BYTES - 1)
+            if num_bytes < max_bytes and not is_cached:
                 num_bytes += os.preadv(file, [buffer], begin)
     finally:
         os.close(file)
@@ -47,14 +46,14 @@ def bring(path: str, code_bytes: int, data_bytes: int, most_bytes: int = MOST_BY
 
 
 def _pieces(file: int, code_bytes: int, data_bytes: int) -> list[int]:
-    """Each once, in the order of the sections. The first one holds the header and so always seems to be in memory."""
+    """Piece numbers, each once, in section order. Piece 0 holds the header, so it always looks cached."""
     spans = [(0, os.fstat(file).st_size)] if code_bytes < 0 else touched_spans(file, code_bytes, data_bytes)
     chosen = (piece for begin, end in spans for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)))
     return list(dict.fromkeys(chosen))
 
 
 def touched_spans(file: int, code_bytes: int, data_bytes: int) -> list[tuple[int, int]]:
-    """Begin and end of what a process touches of a library when it loads it; nothing of what is no library."""
+    """Begin and end of the parts that loading a library touches; empty if the file is not a library."""
     spans = []
     for name, begin, num_bytes in _loaded_sections(file):
         if name not in _UNTOUCHED:
@@ -66,7 +65,7 @@ def touched_spans(file: int, code_bytes: int, data_bytes: int) -> list[tuple[int
 
 
 def _loaded_sections(file: int) -> list[tuple[bytes, int, int]]:
-    """Name, begin and size of those that lie within the file."""
+    """Name, file offset and size of each loaded section."""
     header, file_bytes = os.pread(file, 64, 0), os.fstat(file).st_size
     if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
         return []
@@ -83,8 +82,9 @@ def _loaded_sections(file: int) -> list[tuple[bytes, int, int]]:
 
 
 def is_in_memory(file: int, offset: int) -> bool:
-    """Whether this page is. No, where the file system cannot tell: reading what is there costs little. To ask for a
-    page that is not has it read, so that one answer in some hundreds comes late enough to be yes."""
+    """True if the page at `offset` is cached; False if the file system cannot tell (reading a cached page is cheap).
+
+    Asking for a missing page starts reading it, so about one answer in some hundreds is a late yes."""
     try:
         return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
     except OSError:
@@ -92,7 +92,7 @@ def is_in_memory(file: int, offset: int) -> bool:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without taking it from anybody; 0 if the system does not say."""
+    """MemAvailable of /proc/meminfo; 0 if unknown."""
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -101,13 +101,13 @@ def available_bytes() -> int:
 
 
 def main() -> None:
-    wishes, num_bytes = iter(sys.argv[1:]), 0
-    if available_bytes() < SPARE_BYTES:
+    arguments, num_bytes = iter(sys.argv[1:]), 0
+    if available_bytes() < MIN_AVAILABLE_BYTES:
         return
-    for code_bytes, data_bytes, path in zip(wishes, wishes, wishes, strict=True):
+    for code_bytes, data_bytes, path in zip(arguments, arguments, arguments, strict=True):
         try:
-            num_bytes += bring(path, int(code_bytes), int(data_bytes), MOST_BYTES - num_bytes)
-        except (OSError, OverflowError, struct.error, IndexError, ValueError):  # gone, or not what its name says
+            num_bytes += read_ahead(path, int(code_bytes), int(data_bytes), MAX_BYTES - num_bytes)
+        except (OSError, OverflowError, struct.error, IndexError, ValueError):  # Missing, or not a valid ELF file.
             continue
 
 

@@ -1,10 +1,10 @@
-"""How soon a thread runs once it is woken beside threads that compute.
+"""Scheduler time slices of threads: short for threads that wait often, long for threads that compute.
 
-A front, and an engine's loop, work for a fraction of a millisecond and wait again; a CPU step's threads want every core
-for as long as they get it. Linux (6.12 and later) lets a thread that has asked for shorter slices than the running one
-take its core at once, instead of waiting for a slice to end; what each of them gets in all is the same. With long
-slices for those that compute, this holds for everybody else on the machine, clients among them. Elsewhere, and where it
-is not allowed, nothing happens: only latency depends on it.
+Fronts and the engine's loop work for a fraction of a millisecond and wait again; the threads of a CPU step use every
+core they get. Since Linux 6.12, a woken thread with a shorter slice preempts a running one at once instead of waiting
+for the slice to end; shares of CPU time stay the same. Long slices for the compute threads give this advantage to every
+other thread on the machine, clients included. Where the system does not support or allow it, nothing happens: only
+latency depends on it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import struct
 import sys
 
 SHORT_NS = 100_000
-"""The shortest slice that the kernel grants."""
+"""The shortest slice the kernel grants."""
 LONG_NS = 5_000_000
-"""Longer than anybody has who did not ask: 0.7 to 2.8 ms, by the number of cores."""
+"""Longer than the default of 0.7 to 2.8 ms, which depends on the number of cores."""
 
 _SYSCALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
 """sched_setattr, sched_getattr"""
@@ -29,22 +29,22 @@ _ORDINARY = (0, 3)
 
 
 def ask_for_short_slices() -> None:
-    """For this thread, and those that it starts from now on."""
+    """For this thread and the threads it starts from now on."""
     _set_slice(SHORT_NS)
 
 
 def ask_for_long_slices() -> None:
-    """For this thread, and those that it starts from now on."""
+    """For this thread and the threads it starts from now on."""
     _set_slice(LONG_NS)
 
 
-def ask_for_usual_slices() -> None:
-    """The system's own length, for this thread and those that it starts from now on."""
+def ask_for_default_slices() -> None:
+    """The system's default, for this thread and the threads it starts from now on."""
     _set_slice(0)
 
 
 def own_slice_ns() -> int | None:
-    """What this thread's slice is, or None where the system does not say."""
+    """This thread's slice; None if the system does not tell."""
     attributes = _attributes()
     return None if attributes is None else int(attributes[_RUNTIME])
 

@@ -1,4 +1,7 @@
-"""The engine's own process: `python -m millrace.supervise.engine_child DIRECTORY NUM_FRONTS`, settings as JSON on stdin."""
+"""Main module of the engine process: `python -m millrace.supervise.engine_child DIRECTORY NUM_FRONTS`.
+
+Standard input brings one JSON line of settings; when it closes, the engine stops.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ import threading
 from millrace.config import from_dict
 from millrace.engine.lifetime import serve_engine
 from millrace.host.idle_memory import SettledGarbage
-from millrace.host.time_slice import ask_for_usual_slices
+from millrace.host.time_slice import ask_for_default_slices
 from millrace.link.engine_end import SocketEngineChannel
 from millrace.observe.logs import setup_logging
 
 ORPHAN_GRACE_S = 10.0
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
-"""A step makes many small objects and no cycles: looking for garbage every 700 of them would be felt."""
+"""A step makes many small objects and no cycles; Python's default of a collection every 700 objects is too often."""
 SWITCH_S = 0.0002
-"""On a CPU the thread that runs steps wants the interpreter back for the next one while this one's tokens are still
-being handed out; by default it would wait for up to 5 ms."""
+"""On a CPU the thread that runs steps needs the interpreter back while the previous step's tokens are still being sent;
+the default would make it wait up to 5 ms."""
 HUNG = 75
 """Exit code of an engine whose step never ended."""
 
 
 def main() -> None:
-    ask_for_usual_slices()  # whatever the front that starts us has
+    ask_for_default_slices()  # The front that starts us has short slices, which children inherit.
     directory, num_fronts = sys.argv[1], int(sys.argv[2])
     config = from_dict(json.loads(sys.stdin.buffer.readline()))
     setup_logging(config.observe.log_level, process="engine")
@@ -41,7 +44,7 @@ def main() -> None:
 
 
 def _stop_with_parent(channel: SocketEngineChannel) -> None:
-    """The pipe closes when the parent ends or asks us to; an engine still busy after the grace time just exits."""
+    """The pipe closes when the parent ends or wants us to stop. An engine still busy after the grace time exits."""
     while sys.stdin.buffer.read(4096):
         pass
     channel.request_stop()

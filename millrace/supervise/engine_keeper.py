@@ -1,7 +1,7 @@
-"""Keeps an engine running under a server: starts it, notices its end, starts another.
+"""Keeps an engine running: notices when it dies and starts another.
 
-An engine that cannot start at all ends the server with its own sentence. One that has served and then dies is replaced,
-at once the first time and more and more slowly when it keeps dying; the fronts stay up and say so on /ready.
+If the first engine cannot start, the server ends with the engine's error. An engine that dies later is restarted, the
+first time at once, then with growing pauses; the fronts stay up and report it on /ready.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("millrace.serve")
 
-LAST_WORDS_S = 0.3
-"""The engine's own last message may still be on its way when its process has ended, and says more."""
+LAST_MESSAGE_S = 0.3
+"""Wait after the process has ended: its own last message says more and may still be in transit."""
 FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 30.0
-CALM_S = 60.0
-"""An engine that has served this long has shown that it can: the next restart is at once again."""
-MOST_RESTARTS = 10
-"""In a row, none of which lived that long."""
+MAX_PAUSE_S = 30.0
+STABLE_S = 60.0
+"""An engine that has served this long resets the restart count."""
+MAX_RESTARTS = 10
+"""Restarts in a row without an engine that lived that long."""
 
 
 class EngineKeeper:
@@ -48,12 +48,12 @@ class EngineKeeper:
         on_replaced: Callable[[EngineHandle], None],
         on_given_up: Callable[[str], None],
     ) -> None:
-        """From now on, on this loop. `on_replaced` hears of each new engine, `on_given_up` of the end of trying."""
+        """Start watching, on this loop. `on_replaced` is called with each new engine, `on_given_up` with the error."""
         self._client, self._on_replaced, self._on_given_up = client, on_replaced, on_given_up
         self._watch()
 
     def close(self) -> None:
-        """The server is going down: a dying engine is no longer news."""
+        """Stop watching: the server is shutting down."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -63,26 +63,26 @@ class EngineKeeper:
 
         def on_death(message: str) -> None:
             if engine is self.engine and not self._closed:
-                loop.call_later(LAST_WORDS_S, self._settle, message)
+                loop.call_later(LAST_MESSAGE_S, self._on_death, message)
 
         engine.watch(loop, on_death)
 
-    def _settle(self, message: str) -> None:
+    def _on_death(self, message: str) -> None:
         client = self._client
         if client is None or self._closed:
             return
         was_ready = client.ready is not None
         message = client.failure or message
-        if client.num_engine_starts == 0 or self._num_restarts >= MOST_RESTARTS:
+        if client.num_engine_starts == 0 or self._num_restarts >= MAX_RESTARTS:
             client.fail(message)
             self._on_given_up(message)
             return
-        if was_ready and asyncio.get_running_loop().time() - self._ready_at > CALM_S:
+        if was_ready and asyncio.get_running_loop().time() - self._ready_at > STABLE_S:
             self._num_restarts = 0
         self._num_restarts += 1
         client.fail(f"{message} It is being restarted.")
         client.failure = f"{message.removesuffix(' It is being restarted.')} It is being restarted."
-        log.error("%s It is being restarted (%d in a row).", message, self._num_restarts)
+        log.error("%s It is being restarted (restart %d).", message, self._num_restarts)
         task = asyncio.get_running_loop().create_task(self._replace())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -91,7 +91,7 @@ class EngineKeeper:
         from millrace.supervise.engine_process import start_engine
 
         if self._num_restarts > 1:
-            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_restarts - 2), LONGEST_PAUSE_S))
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_restarts - 2), MAX_PAUSE_S))
         await asyncio.to_thread(self.engine.stop)
         if self._closed or self._client is None:
             return

@@ -1,7 +1,7 @@
-"""Where the engine lives: a thread of this process, or a child process reached over Unix sockets.
+"""Starts an engine: as a child process reached over Unix sockets, or as a thread of this process.
 
-Either way the caller gets an `EngineHandle`. The child is started before its parent imports anything heavy, reads its
-settings from standard input, and ends when that pipe closes: an engine never outlives its server.
+Either way the caller gets an `EngineHandle`. The child is started before its parent imports anything heavy. It reads
+its settings from standard input and ends when that pipe closes: an engine never outlives its server.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class EngineHandle(Protocol):
     def channel(self, front_index: int = 0) -> FrontChannel: ...
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
-        """Call `on_death` on the loop with a sentence when the engine has ended."""
+        """Call `on_death` on the loop, with a message, when the engine has ended."""
 
     def kill(self) -> None:
-        """End it now, whatever it is doing."""
+        """End the engine now, whatever it is doing."""
 
     def stop(self) -> None:
-        """End the engine; bounded in time."""
+        """End the engine, within a bounded time."""
 
 
 def start_engine(config: Config) -> EngineHandle:
@@ -53,8 +53,8 @@ def start_engine(config: Config) -> EngineHandle:
     return engine
 
 
-def calm_threads(environment: dict[str, str] | os._Environ[str]) -> None:
-    """OpenMP threads that spin while they wait cost a busy neighbour dearly. Takes effect before torch is imported."""
+def avoid_spinning(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Let waiting OpenMP threads sleep: spinning takes cores from other processes. Set before torch is imported."""
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -63,7 +63,7 @@ class EngineThread:
 
     def __init__(self, config: Config) -> None:
         if "torch" not in sys.modules:
-            calm_threads(os.environ)
+            avoid_spinning(os.environ)
         self._link = InProcessLink()
         self._thread = threading.Thread(target=serve_engine, args=(config, self._link), name="engine", daemon=True)
         self._thread.start()
@@ -74,13 +74,13 @@ class EngineThread:
     def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
         def wait() -> None:
             self._thread.join()
-            with contextlib.suppress(RuntimeError):  # The loop has closed: nobody is left to tell.
-                loop.call_soon_threadsafe(on_death, "The engine ended; the log says why.")
+            with contextlib.suppress(RuntimeError):  # The loop has closed.
+                loop.call_soon_threadsafe(on_death, "The engine ended; see the log.")
 
         threading.Thread(target=wait, name="engine-watch", daemon=True).start()
 
     def kill(self) -> None:
-        """A thread cannot be killed; it is asked to stop, and ends with the process if it does not."""
+        """A thread cannot be killed: ask it to stop. If it does not, it ends with the process."""
         self._link.front.send(Stop())
 
     def stop(self) -> None:
@@ -91,9 +91,9 @@ class EngineThread:
 class EngineProcess:
     def __init__(self, config: Config) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="millrace-")
-        engine_path(self._directory.name)  # Refused before a process is started for it.
+        engine_path(self._directory.name)  # Raises if the path is too long, before a process is started.
         environment = dict(os.environ)
-        calm_threads(environment)
+        avoid_spinning(environment)
         keep_bytecode(environment)
         self.process = subprocess.Popen(
             [
@@ -105,7 +105,7 @@ class EngineProcess:
             ],
             stdin=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches the front alone, which then drains.
+            start_new_session=True,  # Ctrl-C must reach only the front, which then drains.
         )
         if self.process.stdin is None:
             raise AssertionError("the child has a pipe for its settings")
@@ -114,7 +114,7 @@ class EngineProcess:
 
     @property
     def directory(self) -> str:
-        """Where the sockets are; further fronts in other processes connect there."""
+        """Directory of the sockets; fronts in other processes connect there."""
         return self._directory.name
 
     def channel(self, front_index: int = 0) -> FrontChannel:
@@ -124,12 +124,12 @@ class EngineProcess:
         self.process.kill()
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
-        watch_process(self.process.pid, loop, lambda: on_death(self._obituary()))
+        watch_process(self.process.pid, loop, lambda: on_death(self._exit_message()))
 
-    def _obituary(self) -> str:
+    def _exit_message(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=1.0)
-        return f"The engine process ended with code {self.process.returncode}; its log says why."
+        return f"The engine process ended with code {self.process.returncode}; see its log."
 
     def stop(self) -> None:
         if self.process.stdin is not None:
@@ -144,7 +144,7 @@ class EngineProcess:
 
 
 def watch_process(pid: int, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
-    """Call `on_death` on the loop when the process ends. Works for any process, not only for a child."""
+    """Call `on_death` on the loop when the process ends. Works for any process, not only for children."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

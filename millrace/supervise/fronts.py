@@ -1,4 +1,4 @@
-"""The further fronts of a server, as their parent sees them: started, told of each engine, replaced when one dies."""
+"""The fronts beside the first, seen from their parent: starts them, tells them of each engine, replaces dead ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger("millrace.serve")
 
 STOP_GRACE_S = 5.0
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 
 
 class FrontProcess:
-    """One of them. Its settings and then each engine reach it as JSON lines on its standard input."""
+    """One front process. It gets its settings and then each engine as JSON lines on its standard input."""
 
     def __init__(self, config: Config, directory: str, index: int, incarnation: int) -> None:
         self.index = index
@@ -34,7 +34,7 @@ class FrontProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "millrace.supervise.front_child", directory, str(index), str(incarnation)],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which then tells all fronts to drain.
+            start_new_session=True,  # Ctrl-C must reach only the parent, which then drains all fronts.
         )
         self._tell(as_dict(config))
 
@@ -46,12 +46,12 @@ class FrontProcess:
 
     def _tell(self, line: object) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It has died; whoever watches it replaces it.
+        with contextlib.suppress(BrokenPipeError):  # It has died and will be replaced.
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
             self.process.stdin.flush()
 
     def drain(self) -> None:
-        """Told once: a second signal would mean to stop at once."""
+        """Send SIGTERM once; a second signal would stop the front at once."""
         if not self._is_draining:
             self._is_draining = True
             with contextlib.suppress(ProcessLookupError):
@@ -69,7 +69,7 @@ class FrontProcess:
 
 
 class Fronts:
-    """All fronts but the first, which is the caller."""
+    """All fronts but the first, which is this process."""
 
     def __init__(self, config: Config, directory: str, engine: EngineHandle) -> None:
         self._config, self._directory, self._engine = config, directory, engine
@@ -83,7 +83,7 @@ class Fronts:
         return front
 
     def keep(self, state: FrontState) -> None:
-        """From now on replace those that die, on this loop."""
+        """Start watching, on this loop, and replace fronts that die."""
         self._state = state
         for front in self._fronts:
             self._watch(front)
@@ -102,9 +102,9 @@ class Fronts:
         if self._stopping or self._state is None:
             return
         front.wait(1.0)
-        pause_s = min(FIRST_PAUSE_S * 2**front.incarnation, LONGEST_PAUSE_S)
+        pause_s = min(FIRST_PAUSE_S * 2**front.incarnation, MAX_PAUSE_S)
         log.error(
-            "Front %d ended with code %s; its streams are lost. Another takes its place in %.1f s.",
+            "Front %d ended with code %s; its streams are lost. It is restarted in %.1f s.",
             front.index,
             front.process.returncode,
             pause_s,

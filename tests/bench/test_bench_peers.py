@@ -21,12 +21,12 @@ from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
 from millrace.bench.http.workloads import Shape, Workload, mixed, shared_prefix, single
 from millrace.bench.local_server import ServerProcess, free_port
-from millrace.bench.peers.bars import BARS, Bar, Board, bars_for, wanted_workloads
-from millrace.bench.peers.contestant import Contestant
+from millrace.bench.peers.bars import BARS, Bar, ResultTable, bars_for, wanted_workloads
+from millrace.bench.peers.compared_engine import ComparedEngine
 from millrace.bench.peers.installed import PeerModels, find_installed, llama_launch, vllm_launch
-from millrace.bench.peers.line_up import LineUp, peers
 from millrace.bench.peers.report import median_lines, print_tables, verdict_cells, verdict_line
-from millrace.bench.peers.rounds import Comparison, Listener, RoundOptions, what_fits
+from millrace.bench.peers.rounds import Comparison, Listener, RoundOptions, workloads_that_fit
+from millrace.bench.peers.selection import EngineSelection, peers
 from millrace.bench.peers.spec import PeerSpec, kind_of, parse_peer, parse_peer_args
 from millrace.cli import main
 from millrace.errors import ConfigError
@@ -62,46 +62,48 @@ def test_kinds_follow_from_names() -> None:
 
 
 # ── who takes part ────────────────────────────────────────────────────────────────────────────────────────────────────
-def line_up(**changes: Any) -> LineUp:
-    return LineUp(**{"bars": SMOL, "workloads": (single(), shared_prefix(), mixed()), **changes})
+def selection(**changes: Any) -> EngineSelection:
+    return EngineSelection(**{"bars": SMOL, "workloads": (single(), shared_prefix(), mixed()), **changes})
 
 
 def test_each_peer_gets_the_workloads_that_a_bar_asks_of_it() -> None:
-    assert line_up().workloads_of("llama.cpp") == ("single",)
-    assert line_up().workloads_of("my-vllm") == ("single", "mixed", "shared-prefix")
-    assert line_up().workloads_of("tgi") == line_up().workloads_of("millrace") == ("single", "mixed", "shared-prefix")
-    assert line_up(everything=True).workloads_of("llama.cpp") == ("single", "shared-prefix", "mixed")
-    assert line_up().one_at_a_time("llama.cpp")
-    assert not line_up(everything=True).one_at_a_time("llama.cpp")
+    assert selection().workloads_of("llama.cpp") == ("single",)
+    assert selection().workloads_of("my-vllm") == ("single", "mixed", "shared-prefix")
+    assert (
+        selection().workloads_of("tgi") == selection().workloads_of("millrace") == ("single", "mixed", "shared-prefix")
+    )
+    assert selection(everything=True).workloads_of("llama.cpp") == ("single", "shared-prefix", "mixed")
+    assert selection().one_at_a_time("llama.cpp")
+    assert not selection(everything=True).one_at_a_time("llama.cpp")
     assert wanted_workloads(BARS["qwen2.5-coder-1.5b"], "vllm") == ()
 
 
 def test_only_wanted_and_not_yet_given_peers_are_looked_for() -> None:
     assert [
-        k for k in ("llama.cpp", "vllm", "openvino") if line_up(given=[PeerSpec("vllm", "http://h")]).is_wanted(k)
+        k for k in ("llama.cpp", "vllm", "openvino") if selection(given=[PeerSpec("vllm", "http://h")]).is_wanted(k)
     ] == [
         "llama.cpp",
         "openvino",
     ]
-    assert [k for k in ("llama.cpp", "vllm", "openvino") if line_up(bars=BARS["qwen2.5-coder-1.5b"]).is_wanted(k)] == [
-        "llama.cpp"
-    ]
-    assert not line_up(only=["vllm"]).is_wanted("openvino")
-    chosen = peers(line_up(given=[PeerSpec("a", "http://h"), PeerSpec("b", "http://h")], only=["b"]), print)
+    assert [
+        k for k in ("llama.cpp", "vllm", "openvino") if selection(bars=BARS["qwen2.5-coder-1.5b"]).is_wanted(k)
+    ] == ["llama.cpp"]
+    assert not selection(only=["vllm"]).is_wanted("openvino")
+    chosen = peers(selection(given=[PeerSpec("a", "http://h"), PeerSpec("b", "http://h")], only=["b"]), print)
     assert [peer.name for peer in chosen] == ["b"]
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"only": ["sglang"]}, "--only has 'sglang'; there are: llama.cpp, vllm, openvino"),
-        ({"given": [PeerSpec("a", "http://h"), PeerSpec("a", "http://i")]}, "give each name once"),
-        ({"given": [PeerSpec("millrace", "http://h")]}, "Millrace itself by --url"),
+        ({"only": ["sglang"]}, "--only has unknown peer 'sglang'. Peers: llama.cpp, vllm, openvino"),
+        ({"given": [PeerSpec("a", "http://h"), PeerSpec("a", "http://i")]}, "each name must be unique"),
+        ({"given": [PeerSpec("millrace", "http://h")]}, "use --url for Millrace"),
     ],
 )
-def test_a_line_up_that_makes_no_sense_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_invalid_selection_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        peers(line_up(**changes), print)
+        peers(selection(**changes), print)
 
 
 def fake_python(folder: Path, **answer: Any) -> str:
@@ -127,7 +129,7 @@ def test_installed_peers_are_found_and_missing_ones_named(tmp_path: Path, monkey
     assert "--port 77" in llama
     assert found.launches[1].with_port(77)[0] == python
     assert len(found.missing) == 1
-    assert found.missing[0].startswith("vllm is left out: give it the model with --bf16-model")
+    assert found.missing[0].startswith("vllm is skipped: it needs the model as safetensors: --bf16-model")
     nothing = find_installed([], PeerModels("m.gguf", "dir", "m.gguf"))
     assert [sentence.split(" ")[0] for sentence in nothing.missing] == ["llama.cpp", "vllm", "openvino"]
 
@@ -145,8 +147,8 @@ def test_commands_carry_cores_and_room() -> None:
 
 
 # ── judging ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def board(**figures: dict[tuple[str, str], list[float]]) -> Board:
-    made = Board()
+def results(**figures: dict[tuple[str, str], list[float]]) -> ResultTable:
+    made = ResultTable()
     for engine, values in figures.items():
         for key, several in values.items():
             for value in several:
@@ -156,7 +158,7 @@ def board(**figures: dict[tuple[str, str], list[float]]) -> Board:
 
 def test_medians_are_held_to_the_better_of_the_peers_that_a_bar_names() -> None:
     key = ("mixed", "output")
-    full = board(
+    full = results(
         millrace={key: [300, 500, 460]}, vllm={key: [250, 220, 230]}, openvino={key: [240]}, llama={key: [999]}
     )
     verdict = full.judge(Bar(*key, "tok/s", 1.8, 3.0, ("vllm", "openvino"), more_is_better=True))
@@ -169,7 +171,7 @@ def test_medians_are_held_to_the_better_of_the_peers_that_a_bar_names() -> None:
 
 def test_less_is_better_of_times_and_absolute_bars_need_no_peer() -> None:
     key, start = ("single", "TTFT p50"), ("server", "start to first token")
-    small = board(millrace={key: [100.0], start: [5.0]}, vllm={key: [150.0]})
+    small = results(millrace={key: [100.0], start: [5.0]}, vllm={key: [150.0]})
     verdict = small.judge(Bar(*key, "ms", 0.6, 0.4, ("vllm", "openvino")))
     assert (verdict.met, verdict.absent) == (False, ("openvino",))
     assert verdict_cells(verdict)[-2:] == ["✗", "without openvino"]
@@ -179,7 +181,7 @@ def test_less_is_better_of_times_and_absolute_bars_need_no_peer() -> None:
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    empty = board(millrace={("mixed", "output"): [float("nan")]})
+    empty = results(millrace={("mixed", "output"): [float("nan")]})
     for bar in SMOL:
         assert empty.judge(bar).met is None
         assert verdict_cells(empty.judge(bar))[7] == "?"
@@ -192,7 +194,7 @@ def test_bars_follow_from_the_model() -> None:
 
 
 def test_tables_hold_every_engine_and_bar() -> None:
-    made = board(millrace={("single", "decode"): [100, 120]}, llama={("single", "decode"): [50]})
+    made = results(millrace={("single", "decode"): [100, 120]}, llama={("single", "decode"): [50]})
     out = io.StringIO()
     print_tables(made, [made.judge(bar) for bar in SMOL], ["a note with [brackets]"], out)
     text = out.getvalue()
@@ -224,7 +226,7 @@ def options(rounds: int = 2, **changes: Any) -> RoundOptions:
 def test_engines_alternate_and_get_the_same_prompts() -> None:
     heard = Heard()
     with running(FakeServer()) as a, running(FakeServer()) as b, running(FakeServer()) as c:
-        three = [Contestant(name, url=server.url) for name, server in (("a", a), ("b", b), ("c", c))]
+        three = [ComparedEngine(name, url=server.url) for name, server in (("a", a), ("b", b), ("c", c))]
         comparison = Comparison(three, options(), heard.listener())
         asyncio.run(comparison.run())
         sent = [sorted(x["prompt"] for x in server.requests if x["max_tokens"] == 3) for server in (a, b, c)]
@@ -239,14 +241,14 @@ def test_engines_alternate_and_get_the_same_prompts() -> None:
 def test_a_peer_that_is_not_there_is_named_and_the_others_go_on() -> None:
     heard = Heard()
     with running(FakeServer()) as server:
-        two = [Contestant("gone", url=f"http://127.0.0.1:{free_port()}"), Contestant("here", url=server.url)]
+        two = [ComparedEngine("gone", url=f"http://127.0.0.1:{free_port()}"), ComparedEngine("here", url=server.url)]
         comparison = Comparison(two, options(), heard.listener())
         asyncio.run(comparison.run())
     assert comparison.order == [(1, "here"), (2, "here")]
     [(name, sentence)] = heard.problems
     assert name == "gone"
-    assert "does not answer" in sentence
-    assert "left out from here on" in sentence
+    assert "is not reachable" in sentence
+    assert "dropped:" in sentence
 
 
 def fake_process(port: int, *, answers: int = 1000) -> ServerProcess:
@@ -277,20 +279,20 @@ def state_of(pid: int) -> str:
 @pytest.mark.parametrize("between", ["pause", "keep", "stop"])
 def test_an_engine_started_here_is_out_of_the_way_between_its_turns(between: Any) -> None:
     async def live() -> None:
-        contestant = Contestant("own", make=lambda: fake_process(free_port()), between=between)
-        figures = await contestant.open()
+        engine = ComparedEngine("own", make=lambda: fake_process(free_port()), between=between)
+        figures = await engine.open()
         names = [figure.metric for figure in figures]
         assert names == ["start to ready", "start to first token", "memory at rest", "CPU at idle"]
-        assert contestant.is_still == (between != "keep")
+        assert engine.is_stopped == (between != "keep")
         if between == "pause":
-            wait_until(lambda: state_of(contestant.pid) == "T", "stopped", 5.0)
-        await contestant.begin_turn()
-        pid = contestant.pid
-        async with contestant.target() as target:
+            wait_until(lambda: state_of(engine.pid) == "T", "stopped", 5.0)
+        await engine.begin_turn()
+        pid = engine.pid
+        async with engine.target() as target:
             await target.find_model()
             assert not (await target.complete("Hello", 2)).error
-        await contestant.end_turn()
-        await contestant.close()
+        await engine.end_turn()
+        await engine.close()
         assert not Path(f"/proc/{pid}").exists()
 
     asyncio.run(live())
@@ -298,31 +300,31 @@ def test_an_engine_started_here_is_out_of_the_way_between_its_turns(between: Any
 
 def test_a_process_that_ends_is_said_to_have_ended() -> None:
     heard = Heard()
-    dying = Contestant("brief", make=lambda: fake_process(free_port(), answers=2), between="keep")
+    dying = ComparedEngine("brief", make=lambda: fake_process(free_port(), answers=2), between="keep")
     with running(FakeServer()) as server:
-        comparison = Comparison([dying, Contestant("here", url=server.url)], options(3), heard.listener())
+        comparison = Comparison([dying, ComparedEngine("here", url=server.url)], options(3), heard.listener())
         asyncio.run(comparison.run())
     rounds = {name: [turn for turn, who in comparison.order if who == name] for name in ("brief", "here")}
     assert rounds["here"] == [1, 2, 3]
     assert rounds["brief"] in ([1, 2], [1, 2, 3])  # it may not have ended yet when its third turn begins
     said = [sentence for name, sentence in heard.problems if name == "brief"]
-    assert any("brief has ended:" in sentence and "worn out" in sentence for sentence in said)
+    assert any("brief has exited:" in sentence and "worn out" in sentence for sentence in said)
 
 
 def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def live() -> None:
-        await Contestant("x", make=lambda: ServerProcess([str(tmp_path / "none")], 1)).open()
+        await ComparedEngine("x", make=lambda: ServerProcess([str(tmp_path / "none")], 1)).open()
 
-    with pytest.raises(BenchError, match="none cannot be started: No such file"):
+    with pytest.raises(BenchError, match="Cannot start .*none: No such file"):
         asyncio.run(live())
 
 
-def test_an_idle_engine_that_burns_is_named() -> None:
+def test_busy_idle_engine_is_reported() -> None:
     heard = Heard()
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         with running(FakeServer(token_delay_s=0.1)) as a, running(FakeServer()) as b:
-            two = [Contestant("quiet", url=a.url), Contestant("busy", url=b.url, pid=burner.pid)]
+            two = [ComparedEngine("quiet", url=a.url), ComparedEngine("busy", url=b.url, pid=burner.pid)]
             asyncio.run(Comparison(two, options(1), heard.listener()).run())
     finally:
         burner.kill()
@@ -330,29 +332,29 @@ def test_an_idle_engine_that_burns_is_named() -> None:
     assert any(name == "busy" and "of a core while quiet was measured" in said for name, said in heard.problems)
 
 
-def test_strangers_that_use_the_cores_are_pointed_out() -> None:
+def test_unrelated_processes_that_use_the_cores_are_reported() -> None:
     heard = Heard()
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     quiet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         with running(FakeServer(token_delay_s=0.1)) as server:
-            one = [Contestant("own", url=server.url, pid=quiet.pid)]
+            one = [ComparedEngine("own", url=server.url, pid=quiet.pid)]
             asyncio.run(Comparison(one, options(1), heard.listener()).run())
     finally:
         for process in (burner, quiet):
             process.kill()
             process.wait()
-    assert any("not to be trusted" in said for _, said in heard.problems)
+    assert any("is unreliable" in said for _, said in heard.problems)
     assert [figure.value > 15 for _, _, figure in heard.figures if figure.workload == "machine"] == [True]
 
 
 def test_a_round_takes_what_fits_the_time_that_is_left() -> None:
     works = (single(), shared_prefix(), mixed())
-    assert what_fits(works, {}, 0.0) == list(works)
+    assert workloads_that_fit(works, {}, 0.0) == list(works)
     costs = {"single": 10.0, "shared-prefix": 50.0, "mixed": 100.0}
-    assert [work.name for work in what_fits(works, costs, 160.0)] == ["single", "shared-prefix", "mixed"]
-    assert [work.name for work in what_fits(works, costs, 115.0)] == ["single", "shared-prefix"]
-    assert [work.name for work in what_fits(works, costs, 5.0)] == []
+    assert [work.name for work in workloads_that_fit(works, costs, 160.0)] == ["single", "shared-prefix", "mixed"]
+    assert [work.name for work in workloads_that_fit(works, costs, 115.0)] == ["single", "shared-prefix"]
+    assert [work.name for work in workloads_that_fit(works, costs, 5.0)] == []
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -381,15 +383,15 @@ def test_the_command_prints_lines_and_verdicts(capsys: pytest.CaptureFixture[str
         (["peers", "--rounds", "101"], "--rounds is 101"),
         (["peers", "--rounds", "0"], "--rounds is 0"),
         (["peers", "--minutes", "0"], "--minutes is 0"),
-        (["plan", "--everything"], "write: millrace bench peers --everything"),
-        (["--rounds", "0"], "write: millrace bench peers --rounds"),
+        (["plan", "--everything"], "--everything is an option of `millrace bench peers`"),
+        (["--rounds", "0"], "--rounds is an option of `millrace bench peers`"),
         (["peers", "--between", "sleep"], "pause, keep or stop"),
-        (["peers", "--bars", "mine"], "There are no bars 'mine'"),
-        (["peers", "--workloads", "batch-1"], "no workload 'batch-1' here"),
-        (["peers", "--url", "http://h", "--bf16-model", "/nowhere"], "--bf16-model is /nowhere"),
-        (["peers", "--cases", "decode"], "--cases belongs to another benchmark"),
-        (["--peer", "v=http://h"], "write: millrace bench peers --peer"),
-        (["gpu", "--rounds", "3"], "write: millrace bench peers --rounds"),
+        (["peers", "--bars", "mine"], "Unknown bars 'mine'"),
+        (["peers", "--workloads", "batch-1"], "Unknown workload 'batch-1'"),
+        (["peers", "--url", "http://h", "--bf16-model", "/nowhere"], "--bf16-model /nowhere: no such file"),
+        (["peers", "--cases", "decode"], "--cases is an option of `millrace bench gpu`"),
+        (["--peer", "v=http://h"], "--peer is an option of `millrace bench peers`"),
+        (["gpu", "--rounds", "3"], "--rounds is an option of `millrace bench peers`"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from millrace.bench.micro.step import PRODUCTS, StepCase, StepCost, measure_steps
+from millrace.bench.micro.step import PRODUCTS, StepCase, measure_steps
 from millrace.config import Config, ModelConfig, RunConfig
 from millrace.errors import ConfigError
 from millrace.models.native_stack import KINDS
@@ -36,8 +36,7 @@ def config_of(tmp_path, **changes) -> Config:
 
 def test_the_parts_sum_to_the_step(tmp_path) -> None:
     cases = (StepCase("decode", 2, 20, 1, 5), StepCase("prompt", 1, 0, 30, 3), StepCase("too long", 1, 100, 1, 3))
-    costs: list[StepCost] = []
-    measure_steps(config_of(tmp_path, tie_word_embeddings=True), costs.append, cases)
+    costs = list(measure_steps(config_of(tmp_path, tie_word_embeddings=True), cases))
     assert [cost.case.name for cost in costs] == ["decode", "prompt"]
     for cost in costs:
         assert set(cost.kinds_ms) == set(KINDS) > set(PRODUCTS)
@@ -48,4 +47,4 @@ def test_the_parts_sum_to_the_step(tmp_path) -> None:
 
 def test_a_model_without_a_native_step_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="native step"):
-        measure_steps(config_of(tmp_path, tie_word_embeddings=False), lambda _: None)
+        list(measure_steps(config_of(tmp_path, tie_word_embeddings=False)))

@@ -129,15 +129,15 @@ def test_time_limit_ends_a_workload_and_says_what_was_left() -> None:
         started = time.monotonic()
         figures = measure(server, tiny(requests=50, at_once=1), limit_s=1.2)
     assert time.monotonic() - started < 10
-    assert any("of 50 not done within the time limit" in figure.note for figure in figures)
+    assert any("of 50 requests not completed within the time limit" in figure.note for figure in figures)
 
 
 @pytest.mark.parametrize(
     ("server", "says"),
     [
-        (FakeServer(models=("a", "b")), "lists 2 models .a, b.; name one with --model"),
+        (FakeServer(models=("a", "b")), "lists 2 models .a, b.. Choose one with --model"),
         (FakeServer(models=()), "lists 0 models"),
-        (FakeServer(key="secret"), "wants a key"),
+        (FakeServer(key="secret"), "requires an API key"),
         (FakeServer(status=503), "HTTP 503"),
         (FakeServer(status=400), "refuses a plain streamed completion"),
         (FakeServer(completions=False, chat=False), "HTTP 404"),
@@ -155,13 +155,13 @@ def test_key_and_model_are_passed_on() -> None:
 
 
 def test_nobody_listening_is_a_sentence() -> None:
-    with pytest.raises(BenchError, match="is the server running"):
+    with pytest.raises(BenchError, match="Is the server running"):
         measure(FakeServer(url=f"http://127.0.0.1:{free_port()}"), tiny())
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "", "http://"])
-def test_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(BenchError, match="not the address of a server"):
+def test_invalid_url_is_refused(url: str) -> None:
+    with pytest.raises(BenchError, match="not a server URL"):
         Target(url)
 
 
@@ -215,11 +215,11 @@ def test_command_prints_json_lines_and_a_table(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["bench", "nothing"], "There is no benchmark 'nothing'"),
-        (["bench", "--url", "http://127.0.0.1:1", "--workloads", "singel"], "There is no workload 'singel'"),
-        (["bench", "--time-limit", "0"], "more than 0 seconds"),
-        (["bench", "--time-limit", "nan"], "more than 0 seconds"),
-        (["bench", "--url", "nowhere"], "not the address of a server"),
+        (["bench", "nothing"], "Unknown benchmark 'nothing'"),
+        (["bench", "--url", "http://127.0.0.1:1", "--workloads", "singel"], "Unknown workload 'singel'"),
+        (["bench", "--time-limit", "0"], "greater than 0"),
+        (["bench", "--time-limit", "nan"], "greater than 0"),
+        (["bench", "--url", "nowhere"], "not a server URL"),
     ],
 )
 def test_command_refuses_nonsense(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,11 +240,11 @@ def test_memory_and_cpu_are_read_over_the_whole_process_tree() -> None:
         process.communicate(b"\n")
 
 
-def test_who_uses_the_cores_is_told_apart() -> None:
+def test_cpu_use_is_split_by_role() -> None:
     used = {"engine": Usage(2.0, 1.0), "front": Usage(0.1, 0.0), "clients": Usage()}
     engine, front = share_figures("mixed", used, 1000, 4.0)
     assert (engine.metric, engine.value, engine.unit) == ("engine CPU", 2000.0, "µs/token")
-    assert engine.note == "50.0% of a core; 33% of its time waiting for one"
+    assert engine.note == "50.0% of a core; 33% of runnable time without a core"
     assert front.value == pytest.approx(100.0)
 
 

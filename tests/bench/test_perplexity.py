@@ -80,13 +80,13 @@ def test_it_is_the_same_each_time(served: Served) -> None:
 
 def test_a_server_without_prompt_logprobs_is_named(tmp_path: Path) -> None:
     with running(FakeServer()) as server:
-        with pytest.raises(NotOffered, match="log-probabilities of a prompt are not offered"):
+        with pytest.raises(NotOffered, match="returns no prompt log-probabilities"):
             measured(server.url, text=TEXT)
         figures: list[Figure] = []
         options = SuiteOptions((), seed=1, time_limit_s=20.0, perplexity=True)
         asyncio.run(run_remote(Target(server.url), options, figures.append, lambda *_: None))
     assert math.isnan(figures[-1].value)
-    assert "not offered" in figures[-1].note
+    assert "returns no prompt log-probabilities" in figures[-1].note
     assert json.loads(figures[-1].as_json())["value"] is None
 
 

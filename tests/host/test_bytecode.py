@@ -36,7 +36,7 @@ def compiled(root: Path) -> list[str]:
 def test_what_a_process_imports_is_kept_in_our_cache(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bytecode, "CORES_TO_COMPILE", 1 << 10)
+    monkeypatch.setattr(bytecode, "MIN_CORES_TO_COMPILE", 1 << 10)
     settings = environment(PYTHONDONTWRITEBYTECODE="1")
     assert bytecode.keep_bytecode(settings, "heavy_library") is None
     subprocess.run([sys.executable, "-c", "import heavy_library.part"], env=settings, check=True, timeout=60)
@@ -47,7 +47,7 @@ def test_what_a_process_imports_is_kept_in_our_cache(
 def test_with_cores_to_spare_a_first_start_compiles_ahead(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bytecode, "CORES_TO_COMPILE", 1)
+    monkeypatch.setattr(bytecode, "MIN_CORES_TO_COMPILE", 1)
     settings = environment(PYTHONDONTWRITEBYTECODE="1")
     compiling = bytecode.keep_bytecode(settings, "heavy_library")
     assert compiling is not None

@@ -130,7 +130,7 @@ def test_of_a_library_the_heads_of_its_sections_and_their_ends_are_touched(
 def test_what_is_missing_is_read_and_no_more(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
     path, at = library
     forget(path)
-    num_bytes = page_reader.bring(str(path), 2 * MB, 2 * MB)
+    num_bytes = page_reader.read_ahead(str(path), 2 * MB, 2 * MB)
     whole, begun = held_pieces(path)
     touched = touched_pieces(at, 2 * MB)
     assert touched <= whole
@@ -150,7 +150,7 @@ def test_what_is_in_memory_is_not_read(
         return True
 
     monkeypatch.setattr(page_reader, "is_in_memory", note)
-    assert page_reader.bring(str(path), 2 * MB, 2 * MB) == 0
+    assert page_reader.read_ahead(str(path), 2 * MB, 2 * MB) == 0
     size = page_reader.PIECE_BYTES
     ends = [(piece * size, piece * size + size - 1) for piece in sorted(touched_pieces(at, 2 * MB))]
     assert asked == [offset for pair in ends for offset in pair]
@@ -173,16 +173,16 @@ def test_a_whole_file_and_no_more_than_allowed(
 ) -> None:
     path, _ = library
     monkeypatch.setattr(page_reader, "is_in_memory", lambda file, offset: False)
-    assert page_reader.bring(str(path), libraries_ahead.WHOLE, 0) == path.stat().st_size
-    assert page_reader.bring(str(path), 2 * MB, 5 * MB, most_bytes=3 * MB) == 3 * MB
-    assert page_reader.bring(str(path), 2 * MB, 5 * MB, most_bytes=0) == 0
+    assert page_reader.read_ahead(str(path), libraries_ahead.WHOLE, 0) == path.stat().st_size
+    assert page_reader.read_ahead(str(path), 2 * MB, 5 * MB, max_bytes=3 * MB) == 3 * MB
+    assert page_reader.read_ahead(str(path), 2 * MB, 5 * MB, max_bytes=0) == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 100, b"\x7fELF\x01\x01" + b"\0" * 100])
 def test_of_what_is_no_library_nothing_is_read(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "libodd.so"
     path.write_bytes(content)
-    assert page_reader.bring(str(path), MB, MB) == 0
+    assert page_reader.read_ahead(str(path), MB, MB) == 0
 
 
 def broken_libraries(folder: Path) -> list[Path]:
@@ -202,7 +202,7 @@ def test_the_script_passes_over_what_it_cannot_read(
 ) -> None:
     path, at = library
     forget(path)
-    if page_reader.available_bytes() < page_reader.SPARE_BYTES:
+    if page_reader.available_bytes() < page_reader.MIN_AVAILABLE_BYTES:
         pytest.skip("too little memory is available for anything to be read ahead")
     others = [tmp_path / "gone.so", tmp_path, *broken_libraries(tmp_path)]
     wishes = [word for wish in [*others, path] for word in (str(MB), str(MB), str(wish))]
@@ -223,12 +223,12 @@ def test_nothing_is_read_where_memory_is_short(
         asked.append(name)
         return 0
 
-    monkeypatch.setattr(page_reader, "bring", note)
+    monkeypatch.setattr(page_reader, "read_ahead", note)
     monkeypatch.setattr(sys, "argv", ["page_reader.py", "1", "1", str(path)])
-    monkeypatch.setattr(page_reader, "available_bytes", lambda: page_reader.SPARE_BYTES - 1)
+    monkeypatch.setattr(page_reader, "available_bytes", lambda: page_reader.MIN_AVAILABLE_BYTES - 1)
     page_reader.main()
     assert asked == []
-    monkeypatch.setattr(page_reader, "available_bytes", lambda: page_reader.SPARE_BYTES)
+    monkeypatch.setattr(page_reader, "available_bytes", lambda: page_reader.MIN_AVAILABLE_BYTES)
     page_reader.main()
     assert asked == [str(path)]
 
@@ -242,7 +242,7 @@ def test_libraries_beside_a_package_come_without_its_import(
     (site / "some_package" / "__init__.py").write_text("raise ImportError('not to be imported')\n")
     monkeypatch.syspath_prepend(str(site))
     forget(path)
-    if page_reader.available_bytes() < page_reader.SPARE_BYTES:
+    if page_reader.available_bytes() < page_reader.MIN_AVAILABLE_BYTES:
         pytest.skip("too little memory is available for anything to be read ahead")
     began = time.monotonic()
     reading = libraries_ahead.read_libraries_ahead("some_package")

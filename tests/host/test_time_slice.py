@@ -1,5 +1,6 @@
 """Threads that answer ask for short slices; threads that compute do not inherit them."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from millrace.host.time_slice import LONG_NS, SHORT_NS, ask_for_short_slices, ask_for_usual_slices, own_slice_ns
-from millrace.run.device import CpuDevice
+from millrace.host.time_slice import LONG_NS, SHORT_NS, ask_for_default_slices, ask_for_short_slices, own_slice_ns
+from millrace.run.device.device import CpuDevice
 
 
 def in_thread(work: Callable[[], None]) -> list[int | None]:
@@ -40,7 +41,7 @@ def test_a_thread_asks_for_itself(usual: int) -> None:
 
     def there_and_back() -> None:
         ask_for_short_slices()
-        ask_for_usual_slices()
+        ask_for_default_slices()
 
     assert in_thread(there_and_back) == [usual, usual]
     assert own_slice_ns() == usual
@@ -70,4 +71,4 @@ def test_the_policy_and_niceness_of_the_user_stay() -> None:
     if sys.platform != "linux":
         pytest.skip("niceness and policies are Linux's here")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.split() == ["5", "True"]
+    assert done.stdout.split() == [str(os.nice(0) + 5), "True"]

@@ -1,6 +1,6 @@
-"""What `millrace bench gpu` measures: decoding, first tokens, a mixed load, a shared prefix, the host's own time.
+"""The cases of `millrace bench gpu`: decode, TTFT, mixed load, shared prefix, host time.
 
-The workloads are those of the recorded peer figures. Each `Unit` is one figure: it can fail alone.
+The workloads are those of the recorded peer figures. Each `Unit` is one figure and can fail alone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _WARM_UP_FULL_ROWS = 32
 _WARM_UP_SHORT = 16
 _WARM_UP_OUTPUT = 8
 _REPEATS, _REPEATED_BATCH = 3, 32
-"""Runs of a decode figure, up to so many rows: a difference of short runs is at the mercy of each one's prompts."""
+"""Runs per decode figure, for batches up to this size: the difference of two short runs is noisy."""
 _STATS_POLL_S = 0.01
 _IDLE_POLLS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens and requests of every workload."""
+    """Sizes of every workload, in tokens and requests."""
 
     batches: tuple[int, ...] = BATCHES
     decode_prompt: int = 512
@@ -50,13 +50,13 @@ class Sizes:
     host_output: int = 448
 
     def scaled(self, factor: float) -> Sizes:
-        """Every size but the batches times `factor`, and at least 4."""
+        """Every size but the batches times `factor`, at least 4."""
 
-        def less(value: int) -> int:
+        def scale(value: int) -> int:
             return max(4, round(value * factor))
 
         changes: dict[str, Any] = {
-            field.name: tuple(dict.fromkeys(map(less, value))) if isinstance(value, tuple) else less(value)
+            field.name: tuple(dict.fromkeys(map(scale, value))) if isinstance(value, tuple) else scale(value)
             for field in dataclasses.fields(self)
             if field.name != "batches"
             for value in (getattr(self, field.name),)
@@ -66,7 +66,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a unit needs: an engine, fresh prompts, and how thorough to be."""
+    """What a unit needs: an engine, new prompts, sizes."""
 
     session: EngineSession
     prompts: Prompts
@@ -78,14 +78,14 @@ class Bench:
 class Unit:
     case: str
     about: dict[str, int]
-    """What distinguishes it within its case, in the keys of the JSON line."""
+    """Keys of the JSON line that distinguish it within its case."""
     context: int
     """Tokens that its longest request needs."""
     run: Callable[[Bench], Awaitable[Measured]]
 
 
 def units(cases: Iterable[str], sizes: Sizes, *, quick: bool) -> list[Unit]:
-    """Everything to measure on one running engine, in order; the start of the engine is not among it."""
+    """All figures to measure on one running engine, in order, without the start."""
     makers = {"decode": _decode_units, "ttft": _ttft_units, "mixed": _mixed_units, "prefix": _prefix_units,
               "host": _host_units}  # fmt: skip
     wanted = set(cases)
@@ -108,7 +108,7 @@ def _decode_units(sizes: Sizes) -> list[Unit]:
 
 
 async def _decode(bench: Bench, batch: int) -> Measured:
-    """Of a few runs the one in the middle; of one run where many rows make it long and steady."""
+    """The median of a few runs; a single run for large batches, which are long and steady."""
     await _warm_up(bench, batch)
     repeats = 1 if bench.quick or batch > _REPEATED_BATCH else _REPEATS
     runs = sorted([await _decode_once(bench, batch) for _ in range(repeats)], key=lambda run: run["tpot_ms"])
@@ -116,11 +116,11 @@ async def _decode(bench: Bench, batch: int) -> Measured:
 
 
 async def _decode_once(bench: Bench, batch: int) -> dict[str, Any]:
-    """Two views of the same pace, and as `tpot_ms` the slower of them.
+    """Time per step measured in two ways; `tpot_ms` is the slower.
 
-    `tpot_diff_ms` is the peer's arithmetic, (T(n) - T(1)) / (n - 1) over two whole runs: blind to when tokens are
-    delivered, but at large batches it counts steps in which rows have already ended. `step_ms` is wall time per step
-    while all rows run, from the arrival of tokens: exact at large batches, but a token may wait for its delivery.
+    `tpot_diff_ms` is computed as for the peer, (T(n) - T(1)) / (n - 1) over two whole runs: it does not depend on when
+    tokens are delivered, but at large batches it includes steps in which some rows have ended. `step_ms` is wall time
+    per step while all rows run, from token arrivals: exact at large batches, but delivery may lag.
     """
     sizes, session, prompts = bench.sizes, bench.session, bench.prompts
     prefill = await session.generate(prompts.batch(batch, sizes.decode_prompt), 1)
@@ -139,12 +139,12 @@ async def _decode_once(bench: Bench, batch: int) -> dict[str, Any]:
         "steps": pace.steps,
     }
     if not pace.all_rows:
-        measured["note"] = "some rows ended before the last one began: fewer than all were running"
+        measured["note"] = "some rows ended before the last one began: the batch was never full"
     return measured
 
 
 async def _warm_up(bench: Bench, batch: int) -> None:
-    """As decode, with few outputs; beyond some rows short prompts do, since a full step is full anyway."""
+    """Like decode with few output tokens; beyond a number of rows with short prompts, to save time."""
     sizes, ready = bench.sizes, bench.session.ready
     outputs = min(_WARM_UP_OUTPUT, sizes.decode_output)
     length = max(1, min(sizes.decode_prompt, ready.max_context - outputs, ready.kv_tokens - outputs))
@@ -155,7 +155,7 @@ async def _warm_up(bench: Bench, batch: int) -> None:
 
 def _no_hits(cached_tokens: int) -> None:
     if cached_tokens:
-        raise BenchError(f"{cached_tokens} prompt tokens came from the prefix cache, but every prompt was new.")
+        raise BenchError(f"{cached_tokens} prompt tokens came from the prefix cache although all prompts were new.")
 
 
 # -- first tokens ------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _ttft_units(sizes: Sizes) -> list[Unit]:
 
 
 async def _ttft(bench: Bench, num_tokens: int) -> Measured:
-    """The median over fresh prompts, after one to warm up; seen by the client."""
+    """Median over new prompts after one warm-up, as seen by the client."""
     repeats = 2 if bench.quick else 7 if num_tokens <= 2048 else 5 if num_tokens <= 8192 else 3
     times = [await _first_token_ms(bench, bench.prompts.make(num_tokens)) for _ in range(repeats + 1)][1:]
     every = [round(time, 2) for time in times]
@@ -181,7 +181,7 @@ async def _first_token_ms(bench: Bench, prompt: list[int], *, fresh: bool = True
     if fresh:
         _no_hits(batch.cached_tokens)
     elif not batch.cached_tokens:
-        raise BenchError("No prompt token came from the prefix cache, though the prefix was known.")
+        raise BenchError("No prompt token came from the prefix cache although the prefix was sent before.")
     return 1000 * batch.first_token_s
 
 
@@ -223,7 +223,7 @@ def _prefix_units(sizes: Sizes) -> list[Unit]:
 
 
 async def _prefix_ttft(bench: Bench) -> Measured:
-    """The first token of a prompt whose beginning is known, and of one that is all new."""
+    """TTFT of a prompt with a cached prefix, and of an all-new prompt."""
     sizes, prompts = bench.sizes, bench.prompts
     repeats = 2 if bench.quick else 5
     cold, warm = [], []
@@ -256,7 +256,7 @@ def _host_units(sizes: Sizes) -> list[Unit]:
 
 
 async def _host(bench: Bench) -> Measured:
-    """From the engine's own counters, between two moments at which all rows were decoding."""
+    """Host time from the engine's counters, between two reports in which all rows were decoding."""
     sizes, session = bench.sizes, bench.session
     earlier = session.client.stats
     await _warm_up(bench, sizes.host_batch)
@@ -271,7 +271,7 @@ async def _host(bench: Bench) -> Measured:
             await watcher
     if len(seen) >= 2:
         return host_times(seen[0], seen[-1])
-    # Counters come a few times a second; a shorter run is counted whole.
+    # The engine reports a few times per second; a shorter run is counted as a whole.
     return {
         **host_times(before, await _idle_stats(session, after=before)),
         "note": "prefill and the last steps included",
@@ -279,13 +279,13 @@ async def _host(bench: Bench) -> Measured:
 
 
 async def _idle_stats(session: EngineSession, *, after: EngineStats | None = None) -> EngineStats:
-    """What the engine says when it falls idle, and has not said before."""
+    """The next report of an idle engine that is not `after`."""
     for _ in range(_IDLE_POLLS):
         stats = session.client.stats
         if stats is not None and stats is not after and not stats.running and not stats.waiting:
             return stats
         await asyncio.sleep(_STATS_POLL_S)
-    raise BenchError("The engine sent no statistics when it fell idle.")
+    raise BenchError("The engine sent no statistics when it became idle.")
 
 
 async def _watch_stats(session: EngineSession, rows: int, seen: list[EngineStats]) -> None:
@@ -297,10 +297,10 @@ async def _watch_stats(session: EngineSession, rows: int, seen: list[EngineStats
 
 
 def host_times(before: EngineStats, after: EngineStats) -> Measured:
-    """Milliseconds per step of every counter of seconds that the engine keeps."""
+    """Milliseconds per step for each of the engine's time counters."""
     steps = after.step_no - before.step_no
     if steps <= 0:
-        raise BenchError("The engine's counters did not advance; the run was too short; raise --scale.")
+        raise BenchError("The engine's counters did not advance: the run was too short. Raise --scale.")
     measured: Measured = {"steps": steps}
     for name in after.__struct_fields__:
         if name.endswith("_seconds"):

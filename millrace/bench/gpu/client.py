@@ -1,7 +1,7 @@
-"""The benchmark's end of an engine: start one as `serve` does, hand it batches, count tokens at little cost.
+"""Starts an engine as `serve` does, submits batches to it and times their tokens.
 
-The engine has its own process, and this side does as little as it can for each token, so that what is measured is the
-engine. Times are on `time.monotonic`, taken where a user's code would see the token.
+The engine runs in its own process and this side does as little as possible per token, so that the engine is measured.
+Times are on `time.monotonic`, taken where a user's code would see the token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 
 class Row:
-    """The sink of one request: its first and last moment, and how many tokens came between."""
+    """Receives the tokens of one request; keeps their count and the times of the first and of the end."""
 
     __slots__ = ("_batch", "count", "finish", "finished_at", "first_at")
 
@@ -52,7 +52,7 @@ class Row:
 
 
 class TimedRow(Row):
-    """Also keeps the moment of every token."""
+    """Also keeps the time of every token."""
 
     __slots__ = ("times",)
 
@@ -68,7 +68,7 @@ class TimedRow(Row):
 
 
 class Batch:
-    """Requests submitted at one moment, and what became of them."""
+    """Requests submitted together, and their results."""
 
     def __init__(self, outputs: Sequence[int], row_type: type[Row]) -> None:
         self.outputs = outputs
@@ -92,7 +92,7 @@ class Batch:
 
     @property
     def first_token_s(self) -> float:
-        """Until every request had its first token."""
+        """From the first submission until every request had its first token."""
         return max(row.first_at for row in self.rows) - self.started_at
 
     @property
@@ -104,7 +104,7 @@ class Batch:
         return sum(row.finish.cached_tokens for row in self.rows if row.finish is not None)
 
     def check(self) -> None:
-        """Every request must have run to its full length: a figure over anything else would be wrong."""
+        """Raise unless every request ran to its full length; other figures would be wrong."""
         bad = [
             (row, wanted)
             for row, wanted in zip(self.rows, self.outputs, strict=True)
@@ -114,7 +114,7 @@ class Batch:
             row, wanted = bad[0]
             reason = row.finish.message or row.finish.reason if row.finish is not None else "no answer"
             raise BenchError(
-                f"{len(bad)} of {len(self.rows)} requests did not run to their end; the first gave {row.count} of"
+                f"{len(bad)} of {len(self.rows)} requests did not complete; the first returned {row.count} of"
                 f" {wanted} tokens: {reason}"
             )
 
@@ -124,14 +124,14 @@ class DecodePace:
     seconds_per_step: float
     steps: int
     all_rows: bool
-    """Whether every row was running in all of these steps."""
+    """True if every row was running in all of these steps."""
 
 
 def decode_pace(rows: Sequence[TimedRow]) -> DecodePace:
     """Wall time per step while all rows decode: from the last row's first token until the first row ends.
 
-    Every row gets one token in each such step, so the moments of one row's tokens, the latest starter's, are the
-    steps. If rows end before the last one starts there is no such stretch, and all of that row's life counts.
+    Every row gets one token per step, so the token times of the row that started last are the step times. If rows end
+    before the last one starts, there is no such interval and all tokens of that row count.
     """
     latest = max(rows, key=lambda row: row.times[0])
     first_end = min(row.times[-1] for row in rows)
@@ -140,12 +140,12 @@ def decode_pace(rows: Sequence[TimedRow]) -> DecodePace:
     if not all_rows:
         tokens = len(latest.times)
     if tokens < 2:
-        raise BenchError("A pace needs at least 2 output tokens per request; raise --scale.")
+        raise BenchError("Time per step needs at least 2 output tokens per request. Raise --scale.")
     return DecodePace((latest.times[tokens - 1] - latest.times[0]) / (tokens - 1), tokens - 1, all_rows)
 
 
 class Prompts:
-    """Random token ids; no two prompts begin alike, except by asking for the same prefix."""
+    """Prompts of random token ids; no two share a prefix."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -160,7 +160,7 @@ class Prompts:
 
     @staticmethod
     def lengths(count: int, low: int, high: int) -> tuple[list[int], list[int]]:
-        """Prompt and output lengths, uniform with both ends included; the same ones in every run."""
+        """Prompt and output lengths, uniform in [low, high]; the same in every run."""
         rng = np.random.default_rng(count)
         return rng.integers(low, high + 1, count).tolist(), rng.integers(low, high + 1, count).tolist()
 
@@ -179,7 +179,7 @@ class EngineSession:
     async def start(
         cls, config: Config, *, timeout_s: float, on_loading: Callable[[EngineLoading], None] | None = None
     ) -> EngineSession:
-        """Spawn the engine with these settings and wait until it takes requests."""
+        """Start an engine with these settings and wait until it takes requests."""
         started_at = time.monotonic()
         handle = start_engine(config)
         client: EngineClient | None = None
@@ -201,7 +201,7 @@ class EngineSession:
     async def generate(
         self, prompts: Sequence[Sequence[int]], outputs: int | Sequence[int], *, row_type: type[Row] = Row
     ) -> Batch:
-        """All of these at once, greedily and to their full length. Left early, it aborts what is still open."""
+        """Run all prompts at once, greedily and to full length. If cancelled, aborts the open requests."""
         per_row = [outputs] * len(prompts) if isinstance(outputs, int) else list(outputs)
         params = {n: SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in set(per_row)}
         batch = Batch(per_row, row_type)
@@ -213,19 +213,19 @@ class EngineSession:
             await batch.wait()
         finally:
             for request_id in ids:
-                self.client.abort(request_id)  # Of those that have ended, nothing is known any more.
+                self.client.abort(request_id)  # Does nothing for requests that have ended.
         batch.check()
         return batch
 
     async def wait_warm(self, timeout_s: float) -> float | None:
-        """Seconds from the start until the engine said that it has nothing left to prepare; None if it never says.
+        """Seconds from the start until the engine was warm; None if it does not report it.
 
-        An engine speaks only when something happens, so it is asked for a token now and then.
+        An idle engine sends no reports, so it is asked for a token now and then.
         """
         until = time.monotonic() + min(timeout_s, WARM_TIMEOUT_S)
         asked_at = time.monotonic()
         while time.monotonic() < until:
-            stats = self.client.stats  # None until the engine has said something, a moment after its first token
+            stats = self.client.stats  # None until the first report, shortly after the first token.
             if self.client.failure is not None or (stats is not None and is_warm(stats) is None):
                 return None
             if is_warm(stats):
@@ -238,7 +238,7 @@ class EngineSession:
         return None
 
     async def recover(self) -> bool:
-        """After a failed figure: wait for the aborted requests to end. False if the engine is of no more use."""
+        """After a failed figure, wait for the aborted requests to end. False if the engine cannot be used any more."""
         until = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < until and self.client.failure is None:
             if not self.client.num_open:
@@ -248,7 +248,7 @@ class EngineSession:
 
 
 def is_warm(stats: EngineStats | None) -> bool | None:
-    """Whether every graph is captured, as far as the engine tells: `graphs_left`, or `warm`."""
+    """True if every graph is captured, by `graphs_left` or `warm`; None if the engine reports neither."""
     left = getattr(stats, "graphs_left", None)
     if left is not None:
         return int(left) == 0

@@ -1,7 +1,7 @@
-"""Which models `millrace bench gpu` runs: shapes with random weights, by name or path, with suffixes for settings.
+"""The models of `millrace bench gpu`: shapes with random weights, by name or path, with suffixes for settings.
 
-`llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights, `llama-3.1-8b+fp8+fp8kv` with an FP8 KV cache as well;
-`llama-3.1-8b+fullkv` shows what packing the cache gives, `qwen3-0.6b+deterministic` what the deterministic mode costs.
+`llama-3.1-8b+fp8` is the shape `llama-3.1-8b` with FP8 weights, `llama-3.1-8b+fp8+fp8kv` also with an FP8 KV cache;
+`llama-3.1-8b+fullkv` has an unpacked KV cache, `qwen3-0.6b+deterministic` runs in deterministic mode.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ SUFFIXES: Mapping[str, tuple[str, object]] = {
     "fullkv": ("memory.kv_dtype", "full"),
     "deterministic": ("run.deterministic", True),
 }
-"""Each suffix is a setting and the value that it gets."""
+"""The setting and value that each suffix stands for."""
 
 MAX_RUNNING, MAX_CONTEXT = 512, 33792
-"""As the peer was set up, unless the user says otherwise."""
+"""Defaults of this benchmark, equal to the peer's setup."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
     label: str
-    """The name in every JSON line: the shape's own with its suffixes."""
+    """Name in the JSON lines: the shape with its suffixes."""
     config: Config
 
 
 def known_shapes(directory: Path | None = None) -> dict[str, Path]:
-    """Names to files: those that come with Millrace, overridden by `directory`'s *.json and */config.json."""
+    """Shape files by name: those of Millrace, overridden by *.json and */config.json in `directory`."""
     found = {path.stem: path for path in sorted(SHAPES_DIR.glob("*.json"))}
     if directory is not None:
         if not directory.is_dir():
-            raise ConfigError(f"--shapes is {directory}, which is not a directory.")
+            raise ConfigError(f"--shapes {directory} is not a directory.")
         found |= {path.stem: path for path in sorted(directory.glob("*.json")) if path.name != "config.json"}
         found |= {path.parent.name: path for path in sorted(directory.glob("*/config.json"))}
     return found
 
 
 def make_model(text: str, loaded: LoadedConfig, shapes: Mapping[str, Path]) -> GpuModel:
-    """`text` is a shape's name or path with suffixes; the user's own settings apply to every model."""
+    """`text` is a shape's name or path with suffixes. The user's settings apply to every model."""
     name, *suffixes = text.split("+")
     path = _shape_path(name, shapes)
     label = path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -74,18 +74,17 @@ def _shape_path(name: str, shapes: Mapping[str, Path]) -> Path:
         return path.resolve()
     listed = ", ".join(shapes)
     raise ConfigError(
-        f"There is no model shape '{name}'. Give one of {listed}; or the path of a config.json;"
-        " or a directory of them with --shapes.",
+        f"Unknown model shape '{name}'. Use one of {listed}, the path of a config.json, or --shapes DIR.",
         param="models",
     )
 
 
 def _given(loaded: LoadedConfig) -> dict[str, object]:
-    """Only what the user set; the rest is this benchmark's to choose."""
+    """Only the settings that the user gave."""
     config = loaded.config
     given = {key: origin for key, origin in loaded.sources.items() if origin != "default"}
     if "model.source" in given:
-        raise ConfigError("bench gpu takes shapes with random weights: name them with --models, not --model.")
+        raise ConfigError("bench gpu runs shapes with random weights: use --models, not --model.")
     return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in given}
 
 
@@ -93,7 +92,9 @@ def _suffix_settings(text: str, suffixes: list[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for suffix in suffixes:
         if suffix not in SUFFIXES:
-            raise ConfigError(f"'{text}' ends in '+{suffix}'; there are: {', '.join('+' + s for s in SUFFIXES)}.")
+            raise ConfigError(
+                f"Unknown suffix '+{suffix}' in '{text}'. Suffixes: {', '.join('+' + s for s in SUFFIXES)}."
+            )
         key, value = SUFFIXES[suffix]
         found[key] = value
     return found
@@ -105,5 +106,5 @@ def _own_context(path: Path) -> int:
         return int(tree["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is not the config.json of a model: it cannot be read or has no max_position_embeddings."
+            f"{path} is not a model's config.json: it cannot be read or has no max_position_embeddings."
         ) from error

@@ -1,4 +1,4 @@
-"""The recorded figures of the peer on the same machine, and whether a figure of ours meets its bar."""
+"""The recorded figures of a peer on the same kind of GPU, and whether a figure of ours meets its bar."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAIN_KEYS = {
     "prefix_ttft": "warm_ms",
     "host": "host_ms",
 }
-"""Which value of a JSON line is its figure. More is better only of tokens per second."""
+"""The key of a JSON line that holds its figure. Higher is better only for tokens per second."""
 _PLACES = {"decode": "batch", "ttft": "prompt", "mixed": "requests", "prefix": "requests", "host": "batch"}
 
 Key = tuple[str, str, int]
-"""Model, case, and the size that distinguishes figures of one case (0 where there is one)."""
+"""Model, case, and the size within the case (0 if there is only one)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class PeerFigure:
     goal: float | None = None
 
     def met_by(self, value: float) -> bool | None:
-        """Against the bar, or where none is set against the peer; None where there is neither."""
+        """Compare with the bar, or without a bar with the peer; None if there is neither."""
         limit = self.bar if self.bar is not None else self.peer
         if limit is None:
             return None
@@ -46,13 +46,13 @@ class PeerFigure:
 class Peers:
     engine: str
     device: str
-    """Part of the device's name for which these figures hold."""
+    """Substring of the names of devices for which these figures hold."""
     date: str
     source: str
     figures: Mapping[Key, PeerFigure]
 
     def verdict(self, record: Mapping[str, object]) -> dict[str, object]:
-        """`peer`, `bar` and `ok` for a JSON line of ours, as far as they are known."""
+        """`peer`, `bar` and `ok` for a JSON line of ours, as far as known."""
         found = self.figures.get(key_of(record))
         value = value_of(record)
         if found is None or value is None:

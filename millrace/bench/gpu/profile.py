@@ -1,8 +1,8 @@
-"""Where the time of one decode step goes, kernel by kernel: `python -m millrace.bench.gpu.profile` for `--profile`.
+"""Time of one decode step by kernel, for `--profile`: `python -m millrace.bench.gpu.profile`.
 
-The engine runs in a thread of this process, because the profiler sees only its own process; it is a process of its
-own, so that the memory is free again afterwards. The task comes as JSON on standard input, one record per batch size
-goes to standard output. On a CPU it shows operators instead of kernels.
+The engine runs in a thread of this process, because the profiler sees only its own process. This is a child process, so
+that its GPU memory is freed afterwards. It reads a task as JSON from standard input and writes one record per batch
+size to standard output. On a CPU it shows operators instead of kernels.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from millrace.config import Config, as_dict, child_environment, from_dict, repla
 from millrace.errors import MillraceError
 
 STEPS = 48
-"""Enough that the one step or so cut off at the ends does not matter."""
+"""Enough that a partial step at either end does not matter."""
 SETTLED_TOKENS = 4
-"""Every row has this many before profiling begins."""
-MOST_KERNELS = 40
+"""Tokens that every row has before profiling begins."""
+MAX_KERNELS = 40
 OUTPUT_TOKENS = 1024
 START_TIMEOUT_S = 600.0
-"""The parent ends this process at its own time limit anyway."""
+"""The parent ends this process at its own time limit."""
 _NAME_CHARS = 110
 _POLL_S = 0.001
 
@@ -45,16 +45,16 @@ def profile_model(
             [sys.executable, "-m", "millrace.bench.gpu.profile"],
             input=json.dumps(task),
             stdout=subprocess.PIPE,
-            env=child_environment(TEARDOWN_CUPTI="0"),  # Else tracing is taken down and set up around each profile.
+            env=child_environment(TEARDOWN_CUPTI="0"),  # Keep CUPTI set up between profiles.
             text=True,
             timeout=time_limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BenchError(f"The profile was not done after {time_limit_s:g} s; raise --time-limit.") from None
+        raise BenchError(f"The profile took more than {time_limit_s:g} s. Raise --time-limit.") from None
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 and not records:
-        raise BenchError(f"The profiling process ended with code {done.returncode}; what it said stands above.")
+        raise BenchError(f"The profiling process exited with code {done.returncode}; see its output above.")
     return [{"engine": "millrace", "model": model.label, "case": "profile", **record} for record in records]
 
 
@@ -84,8 +84,8 @@ async def _profile_all(task: dict[str, Any]) -> None:
 
 
 def _prepare_tracing(config: Config) -> None:
-    """Before any graph is captured: kernels of a graph are traced only if tracing was set up before it. It also takes
-    longer the first time than the steps to be profiled."""
+    """Set up tracing before any graph is captured; kernels of earlier graphs would not be traced. The first setup also
+    takes longer than the steps to be profiled."""
     import torch
 
     is_cuda = config.run.device != "cpu" and torch.cuda.is_available()
@@ -100,7 +100,7 @@ async def _profile_batch(session: EngineSession, prompts: Prompts, batch: int, p
     room = min(session.ready.max_context, session.ready.kv_tokens // batch) - prompt_tokens
     outputs = min(OUTPUT_TOKENS, room)
     if outputs <= SETTLED_TOKENS + STEPS:
-        raise BenchError(f"{batch} rows of {prompt_tokens} tokens leave no room for {STEPS} steps in the KV pool.")
+        raise BenchError(f"The KV pool is too small for {STEPS} steps after {batch} prompts of {prompt_tokens} tokens.")
     await session.generate(prompts.batch(batch, prompt_tokens), SETTLED_TOKENS)
     await session.wait_warm(START_TIMEOUT_S)
     rows: list[TimedRow] = []
@@ -125,7 +125,7 @@ async def _profile_batch(session: EngineSession, prompts: Prompts, batch: int, p
 
 
 async def _until(rows: list[TimedRow], batch: int, tokens: int, task: asyncio.Future[Any]) -> None:
-    """Until every row has so many tokens."""
+    """Wait until every row has `tokens` tokens."""
     while len(rows) < batch or min(row.count for row in rows) < tokens:
         if task.done():
             raise BenchError("The requests ended before the profile was complete.")
@@ -138,7 +138,7 @@ def _profiler(is_cuda: bool) -> Any:
 
     if is_cuda:
         return profile(activities=[ProfilerActivity.CUDA])
-    # On a CPU operators run on the engine's threads, not on the one that asks.
+    # On a CPU, operators run on the engine's threads, not on this one.
     return profile(activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True))
 
 
@@ -150,7 +150,7 @@ class KernelTime:
 
 
 def kernel_times(profiler: Any, is_cuda: bool) -> list[KernelTime]:
-    """By name, the longest first: kernels and copies of a GPU, or operators of a CPU without what they call."""
+    """Total time by name, longest first: GPU kernels and copies, or CPU operators (self time)."""
     spent = _device_times(profiler) if is_cuda else _operator_times(profiler)
     found = [KernelTime(name, count, us / 1e6) for name, (count, us) in spent.items() if us > 0]
     return sorted(found, key=lambda kernel: -kernel.seconds)
@@ -172,11 +172,11 @@ def _operator_times(profiler: Any) -> dict[str, tuple[int, float]]:
 
 
 def _summary(kernels: list[KernelTime], steps: int, wall_s: float) -> Record:
-    """Per step. What is beyond the longest kernels is one line of its own."""
+    """Times per step. Kernels beyond the `MAX_KERNELS` longest are summed up."""
     busy_s = sum(kernel.seconds for kernel in kernels)
     if not kernels or steps <= 0:
-        raise BenchError("The profiler saw no kernel; is another tool tracing this device?")
-    shown, rest = kernels[:MOST_KERNELS], kernels[MOST_KERNELS:]
+        raise BenchError("The profiler recorded no kernel. Is another tool tracing this device?")
+    shown, rest = kernels[:MAX_KERNELS], kernels[MAX_KERNELS:]
     if rest:
         shown.append(
             KernelTime(f"{len(rest)} others", sum(k.count for k in rest), sum(kernel.seconds for kernel in rest))

@@ -1,4 +1,4 @@
-"""Records of `millrace bench gpu` as tables: markdown beside the peer's figures, and one for the terminal."""
+"""Records of `millrace bench gpu` as tables: markdown with the peer's figures, and one for the terminal."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from millrace.errors import ConfigError
 Record = Mapping[str, Any]
 
 TITLES = {
-    "decode": ("Decoding: ms per token", "batch {}"),
-    "ttft": ("One request's first token: ms", "{:,} tokens"),
+    "decode": ("Decode: ms per token", "batch {}"),
+    "ttft": ("TTFT of one request: ms", "{:,} tokens"),
     "mixed": ("Mixed load: output tokens per second", "{:,} requests"),
-    "prefix": ("Shared prefix: seconds for all", "{:,} requests"),
-    "prefix_ttft": ("Shared prefix: ms to the first token, prefix known", "warm"),
+    "prefix": ("Shared prefix: total seconds", "{:,} requests"),
+    "prefix_ttft": ("Shared prefix: TTFT with a cached prefix, ms", "warm"),
     "startup": ("Start: seconds to the first token", "start"),
-    "host": ("The host's own time: ms per step", "batch {}"),
+    "host": ("Host time: ms per step", "batch {}"),
 }
-"""Case to the title of its table and the heading of a column."""
+"""Title of the table and column heading for each case."""
 FURTHER = {
     "decode": (("all rows running", "step_ms"), ("by difference", "tpot_diff_ms")),
     "prefix_ttft": (("all new", "cold_ms"),),
     "startup": (("ready", "ready_s"), ("all graphs captured", "warm_s")),
     "host": (("planning", "plan_ms"), ("launch to result", "step_ms")),
 }
-"""Lines of our own below the main one: label and key."""
+"""Further lines below our main figure: label and key."""
 NONE = "–"
 _PLAIN_WIDTH = 140
 _UNITS = {"out_tok_s": "tok/s", "seconds": "s"}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of one or more runs; of two lines for one figure the later counts."""
+    """The JSON lines of one or more runs; for the same figure, the last line counts."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"The results {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -47,7 +47,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is not JSON; give what bench gpu printed.") from error
+            raise ConfigError(f"{path}, line {number} is not JSON; expected the output of bench gpu.") from error
         if not isinstance(record, dict) or not isinstance(record.get("case"), str):
             raise ConfigError(f"{path}, line {number} is not a figure of bench gpu: it has no 'case'.")
         records.append(record)
@@ -55,7 +55,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def markdown(records: Sequence[Record], peers: Peers) -> str:
-    """All tables: ours where measured, the peer's and the bars where known."""
+    """All tables: our figures where measured, the peer's figures and the bars where known."""
     ours = {key_of(record): record for record in records if record["case"] in MAIN_KEYS}
     parts = [_case_table(case, ours, peers) for case in TITLES]
     parts += [profile_table(record) for record in records if record["case"] == "profile" and "kernels" in record]
@@ -82,7 +82,7 @@ def _case_table(case: str, ours: Mapping[Key, Record], peers: Peers) -> str:
 def _model_lines(
     model: str, case: str, sizes: Sequence[int], ours: Mapping[Key, Record], peers: Peers
 ) -> Iterable[str]:
-    """Ours with its further lines, the peer's, the bar; a line of nothing is left out."""
+    """Our figures with further lines, the peer's, the bars; empty lines are left out."""
     keys = [(model, case, size) for size in sizes]
     records = [ours.get(key, {}) for key in keys]
     known = [peers.figures.get(key) for key in keys]
@@ -116,7 +116,7 @@ def _number(value: object) -> str:
 
 
 def profile_table(record: Record) -> str:
-    """One decode step, kernel by kernel."""
+    """One decode step by kernel."""
     title = (
         f"**One decode step of {record['model']} at batch {record['batch']}:** {record['busy_us']:,.0f} µs of kernels"
         f" (mean of {record['steps']} steps; {record['wall_us']:,.0f} µs of wall time under the profiler)"
@@ -134,7 +134,7 @@ def profile_table(record: Record) -> str:
 
 
 def print_terminal_table(records: Sequence[Record], stream: TextIO) -> None:
-    """What was measured in this run, for whoever watched it."""
+    """The figures of this run as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -158,7 +158,7 @@ def _terminal_cells(record: Record) -> list[str]:
     value = value_of(record)
     ok = record.get("ok")
     verdict = "" if ok is None else "[green]ok[/]" if ok else "[red]missed[/]"
-    # Brackets in a message are not markup.
+    # Escape brackets, which rich would read as markup.
     remark = str(record.get("error") or record.get("skipped") or record.get("note") or "").replace("[", r"\[")
     if value is None and "plan_ms" in record:
         remark = f"planning {record['plan_ms']} ms; {remark}".rstrip("; ")

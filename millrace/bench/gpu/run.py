@@ -1,7 +1,7 @@
-"""`millrace bench gpu` as a whole: one engine per model, started as users start it, through every case in turn.
+"""Runs `millrace bench gpu`: one engine per model, started as `serve` does, through every case in turn.
 
-Every figure becomes one record as soon as it is there. A figure that fails becomes a record with `error`, and the
-rest go on, on a new engine if the old one is gone. Every wait has a bound.
+Every figure becomes a record as soon as it is measured. A figure that fails becomes a record with `error`, and the
+run continues, on a new engine if the old one has died. Every wait has a bound.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from millrace.errors import MillraceError
 from millrace.link.messages import EngineLoading
 
 MAX_STARTS = 3
-"""Engines per model: the first, and replacements for those that a case has ended."""
+"""Engines per model: the first, and replacements for engines that died."""
 _FIRST_PROMPT = 16
 
 Record = dict[str, object]
 Report = Callable[[Record], None]
 Progress = Callable[[str, int, int], None]
-"""What is running, how far it is, of how much."""
+"""Called with what is running, done, total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class GpuOptions:
     seed: int
     quick: bool
     time_limit_s: float
-    """For each figure, and for each start of an engine."""
+    """Per figure, and per start of an engine."""
     peers: Peers | None
-    """None where they do not apply, as with sizes of one's own."""
+    """None if they do not apply, as with scaled sizes."""
 
 
 async def run_models(models: list[GpuModel], options: GpuOptions, report: Report, progress: Progress) -> None:
@@ -68,7 +68,7 @@ class _ModelRun:
             await self._stop()
 
     async def _guarded(self, unit: Unit | None) -> None:
-        """One figure (None: the start of the engine), or the record of why there is none."""
+        """Measure one figure (None: the start of the engine) and emit it, or the reason why it failed."""
         case, about = (unit.case, unit.about) if unit is not None else ("startup", {})
         try:
             measured = await self._start() if self._session is None else {}
@@ -88,24 +88,24 @@ class _ModelRun:
             raise AssertionError("the engine has been started")
         room = min(session.ready.max_context, session.ready.kv_tokens)
         if unit.context > room:
-            return {"skipped": f"it needs {unit.context} tokens of context, and there are {room}"}
+            return {"skipped": f"needs {unit.context} tokens of context; {room} available"}
         bench = Bench(session, prompts, self._options.sizes, self._options.quick)
         async with asyncio.timeout(self._options.time_limit_s):
             return await unit.run(bench)
 
     async def _start(self) -> Measured:
-        """From the spawn of the engine's process to the first token, and until it has nothing left to prepare."""
+        """Start the engine: seconds to the first token, until ready, and until warm."""
         if self._starts == MAX_STARTS:
-            raise BenchError(f"Not measured: the engine did not start, or has ended {MAX_STARTS} times.")
+            raise BenchError(f"Not measured: the engine did not start, or died {MAX_STARTS} times.")
         self._starts += 1
         limit_s = self._options.time_limit_s
         try:
             session = await EngineSession.start(self._model.config, timeout_s=limit_s, on_loading=self._on_loading)
         except Exception:
-            self._starts = MAX_STARTS  # What does not start once will not start the next time.
+            self._starts = MAX_STARTS  # If it fails to start once, do not try again.
             raise
         self._session, self._device = session, session.ready.device
-        # The same prompts for every number type of a shape, whatever was measured before it.
+        # The same prompts for every dtype of a shape.
         self._prompts = Prompts(self._options.seed + self._starts - 1, session.ready.vocab_size)
         async with asyncio.timeout(limit_s):
             first = await session.generate([self._prompts.make(_FIRST_PROMPT)], 1)
@@ -140,5 +140,5 @@ class _ModelRun:
 
 def _sentence(error: Exception, limit_s: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"Not done after {limit_s:g} s; raise --time-limit, or find out why it is slow."
+        return f"Not completed within {limit_s:g} s. Raise --time-limit, or find out why it is slow."
     return error.message if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Processes of stream clients as their parent sees them: started, connected, sent off together, and heard out."""
+"""Client processes that hold streams, seen from their parent: started, connected, begun together, results merged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from millrace.bench.http.stream_clients import BEGIN, FROM, TO, UNTIL, Tally, me
 START_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 20.0
 SETTLE_S = 0.2
-"""Between the last connection and the first request."""
+"""Pause between the last connection and the first request."""
 
 
 class ClientProcesses:
-    """`count` processes that together hold `streams` streams; they end with `cleanup`."""
+    """`count` processes that together hold `streams` streams; `cleanup` ends them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ClientProcesses:
         return [process.pid or 0 for process in self._processes]
 
     def begin(self, *, warm_up_s: float, seconds: float, further_s: float = 0.0) -> tuple[float, float]:
-        """Send all first requests now. The time that is measured, from and to, on `time.monotonic`."""
+        """Send all first requests now. Returns begin and end of the measured interval on `time.monotonic`."""
         now = time.monotonic()
         self._schedule[FROM] = now + warm_up_s
         self._schedule[TO] = now + warm_up_s + seconds
@@ -62,7 +62,7 @@ class ClientProcesses:
         return self._schedule[FROM], self._schedule[TO]
 
     def results(self) -> Tally:
-        """After the end: what all of them saw."""
+        """Wait for the end and merge the tallies of all processes."""
         limit_s = max(0.0, self._schedule[UNTIL] - time.monotonic()) + ANSWER_LIMIT_S
         return merge([_received(pipe, limit_s) for pipe in self._pipes])
 
@@ -73,7 +73,7 @@ def _received(pipe: Connection, limit_s: float) -> Tally:
             raise EOFError
         tally: Tally = pipe.recv()
     except EOFError:
-        raise BenchError("A process of clients did not report; its output says why.") from None
+        raise BenchError("A client process did not report; see its output.") from None
     return tally
 
 

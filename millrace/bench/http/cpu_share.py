@@ -1,7 +1,6 @@
-"""Who uses the cores while a workload runs: the engine, the front, and the benchmark's own clients beside them.
+"""CPU use of engine, front and benchmark clients while a workload runs.
 
-Processor time says what each costs; the time that its threads were ready to run but had no core says whether they stand
-in each other's way.
+CPU time says what each costs; time in which its threads were runnable without a core says whether they compete.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from millrace.bench.local_server import descendants
 ENGINE, FRONT, SERVER, CLIENT = "engine", "front", "server", "clients"
 _ENGINE_MODULE = b"millrace.supervise.engine_child"
 _MANY_AT_ONCE = 16
-"""With fewer at once there are too few tokens for what each costs to be told apart."""
+"""With fewer concurrent requests there are too few tokens for a figure per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Usage:
 
     ran_s: float = 0.0
     waited_s: float = 0.0
-    """Ready to run, but on no core."""
+    """Runnable, but without a core."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(self.ran_s + other.ran_s, self.waited_s + other.waited_s)
@@ -43,13 +42,13 @@ def usage_of(pids: Iterable[int]) -> Usage:
             try:
                 ran_ns, waited_ns, _ = file.read_text().split()
             except (OSError, ValueError):
-                continue  # The thread has ended, or the kernel does not count.
+                continue  # The thread has ended, or the kernel keeps no statistics.
             total += Usage(int(ran_ns) / 1e9, int(waited_ns) / 1e9)
     return total
 
 
 def parts_of(pid: int) -> dict[str, list[int]]:
-    """The processes of a server by what they do; those of another make are one part."""
+    """The processes of a server by role; those of a peer are one part."""
     family = [pid, *descendants(pid)]
     engines = [member for member in family if _ENGINE_MODULE in _command_line(member)]
     if not engines:
@@ -63,7 +62,7 @@ def parts_of(pid: int) -> dict[str, list[int]]:
 
 
 class CpuShare:
-    """Taken before a workload; `figures` after it."""
+    """CPU use between construction and `figures`."""
 
     def __init__(self, pid: int) -> None:
         self._parts = parts_of(pid)
@@ -82,7 +81,7 @@ def share_figures(workload: str, used: Mapping[str, Usage], output_tokens: int, 
     for name, usage in used.items():
         if usage.ran_s > 0:
             waited = 100 * usage.waited_s / (usage.ran_s + usage.waited_s)
-            note = f"{100 * usage.ran_s / wall_s:.1f}% of a core; {waited:.0f}% of its time waiting for one"
+            note = f"{100 * usage.ran_s / wall_s:.1f}% of a core; {waited:.0f}% of runnable time without a core"
             yield Figure(workload, f"{name} CPU", 1e6 * usage.ran_s / output_tokens, "µs/token", note=note)
 
 

@@ -1,4 +1,4 @@
-"""Runs one workload against one server: so many at once, for so long at most."""
+"""Runs one workload against one server, with a fixed concurrency and a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Outcome:
     workload: Workload
     samples: list[Sample] = field(default_factory=list)
     unsent: int = 0
-    """Requests that the time limit left undone; the figures are of the others."""
+    """Requests that the time limit left out; the figures cover the others."""
     wall_s: float = 0.0
 
     @property
@@ -37,7 +37,7 @@ async def drive(
     time_limit_s: float,
     on_done: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """As many clients as the workload has at once, each taking the next request when its last one ends."""
+    """Closed loop: `at_once` clients, each sending the next request when its last one ends."""
     outcome = Outcome(workload)
     work = [(shape, prompts.make(shape)) for shape in workload.shapes]
     waiting = iter(work)
@@ -60,6 +60,6 @@ async def drive(
 
 
 async def warm_up(target: Target, prompts: PromptMaker) -> None:
-    """One short request, so that the first figure does not carry the server's lazy starts."""
+    """One short request, so that lazy initialisation does not count in the first figure."""
     shape = Shape("warm-up", 0, 0, 16, 8)
     await target.complete(prompts.make(shape), shape.output_tokens)

@@ -1,8 +1,8 @@
 """Perplexity of a served model on a fixed text, through the public API: what a setting costs in quality.
 
-The text is tokenised by the server, cut into windows, and each window is sent as a prompt whose own tokens' log-
-probabilities are asked for. No sampling takes part and requests go one by one, so the same server with the same
-settings gives the same figure. Compare servers of one tokenizer only: a token of another vocabulary is another unit.
+The server tokenises the text; it is cut into windows, and each window is sent as a prompt with prompt log-probabilities
+requested. Nothing is sampled and requests run one by one, so equal settings give equal figures. Compare only servers
+with the same tokenizer: perplexity is per token.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from millrace.bench.http.target import Target
 
 TEXT_FILE = Path(__file__).with_name("perplexity.txt")
 WINDOW = 512
-"""Tokens of a window, the first of which has nothing before it and is not scored."""
+"""Tokens of a window. The first has no context and is not scored."""
 
 
 class NotOffered(Exception):
-    """The server cannot be asked for this; the message says which part it refused."""
+    """The server lacks a feature that is needed; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ async def measure_perplexity(
     window: int = WINDOW,
     on_done: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Of `text`, or of the one that ships with Millrace. Raises `NotOffered` where the server lacks what it needs."""
+    """Perplexity of `text` (default: the text that ships with Millrace). Raises `NotOffered`."""
     prefix, ids = await _tokens(target, text or TEXT_FILE.read_text(encoding="utf-8"))
     windows = list(cut(ids, window - len(prefix)))
     total, scored = 0.0, 0
     for done, part in enumerate(windows):
         if on_done is not None:
             on_done(done, len(windows))
-        # Without a token such as BOS before it, a window's first token follows nothing and cannot be scored.
+        # Without a BOS token before it, a window's first token has no context and cannot be scored.
         logprobs = (await prompt_logprobs(target, [*prefix, *part]))[max(len(prefix) - 1, 0) :]
         total += math.fsum(logprobs)
         scored += len(logprobs)
@@ -56,13 +56,13 @@ async def measure_perplexity(
 
 
 def cut(ids: list[int], size: int) -> list[list[int]]:
-    """Windows of `size`; a last one too short to score anything joins nothing and is left out."""
+    """Windows of `size` tokens; a last window of one token is dropped."""
     parts = [ids[at : at + size] for at in range(0, len(ids), size)]
     return [part for part in parts if len(part) > 1]
 
 
 async def prompt_logprobs(target: Target, ids: list[int]) -> list[float]:
-    """Of every token of the prompt but its first, by whichever of the two known ways the server offers."""
+    """Log-probabilities of all prompt tokens but the first, by `prompt_logprobs` or by `echo`."""
     ways: tuple[tuple[dict[str, Any], Callable[[Any, list[int]], list[float]]], ...] = (
         ({"max_tokens": 1, "prompt_logprobs": 0}, _from_prompt_logprobs),
         ({"max_tokens": 0, "echo": True, "logprobs": 0}, _from_echo),
@@ -75,10 +75,10 @@ async def prompt_logprobs(target: Target, ids: list[int]) -> list[float]:
             try:
                 return read(answer["choices"][0], ids)
             except (KeyError, IndexError, TypeError, ValueError):
-                problems.append("the answer holds no log-probabilities of the prompt")
+                problems.append("the answer contains no prompt log-probabilities")
         else:
             problems.append(f"HTTP {status}")
-    raise NotOffered(f"log-probabilities of a prompt are not offered ({'; '.join(problems)})")
+    raise NotOffered(f"the server returns no prompt log-probabilities ({'; '.join(problems)})")
 
 
 def _from_prompt_logprobs(choice: Any, ids: list[int]) -> list[float]:
@@ -93,12 +93,12 @@ def _from_echo(choice: Any, ids: list[int]) -> list[float]:
 
 def _checked(found: list[float], wanted: int) -> list[float]:
     if len(found) != wanted or not all(math.isfinite(value) and value <= 0 for value in found):
-        raise ValueError("not one log-probability for each token")
+        raise ValueError("expected one log-probability per token")
     return found
 
 
 async def _tokens(target: Target, text: str) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before every text, and the text's own tokens."""
+    """The tokens that the tokenizer adds before every text, and the tokens of the text."""
     plain = await _tokenize(target, text, special=False)
     whole = await _tokenize(target, text, special=True)
     at = len(whole) - len(plain)
@@ -106,7 +106,7 @@ async def _tokens(target: Target, text: str) -> tuple[list[int], list[int]]:
 
 
 async def _tokenize(target: Target, text: str, *, special: bool) -> list[int]:
-    """By the server's own /tokenize, in vLLM's or llama.cpp's form."""
+    """Ask the server's /tokenize, in vLLM's or llama.cpp's form."""
     forms: tuple[dict[str, Any], ...] = (
         {"model": target.model, "prompt": text, "add_special_tokens": special},
         {"content": text, "add_special": special},

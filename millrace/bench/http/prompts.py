@@ -1,4 +1,4 @@
-"""Prompts of a wanted number of tokens, the same for the same seed: exact as token ids, close as text."""
+"""Prompts of a given number of tokens, reproducible by seed: exact as token ids, approximate as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.bench.http.workloads import Shape
 
 Prompt = str | list[int]
 
-# Everyday words that most vocabularies hold whole, so that a text's length in tokens is close to its length in words.
+# Common words that are one token in most vocabularies, so that token counts are close to word counts.
 WORDS = (
     "river water mill wheel stone light morning evening garden window table letter paper music summer winter house"
     " street market bread coffee silver golden green yellow little great early often never always under over between"
@@ -26,7 +26,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class IdPrompts:
-    """Token ids drawn from a pool of harmless ones: exactly as many tokens as asked."""
+    """Token ids drawn from a pool: exactly the requested number."""
 
     seed: int
     pool: Sequence[int]
@@ -38,7 +38,7 @@ class IdPrompts:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompts:
-    """Words, as many as make about the number of tokens that was asked for."""
+    """Words: about the requested number of tokens."""
 
     seed: int
     tokens_per_word: float
@@ -59,7 +59,7 @@ PromptMaker = IdPrompts | TextPrompts
 
 
 def sample_text(words: int, seed: int) -> str:
-    """A text for calibration, of a known number of words."""
+    """A calibration text with a known number of words."""
     return " ".join(_rng(seed, "sample", 0).choices(WORDS, k=words))
 
 

@@ -1,7 +1,7 @@
-"""A whole `millrace serve`, loaded by many streams from other processes of the same machine.
+"""A whole `millrace serve` under many open streams from client processes on the same machine.
 
-The server is the one that users start, at its defaults. What the clients saw is reported beside what each process of
-the server spent and what the engine counted in the same seconds, so that a figure says where its limit is.
+The server runs with its defaults. What the clients saw is reported with the CPU time of each server process and the
+engine's counters over the same interval, to show where the limit is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from millrace.bench.http.client_processes import ClientProcesses
 from millrace.bench.http.stack_samples import Hot, sample_processes
 from millrace.bench.http.stream_clients import Tally
 from millrace.bench.local_server import LocalServer, command_line, descendants, own_cpu_seconds
+from millrace.bench.metrics_page import SCRAPE_TIMEOUT_S, scrape
 
 WARM_LIMIT_S = 90.0
 IDLE_LIMIT_S = 30.0
-SCRAPE_LIMIT_S = 20.0
 PROFILE_S = 3.0
 ENGINE = "millrace_engine_"
 
@@ -34,7 +34,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ServingFigures:
-    """One number of streams. Times in milliseconds, rates per second, processor time in cores."""
+    """The figures for one number of streams. Rates are per second, CPU time is in cores."""
 
     streams: int
     seconds: float
@@ -42,32 +42,32 @@ class ServingFigures:
     output_tokens_per_s: float
     ttft_p50_ms: float
     ttft_p99_ms: float
-    """Of first tokens that came within the measured time; the streams' first requests, sent all at once, left out."""
+    """First tokens within the measured interval, without the first request of each stream (all sent at once)."""
     burst_ttft_p50_ms: float
     burst_ttft_p99_ms: float
-    """Of those first requests."""
+    """The first request of each stream."""
     all_ttft_p99_ms: float
-    """Of both, and of those still waiting at the end as if they had been answered then."""
+    """Both, and requests still waiting at the end as if answered then."""
     unanswered: int
     itl_p50_ms: float
     itl_p99_ms: float
     errors: int
     first_error: str
     engine_tokens_per_s: float
-    """What the engine counted for requests that ended: a front that lags behind it shows as a difference."""
+    """Counted by the engine for ended requests; a difference to the above means that fronts lag behind."""
     steps_per_s: float
     step_ms: float
-    """From a step's launch to its result. Two are in flight at a time."""
+    """From launch to result of a step. Two steps are in flight at a time."""
     host_ms: float
-    """What the engine's thread did for a step, waiting for the device left out."""
+    """Time of the engine's thread per step, without waiting for the device."""
     plan_ms: float
     tokens_per_step: float
     cached_share: float
-    """Of the prompts' tokens, what was found in the prefix cache."""
+    """Share of prompt tokens found in the prefix cache."""
     running: float
     waiting: float
     cores: dict[str, float]
-    """Processor time by process: engine, front 0, front 1, …, and all clients together."""
+    """CPU use by process: engine, front 0, front 1, …, and all clients together."""
     hot: dict[str, Hot] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
@@ -86,13 +86,13 @@ class ServeBench:
     warm_up_s: float = 3.0
     clients: int = 6
     profiled: tuple[int, ...] = ()
-    """Numbers of streams at which the server's processes are also sampled, after the measured time."""
+    """Numbers of streams at which the server is also profiled, after the measured interval."""
 
     def run(self, progress: Progress) -> Iterator[ServingFigures]:
         with LocalServer(self.server_options) as server:
             progress("starting the server")
             ready_s = asyncio.run(server.wait_ready())
-            progress(f"ready after {ready_s:.1f} s; waiting until every usual step is captured")
+            progress(f"ready after {ready_s:.1f} s; waiting until all graphs are captured")
             warm_s = _await_warm(server)
             progress(f"warm after {ready_s + warm_s:.1f} s")
             model = _model_name(server)
@@ -126,17 +126,17 @@ class ServeBench:
     ) -> ServingFigures:
         if not tally.whole:
             raise BenchError(
-                f"No answer ended with {streams} streams open; give it more --seconds or fewer --tokens."
-                f" {tally.errors} errors, the first: {tally.first_error or 'none'}"
+                f"No answer was completed with {streams} open streams. Use more --seconds or fewer --tokens."
+                f" Errors: {tally.errors}, the first: {tally.first_error or 'none'}"
             )
         spent, wall_s = after.minus(before), after.at - before.at
         counted_s = after.counted_at - before.counted_at
         tokens_per_s = tally.frames * self.tokens * tally.whole / tally.whole_frames / self.seconds
         steps = spent.get("steps", 0.0) or float("nan")
-        first_ms, burst_ms = _sorted_ms(tally.first_s), _sorted_ms(tally.burst_s)
-        # Events that came together have no gap between them.
-        gap_ms = [0.0] * tally.merged + _sorted_ms(tally.gap_s)
-        everyone_ms = _sorted_ms([*tally.first_s, *tally.burst_s, *tally.unanswered_s])
+        first_ms, burst_ms = _to_ms(tally.first_s), _to_ms(tally.burst_s)
+        # Events that arrived together have a gap of 0.
+        gap_ms = [0.0] * tally.merged + _to_ms(tally.gap_s)
+        all_ttft_ms = _to_ms([*tally.first_s, *tally.burst_s, *tally.unanswered_s])
         return ServingFigures(
             streams=streams,
             seconds=self.seconds,
@@ -146,7 +146,7 @@ class ServeBench:
             ttft_p99_ms=percentile(first_ms, 99),
             burst_ttft_p50_ms=percentile(burst_ms, 50),
             burst_ttft_p99_ms=percentile(burst_ms, 99),
-            all_ttft_p99_ms=percentile(everyone_ms, 99),
+            all_ttft_p99_ms=percentile(all_ttft_ms, 99),
             unanswered=len(tally.unanswered_s),
             itl_p50_ms=percentile(gap_ms, 50),
             itl_p99_ms=percentile(gap_ms, 99),
@@ -157,7 +157,7 @@ class ServeBench:
             step_ms=1e3 * spent.get("step_seconds", 0.0) / steps,
             host_ms=1e3 * spent.get("host_seconds", 0.0) / steps,
             plan_ms=1e3 * spent.get("plan_seconds", 0.0) / steps,
-            tokens_per_step=spent.get("output_tokens", 0.0) / steps,  # of one report, so that both count the same time
+            tokens_per_step=spent.get("output_tokens", 0.0) / steps,  # Both from the same scrape.
             cached_share=spent.get("prefix_hit_tokens", 0.0) / (spent.get("prefix_query_tokens", 0.0) or float("nan")),
             running=after.gauges.get("millrace_running_requests", 0.0),
             waiting=after.gauges.get("millrace_waiting_requests", 0.0),
@@ -168,16 +168,16 @@ class ServeBench:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What processes had used, and the engine counted, at one moment."""
+    """CPU time of the processes and values of the metrics at one moment."""
 
     at: float
     cpu_s: dict[str, float]
     counted_at: float
-    """When the server had answered, which on a busy machine is a while later."""
+    """When the scrape returned; on a busy machine clearly later than `at`."""
     gauges: dict[str, float]
 
     def minus(self, earlier: Reading) -> dict[str, float]:
-        """The engine's counters, by their short names."""
+        """Differences of the engine's counters, by short name."""
         return {
             name.removeprefix(ENGINE).removesuffix("_total"): value - earlier.gauges.get(name, 0.0)
             for name, value in self.gauges.items()
@@ -194,7 +194,7 @@ def _reading_at(moment: float, server: LocalServer, pids: dict[str, int], client
 
 
 def server_processes(pid: int) -> dict[str, int]:
-    """The processes of a server by what they are. The first front is the server's own process."""
+    """The processes of a server by role. The server's main process is front 0."""
     found = {"front 0": pid}
     for child in descendants(pid):
         words = command_line(child)
@@ -209,25 +209,13 @@ def _worth_sampling(pids: dict[str, int]) -> dict[str, int]:
     return {name: pid for name, pid in pids.items() if name in ("engine", "front 0", "front 1")}
 
 
-def scrape(url: str) -> dict[str, float]:
-    """Metrics without labels, by name."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=SCRAPE_LIMIT_S) as response:
-        lines = response.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        name, _, value = line.partition(" ")
-        if name and not name.startswith("#") and "{" not in name:
-            found[name] = float(value)
-    return found
-
-
 def _model_name(server: LocalServer) -> str:
-    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=SCRAPE_LIMIT_S) as response:
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=SCRAPE_TIMEOUT_S) as response:
         return str(json.loads(response.read())["data"][0]["id"])
 
 
 def _await_warm(server: LocalServer) -> float:
-    """Seconds until the engine said that it has nothing left to prepare, or the limit."""
+    """Wait until the engine has captured all graphs, or up to the limit. Returns seconds waited."""
     began = time.monotonic()
     while time.monotonic() - began < WARM_LIMIT_S and scrape(server.url).get(f"{ENGINE}graphs_left", 1.0) > 0:
         time.sleep(0.1)
@@ -241,15 +229,15 @@ def _await_idle(server: LocalServer) -> None:
         if not found.get("millrace_running_requests") and not found.get("millrace_waiting_requests"):
             return
         time.sleep(0.1)
-    raise BenchError(f"The server was still busy {IDLE_LIMIT_S:g} s after its clients had left.")
+    raise BenchError(f"The server was still busy {IDLE_LIMIT_S:g} s after its clients had disconnected.")
 
 
 def _rounded(value: object) -> object:
-    """JSON has no NaN: a figure that could not be measured is null."""
+    """JSON has no NaN: a figure without a value is null."""
     if not isinstance(value, float):
         return value
     return round(value, 3) if math.isfinite(value) else None
 
 
-def _sorted_ms(seconds: Iterable[float]) -> list[float]:
-    return sorted(1e3 * value for value in seconds)
+def _to_ms(seconds: Iterable[float]) -> list[float]:
+    return [1e3 * value for value in seconds]

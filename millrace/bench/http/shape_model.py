@@ -1,4 +1,4 @@
-"""A folder that `millrace serve random:FOLDER` takes: a shape, with a real model's tokenizer and chat template."""
+"""Writes a folder for `millrace serve random:FOLDER`: a model shape with a real tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.text.tokenizers.load import load_tokenizer
 
 
 def write_shape_model(folder: Path, shape: Path, tokenizer_of: str) -> None:
-    """`tokenizer_of` names a model whose vocabulary is not larger than the shape's."""
+    """`tokenizer_of` is a model whose vocabulary is not larger than the shape's."""
     tokenizer = load_tokenizer(resolve_model(tokenizer_of))
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(shape, folder / "config.json")

@@ -1,4 +1,4 @@
-"""Where a running process spends its time, from stacks that `py-spy` samples without disturbing it."""
+"""Profiles running processes with `py-spy`, which samples their stacks from outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRACE_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Hot:
-    """Shares of the samples of one process in which a function was at work itself, and in which it was called."""
+    """Hottest functions of one process by share of samples: `own` time, and `all` time including callees."""
 
     own: tuple[tuple[str, float], ...]
     all: tuple[tuple[str, float], ...]
@@ -25,7 +25,7 @@ class Hot:
 
 
 def sample_processes(pids: Mapping[str, int], seconds: float) -> dict[str, Hot]:
-    """Sample all of them at once for so long. Without py-spy, or where it may not look, the answer says so."""
+    """Sample all processes at once. If py-spy is missing or not permitted, `problem` says so."""
     program = shutil.which("py-spy")
     if program is None:
         return {name: Hot((), (), 0, "py-spy is not installed") for name in pids}
@@ -52,14 +52,14 @@ def _result(process: subprocess.Popen[str], file: Path, seconds: float) -> Hot:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return Hot((), (), 0, "py-spy did not end")
+        return Hot((), (), 0, "py-spy timed out")
     if not file.is_file():
         return Hot((), (), 0, " ".join(problem.split())[-300:])
     return hottest(file.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 def hottest(stacks: Sequence[str], most: int = 25) -> Hot:
-    """`stacks` are lines of frames, outermost first, separated by semicolons, and a count."""
+    """`stacks`: lines of semicolon-separated frames, outermost first, followed by a count."""
     own: Counter[str] = Counter()
     called: Counter[str] = Counter()
     for line in stacks:
@@ -79,6 +79,6 @@ def hottest(stacks: Sequence[str], most: int = 25) -> Hot:
 
 
 def _without_line(frame: str) -> str:
-    """`name (file.py:12)` as `name (file.py)`: functions, not lines, are counted."""
+    """`name (file.py:12)` becomes `name (file.py)`: count functions, not lines."""
     before, colon, after = frame.rpartition(":")
     return f"{before})" if colon and after.rstrip(")").isdecimal() else frame

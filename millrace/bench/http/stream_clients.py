@@ -1,5 +1,5 @@
-"""Clients that hold many streams open at little cost: each sends a chat request, notes when events arrive without
-reading them, and sends the next on the same connection. One process of them loads a front from outside."""
+"""Cheap clients that hold many streams open: each sends a chat request, counts events without parsing them, and sends
+the next request on the same connection. They run in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from typing import Protocol, cast
 
 END = b"0\r\n\r\n"
 FRAME = b"data: {"
-RAN_TO_ITS_LENGTH = b'"length"'
-"""Stands in the last event of an answer that has all the tokens it was asked for."""
+FULL_LENGTH = b'"length"'
+"""The finish reason in the last event of a complete answer."""
 WORDS = "the river turns the wheel and the wheel turns the stone that grinds the corn of the whole valley ".split()
 PROMPT_WORDS = 100
 TURN = "######"
-"""Where the number of the request goes, in as many digits."""
+"""Placeholder for the number of the request, with the same number of digits."""
 CONNECTING_AT_ONCE = 64
 CONNECT_TRIES = 5
-MOST_ERROR_CHARS = 300
+MAX_ERROR_CHARS = 300
 
 
 class Schedule(Protocol):
-    """Four moments on `time.monotonic`, shared by all processes; 0 while they are not yet known."""
+    """Four times on `time.monotonic`, shared by all processes; 0 until they are known."""
 
     def __getitem__(self, index: int) -> float: ...
 
 
 BEGIN, FROM, TO, UNTIL = range(4)
-"""When the first requests are sent; what is measured, from and to; and when the clients hang up."""
+"""When the first requests are sent; begin and end of the measured interval; when the clients disconnect."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one process of clients saw. Times are seconds."""
+    """Counts and times (in seconds) of one client process."""
 
     requests: int = 0
-    """Answers that ended within the measured time, whole."""
+    """Complete answers that ended within the measured interval."""
     frames: int = 0
-    """Events with text that came within it."""
+    """Events with text that arrived within it."""
     whole: int = 0
     whole_frames: int = 0
-    """All whole answers from the first request on, and their events: how many events an answer has."""
+    """Complete answers since the first request, and their events; their ratio is events per answer."""
     errors: int = 0
     first_error: str = ""
     first_s: array[float] = field(default_factory=lambda: array("d"))
-    """Waits for the first event that ended within the measured time, the streams' first requests left out."""
+    """TTFT of first events within the measured interval, without the first request of each stream."""
     burst_s: array[float] = field(default_factory=lambda: array("d"))
-    """Those of the streams' first requests, which were all sent at once."""
+    """TTFT of the first request of each stream; these were all sent at once."""
     unanswered_s: array[float] = field(default_factory=lambda: array("d"))
-    """How long those had waited that had no event when the measured time was over."""
+    """Waiting times so far of requests without an event at the end of the interval."""
     gap_s: array[float] = field(default_factory=lambda: array("d"))
-    """Between one arrival of events and the next of the same answer."""
+    """Times between arrivals of events of the same answer."""
     merged: int = 0
-    """Events that arrived together with the one before them: gaps of 0 that `gap_s` does not list."""
+    """Events that arrived together with the previous one: gaps of 0 that are not in `gap_s`."""
 
     def fail(self, text: str) -> None:
         self.errors += 1
-        self.first_error = self.first_error or text[:MOST_ERROR_CHARS]
+        self.first_error = self.first_error or text[:MAX_ERROR_CHARS]
 
 
 def merge(tallies: Iterable[Tally]) -> Tally:
@@ -82,8 +82,8 @@ def merge(tallies: Iterable[Tally]) -> Tally:
 
 
 def chat_request(model: str, num_tokens: int, number: int) -> tuple[bytes, bytes]:
-    """About a hundred words, different for each stream. Between the two parts go six digits at the beginning of the
-    text, different for each request, so that no cache answers for the tokenizer or for the model."""
+    """A request of about a hundred words, different for each stream, in two parts. The six-digit request number goes
+    between them, at the start of the text, so that neither prefix cache nor tokenizer cache hits."""
     text = " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(PROMPT_WORDS))
     body = json.dumps(
         {
@@ -100,7 +100,7 @@ def chat_request(model: str, num_tokens: int, number: int) -> tuple[bytes, bytes
 
 
 class Stream(asyncio.Protocol):
-    """One connection: a request at a time, the next as soon as the last has ended."""
+    """One connection: one request at a time, the next as soon as the last has ended."""
 
     __slots__ = ("_arrived_at", "_frames", "_from", "_last", "_request", "_sent_at", "_tally", "_to", "_transport",
                  "_turn", "is_over")  # fmt: skip
@@ -114,7 +114,7 @@ class Stream(asyncio.Protocol):
         self._frames = 0
         self._last = b""
         self.is_over = False
-        """Whether its end, from here on, is nobody's fault."""
+        """True once the connection may end without counting as an error."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -151,7 +151,7 @@ class Stream(asyncio.Protocol):
 
     def _on_first(self, data: bytes, now: float, within: bool) -> None:
         if not data.startswith(b"HTTP/1.1 200"):
-            # Without its end known, the connection is of no more use.
+            # The end of an error response is not parsed, so the connection cannot be reused.
             self._tally.fail(data.decode(errors="replace"))
             self.is_over = True
             self.close()
@@ -162,12 +162,12 @@ class Stream(asyncio.Protocol):
 
     def _on_end(self, end: bytes, within: bool) -> None:
         tally = self._tally
-        if RAN_TO_ITS_LENGTH in end:
+        if FULL_LENGTH in end:
             tally.requests += within
             tally.whole += 1
             tally.whole_frames += self._frames
         else:
-            tally.fail(end[-MOST_ERROR_CHARS:].decode(errors="replace"))
+            tally.fail(end[-MAX_ERROR_CHARS:].decode(errors="replace"))
         if not self.is_over:
             self._send()
 
@@ -191,7 +191,7 @@ async def _open(port: int, tally: Tally, request: tuple[bytes, bytes]) -> Stream
         try:
             _, stream = await loop.create_connection(lambda: Stream(tally, request), "127.0.0.1", port)
             return stream
-        except OSError:  # A full backlog; it empties.
+        except OSError:  # The backlog is full; try again.
             if attempt == CONNECT_TRIES - 1:
                 raise
             await asyncio.sleep(0.2 * (attempt + 1))
@@ -207,7 +207,7 @@ async def open_streams(port: int, model: str, numbers: range, num_tokens: int, t
 
 
 async def hold_streams(streams: list[Stream], tally: Tally, schedule: Schedule) -> None:
-    """Wait for the beginning, send, and keep every stream busy until the end."""
+    """Wait for the begin time, then keep every stream busy until the end."""
     while not schedule[BEGIN]:
         await asyncio.sleep(0.01)
     await asyncio.sleep(max(0.0, schedule[BEGIN] - time.monotonic()))
@@ -223,7 +223,7 @@ async def hold_streams(streams: list[Stream], tally: Tally, schedule: Schedule) 
 
 
 def run_clients(port: int, model: str, numbers: range, num_tokens: int, schedule: Schedule, out: Connection) -> None:
-    """A process: opens its streams, says so on `out` with an empty tally, and sends there what it saw in the end."""
+    """Main of a client process: sends an empty tally on `out` when its streams are open, and its tally at the end."""
     import uvloop
 
     from millrace.serve.app import allow_many_connections

@@ -1,4 +1,4 @@
-"""The benchmark as a whole: a server that is there, or one started for it, through every workload in turn."""
+"""Runs every workload in turn, on a running server or on one started for the benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IDLE_WATCH_S = 2.0
 
 Report = Callable[[Figure], None]
 Progress = Callable[[str, int, int], None]
-"""What is running, requests done, requests in all."""
+"""Called with what is running, requests done, requests in total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class SuiteOptions:
     seed: int
     time_limit_s: float
     pid: int = 0
-    """A process whose memory and processor time to report, or 0."""
+    """Process whose memory and CPU time to report; 0 = none."""
     perplexity: bool = False
-    """Whether to measure that, too, after the workloads."""
+    """Also measure perplexity, after the workloads."""
 
 
 async def run_remote(target: Target, options: SuiteOptions, report: Report, progress: Progress) -> None:
-    """Measure a server that somebody else started."""
+    """Measure a server that is already running."""
     async with target:
         prompts = await target.probe(options.seed)
         for figure in about_server(target, prompts):
@@ -50,7 +50,7 @@ async def run_remote(target: Target, options: SuiteOptions, report: Report, prog
 
 
 async def run_local(server_options: Sequence[str], options: SuiteOptions, report: Report, progress: Progress) -> None:
-    """Start a server of ours with `server_options`, measure its start too, and stop it."""
+    """Start `millrace serve` with `server_options`, measure it including its start, and stop it."""
     progress("starting the server", 0, 1)
     with LocalServer(server_options) as server:
         ready_s = await server.wait_ready()
@@ -90,31 +90,31 @@ async def _run_workloads(
 
 
 async def perplexity_figure(target: Target, time_limit_s: float, progress: Progress) -> Figure:
-    """What the served model makes of a fixed text at its settings, or why that cannot be said."""
+    """The perplexity figure, or a figure without a value whose note says why."""
     try:
         async with asyncio.timeout(time_limit_s):
             found = await measure_perplexity(target, on_done=lambda done, total: progress("perplexity", done, total))
     except NotOffered as error:
         return Figure("quality", "perplexity", math.nan, "", note=f"not measured: {error}")
     except TimeoutError:
-        return Figure("quality", "perplexity", math.nan, "", note=f"not done within {time_limit_s:g} s")
+        return Figure("quality", "perplexity", math.nan, "", note=f"not completed within {time_limit_s:g} s")
     return Figure("quality", "perplexity", found.value, "", found.scored_tokens)
 
 
 def about_server(target: Target, prompts: PromptMaker) -> Iterable[Figure]:
-    """What the server did not accept, as notes: each changes what the figures mean."""
+    """Features that the server lacks, as notes: each changes what the figures mean."""
     if not target.accepts.ignore_eos:
-        yield Figure("server", "ignore_eos", 0, "", note="refused: answers may end early, so compare tok/s, not walls")
+        yield Figure("server", "ignore_eos", 0, "", note="refused: answers may end early; compare tok/s, not wall time")
     if not target.accepts.usage:
-        yield Figure("server", "usage", 0, "", note="refused: one event is counted as one token")
+        yield Figure("server", "usage", 0, "", note="refused: each event counts as one token")
     if target.accepts.chat_only:
-        yield Figure("server", "completions", 0, "", note="missing: the chat endpoint and its template are measured")
+        yield Figure("server", "completions", 0, "", note="missing: measured through the chat endpoint")
     if not isinstance(prompts, IdPrompts):
-        yield Figure("server", "token ids", 0, "", note="not taken: prompt lengths are approximate")
+        yield Figure("server", "token ids", 0, "", note="not accepted: prompt lengths are approximate")
 
 
 async def _idle_percent(pid: int) -> float:
-    """Of one core, over a short while in which nothing is asked."""
+    """CPU use of the idle server, in percent of one core."""
     await asyncio.sleep(0.5)
     before, started = cpu_seconds(pid), time.monotonic()
     await asyncio.sleep(_IDLE_WATCH_S)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server under measurement: finds out what it accepts, then times streamed completions."""
+"""A client of the measured server: probes which features it accepts, then times streamed completions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from millrace.bench.http.prompts import IdPrompts, Prompt, PromptMaker, TextProm
 _SAMPLE_WORDS = 400
 _REFUSED = (400, 422)
 _END: dict[str, Any] = {}
-"""Stands for the end of a stream, by identity."""
+"""Marks the end of a stream; compared by identity."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request as its client saw it. Times are seconds on the monotonic clock."""
+    """One request as seen by its client. Times are seconds on the monotonic clock."""
 
     started_at: float
     first_token_at: float = 0.0
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """What the server took when probed. Each missing feature has a fallback that is named in the report."""
+    """Features found by probing. Each missing one has a fallback that the report names."""
 
     chat_only: bool = False
     ignore_eos: bool = True
@@ -61,7 +61,7 @@ class Target:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise BenchError(f"'{self.url}' is not the address of a server; write it like http://127.0.0.1:8000")
+            raise BenchError(f"'{self.url}' is not a server URL. Example: http://127.0.0.1:8000")
         self.url = self.url.rstrip("/").removesuffix("/v1")
 
     async def __aenter__(self) -> Self:
@@ -83,7 +83,7 @@ class Target:
         return self._session
 
     async def probe(self, seed: int) -> PromptMaker:
-        """Learn the model's name and what the server accepts; return a maker of prompts that suit it."""
+        """Find the model name and the accepted features; returns a suitable prompt maker."""
         await self.find_model()
         await self._probe_features()
         ids = await self._tokenize(sample_text(_SAMPLE_WORDS, seed))
@@ -93,12 +93,12 @@ class Target:
         return TextPrompts(seed, await self._tokens_per_word(ids, seed))
 
     async def find_model(self) -> None:
-        """Take the one model that the server lists, unless a name was given."""
+        """Use the only model that the server lists, unless a name was given."""
         if not self.model:
             self.model = await self._only_model()
 
     async def complete(self, prompt: Prompt, output_tokens: int) -> Sample:
-        """One streamed completion, timed. A failure is a sample with its error, so that the rest goes on."""
+        """Time one streamed completion. A failure becomes a sample with `error`; it does not raise."""
         sample = Sample(started_at=time.monotonic())
         try:
             async with self.session.post(self._endpoint(), json=self._body(prompt, output_tokens)) as response:
@@ -107,7 +107,7 @@ class Target:
                 else:
                     await self._read_stream(response, sample)
         except TimeoutError:
-            sample.error = f"no end within {self.request_timeout_s:g} s"
+            sample.error = f"not completed within {self.request_timeout_s:g} s"
         except aiohttp.ClientError as error:
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended_at = time.monotonic()
@@ -149,19 +149,19 @@ class Target:
             async with self.session.get(f"{self.url}/v1/models") as response:
                 text = await response.text()
                 if response.status in (401, 403):
-                    raise BenchError(f"{self.url} wants a key (HTTP {response.status}); give it with --api-key.")
+                    raise BenchError(f"{self.url} requires an API key (HTTP {response.status}). Use --api-key.")
                 names = [str(entry["id"]) for entry in json.loads(text)["data"]] if response.status == 200 else []
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise BenchError(f"{self.url} does not answer ({error}); is the server running?") from error
+            raise BenchError(f"{self.url} is not reachable ({error}). Is the server running?") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"{self.url}/v1/models is not a list of models; give the name with --model.") from error
+            raise BenchError(f"{self.url}/v1/models did not return a list of models. Use --model.") from error
         if len(names) != 1:
             listed = ", ".join(names[:8]) or "none"
-            raise BenchError(f"{self.url} lists {len(names)} models ({listed}); name one with --model.")
+            raise BenchError(f"{self.url} lists {len(names)} models ({listed}). Choose one with --model.")
         return names[0]
 
     async def _probe_features(self) -> None:
-        """Ask for everything; give up one feature after another until the server agrees."""
+        """Request all features, then drop one after another until the server accepts."""
         problem, missing = await self._try("Hello")
         if missing:
             self.accepts = replace(self.accepts, chat_only=True)
@@ -175,24 +175,24 @@ class Target:
             raise BenchError(f"{self._endpoint()} refuses a plain streamed completion: {problem}")
 
     async def _try(self, prompt: Prompt) -> tuple[str, bool]:
-        """The complaint about a two-token request, if any, and whether the address itself is missing."""
+        """Send a two-token request. Returns the error, if any, and whether the endpoint is missing."""
         try:
             async with self.session.post(self._endpoint(), json=self._body(prompt, 2)) as response:
                 text = await response.text()
                 if response.status in (401, 403):
-                    raise BenchError(f"{self.url} wants a key (HTTP {response.status}); give it with --api-key.")
+                    raise BenchError(f"{self.url} requires an API key (HTTP {response.status}). Use --api-key.")
                 if response.status == 200:
                     return "", False
                 problem = f"HTTP {response.status}: {text[:300]}"
                 if response.status not in (*_REFUSED, 404, 405, 500, 501):
-                    raise BenchError(f"{self._endpoint()} answers {problem}")
+                    raise BenchError(f"{self._endpoint()} returned {problem}")
                 unknown_model = "model" in text.lower() and response.status == 404
                 return problem, response.status in (404, 405, 501) and not unknown_model
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise BenchError(f"{self.url} does not answer ({error}); is the server running?") from error
+            raise BenchError(f"{self.url} is not reachable ({error}). Is the server running?") from error
 
     async def _tokenize(self, text: str) -> list[int]:
-        """Token ids from the server's own /tokenize, in vLLM's or llama.cpp's form; empty when it has none."""
+        """Token ids from the server's /tokenize, in vLLM's or llama.cpp's form; empty if it has none."""
         for body in ({"model": self.model, "prompt": text, "add_special_tokens": False}, {"content": text}):
             try:
                 async with self.session.post(f"{self.url}/tokenize", json=body) as response:
@@ -212,9 +212,9 @@ class Target:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent stream. `[DONE]` ends it; comments and other fields are passed over.
+    """The JSON events of a stream, until `[DONE]`. Comments and other fields are skipped.
 
-    Read as it arrives rather than line by line: the client shares the cores with the engine that it measures.
+    Reads chunks rather than lines, which is cheaper: the client shares the cores with the measured server.
     """
     rest = b""
     async for data in response.content.iter_any():
@@ -231,7 +231,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The object that a line of a stream carries; None for a line that carries none, `_END` for its end."""
+    """The event in a line, None if it has none, `_END` for `[DONE]`."""
     if not line.startswith(b"data:"):
         return None
     data = line[5:].strip()
@@ -240,8 +240,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         event = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return {"error": f"an event that is not JSON: {data[:80]!r}"}
-    return event if isinstance(event, dict) else {"error": f"an event that is not an object: {data[:80]!r}"}
+        return {"error": f"event is not JSON: {data[:80]!r}"}
+    return event if isinstance(event, dict) else {"error": f"event is not an object: {data[:80]!r}"}
 
 
 def _text_of(choice: dict[str, Any]) -> str:

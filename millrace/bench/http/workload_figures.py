@@ -8,14 +8,14 @@ from millrace.bench.http.target import Sample
 
 
 def figures_of(outcome: Outcome) -> list[Figure]:
-    """What one workload showed. Medians of one-at-a-time workloads, percentiles and totals of concurrent ones."""
+    """Medians for one-at-a-time workloads; percentiles and totals for concurrent ones."""
     name, good = outcome.workload.name, outcome.good
     note = _note(outcome)
     if not good:
         return [Figure(name, "completed", 0, "requests", len(outcome.samples), note)]
     count = len(good)
-    ttft_ms = sorted(1000 * (sample.first_token_at - sample.started_at) for sample in good if sample.chunks)
-    tpot_ms = sorted(1000 * t for t in map(_seconds_per_token, good) if t is not None)
+    ttft_ms = [1000 * (sample.first_token_at - sample.started_at) for sample in good if sample.chunks]
+    tpot_ms = [1000 * t for t in map(_seconds_per_token, good) if t is not None]
     output = sum(sample.output_tokens for sample in good)
     found = [Figure(name, "TTFT p50", percentile(ttft_ms, 50), "ms", count, note)]
     if outcome.workload.at_once > 1:
@@ -42,12 +42,12 @@ def _seconds_per_token(sample: Sample) -> float | None:
 
 
 def _note(outcome: Outcome) -> str:
-    """Anything that makes the figures of this workload less than they seem."""
+    """Whatever makes the figures of this workload less reliable."""
     parts = []
     if outcome.errors:
-        parts.append(f"{len(outcome.errors)} failed, the first with: {outcome.errors[0]}")
+        parts.append(f"{len(outcome.errors)} requests failed, first error: {outcome.errors[0]}")
     if outcome.unsent:
-        parts.append(f"{outcome.unsent} of {len(outcome.workload.shapes)} not done within the time limit")
+        parts.append(f"{outcome.unsent} of {len(outcome.workload.shapes)} requests not completed within the time limit")
     wanted = sum(shape.output_tokens for shape in outcome.workload.shapes) / len(outcome.workload.shapes)
     got = sum(sample.output_tokens for sample in outcome.good) / max(len(outcome.good), 1)
     if outcome.good and not outcome.unsent and not outcome.errors and got < 0.98 * wanted:

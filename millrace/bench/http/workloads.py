@@ -1,6 +1,6 @@
-"""What is asked of a server: how many requests, how long, how many at once. Pure shapes; `prompts` gives them content.
+"""The workloads: number of requests, their lengths, and concurrency. `prompts.py` makes the content.
 
-Lengths come from a fixed seed, so that every run and every engine gets the same work.
+Lengths come from a fixed seed, so every run and every engine gets the same work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LENGTH_SEED = 20_240
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One request: tokens shared with others of its `group`, tokens of its own, tokens to generate."""
+    """One request: prompt tokens shared within its `group`, prompt tokens of its own, output tokens."""
 
     group: str
     index: int
@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Context that the largest request needs."""
+        """Tokens of context that the largest request needs."""
         return max(shape.prompt_tokens + shape.output_tokens for shape in self.shapes)
 
 
@@ -61,7 +61,7 @@ def shared_prefix(requests: int = 64) -> Workload:
 
 
 def prefix_cold(repeats: int = 3) -> Workload:
-    """Prompts nobody has sent before. `prefix_warm` sends their first 1,024 tokens again with other endings."""
+    """New prompts. `prefix_warm` repeats their first 1,024 tokens with other endings."""
     shapes = [Shape(f"prefix-{i}", 0, 1024, 32, 8) for i in range(repeats)]
     return Workload("prefix-cold", "1,056 in, never seen before, one at a time", tuple(shapes), 1)
 
@@ -72,7 +72,7 @@ def prefix_warm(repeats: int = 3) -> Workload:
 
 
 def suite() -> tuple[Workload, ...]:
-    """Everything, in the order it runs. prefix-warm must follow prefix-cold."""
+    """All workloads in order. prefix-warm must follow prefix-cold."""
     batches = tuple(decode(batch) for batch in (1, 4, 16))
     return (single(), *batches, mixed(), shared_prefix(), prefix_cold(), prefix_warm())
 

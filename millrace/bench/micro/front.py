@@ -1,7 +1,7 @@
-"""What the front end costs: real fronts, real channel, real tokenizer, and a null engine in place of the device.
+"""Cost of the fronts: real fronts, channel and tokenizer over a null engine.
 
-Processes: the null engine, one front or several on one port, and clients that hold the streams open. The figures are
-tokens that reached the clients per second, and each front's own processor time per token.
+Processes: the null engine, one or more fronts on one port, and clients that hold streams open. The figures are tokens
+per second that reached the clients, and CPU time of the fronts per token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
 from millrace.bench.errors import BenchError
-from millrace.bench.figures import percentile
+from millrace.bench.figures import Figure, percentile
 from millrace.bench.http.client_processes import START_LIMIT_S, ClientProcesses, end_process
 from millrace.bench.http.stream_clients import Tally
 from millrace.bench.local_server import cpu_seconds, free_port
@@ -33,12 +33,24 @@ class FrontCost:
     streams: int
     tokens_per_s: float
     us_per_token: float
-    """Processor time of all fronts together over the tokens that they delivered."""
+    """CPU time of all fronts together, per delivered token."""
     requests_per_s: float
     frames_per_token: float
     ttft_p50_ms: float
     ttft_p99_ms: float
     errors: int
+
+    def figures(self) -> list[Figure]:
+        name = f"{self.fronts} front{'s' if self.fronts > 1 else ''}, {self.streams:,} streams"
+        note = (
+            f"{self.requests_per_s:.0f} requests/s, {self.frames_per_token:.2f} frames/token,"
+            f" TTFT p50 {self.ttft_p50_ms:.0f} p99 {self.ttft_p99_ms:.0f} ms, {self.errors} errors"
+        )
+        return [
+            Figure(name, "output", self.tokens_per_s, "tok/s", note=note),
+            Figure(name, "per front", self.tokens_per_s / self.fronts, "tok/s"),
+            Figure(name, "front CPU", self.us_per_token, "µs/token"),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class FrontBench:
             ]
             for _ in fronts:
                 _await_port(port)
-            time.sleep(1.0 if self.fronts > 1 else 0.2)  # The port answers as soon as the first front listens.
+            time.sleep(1.0 if self.fronts > 1 else 0.2)  # The port is open as soon as the first front listens.
             return self._measure(context, cleanup, port, [front.pid or 0 for front in fronts], num_tokens)
 
     def _vocab_size(self) -> int:
@@ -104,9 +116,9 @@ class FrontBench:
         return self._cost(clients.results(), made, used, wall_s)
 
     def _cost(self, tally: Tally, made: int, used: float, wall_s: float) -> FrontCost:
-        firsts = sorted(1e3 * first for first in (*tally.burst_s, *tally.first_s))
+        ttft_ms = [1e3 * first for first in (*tally.burst_s, *tally.first_s)]
         if not made or not tally.whole:
-            raise BenchError("No stream ended within the measurement; give it more --seconds or fewer --tokens.")
+            raise BenchError("No stream ended within the measurement. Use more --seconds or fewer --tokens.")
         return FrontCost(
             fronts=self.fronts,
             streams=self.streams,
@@ -114,8 +126,8 @@ class FrontBench:
             us_per_token=1e6 * used / made,
             requests_per_s=made / self.tokens / wall_s,
             frames_per_token=tally.whole_frames / (tally.whole * self.tokens),
-            ttft_p50_ms=percentile(firsts, 50),
-            ttft_p99_ms=percentile(firsts, 99),
+            ttft_p50_ms=percentile(ttft_ms, 50),
+            ttft_p99_ms=percentile(ttft_ms, 99),
             errors=tally.errors,
         )
 

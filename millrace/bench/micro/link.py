@@ -1,7 +1,7 @@
-"""What the messages between engine and fronts cost: `python -m millrace.bench.micro.link --fronts 1,6 --rows 2048`.
+"""Cost of the messages between engine and fronts: `python -m millrace.bench.micro.link --fronts 1,6 --rows 2048`.
 
-Fronts in processes of their own answer every step with one message. The engine's end, here, is awake as a loop with
-work is: every few milliseconds it sends one step to each front, watches for the first answer, and looks once more.
+Front processes answer every step with one message. The engine's end, in this process, behaves like a busy loop: every
+few milliseconds it sends one step to each front, waits for the first answer, and receives once more.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class LinkCost:
     fronts: int
     rows: int
     send_us: float
-    """The engine's time to send one step to every front."""
+    """Time to send one step to every front."""
     answer_us: float
-    """From the first send to the first answer: there, through the front's loop, and back."""
+    """From the first send to the first answer: a round trip through the front's loop."""
     empty_us: float
-    """The engine's time to find that nothing has come."""
+    """Time of a receive that finds nothing."""
 
 
 def measure_link(fronts: int, rows: int, rounds: int = 300) -> LinkCost:
@@ -56,7 +56,7 @@ def measure_link(fronts: int, rows: int, rounds: int = 300) -> LinkCost:
 
 
 def _round(engine: SocketEngineChannel, steps: list[StepTokens]) -> tuple[float, float, float]:
-    """Seconds of: sending, the first answer since then, looking when there is nothing."""
+    """Seconds of sending, of the round trip to the first answer, and of an empty receive."""
     end = time.monotonic() + GAP_S
     while time.monotonic() < end:
         pass
@@ -76,7 +76,7 @@ def _receive(engine: SocketEngineChannel, count: int, limit_s: float) -> None:
     end = time.monotonic() + limit_s
     while count > 0:
         if time.monotonic() > end:
-            raise BenchError(f"{count} fronts did not answer within {limit_s:g} s.")
+            raise BenchError(f"{count} fronts did not reply within {limit_s:g} s.")
         count -= len(engine.receive(0.1))
 
 
@@ -105,8 +105,8 @@ def _answer(directory: str, front_index: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m millrace.bench.micro.link", description=__doc__)
     parser.add_argument("--fronts", default="1,6", help="numbers of fronts (default: 1,6)")
-    parser.add_argument("--rows", default="1,2048", help="rows of a step, over all fronts (default: 1,2048)")
-    parser.add_argument("--rounds", type=int, default=300, help="steps that are measured (default: 300)")
+    parser.add_argument("--rows", default="1,2048", help="rows per step, over all fronts (default: 1,2048)")
+    parser.add_argument("--rounds", type=int, default=300, help="measured steps (default: 300)")
     options = parser.parse_args()
     print("fronts   rows   send to all   first answer   empty receive   (medians, µs)")
     for fronts in map(int, options.fronts.split(",")):

@@ -1,6 +1,6 @@
-"""A stand-in device for measuring fronts: it emits one token per running stream per step and computes nothing.
+"""An engine without a model, for measuring fronts: one token per running request and step, from a fixed sequence.
 
-It speaks the engine's side of the real channel. It is never a model: its tokens are a fixed sequence of numbers.
+It speaks the engine's side of the real channel.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from millrace.link.messages import (
 
 STATS_EVERY_S = 0.25
 NUM_TOKENS = 4099
-"""Length of the sequence of token ids; a prime, so that streams do not march in step."""
+"""Length of the sequence of token ids; a prime, so that streams do not align."""
 
 
 class NullEngine:
-    """Rows as columns: ids, tokens still to come, and each row's place in the sequence."""
+    """Running requests as columns: ids, remaining tokens, position in the sequence."""
 
     def __init__(self, directory: str, num_fronts: int, vocab_size: int, step_s: float) -> None:
         self._channel = SocketEngineChannel(directory, num_fronts)

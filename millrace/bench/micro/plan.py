@@ -1,17 +1,19 @@
-"""What the scheduler costs the host: planning plus applying one steady decode step, from 1 to 4,096 rows; and what a
-first token waits for, when nothing of it is in the processor's caches.
+"""Host time of the scheduler: plan plus apply of a steady decode step with 1 to 4,096 rows, and the planning part of a
+first token with cold CPU caches.
 
-No device takes part. Rows are staggered within their blocks, as in real traffic, so each step sees its share of block
-boundaries. The bars are those of the design: 0.3 ms at 256 rows, 1 ms at 2,048.
+No device takes part. Rows are staggered within their blocks, as in real traffic, so that each step crosses its share of
+block boundaries. The bars are 0.3 ms at 256 rows and 1 ms at 2,048.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from millrace.bench.figures import Figure
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 
@@ -19,8 +21,20 @@ SIZES = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
 BARS_MS = {256: 0.3, 2048: 1.0}
 BLOCK_SIZE = 16
 PROMPTS = (128, 1024, 2048)
-SWEPT = 6_000_000
-"""Numbers of 8 bytes: enough to push everything else out of the caches."""
+SWEEP_LENGTH = 6_000_000
+"""Numbers of 8 bytes: enough to evict everything else from the caches."""
+
+
+def plan_figures() -> Iterator[Figure]:
+    for num_rows in SIZES:
+        cost = measure_plan_cost(num_rows)
+        bar = f", bar {BARS_MS[num_rows]} ms" if num_rows in BARS_MS else ""
+        note = f"plan {cost.plan_ms:.3f} + apply {cost.apply_ms:.3f}{bar}"
+        yield Figure("plan", f"{num_rows:,} rows", cost.total_ms, "ms", note=note)
+    for num_tokens in PROMPTS:
+        first = measure_first_cost(num_tokens)
+        note = f"plan {first.plan_ms:.3f} + confirm {first.confirm_ms:.3f}, caches cold"
+        yield Figure("first token", f"prompt of {num_tokens:,}", first.total_ms, "ms", note=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +49,7 @@ class PlanCost:
 
 
 def measure_plan_cost(num_rows: int, num_steps: int = 200) -> PlanCost:
-    """The median over `num_steps` steady steps, with one step in flight as in the engine."""
+    """Median over `num_steps` steady steps, with one step in flight as in the engine."""
     max_tokens = num_steps + 64
     scheduler = Scheduler(
         num_blocks=num_rows * (-(-(max_tokens + 2 * BLOCK_SIZE) // BLOCK_SIZE) + 1),
@@ -65,7 +79,7 @@ def measure_plan_cost(num_rows: int, num_steps: int = 200) -> PlanCost:
 
 @dataclass(frozen=True, slots=True)
 class FirstCost:
-    """Of a lone request: from its arrival to the plan that computes its prompt, and from its token to the outcome."""
+    """A lone request: from its arrival to the plan of its prompt, and from its token to the outcome."""
 
     num_tokens: int
     plan_ms: float
@@ -77,10 +91,10 @@ class FirstCost:
 
 
 def measure_first_cost(num_tokens: int, num_requests: int = 40) -> FirstCost:
-    """The median over lone requests, one after the other, each with a prompt of its own. The caches are swept before
-    either part; what the engine does while the device computes is left out."""
+    """Median over lone requests, one after the other, each with its own prompt. The CPU caches are swept before each
+    part; work that overlaps with the device is left out."""
     scheduler = Scheduler(num_blocks=50_000, block_size=BLOCK_SIZE, max_running=256, token_budget=8192)
-    random, swept = np.random.default_rng(0), np.zeros(SWEPT)
+    random, swept = np.random.default_rng(0), np.zeros(SWEEP_LENGTH)
     plan_s, confirm_s = [], []
     for index in range(num_requests):
         request = Request(id=index, prompt=random.integers(0, 100_000, num_tokens).astype(np.int32), max_tokens=1)

@@ -1,7 +1,7 @@
-"""The scheduling policies on a recorded trace: the real scheduler, a simulated device clock, no model.
+"""Scheduling policies on a recorded trace: the real scheduler with a simulated device clock, no model.
 
 A step takes `STEP_MS + ROW_MS × rows + TOKEN_MS × further tokens`: about what an 8B model takes on one H200. Each
-request has a deadline, after which it is given up; lengths are the trace's own, and no policy knows them in advance.
+request has a deadline after which it is aborted. Lengths come from the trace; no policy knows them in advance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import csv
 import heapq
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.bench.errors import BenchError
-from millrace.bench.figures import percentile
+from millrace.bench.figures import Figure, percentile
 from millrace.config import PolicyName
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request
@@ -46,7 +46,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Replayed:
-    """What became of each request, in the order of arrival; NaN where there was no such moment."""
+    """The outcome of each request in order of arrival; NaN if it never got there."""
 
     policy: PolicyName
     arrivals: list[Arrival]
@@ -75,7 +75,7 @@ def read_trace(path: Path, num_requests: int, speed: float) -> list[Arrival]:
     except (OSError, KeyError, ValueError) as error:
         raise BenchError(f"{path} is not a trace with TIMESTAMP, ContextTokens and GeneratedTokens: {error}") from error
     if not arrivals:
-        raise BenchError(f"{path} holds no requests.")
+        raise BenchError(f"{path} contains no requests.")
     return [arrival for arrival in arrivals if arrival.num_prompt > 0 and arrival.num_output > 0]
 
 
@@ -171,24 +171,34 @@ class Verdict:
     in_goal: float
     """Share of all requests whose first token came within `TTFT_GOAL_S`."""
     fairness: float
-    """Jain's index over requests' slowdowns: 1 when everybody is slowed down alike."""
+    """Jain's index over the slowdowns of requests: 1 if all are slowed down alike."""
     light_p99_s: float
-    """99th percentile of the TTFT of the tenants that send least: what the heavy one does to them."""
+    """TTFT p99 of all tenants but the heaviest: how much that one delays them."""
     preemptions: int
+
+    def figures(self) -> list[Figure]:
+        return [
+            Figure(self.policy, "TTFT mean", self.ttft_mean_s, "s", note=f"{self.preemptions} preemptions"),
+            Figure(self.policy, "TTFT p50", self.ttft_p50_s, "s"),
+            Figure(self.policy, "TTFT p99", self.ttft_p99_s, "s"),
+            Figure(self.policy, "goodput", self.goodput, "requests/s", note="ended before their deadline"),
+            Figure(self.policy, "first token within 5 s", 100 * self.in_goal, "%"),
+            Figure(self.policy, "fairness", self.fairness, "", note="Jain's index over slowdowns"),
+            Figure(self.policy, "light tenants' p99", self.light_p99_s, "s", note="TTFT beside a heavy tenant"),
+        ]
 
 
 def judge(done: Replayed) -> Verdict:
-    # Whoever never got a first token has waited until it was given up.
+    # A request without a first token waited until its deadline.
     waits = [total if math.isnan(first) else first for first, total in zip(done.first_s, done.total_s, strict=True)]
     slow = np.asarray([t / _alone_s(a) for t, a in zip(done.total_s, done.arrivals, strict=True)])
     heavy = max(TENANT_SHARES, key=lambda pair: pair[1])[0]
-    light = sorted(wait for wait, arrival in zip(waits, done.arrivals, strict=True) if arrival.tenant != heavy)
-    ordered = sorted(waits)
+    light = [wait for wait, arrival in zip(waits, done.arrivals, strict=True) if arrival.tenant != heavy]
     return Verdict(
         policy=done.policy,
         ttft_mean_s=float(np.mean(waits)),
-        ttft_p50_s=percentile(ordered, 50),
-        ttft_p99_s=percentile(ordered, 99),
+        ttft_p50_s=percentile(waits, 50),
+        ttft_p99_s=percentile(waits, 99),
         goodput=sum(done.in_time) / done.wall_s,
         in_goal=float(np.mean([first <= TTFT_GOAL_S for first in done.first_s])),
         fairness=float(slow.sum() ** 2 / (len(slow) * (slow**2).sum())),
@@ -198,17 +208,14 @@ def judge(done: Replayed) -> Verdict:
 
 
 def _alone_s(arrival: Arrival) -> float:
-    """How long the request would take with the device to itself."""
+    """Time of the request if it had the device to itself."""
     return (arrival.num_output * (STEP_MS + ROW_MS) + arrival.num_prompt * TOKEN_MS) / 1e3
 
 
-def compare(arrivals: list[Arrival], on_done: Callable[[Verdict], None]) -> list[Replayed]:
-    results = []
+def compare(arrivals: list[Arrival]) -> Iterator[Replayed]:
+    """The trace under each policy in turn."""
     for policy in POLICIES:
-        done = Replay(policy, arrivals).run()
-        results.append(done)
-        on_done(judge(done))
-    return results
+        yield Replay(policy, arrivals).run()
 
 
 # ── the plot ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,7 +225,7 @@ _LOW_S, _HIGH_S = 0.05, 120.0
 
 
 def plot_svg(results: list[Replayed]) -> str:
-    """Share of requests that had their first token by then, as lines over a logarithmic time axis."""
+    """Cumulative distribution of TTFT, one line per policy, over a logarithmic time axis."""
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',

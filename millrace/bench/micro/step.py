@@ -1,18 +1,19 @@
-"""What a step on the CPU spends its time on, by kind of work, as the native step itself counts it.
+"""Time of a CPU step by kind of work, from the counters of the native step.
 
-No server takes part: plans are made here and handed to the runner. Of many steps the fastest is shown, since what is
-slower is what else the machine was doing.
+No server takes part: plans are made here and given to the runner. The fastest of many steps is shown; slower ones were
+disturbed by other work on the machine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from millrace.bench.figures import Figure
 from millrace.config import Config
 from millrace.errors import ConfigError
 from millrace.models.load import load_decoder
@@ -28,7 +29,7 @@ from millrace.sources.resolve import resolve_model
 
 BLOCK_SIZE = 16
 PRODUCTS = ("qkv", "attention", "out", "gate_up", "down", "head")
-"""Matrix products and attention: what a step is for."""
+"""Matrix products and attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class StepCase:
     """Tokens of each row in the step."""
     repetitions: int
     shared: int = 0
-    """Tokens at the beginning that all rows have in the same blocks; a multiple of the block size."""
+    """Length of the prefix that all rows share, in tokens; a multiple of the block size."""
 
 
 CASES = (
@@ -57,7 +58,7 @@ CASES = (
 class StepCost:
     case: StepCase
     wall_ms: float
-    """Of the whole step, as the runner's caller sees it."""
+    """The whole step, from launch to result."""
     kinds_ms: dict[str, float]
 
     @property
@@ -68,8 +69,20 @@ class StepCost:
     def products_share(self) -> float:
         return sum(self.kinds_ms[kind] for kind in PRODUCTS) / self.wall_ms
 
+    def figures(self) -> list[Figure]:
+        name, share = self.case.name, f"products and attention {100 * self.products_share:.0f}%"
+        parts = {**self.kinds_ms, "python and hand-over": self.python_ms}
+        notes = {kind: f"{100 * ms / self.wall_ms:.1f}%" for kind, ms in parts.items()}
+        rows = [Figure(name, kind, ms, "ms", note=notes[kind]) for kind, ms in parts.items()]
+        return [Figure(name, "step", self.wall_ms, "ms", note=share), *rows]
 
-def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tuple[StepCase, ...] = CASES) -> None:
+
+def step_figures(config: Config) -> Iterator[Figure]:
+    for cost in measure_steps(config):
+        yield from cost.figures()
+
+
+def measure_steps(config: Config, cases: tuple[StepCase, ...] = CASES) -> Iterator[StepCost]:
     """Load the model and measure each case that its context has room for."""
     files = resolve_model(config.model.source)
     spec = spec_from_config(files.config)
@@ -80,8 +93,8 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
     stack = decoder.native_stack
     if stack is None or not stack.can_run_whole_steps:
         raise ConfigError(
-            f"{files.name} has no native step to look into: it needs a C++ compiler and a dense model that shares its"
-            " embedding as the head. Try the default model."
+            f"{files.name} cannot run as a native step, which needs a C++ compiler and a dense model with tied"
+            " embeddings. Try the default model."
         )
     try:
         for case in cases:
@@ -99,7 +112,7 @@ def measure_steps(config: Config, report: Callable[[StepCost], None], cases: tup
                 kv_dtype=kv_dtype,
             )
             assert runner.native_step is not None
-            report(_measure(runner, runner.native_step, case, blocks, spec.vocab_size))
+            yield _measure(runner, runner.native_step, case, blocks, spec.vocab_size)
     finally:
         device.close()
 
@@ -124,8 +137,8 @@ def _measure(runner: Runner, native_step: NativeStep, case: StepCase, blocks: in
 def _plan(
     num_rows: int, start: int, count: int, admitted: tuple[Admission, ...] = (), blocks: int = 0, num_shared: int = 0
 ) -> StepPlan:
-    """`count` tokens of every row. With admissions, all of the rows' blocks are handed out as well, the first
-    `num_shared` of them the same to all: what the rows write there is the same, since their tokens are."""
+    """A plan with `count` tokens of every row. With admissions it also assigns all blocks; the first `num_shared` are
+    shared by all rows, which is safe because their tokens are equal."""
     rows = np.arange(num_rows, dtype=np.int32)
     block_ids = 1 + np.arange(num_rows * blocks, dtype=np.int32).reshape(num_rows, blocks)
     block_ids[:, :num_shared] = block_ids[:1, :num_shared]

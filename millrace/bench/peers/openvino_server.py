@@ -1,9 +1,9 @@
-"""OpenVINO GenAI behind the part of the OpenAI API that the benchmark speaks; that library has no server of its own.
+"""Serves OpenVINO GenAI, which has no server, with the part of the OpenAI API that the benchmark uses.
 
-Run by the interpreter that has openvino_genai installed: `python openvino_server.py MODEL --port 8003`. It stands
-alone on the standard library, and does as little for each token as it can, so that what is measured is the library's
-continuous batching: one thread calls `step`, the event loop writes what came out. An event's text is the token by
-itself, so a character that spans tokens comes out as replacement signs.
+Run by the interpreter that has openvino_genai installed: `python openvino_server.py MODEL --port 8003`. It needs only
+the standard library and does as little per token as possible, so that OpenVINO's continuous batching is measured: one
+thread calls `step`, the event loop writes the output. Each event holds one token decoded alone, so a character that
+spans tokens appears as replacement characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_HEAD = 64 * 1024
-_REQUEST_WITHIN_S = 60.0
+_REQUEST_TIMEOUT_S = 60.0
 _OK = "HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n"
 _STREAM = b"Transfer-Encoding: chunked\r\nCache-Control: no-store\r\n\r\n"
 
@@ -40,7 +40,7 @@ class Work:
 
 
 class Engine:
-    """The pipeline and the one thread that steps it; blocked, not spinning, while there is nothing to do."""
+    """The pipeline and the thread that steps it; the thread blocks while idle."""
 
     def __init__(self, args: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> None:
         import openvino_genai as genai  # type: ignore[import-not-found]  # of the interpreter that runs this
@@ -66,13 +66,13 @@ class Engine:
             self._wake.notify()
 
     def _make_events(self) -> list[bytes]:
-        """The whole event of each token, made once."""
+        """The SSE event of each token, made once."""
         size = max(self.tokenizer.get_vocab().values()) + 1
         texts = self.tokenizer.decode([[index] for index in range(size)], skip_special_tokens=False)
         return [_event({"choices": [{"index": 0, "text": text or " "}]}) for text in texts]
 
     def _run_or_end(self) -> None:
-        """Without its stepping thread the process would only let its clients wait."""
+        """End the process if the stepping thread fails; else its clients would wait forever."""
         try:
             self._run()
         except BaseException:
@@ -131,11 +131,11 @@ def _event(body: object) -> bytes:
 
 
 class BadRequest(Exception):
-    """The body cannot be served; the message goes to the client."""
+    """The request is invalid; the message goes to the client."""
 
 
 class Server:
-    """HTTP/1.1 as far as the benchmark's client needs it."""
+    """The part of HTTP/1.1 that the benchmark's client needs."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
@@ -147,7 +147,7 @@ class Server:
                 head = await reader.readuntil(b"\r\n\r\n")
                 method, path, _ = head.split(b" ", 2)
                 length = _content_length(head)
-                body = await asyncio.wait_for(reader.readexactly(length), _REQUEST_WITHIN_S)
+                body = await asyncio.wait_for(reader.readexactly(length), _REQUEST_TIMEOUT_S)
                 await self._answer(method.decode(), path.decode(), body, writer)
         writer.close()
 
@@ -209,7 +209,7 @@ class Server:
             tokens, logprobs = tokens + more, logprobs + scores
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         if work.score_prompt:
-            # An echoed prompt comes before the output, its first token with a score that means nothing.
+            # The echoed prompt precedes the output; the score of its first token is meaningless.
             scored = list(zip(work.prompt, logprobs, strict=False))[1:]
             choice["prompt_logprobs"] = [None, *({str(token): {"logprob": score}} for token, score in scored)]
             tokens = tokens[len(work.prompt) :]
@@ -251,12 +251,12 @@ async def serve(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a GGUF file or a directory in OpenVINO's form")
+    parser.add_argument("model", help="a GGUF file or a directory in OpenVINO's format")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8003)
-    parser.add_argument("--threads", type=int, default=0, help="0: as the library chooses")
-    parser.add_argument("--cache-gib", type=int, default=2, help="memory for the KV cache")
-    parser.add_argument("--batched-tokens", type=int, default=512, help="most tokens of a step")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = OpenVINO's default")
+    parser.add_argument("--cache-gib", type=int, default=2, help="size of the KV cache in GiB")
+    parser.add_argument("--batched-tokens", type=int, default=512, help="maximum tokens per step")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(parser.parse_args()))
 

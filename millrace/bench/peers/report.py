@@ -1,4 +1,4 @@
-"""A comparison in words and lines: tables for people, one JSON object per line for programs."""
+"""The results of a comparison as tables and as JSON lines."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from millrace.bench.figures import Figure, readable
-from millrace.bench.peers.bars import Board, Key, Verdict
+from millrace.bench.peers.bars import Key, ResultTable, Verdict
 
 NONE = "–"
 _PLAIN_WIDTH = 150
 _LAST = ("quality", "server", "machine")
-"""What stands below the workloads, in this order."""
+"""Shown below the workloads, in this order."""
 
 
 def figure_line(engine: str, number: int, figure: Figure) -> str:
     return figure.as_json(kind="figure", engine=engine, round=str(number))
 
 
-def median_lines(board: Board) -> Iterable[str]:
-    for key in board.keys:
-        for engine in board.engines:
-            values = board.values(engine, key)
+def median_lines(results: ResultTable) -> Iterable[str]:
+    for key in results.keys:
+        for engine in results.engines:
+            values = results.values(engine, key)
             if values:
                 record = {
                     "kind": "median", "engine": engine, "workload": key[0], "metric": key[1],
-                    "value": round(board.median(engine, key) or 0.0, 4), "unit": board.unit(key),
+                    "value": round(results.median(engine, key) or 0.0, 4), "unit": results.unit(key),
                     "rounds": len(values), "least": round(min(values), 4), "most": round(max(values), 4),
                 }  # fmt: skip
                 yield json.dumps(record, ensure_ascii=False)
@@ -43,40 +43,40 @@ def verdict_line(verdict: Verdict) -> str:
     return json.dumps({key: value for key, value in record.items() if value is not None}, ensure_ascii=False)
 
 
-def print_tables(board: Board, verdicts: Sequence[Verdict], notes: Sequence[str], stream: TextIO) -> None:
+def print_tables(results: ResultTable, verdicts: Sequence[Verdict], notes: Sequence[str], stream: TextIO) -> None:
     from rich.console import Console
 
     console = Console(file=stream, width=None if stream.isatty() else _PLAIN_WIDTH, highlight=False)
-    console.print(_medians(board))
+    console.print(_medians(results))
     if verdicts:
         console.print(_verdicts(verdicts))
     for note in notes:
         console.print(f"• {note}", style="yellow", markup=False)
 
 
-def _medians(board: Board) -> object:
+def _medians(results: ResultTable) -> object:
     from rich.table import Table
 
-    table = Table(title="Medians over the rounds (least–most)", title_justify="left", title_style="bold")
+    table = Table(title="Medians over the rounds (min–max)", title_justify="left", title_style="bold")
     table.add_column("workload")
     table.add_column("figure", no_wrap=True)
-    for engine in board.engines:
+    for engine in results.engines:
         table.add_column(engine, justify="right")
     table.add_column("unit")
     last = ""
-    for key in sorted(board.keys, key=lambda key: _LAST.index(key[0]) if key[0] in _LAST else -1):
+    for key in sorted(results.keys, key=lambda key: _LAST.index(key[0]) if key[0] in _LAST else -1):
         if last and key[0] != last:
             table.add_section()
         name, last = ("" if key[0] == last else key[0]), key[0]
-        table.add_row(name, key[1], *(_cell(board, engine, key) for engine in board.engines), board.unit(key))
+        table.add_row(name, key[1], *(_cell(results, engine, key) for engine in results.engines), results.unit(key))
     return table
 
 
-def _cell(board: Board, engine: str, key: Key) -> str:
-    values = board.values(engine, key)
+def _cell(results: ResultTable, engine: str, key: Key) -> str:
+    values = results.values(engine, key)
     if not values:
         return NONE
-    middle = _shown(board.median(engine, key), key[1])
+    middle = _shown(results.median(engine, key), key[1])
     return middle if len(values) == 1 else f"{middle} ({readable(min(values))}–{readable(max(values))})"
 
 

@@ -1,7 +1,7 @@
-"""A comparison as a whole: every engine in turn, round after round, so that a slow minute of the machine hits all.
+"""Runs a comparison: every engine in turn, round after round, so that a slow phase of the machine affects all.
 
-Each turn sends the same requests: lengths are fixed, contents follow from the seed and the round. An engine that fails
-is named and left out from there on; the others go on. Every wait has a bound.
+Each turn of a round sends the same requests: lengths are fixed, contents depend on seed and round. An engine that fails
+is reported and dropped; the others continue. Every wait has a bound.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from millrace.bench.http.suite import about_server, perplexity_figure
 from millrace.bench.http.target import Target
 from millrace.bench.http.workload_figures import figures_of
 from millrace.bench.http.workloads import Workload
-from millrace.bench.peers.contestant import Contestant, TurnWatch
+from millrace.bench.peers.compared_engine import ComparedEngine, CpuWatch
 
 BUSY_PERCENT = 3.0
-"""Of one core: an idle engine that uses this much is named, because it disturbs whoever is measured."""
-STRANGERS_PERCENT = 15.0
-"""Of one core: processes that are none of the engines and use this much are pointed out."""
-_PROBE_WITHIN_S = 120.0
+"""Percent of one core: an idle engine that uses this much is reported, since it disturbs the measurement."""
+OTHERS_PERCENT = 15.0
+"""Percent of one core: unrelated processes that use this much are reported."""
+_PROBE_TIMEOUT_S = 120.0
 
 Costs = Mapping[str, float]
-"""Seconds that each workload took all engines together in the last round."""
+"""Seconds per workload, over all engines, in the last round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class RoundOptions:
     rounds: int
     seed: int
     time_limit_s: float
-    """For each workload of each turn."""
+    """Per workload and turn."""
     budget_s: float
-    """For the whole comparison: no round begins with what would not fit."""
+    """For the whole comparison: a workload that would not fit is not started."""
     perplexity: bool = True
 
 
 @dataclass(slots=True)
 class Listener:
-    """Who wants to know; rounds are counted from 1, and 0 is the start."""
+    """Callbacks of a comparison. Rounds count from 1; round 0 is the start."""
 
     figure: Callable[[str, int, Figure], None]
     progress: Callable[[str, int, int], None]
@@ -54,7 +54,7 @@ class Listener:
 
 @dataclass(slots=True)
 class Comparison:
-    contestants: list[Contestant]
+    engines: list[ComparedEngine]
     options: RoundOptions
     listener: Listener
     order: list[tuple[int, str]] = field(default_factory=list)
@@ -68,55 +68,55 @@ class Comparison:
             await self._open_all()
             for number in range(1, self.options.rounds + 1):
                 left_s = self.options.budget_s - (time.monotonic() - started)
-                chosen = what_fits(self.options.workloads, self._costs, left_s)
-                if (number > 1 and not chosen) or not self.contestants:
+                chosen = workloads_that_fit(self.options.workloads, self._costs, left_s)
+                if (number > 1 and not chosen) or not self.engines:
                     break
                 await self._round(number, chosen)
         finally:
-            for contestant in self.contestants:
-                await contestant.close()
+            for engine in self.engines:
+                await engine.close()
 
     async def _open_all(self) -> None:
-        for contestant in list(self.contestants):
-            self.listener.progress(f"{contestant.name}: starting", 0, 1)
+        for engine in list(self.engines):
+            self.listener.progress(f"{engine.name}: starting", 0, 1)
             try:
-                for figure in await contestant.open():
-                    self.listener.figure(contestant.name, 0, figure)
+                for figure in await engine.open():
+                    self.listener.figure(engine.name, 0, figure)
             except (BenchError, TimeoutError) as error:
-                await self._drop(contestant, error)
+                await self._drop(engine, error)
 
     async def _round(self, number: int, chosen: Sequence[Workload]) -> None:
         costs: dict[str, float] = {}
-        for contestant in list(self.contestants):
-            self.order.append((number, contestant.name))
-            others = [other for other in self.contestants if other is not contestant]
+        for engine in list(self.engines):
+            self.order.append((number, engine.name))
+            others = [other for other in self.engines if other is not engine]
             try:
-                await contestant.begin_turn()
-                watch = TurnWatch(contestant, others)
-                await self._turn(contestant, number, chosen, costs)
-                contestant.check_alive()
-                self._warn_of_busy(watch, number, contestant.name)
-                await contestant.end_turn()
+                await engine.begin_turn()
+                watch = CpuWatch(engine, others)
+                await self._turn(engine, number, chosen, costs)
+                engine.check_alive()
+                self._warn_of_others(watch, number, engine.name)
+                await engine.end_turn()
             except (BenchError, TimeoutError) as error:
-                await self._drop(contestant, await contestant.reason_of(error))
+                await self._drop(engine, await engine.cause_of(error))
         self._costs = {**self._costs, **costs}
 
     async def _turn(
-        self, contestant: Contestant, number: int, chosen: Sequence[Workload], costs: dict[str, float]
+        self, engine: ComparedEngine, number: int, chosen: Sequence[Workload], costs: dict[str, float]
     ) -> None:
-        async with contestant.target() as target:
-            async with asyncio.timeout(_PROBE_WITHIN_S):
+        async with engine.target() as target:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 prompts = await target.probe(self.options.seed + number - 1)
                 await warm_up(target, prompts)
             if number == 1:
                 for figure in about_server(target, prompts):
-                    self.listener.problem(contestant.name, f"{figure.metric} {figure.note}")
+                    self.listener.problem(engine.name, f"{figure.metric} {figure.note}")
             for workload in chosen:
-                if not contestant.workloads or workload.name in contestant.workloads:
-                    outcome = await self._drive(contestant.name, number, target, workload, prompts)
+                if not engine.workloads or workload.name in engine.workloads:
+                    outcome = await self._drive(engine.name, number, target, workload, prompts)
                     costs[workload.name] = costs.get(workload.name, 0.0) + outcome.wall_s
             if number == 1 and self.options.perplexity:
-                await self._perplexity(contestant.name, target)
+                await self._perplexity(engine.name, target)
 
     async def _drive(self, name: str, number: int, target: Target, workload: Workload, prompts: PromptMaker) -> Outcome:
         def on_done(done: int, total: int) -> None:
@@ -141,34 +141,35 @@ class Comparison:
         if figure.note:
             self.listener.problem(name, f"{figure.workload}: {figure.note}")
 
-    def _warn_of_busy(self, watch: TurnWatch, number: int, measured: str) -> None:
+    def _warn_of_others(self, watch: CpuWatch, number: int, measured: str) -> None:
         for name, percent in watch.busy(BUSY_PERCENT):
             if (name, measured) not in self._warned:
                 self._warned.add((name, measured))
                 self.listener.problem(
                     name,
-                    f"used {percent:.0f}% of a core while {measured} was measured; those figures are too low."
-                    " Let the benchmark start it, or stop it during the others' turns.",
+                    f"used {percent:.0f}% of a core while {measured} was measured, so those figures are too low."
+                    " Let the benchmark start it, or stop it while others are measured.",
                 )
-        strangers = watch.strangers_percent()
-        if strangers is not None:
-            self.listener.figure(measured, number, Figure("machine", "used by others", strangers, "% of a core"))
-            if strangers >= STRANGERS_PERCENT:
+        others_percent = watch.other_processes_percent()
+        if others_percent is not None:
+            self.listener.figure(measured, number, Figure("machine", "used by others", others_percent, "% of a core"))
+            if others_percent >= OTHERS_PERCENT:
                 self.listener.problem(
-                    measured, f"round {number} is not to be trusted: others used {strangers:.0f}% of a core meanwhile."
+                    measured,
+                    f"round {number} is unreliable: other processes used {others_percent:.0f}% of a core.",
                 )
 
-    async def _drop(self, contestant: Contestant, error: BaseException) -> None:
-        said = str(error) or f"no answer within {_PROBE_WITHIN_S:g} s"
-        self.listener.problem(contestant.name, f"left out from here on: {said}")
-        self.contestants.remove(contestant)
-        await contestant.close()
+    async def _drop(self, engine: ComparedEngine, error: BaseException) -> None:
+        said = str(error) or f"no answer within {_PROBE_TIMEOUT_S:g} s"
+        self.listener.problem(engine.name, f"dropped: {said}")
+        self.engines.remove(engine)
+        await engine.close()
 
 
-def what_fits(workloads: Sequence[Workload], costs: Costs, left_s: float) -> list[Workload]:
-    """The workloads of the next round, in their order, as far as the time that is left will do for all engines.
+def workloads_that_fit(workloads: Sequence[Workload], costs: Costs, left_s: float) -> list[Workload]:
+    """The workloads of the next round that fit into the remaining time, for all engines together.
 
-    The first round knows no costs and takes all, so that there is a figure for everything.
+    The first round has no costs yet and takes all, so that every figure is measured once.
     """
     if not costs:
         return list(workloads)

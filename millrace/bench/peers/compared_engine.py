@@ -1,4 +1,4 @@
-"""One engine of a comparison: started here or by somebody else, out of the way while another has its turn."""
+"""One engine of a comparison: started here or already running, paused while another engine is measured."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from millrace.bench.figures import Figure
 from millrace.bench.http.target import Target
 from millrace.bench.local_server import ServerProcess, cpu_seconds, descendants, resident_mib
 
-Between = Literal["pause", "keep", "stop"]
-"""What an engine that was started here does between its turns: stand still, run on, or end and start again."""
+IdleMode = Literal["pause", "keep", "stop"]
+"""What happens between turns to an engine started here: SIGSTOP, nothing, or stop and restart."""
 
 IDLE_WATCH_S = 2.0
 _SETTLE_S = 1.0
-_PROBE_WITHIN_S = 60.0
-_ENDS_WITHIN_S, _LOOK_S = 2.0, 0.02
+_PROBE_TIMEOUT_S = 60.0
+_EXIT_TIMEOUT_S, _POLL_S = 2.0, 0.02
 _MB_PER_MIB = 1.048576
 
 
-class Contestant:
-    """Started by `open`, measured between `begin_turn` and `end_turn`, ended by `close`."""
+class ComparedEngine:
+    """Started by `open`, measured between `begin_turn` and `end_turn`, stopped by `close`."""
 
     def __init__(
         self,
@@ -37,14 +37,15 @@ class Contestant:
         make: Callable[[], ServerProcess] | None = None,
         api_key: str = "",
         workloads: Sequence[str] = (),
-        between: Between = "pause",
+        between: IdleMode = "pause",
     ) -> None:
-        """By its `url` (and `pid`, if known), or by `make`, which prepares a process. No `workloads` means all."""
+        """Either `url` (and `pid`, if known) of a running server, or `make`, which creates a process to start.
+        Empty `workloads` means all."""
         self.name = name
         self.workloads = tuple(workloads)
         self._url, self._pid, self._api_key = url, pid, api_key
         self._make = make
-        self._between = between
+        self._idle_mode = between
         self._server: ServerProcess | None = None
         self._paused: list[int] = []
 
@@ -53,8 +54,8 @@ class Contestant:
         return self._server.pid if self._server is not None else self._pid
 
     @property
-    def is_still(self) -> bool:
-        """Whether it cannot use any processor time now."""
+    def is_stopped(self) -> bool:
+        """True if it cannot use CPU time now."""
         return bool(self._paused) or (self._make is not None and self._server is None)
 
     def target(self) -> Target:
@@ -62,11 +63,11 @@ class Contestant:
         return Target(url, api_key=self._api_key)
 
     async def open(self) -> list[Figure]:
-        """Start it, and say what starting and resting cost; of a server that is there already, only the latter."""
+        """Start it if needed. Returns figures of its start (if started here), idle memory and idle CPU use."""
         figures = []
         if self._make is not None:
             figures += await self._start()
-        async with asyncio.timeout(_PROBE_WITHIN_S), self.target() as target:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S), self.target() as target:
             await target.find_model()
             await target.complete("Hello", 1)
         if self.pid:
@@ -84,9 +85,9 @@ class Contestant:
         self.check_alive()
 
     async def end_turn(self) -> None:
-        if self._server is None or self._between == "keep":
+        if self._server is None or self._idle_mode == "keep":
             return
-        if self._between == "stop":
+        if self._idle_mode == "stop":
             await self._stop()
         else:
             self._paused = [self._server.pid, *descendants(self._server.pid)]
@@ -98,21 +99,21 @@ class Contestant:
         await self._stop()
 
     def check_alive(self) -> None:
-        """A process that has ended is named as such, instead of as a connection that was refused."""
+        """Raise if the process has ended; clearer than the connection error that would follow."""
         if self._server is not None and not self._server.is_running:
-            raise BenchError(f"{self.name} has ended:\n{self._server.tail()}")
+            raise BenchError(f"{self.name} has exited:\n{self._server.tail()}")
         if self._pid and not os.path.isdir(f"/proc/{self._pid}"):
-            raise BenchError(f"{self.name} has ended: there is no process {self._pid}.")
+            raise BenchError(f"{self.name} has exited: there is no process {self._pid}.")
 
-    async def reason_of(self, error: BaseException) -> BaseException:
-        """What lies behind an error: a process that closes its connections ends some moments later."""
-        until = time.monotonic() + _ENDS_WITHIN_S
+    async def cause_of(self, error: BaseException) -> BaseException:
+        """The cause of an error: a crashing process closes its connections a moment before it ends."""
+        until = time.monotonic() + _EXIT_TIMEOUT_S
         while time.monotonic() < until:
             try:
                 self.check_alive()
             except BenchError as ended:
                 return ended
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return error
 
     def cpu_seconds(self) -> float:
@@ -123,11 +124,11 @@ class Contestant:
         server = self._server = self._make()
         server.start()
         ready_s = await server.wait_ready()
-        async with asyncio.timeout(_PROBE_WITHIN_S), self.target() as target:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S), self.target() as target:
             await target.find_model()
             first = await target.complete("Hello", 1)
         if first.error:
-            raise BenchError(f"{self.name} is ready, but answers a first request with: {first.error}")
+            raise BenchError(f"{self.name} is ready, but its first request failed: {first.error}")
         first_s = first.ended_at - server.started_at
         return [
             Figure("server", "start to ready", ready_s, "s"),
@@ -140,7 +141,7 @@ class Contestant:
             await asyncio.to_thread(server.stop)
 
     async def _idle_percent(self) -> float:
-        """Of one core, over a short while in which nothing is asked."""
+        """CPU use while idle, in percent of one core."""
         before, started = self.cpu_seconds(), time.monotonic()
         await asyncio.sleep(IDLE_WATCH_S)
         return 100 * (self.cpu_seconds() - before) / (time.monotonic() - started)
@@ -153,25 +154,25 @@ class Contestant:
             self._paused = []
 
 
-class TurnWatch:
-    """Who else uses the cores while one engine is measured: the other engines, and processes that are none of ours."""
+class CpuWatch:
+    """CPU use, while one engine is measured, by the other engines and by unrelated processes."""
 
-    def __init__(self, measured: Contestant, others: Sequence[Contestant]) -> None:
+    def __init__(self, measured: ComparedEngine, others: Sequence[ComparedEngine]) -> None:
         self._measured = measured
         self._own_before = measured.cpu_seconds() + time.process_time()
-        self._before = [(other, other.cpu_seconds()) for other in others if other.pid and not other.is_still]
+        self._before = [(other, other.cpu_seconds()) for other in others if other.pid and not other.is_stopped]
         self._machine_before = machine_busy_seconds()
         self._started = time.monotonic()
 
     def busy(self, at_least_percent: float) -> Iterator[tuple[str, float]]:
-        """Which engines used how many percent of one core since the beginning."""
+        """The other engines that used at least this many percent of one core, with their use."""
         for other, before in self._before:
             percent = self._percent(other.cpu_seconds() - before)
             if percent >= at_least_percent:
                 yield other.name, percent
 
-    def strangers_percent(self) -> float | None:
-        """Of one core, by everything but the engines and this process; None where the measured one is not known."""
+    def other_processes_percent(self) -> float | None:
+        """Percent of one core used by unrelated processes; None if the measured engine's pid is unknown."""
         if not self._measured.pid:
             return None
         own = self._measured.cpu_seconds() + time.process_time() - self._own_before
@@ -183,7 +184,7 @@ class TurnWatch:
 
 
 def machine_busy_seconds() -> float:
-    """Processor time of the whole machine so far, with what its host took away."""
+    """CPU time of the whole machine so far, steal time included."""
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _idle, _io_wait, irq, soft_irq, steal = map(int, file.readline().split()[1:9])
     return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")

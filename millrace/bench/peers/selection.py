@@ -1,4 +1,4 @@
-"""Who takes part in a comparison, and in which of its workloads: a pure choice from what was given and found."""
+"""Selects the engines of a comparison and the workloads of each."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from millrace.bench.http.workloads import Workload
 from millrace.bench.local_server import LocalServer, ServerProcess, free_port
 from millrace.bench.peers.bars import Bar, wanted_workloads
-from millrace.bench.peers.contestant import Between, Contestant
+from millrace.bench.peers.compared_engine import ComparedEngine, IdleMode
 from millrace.bench.peers.installed import Launch, PeerModels, find_installed
 from millrace.bench.peers.spec import KINDS, MILLRACE, PeerSpec, kind_of
 from millrace.errors import ConfigError
 
 PEERS = KINDS[1:]
-_START_WITHIN_S = 600.0
+_START_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class LineUp:
-    """What the user asked for."""
+class EngineSelection:
+    """The user's choices."""
 
     bars: tuple[Bar, ...]
     workloads: tuple[Workload, ...]
     given: Sequence[PeerSpec] = ()
     only: Sequence[str] = ()
     everything: bool = False
-    """All engines through all workloads, not only where a bar asks."""
-    between: Between = "pause"
+    """Run all engines through all workloads, not only those that a bar needs."""
+    between: IdleMode = "pause"
     pythons: Sequence[str] = ()
     models: PeerModels = field(default_factory=PeerModels)
     threads: int = 0
@@ -36,20 +36,20 @@ class LineUp:
     def check(self) -> None:
         names = [spec.name for spec in self.given]
         if len(set(names)) < len(names) or MILLRACE in names:
-            raise ConfigError(f"--peer names {', '.join(names)}: give each name once, and Millrace itself by --url.")
+            raise ConfigError(f"--peer has {', '.join(names)}: each name must be unique; use --url for Millrace.")
         known = tuple(dict.fromkeys([*names, *PEERS]))
         for name in self.only:
             if name not in known:
-                raise ConfigError(f"--only has '{name}'; there are: {', '.join(known)}.")
+                raise ConfigError(f"--only has unknown peer '{name}'. Peers: {', '.join(known)}.")
 
     def workloads_of(self, name: str) -> tuple[str, ...]:
-        """Those in which a bar asks for this engine, or, where none does, those in which any bar asks for anyone."""
+        """The workloads whose bars need this engine; if none do, all workloads with a bar."""
         if self.everything or not self.bars:
             return tuple(work.name for work in self.workloads)
         return wanted_workloads(self.bars, kind_of(name)) or wanted_workloads(self.bars, MILLRACE)
 
     def is_wanted(self, kind: str) -> bool:
-        """Whether a peer that is merely installed takes part."""
+        """True if an installed peer of this kind takes part."""
         if kind in {kind_of(spec.name) for spec in self.given}:
             return False
         if self.only:
@@ -57,48 +57,48 @@ class LineUp:
         return self.everything or not self.bars or bool(wanted_workloads(self.bars, kind))
 
     def one_at_a_time(self, kind: str) -> bool:
-        """Whether this peer will never be sent two requests at once."""
+        """True if this peer never gets two requests at once."""
         names = self.workloads_of(kind)
         return all(work.at_once == 1 for work in self.workloads if work.name in names)
 
 
-def millrace_by_url(line_up: LineUp, url: str, pid: int, api_key: str) -> Contestant:
-    return Contestant(MILLRACE, url=url, pid=pid, api_key=api_key, workloads=line_up.workloads_of(MILLRACE))
+def millrace_by_url(selection: EngineSelection, url: str, pid: int, api_key: str) -> ComparedEngine:
+    return ComparedEngine(MILLRACE, url=url, pid=pid, api_key=api_key, workloads=selection.workloads_of(MILLRACE))
 
 
-def millrace_started(line_up: LineUp, options: Sequence[str]) -> Contestant:
-    return Contestant(
+def millrace_started(selection: EngineSelection, options: Sequence[str]) -> ComparedEngine:
+    return ComparedEngine(
         MILLRACE,
         make=lambda: LocalServer(options),
-        workloads=line_up.workloads_of(MILLRACE),
-        between=line_up.between,
+        workloads=selection.workloads_of(MILLRACE),
+        between=selection.between,
     )
 
 
-def peers(line_up: LineUp, note: Callable[[str], None]) -> list[Contestant]:
-    """Those given by their address, then those found installed; `note` hears of each that is left out."""
-    line_up.check()
+def peers(selection: EngineSelection, note: Callable[[str], None]) -> list[ComparedEngine]:
+    """Peers given by URL, then installed ones; `note` gets a sentence for each that is skipped."""
+    selection.check()
     chosen = [
-        Contestant(spec.name, url=spec.url, pid=spec.pid, workloads=line_up.workloads_of(spec.name))
-        for spec in line_up.given
-        if not line_up.only or spec.name in line_up.only
+        ComparedEngine(spec.name, url=spec.url, pid=spec.pid, workloads=selection.workloads_of(spec.name))
+        for spec in selection.given
+        if not selection.only or spec.name in selection.only
     ]
-    wanted = [kind for kind in PEERS if line_up.is_wanted(kind)]
+    wanted = [kind for kind in PEERS if selection.is_wanted(kind)]
     if not wanted:
         return chosen
     found = find_installed(
-        line_up.pythons,
-        line_up.models,
+        selection.pythons,
+        selection.models,
         kinds=wanted,
-        threads=line_up.threads,
-        one_at_a_time=[kind for kind in wanted if line_up.one_at_a_time(kind)],
-        extra=line_up.extra,
+        threads=selection.threads,
+        one_at_a_time=[kind for kind in wanted if selection.one_at_a_time(kind)],
+        extra=selection.extra,
     )
     for sentence in found.missing:
         note(sentence)
     for launch in found.launches:
-        workloads = line_up.workloads_of(launch.name)
-        chosen.append(Contestant(launch.name, make=_maker(launch), workloads=workloads, between=line_up.between))
+        workloads = selection.workloads_of(launch.name)
+        chosen.append(ComparedEngine(launch.name, make=_maker(launch), workloads=workloads, between=selection.between))
     return chosen
 
 
@@ -106,6 +106,6 @@ def _maker(launch: Launch) -> Callable[[], ServerProcess]:
     def make() -> ServerProcess:
         port = free_port()
         command = launch.with_port(port)
-        return ServerProcess(command, port, ready_path=launch.ready_path, start_timeout_s=_START_WITHIN_S)
+        return ServerProcess(command, port, ready_path=launch.ready_path, start_timeout_s=_START_TIMEOUT_S)
 
     return make
