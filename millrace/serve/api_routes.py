@@ -1,4 +1,4 @@
-"""The endpoints of every API spoken here, by path. `routing` puts the guard around them."""
+"""The table of routes: every endpoint of every dialect, by path."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from millrace.errors import MillraceError
 from millrace.serve.anthropic import routes as anthropic
+from millrace.serve.anthropic.write import error_body as anthropic_error_body
 from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_requests as requests
+from millrace.serve.generate.work import Prepare
 from millrace.serve.ollama import routes as ollama
+from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import routes as openai
+from millrace.serve.openai.translate_chat import prepare_chat
+from millrace.serve.openai.translate_completions import prepare_completion
 from millrace.serve.responses import routes as responses
+from millrace.serve.responses.translate import prepare_response
 from millrace.serve.stored import routes_batches as batches
 from millrace.serve.stored import routes_files as files
 
@@ -57,3 +64,16 @@ DELETE: dict[str, Handler] = {
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
 }
+
+BATCH_ENDPOINTS: dict[str, Prepare] = {
+    "/v1/chat/completions": prepare_chat,
+    "/v1/completions": prepare_completion,
+    "/v1/responses": prepare_response,
+}
+"""Endpoints that a batch may be for."""
+
+ERROR_BODIES: dict[str, Callable[[MillraceError], bytes]] = {
+    anthropic.PATHS: anthropic_error_body,
+    ollama.PATHS: ollama_error_body,
+}
+"""Path prefixes whose errors do not have OpenAI's shape."""

@@ -11,12 +11,13 @@ from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.serve import api_routes
 from millrace.serve.describe import routes_absent, routes_info
 from millrace.serve.describe.openapi import docs_page, openapi_document
-from millrace.serve.http.app_keys import DOCS, FINISH_WORD, OPENAPI, REQUEST_ID, STATE
+from millrace.serve.http.app_keys import DOCS, FINISH_REASON, OPENAPI, REQUEST_ID
 from millrace.serve.http.body import check_headers
-from millrace.serve.http.error_bodies import error_response, from_aiohttp
+from millrace.serve.http.error_bodies import error_body, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
-from millrace.serve.state import FrontState
-from millrace.serve.stored.background import BACKGROUND, Background, in_background
+from millrace.serve.responses.background import open_tasks
+from millrace.serve.state import STATE, FrontState
+from millrace.serve.stored.background import BACKGROUND, BackgroundRunner, run_background
 from millrace.serve.stored.routes_files import UPLOAD_PATH, check_upload
 from millrace.serve.tenancy.access import authorise, cross_origin
 from millrace.serve.tenancy.auditing import audit
@@ -27,12 +28,19 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(state: FrontState) -> web.Application:
-    app = web.Application(middlewares=[cross_origin, guard, audit, authorise])
+    app = web.Application(
+        middlewares=[
+            cross_origin(state.cors_origins),
+            guard,
+            audit(lambda: state.audit),
+            authorise(lambda: state.keyring),
+        ]
+    )
     app[STATE] = state
     app[OPENAPI] = openapi_document()
     app[DOCS] = docs_page()
-    app[BACKGROUND] = Background(state)
-    app.cleanup_ctx.append(in_background)
+    app[BACKGROUND] = BackgroundRunner(state, api_routes.BATCH_ENDPOINTS, open_tasks)
+    app.cleanup_ctx.append(run_background)
     post, get = _post(app), app.router.add_get
     for path, handler in api_routes.POST.items():
         post(path, handler)
@@ -73,7 +81,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         shown = error if isinstance(error, MillraceError) else from_aiohttp(error, request, _paths(request.app))
         status = shown.status
-        return error_response(shown, request_id, request.path)
+        return error_response(shown, request_id, _error_writer(request.path))
     except ConnectionError:
         return web.Response(status=499)  # The client has gone; nobody will read this.
     except Exception as error:
@@ -82,10 +90,18 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(
             RequestFailed(f"The server failed on this request; its log says more under {request_id}."),
             request_id,
-            request.path,
+            _error_writer(request.path),
         )
     finally:
-        metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_WORD, "")).inc()
+        metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_REASON, "")).inc()
+
+
+def _error_writer(path: str) -> Callable[[MillraceError], bytes]:
+    """The error shape of the dialect that the path belongs to."""
+    for prefix, write in api_routes.ERROR_BODIES.items():
+        if path.startswith(prefix):
+            return write
+    return error_body
 
 
 def _route_of(request: web.Request) -> str:
@@ -109,7 +125,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         else:
             check_headers(request, request.app[STATE].body_limit_bytes)
     except MillraceError as error:
-        response = error_response(error, request_id, request.path)
+        response = error_response(error, request_id, _error_writer(request.path))
         response.force_close()
         return response
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -1,30 +1,64 @@
-"""What one front process knows. Built once, handed to every route."""
+"""The state of one front process. Built once and handed to every route."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from aiohttp import web
 
 from millrace.config import Config
-from millrace.errors import EngineUnavailable
+from millrace.errors import EngineUnavailable, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
-from millrace.serve.stored.database import Store, store_directory
+from millrace.serve.database import Store, store_directory
+from millrace.serve.http.siblings import Siblings
 from millrace.serve.tenancy.admission import Admission
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from millrace.serve.generate.job import Job
-
 TEXT_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """A running job as /v1/requests shows it."""
+
+    answer_id: str
+    request_id: str
+    """The header X-Request-Id."""
+    path: str
+    owner: str
+    created: int
+    submitted_at: float
+    """On `time.monotonic`."""
+    stream: bool
+    priority: int
+    num_sequences: int
+    prompt_tokens: int
+    output_tokens: int
+    """So far."""
+
+
+class OpenJob(Protocol):
+    """A request that is generating: as much of it as the front needs to count, list and end it."""
+
+    done: asyncio.Future[None]
+
+    @property
+    def is_streamed(self) -> bool: ...
+
+    def summary(self) -> JobSummary: ...
+
+    def fail(self, error: MillraceError) -> None: ...
 
 
 def _text_pool() -> ThreadPoolExecutor:
@@ -41,10 +75,10 @@ class FrontState:
     metrics: FrontMetrics
     text_pool: ThreadPoolExecutor = field(default_factory=_text_pool)
     """Where long texts are templated and tokenised, so that they do not stall the streams of others."""
-    jobs: set[Job] = field(default_factory=set)
+    jobs: set[OpenJob] = field(default_factory=set)
     """Every request that is generating."""
     keyring: Keyring | None = None
-    """None: whoever reaches the port is served."""
+    """None: no key is required."""
     quotas: Quotas = field(default_factory=Quotas)
     audit: AuditLog | None = None
     directory: str | None = None
@@ -69,6 +103,10 @@ class FrontState:
         self.admission = Admission(self.config)
         origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
         self.cors_origins = frozenset(origin for origin in origins if origin)
+
+    @property
+    def siblings(self) -> Siblings:
+        return Siblings(self.directory, self.client.front_index, self.config.server.fronts)
 
     @property
     def body_limit_bytes(self) -> int:
@@ -106,3 +144,6 @@ class FrontState:
             self.audit.close()
         self.text_pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()
+
+
+STATE = web.AppKey("state", FrontState)

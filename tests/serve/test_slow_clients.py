@@ -91,7 +91,7 @@ def test_a_detailed_stream_is_bounded_too(front: Front) -> None:
 
 
 def test_the_end_of_a_stream_is_not_awaited_for_ever(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.serve.openai.routes.FLUSH_GRACE_S", 0.3)
+    monkeypatch.setattr("millrace.serve.generate.respond.FLUSH_GRACE_S", 0.3)
     with connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=9000)))
         eventually(lambda: not front.engine.rows and bool(front.engine.ended))

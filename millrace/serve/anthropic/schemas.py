@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from millrace.serve.openai.schemas import Refused, Strict, described, later
+from millrace.serve.http.error_bodies import ErrorBody
+from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
 CacheControl = Annotated[
     Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, with or without it.")
@@ -20,7 +21,7 @@ class TextBlock(Strict, kw_only=True, tag_field="type", tag="text"):
 
     text: str
     cache_control: CacheControl = UNSET
-    citations: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    citations: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
@@ -82,13 +83,13 @@ class CountTokensRequest(Strict, kw_only=True):
     ]
     system: Annotated[str | list[Block] | None, described("How the model should behave.")] = None
     cache_control: CacheControl = UNSET
-    thinking: Annotated[Refused, later('null and {"type": "disabled"} are accepted.')] = UNSET
-    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    tool_choice: Annotated[Refused, later('null, {"type": "auto"} and {"type": "none"} are accepted.')] = UNSET
-    output_config: Annotated[Refused, later("null and {} are accepted.")] = UNSET
-    speed: Annotated[Refused, later('null and "standard" are accepted.')] = UNSET
-    user_profile_id: Annotated[Refused, later("null is accepted.")] = UNSET
-    workspace_id: Annotated[Refused, later("null is accepted.")] = UNSET
+    thinking: Annotated[Refused, unsupported('null and {"type": "disabled"} are accepted.')] = UNSET
+    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    tool_choice: Annotated[Refused, unsupported('null, {"type": "auto"} and {"type": "none"} are accepted.')] = UNSET
+    output_config: Annotated[Refused, unsupported("null and {} are accepted.")] = UNSET
+    speed: Annotated[Refused, unsupported('null and "standard" are accepted.')] = UNSET
+    user_profile_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    workspace_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -101,12 +102,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: Annotated[float | None, described("Nucleus sampling.", exclusiveMinimum=0, maximum=1)] = None
     top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 keeps all.", minimum=0)] = None
     metadata: Annotated[AnthropicMetadata | None, described("Labels; no effect on generation.")] = None
-    service_tier: Annotated[Refused, later('null, "auto" and "standard_only" are accepted.')] = UNSET
-    container: Annotated[Refused, later("null is accepted.")] = UNSET
-    context_management: Annotated[Refused, later("null is accepted.")] = UNSET
-    mcp_servers: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    diagnostics: Annotated[Refused, later("null is accepted.")] = UNSET
-    inference_geo: Annotated[Refused, later("null is accepted.")] = UNSET
+    service_tier: Annotated[Refused, unsupported('null, "auto" and "standard_only" are accepted.')] = UNSET
+    container: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    context_management: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    mcp_servers: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    diagnostics: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    inference_geo: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -172,3 +173,10 @@ class MessageEvent(msgspec.Struct):
 
 class CountTokensAnswer(msgspec.Struct):
     input_tokens: int
+
+
+class AnthropicErrorAnswer(msgspec.Struct):
+    """Every error of /v1/messages: Anthropic's shape with OpenAI's fields in it."""
+
+    type: Literal["error"]
+    error: ErrorBody

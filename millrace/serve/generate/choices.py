@@ -7,38 +7,31 @@ runs inside the dispatch of a step that also carries the tokens of others.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
+from typing import Protocol
 
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import SamplingParams
-from millrace.serve.generate.generation import Prompt
+from millrace.params import FinishReason, SamplingParams
+from millrace.serve.generate.events import AnswerFinish, Output, TextDelta
+from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.http.event_stream import EventStream
-from millrace.serve.openai.answers import FinishWord
+from millrace.serve.http.json_answer import encode, escape_text
 from millrace.text.text_stream import TextStream
 
-if TYPE_CHECKING:
-    from millrace.serve.generate.job import Job
-
-_encode = msgspec.json.Encoder().encode
-
 _SIZE_LINES = tuple(b"%x\r\n" % size for size in range(4096))
-"""The first line of an HTTP chunk, by the chunk's size; looking it up beats formatting it."""
+"""First line of an HTTP chunk by the chunk's size; a lookup beats formatting it."""
 
 
-def escaped(text: str) -> bytes:
-    """A text as a JSON string that is safe inside a line of a stream."""
-    data = _encode(text)
-    return data if text.isascii() else escape_lines(data)
+class ChoiceOwner(Protocol):
+    """What a choice needs of its job."""
 
+    @property
+    def generation(self) -> Generation: ...
 
-def escape_lines(json: bytes) -> bytes:
-    """Escape the three line breaks that JSON leaves alone: a client that cuts a stream into lines by Unicode's rules,
-    not by those of server-sent events, would cut a frame at them."""
-    return (
-        json.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-    )
+    def on_choice_end(self, choice: Choice, finish: Finish) -> None: ...
+
+    def on_bug(self, error: Exception) -> None: ...
+
+    def abort_choice(self, choice: Choice, reason: FinishReason) -> None: ...
 
 
 class Choice(ABC):
@@ -60,7 +53,7 @@ class Choice(ABC):
         "text",
     )
 
-    def __init__(self, job: Job, index: int, prompt: Prompt, params: SamplingParams, text: TextStream) -> None:
+    def __init__(self, job: ChoiceOwner, index: int, prompt: Prompt, params: SamplingParams, text: TextStream) -> None:
         self.job = job
         self.index = index
         self.prompt = prompt
@@ -112,14 +105,14 @@ class Choice(ABC):
         self.job.abort_choice(self, "stop")
 
     @property
-    def completion_tokens(self) -> int:
+    def output_tokens(self) -> int:
         """As the engine counted them, unless a stop string cut the answer short of that."""
         if self.job.generation.score_only:
             return 0
         return self.num_tokens if self._stopped or self.finish is None else self.finish.output_tokens
 
     @property
-    def finish_word(self) -> FinishWord:
+    def finish_reason(self) -> AnswerFinish:
         stopped = self._stopped or (self.finish is not None and self.finish.reason == "stop")
         return "stop" if stopped and not self.job.generation.score_only else "length"
 
@@ -134,41 +127,31 @@ class Choice(ABC):
 class CollectedChoice(Choice):
     """A choice of an answer that is sent whole."""
 
-    __slots__ = ("_parts", "logprobs", "token_ids")
+    __slots__ = ("_add_logprobs", "_add_text", "_add_token", "output")
 
-    def __init__(self, job: Job, index: int, prompt: Prompt, params: SamplingParams, text: TextStream) -> None:
+    def __init__(self, job: ChoiceOwner, index: int, prompt: Prompt, params: SamplingParams, text: TextStream) -> None:
         super().__init__(job, index, prompt, params, text)
-        self._parts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.output = Output()
+        self._add_text = self.output.parts.append
+        self._add_token = self.output.token_ids.append
+        self._add_logprobs = self.output.logprobs.append
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if self._closed:
             return
         try:
             self.num_tokens += 1
-            self.token_ids.append(token_id)
+            self._add_token(token_id)
             if logprobs is not None:
-                self.logprobs.append(logprobs)
-            self._parts.append(self._push(token_id))
+                self._add_logprobs(logprobs)
+            self._add_text(self._push(token_id))
             if self._watches and self.text.stopped_by is not None:
                 self.stop()
         except Exception as error:
             self.job.on_bug(error)
 
     def complete(self) -> None:
-        self._parts.append(self._last_text())
-
-    @property
-    def answer_text(self) -> str:
-        return "".join(self._parts)
-
-    @property
-    def mean_logprob(self) -> float:
-        """Per token; what `best_of` ranks by."""
-        if not self.logprobs:
-            return 0.0
-        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
+        self._add_text(self._last_text())
 
 
 class PlainChoice(Choice):
@@ -188,7 +171,7 @@ class PlainChoice(Choice):
 
     def __init__(
         self,
-        job: Job,
+        job: ChoiceOwner,
         index: int,
         prompt: Prompt,
         params: SamplingParams,
@@ -215,7 +198,7 @@ class PlainChoice(Choice):
             text = self._push(token_id)
             if text:
                 if self._out.direct and len(text) <= self._most_chars:
-                    data = _encode(text) if text.isascii() else escaped(text)
+                    data = encode(text) if text.isascii() else escape_text(text)
                     size_line = _SIZE_LINES[self._fixed_bytes + len(data)]
                     self._write(b"".join((size_line, self._prefix, data, self._suffix_line)))
                     if self._protocol._paused:
@@ -237,44 +220,43 @@ class PlainChoice(Choice):
             self._held.append(text)
             self._out.hold(len(text))
         else:
-            self._out.send(self._prefix + escaped(text) + self._suffix)
+            self._out.send(self._prefix + escape_text(text) + self._suffix)
 
     def take_held(self) -> bytes:
         if not self._held:
             return b""
         text = "".join(self._held)
         self._held.clear()
-        return self._prefix + escaped(text) + self._suffix
+        return self._prefix + escape_text(text) + self._suffix
 
 
-class DetailedFrames(Protocol):
-    """Builds the chunks of a stream that carry more than text."""
+class DeltaWriter(Protocol):
+    """The part of a dialect's writer that shapes single events."""
 
-    def prompt_chunk(self, choice: DetailedChoice) -> bytes:
-        """What precedes a choice's output: an echoed prompt, the prompt's token ids."""
+    def prompt_frame(self, choice: DetailedChoice) -> bytes:
+        """Frame before a choice's output: an echoed prompt, the prompt's token ids; may be empty."""
 
-    def chunk(self, choice: DetailedChoice, text: str) -> bytes:
-        """Text with the tokens of `choice.take_pending()`."""
+    def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes: ...
 
 
 class DetailedChoice(Choice):
-    """A choice of a stream whose chunks carry log-probabilities, token ids, running usage or an echo."""
+    """A choice of a stream whose frames carry log-probabilities, token ids, running usage or an echo."""
 
-    __slots__ = ("_frames", "_out", "_pending_ids", "_pending_logprobs", "_started")
+    __slots__ = ("_out", "_pending_ids", "_pending_logprobs", "_started", "_writer")
 
     def __init__(
         self,
-        job: Job,
+        job: ChoiceOwner,
         index: int,
         prompt: Prompt,
         params: SamplingParams,
         text: TextStream,
         out: EventStream,
-        frames: DetailedFrames,
+        writer: DeltaWriter,
     ) -> None:
         super().__init__(job, index, prompt, params, text)
         self._out = out
-        self._frames = frames
+        self._writer = writer
         self._pending_ids: list[int] = []
         self._pending_logprobs: list[TokenLogprobs] = []
         self._started = False
@@ -290,7 +272,7 @@ class DetailedChoice(Choice):
                 self._pending_logprobs.append(logprobs)
             text = self._push(token_id)
             if text:
-                self._out.send(self._frames.chunk(self, text))
+                self._send(text)
             if self._watches and self.text.stopped_by is not None:
                 self.stop()
         except Exception as error:
@@ -300,17 +282,17 @@ class DetailedChoice(Choice):
         self._begin()
         text = self._last_text()
         if text or self._pending_ids:
-            self._out.send(self._frames.chunk(self, text))
+            self._send(text)
 
-    def take_pending(self) -> tuple[list[int], list[TokenLogprobs]]:
-        """The tokens behind the next chunk, and their log-probabilities."""
-        taken = self._pending_ids, self._pending_logprobs
+    def _send(self, text: str) -> None:
+        """Text that has become final, as an event; a parser of tool calls or reasoning would stand here."""
+        delta = TextDelta(text, self._pending_ids, self._pending_logprobs)
         self._pending_ids, self._pending_logprobs = [], []
-        return taken
+        self._out.send(self._writer.text_delta(self, delta))
 
     def _begin(self) -> None:
         if not self._started:
             self._started = True
-            frame = self._frames.prompt_chunk(self)
+            frame = self._writer.prompt_frame(self)
             if frame:
                 self._out.send(frame)

@@ -7,9 +7,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
-
-from msgspec import UNSET, UnsetType
 
 from millrace.errors import (
     BadRequest,
@@ -19,44 +16,21 @@ from millrace.errors import (
     RequestCancelled,
     RequestFailed,
 )
-from millrace.link.messages import Finish, FinishReason
-from millrace.params import SamplingParams
-from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, DetailedFrames, PlainChoice
+from millrace.link.messages import Finish
+from millrace.params import FinishReason, SamplingParams
+from millrace.serve.generate.checks import name_fields
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, PlainChoice
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.sampling import name_fields
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
-from millrace.serve.openai.answers import PromptTokensDetails, Usage
-from millrace.serve.state import FrontState
+from millrace.serve.state import FrontState, JobSummary
 from millrace.text.text_stream import TextStream
 
 DEADLINE_SLACK_S = 2.0
 """The engine ends a request at its deadline; after this much longer the front no longer waits for it to say so."""
 
 log = logging.getLogger("millrace.serve")
-
-
-class Shape(DetailedFrames, Protocol):
-    """How one API writes its answers. An instance belongs to one job."""
-
-    limit_names: dict[str, str]
-    """Names in this API of the fields that errors about the engine's limits speak of."""
-
-    def preamble(self, choices: list[Choice]) -> bytes:
-        """Frames before the first text of a stream."""
-
-    def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the escaped text of a plain chunk."""
-
-    def finish_frame(self, choice: Choice) -> bytes: ...
-
-    def end_frames(self, usage: Usage) -> bytes:
-        """What closes a stream that ended well."""
-
-    def error_frames(self, error: MillraceError) -> bytes:
-        """What closes a stream that had begun when it failed."""
-
-    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
-        """The whole body of an answer that is not streamed."""
 
 
 class Job:
@@ -66,7 +40,7 @@ class Job:
         self,
         state: FrontState,
         generation: Generation,
-        make_shape: Callable[[Job], Shape],
+        make_writer: Callable[[Job], Writer],
         out: EventStream | None = None,
     ) -> None:
         self.state = state
@@ -77,7 +51,7 @@ class Job:
         self.submitted_at = 0.0
         self.request_id = self.path = self.owner = ""
         """The request that it belongs to, where that went, and whose it is."""
-        self.shape = make_shape(self)
+        self.writer = make_writer(self)
         self._num_open = 0
         self._taken_back: set[int] = set()
         """Indices of the choices that the engine was told to abort."""
@@ -104,7 +78,7 @@ class Job:
                 )
         except MillraceError as error:
             self.close()
-            raise (name_fields(error, self.shape.limit_names) if isinstance(error, BadRequest) else error) from None
+            raise (name_fields(error, self.writer.limit_names) if isinstance(error, BadRequest) else error) from None
 
     @property
     def is_started(self) -> bool:
@@ -118,15 +92,15 @@ class Job:
                 choices.append(self._make_choice(len(choices), prompt, _params_of(generation.params, number)))
         if self.out is not None:
             holders = [choice for choice in choices if isinstance(choice, PlainChoice)]
-            self.out.begin_with(self.shape.preamble(choices), list(holders), self.on_slow_client)
+            self.out.begin_with(self.writer.preamble(choices), list(holders), self.on_slow_client)
 
     def _make_choice(self, index: int, prompt: Prompt, params: SamplingParams) -> Choice:
         text = TextStream(self.state.tokenizer, params)
         if self.out is None:
             return CollectedChoice(self, index, prompt, params, text)
         if self.generation.is_detailed:
-            return DetailedChoice(self, index, prompt, params, text, self.out, self.shape)
-        return PlainChoice(self, index, prompt, params, text, self.out, self.shape.text_frame(index))
+            return DetailedChoice(self, index, prompt, params, text, self.out, self.writer)
+        return PlainChoice(self, index, prompt, params, text, self.out, self.writer.text_frame(index))
 
     # ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def on_choice_end(self, choice: Choice, finish: Finish) -> None:
@@ -138,14 +112,14 @@ class Job:
             return
         choice.complete()
         if self.out is not None:
-            self.out.send(self.shape.finish_frame(choice))
+            self.out.send(self.writer.finish_frame(choice))
         self._num_open -= 1
         if self._num_open == 0:
             self._end_well()
 
     def _end_well(self) -> None:
         if self.out is not None and not self.generation.holds_end:
-            self.out.end(self.shape.end_frames(self.usage()))
+            self.out.end(self.writer.end_frames(self.usage()))
         if not self.done.done():
             self.done.set_result(None)
 
@@ -158,7 +132,7 @@ class Job:
         if self.out is None or not self.out.started:
             self.done.set_exception(error)
             return
-        self.out.end(self.shape.error_frames(error))
+        self.out.end(self.writer.error_frames(error))
         self.done.set_result(None)
 
     def on_bug(self, error: Exception) -> None:
@@ -210,32 +184,46 @@ class Job:
         """A prompt counts once. What was cached of it is what all of its choices found there."""
         generation = self.generation
         prompt_tokens = sum(len(prompt.token_ids) for prompt in generation.prompts)
-        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
+        output_tokens = sum(choice.output_tokens for choice in self.choices)
         per_prompt = generation.num_sequences
         cached = 0
         for first in range(0, len(self.choices), per_prompt):
             finishes = [choice.finish for choice in self.choices[first : first + per_prompt]]
             cached += min((finish.cached_tokens for finish in finishes if finish is not None), default=0)
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached))
+        return Usage(prompt_tokens, cached, output_tokens)
 
-    def chunk_usage(self) -> Usage | UnsetType | None:
-        """The `usage` of a chunk that is not the last: the count so far, null, or no such field."""
-        if self.generation.continuous_usage:
-            return self.usage()
-        return None if self.generation.include_usage else UNSET
+    def summary(self) -> JobSummary:
+        generation = self.generation
+        return JobSummary(
+            answer_id=generation.answer_id,
+            request_id=self.request_id,
+            path=self.path,
+            owner=self.owner,
+            created=generation.created,
+            submitted_at=self.submitted_at,
+            stream=generation.stream,
+            priority=generation.priority,
+            num_sequences=len(self.choices),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
+            output_tokens=sum(choice.num_tokens for choice in self.choices),
+        )
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.out is not None
 
     def body(self) -> bytes:
         """The whole answer, after `done`."""
-        return self.shape.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
+        return self.writer.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
 
     @property
-    def finish_word(self) -> str:
+    def finish_reason(self) -> str:
         """How it ended, for metrics and logs."""
         if self.error is not None:
             return self.error.code or "error"
         if any(choice.finish is None for choice in self.choices):
             return "abort"
-        return self.choices[0].finish_word
+        return self.choices[0].finish_reason
 
 
 def _params_of(params: SamplingParams, number: int) -> SamplingParams:

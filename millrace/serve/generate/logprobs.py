@@ -1,108 +1,47 @@
-"""Log-probabilities in the shapes that clients know: chat's, completions', and those of a prompt."""
+"""Log-probabilities of output tokens, as most dialects report them."""
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+import msgspec
 
 from millrace.link.messages import TokenLogprobs
-from millrace.serve.openai.answers import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TokenLogprob,
-    TopLogprob,
-)
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 LEAST = -9999.0
-"""JSON has no infinities: an impossible token gets this."""
+"""Replaces -infinity, which JSON does not have."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int) -> ChatLogprobs:
-    return ChatLogprobs([_token_logprob(tokenizer, entry, num_top) for entry in entries])
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+def token_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int) -> list[TokenLogprob]:
+    return [_token_logprob(tokenizer, entry, num_top) for entry in entries]
 
 
 def _token_logprob(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> TokenLogprob:
     top = [
-        TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(tokenizer.token_bytes(token_id)))
+        TopLogprob(tokenizer.token_text(token_id), finite(logprob), list(tokenizer.token_bytes(token_id)))
         for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
     ]
     return TokenLogprob(
         tokenizer.token_text(entry.token_id),
-        _finite(entry.logprob),
+        finite(entry.logprob),
         list(tokenizer.token_bytes(entry.token_id)),
         top,
     )
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
-) -> PromptLogprobs:
-    """For each position: the prompt's own token and the likeliest ones, by token id."""
-    return [None if entry is None else _by_token_id(tokenizer, entry) for entry in entries[: len(token_ids)]]
-
-
-def _by_token_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
-    found = {
-        str(token_id): PromptLogprob(_finite(logprob), rank, tokenizer.token_text(token_id))
-        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
-    }
-    own = PromptLogprob(_finite(entry.logprob), entry.rank, tokenizer.token_text(entry.token_id))
-    return {str(entry.token_id): own, **{key: value for key, value in found.items() if key != str(entry.token_id)}}
-
-
-class CompletionLogprobsWriter:
-    """Builds completions' columns piece by piece, with each token's offset in the text."""
-
-    def __init__(self, tokenizer: Tokenizer, num_top: int, *, skip_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = num_top
-        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
-        self._offset = 0
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def echoed(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """The columns of an echoed prompt, whose first token has no log-probability."""
-        columns = CompletionLogprobs([], [], [], [])
-        for token_id, entry in zip(token_ids, entries, strict=False):
-            self._add(columns, token_id, entry)
-        return columns
-
-    def generated(self, entries: Iterable[TokenLogprobs]) -> CompletionLogprobs:
-        columns = CompletionLogprobs([], [], [], [])
-        for entry in entries:
-            self._add(columns, entry.token_id, entry)
-        return columns
-
-    def _add(self, columns: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
-        text = self._tokenizer.token_text(token_id)
-        columns.tokens.append(text)
-        columns.text_offset.append(self._offset)
-        columns.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-        columns.top_logprobs.append(None if entry is None else self._top(entry, text))
-        if token_id not in self._hidden:
-            # A character may span tokens: it counts where it is complete.
-            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
-
-    def _top(self, entry: TokenLogprobs, own_text: str) -> dict[str, float]:
-        """By text; of tokens with one text the likeliest counts. The chosen token is always there."""
-        top: dict[str, float] = {}
-        for token_id, logprob in zip(entry.top_ids[: self._num_top], entry.top_logprobs[: self._num_top], strict=True):
-            top.setdefault(self._tokenizer.token_text(token_id), _finite(logprob))
-        top.setdefault(own_text, _finite(entry.logprob))
-        return top
-
-
-def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        first.text_offset + second.text_offset,
-        first.token_logprobs + second.token_logprobs,
-        first.tokens + second.tokens,
-        first.top_logprobs + second.top_logprobs,
-    )
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if logprob > LEAST else LEAST

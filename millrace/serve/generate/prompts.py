@@ -1,35 +1,22 @@
-"""Text to token ids: at once when it is short, in a thread when it is long, so that no prompt stalls other streams."""
+"""Prompts to token ids. Long texts are tokenised in a thread, so that they do not stall other streams."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.serve.generate.generation import Prompt
-from millrace.serve.generate.sampling import refuse_unsupported
-from millrace.serve.openai.schemas import (
-    MAX_MESSAGES,
-    NOT_SUPPORTED_IN_MESSAGES,
-    AssistantMessage,
-    ContentPart,
-    DeveloperMessage,
-    FunctionMessage,
-    Message,
-    SystemMessage,
-    TextPart,
-    ToolMessage,
-)
+from millrace.serve.generate.messages import Conversation
 from millrace.serve.state import FrontState
 
 LONG_TEXT_CHARS = 4096
-"""Tokenising this much takes about a millisecond: the longest that other streams should wait."""
+"""Tokenising this much takes about 1 ms, which is as long as other streams should wait."""
 
 _MESSAGE_CHARS = 64
-"""What rendering a message costs beside its text, in characters' worth."""
+"""Cost of rendering one message besides its text, in characters."""
 
-RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents")
 _T = TypeVar("_T")
 
 
@@ -52,33 +39,43 @@ async def encode_texts(
 
 
 async def encode_chat(
-    state: FrontState,
-    messages: list[dict[str, Any]],
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    template_kwargs: dict[str, Any],
-    max_tokens: int | None,
-    may_cut: bool = False,
+    state: FrontState, conversation: Conversation, *, max_tokens: int | None, may_cut: bool = False
 ) -> list[int]:
-    """The conversation as the model's chat template writes it. The template itself begins the text as the model
-    wants it, so no special tokens are added."""
-    num_chars = len(messages) * _MESSAGE_CHARS
-    for text in _texts_in(messages):
-        num_chars += len(text)
-        if len(text) > LONG_TEXT_CHARS and not may_cut:
-            await _refuse_hopeless(state, text, max_tokens)
+    """The conversation rendered by the model's chat template. The template writes special tokens itself."""
+    conversation.check()
+    num_chars = len(conversation.messages) * _MESSAGE_CHARS
+    for message in conversation.messages:
+        for text in message.texts:
+            num_chars += len(text)
+            if len(text) > LONG_TEXT_CHARS and not may_cut:
+                await _refuse_hopeless(state, text, max_tokens)
 
     def work() -> list[int]:
         text = state.template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_kwargs,
+            [message.for_template() for message in conversation.messages],
+            add_generation_prompt=conversation.opens_answer,
+            continue_final_message=conversation.continue_final_message,
+            **conversation.template_kwargs,
         )
         return state.tokenizer.encode(text, add_special=False)
 
     return await off_loop(state, num_chars, work)
+
+
+async def chat_prompt(
+    state: FrontState, conversation: Conversation, *, max_tokens: int | None, keep: int | None = None
+) -> Prompt:
+    """`keep`: cut the prompt to its last tokens, as in `cut_prompt`."""
+    token_ids = await encode_chat(state, conversation, max_tokens=max_tokens, may_cut=keep is not None)
+    return Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
+
+
+def check_truncation(keep: int | None) -> None:
+    if keep is not None and (keep < -1 or keep == 0):
+        raise BadRequest(
+            f"truncate_prompt_tokens is {keep}; send how many tokens to keep, or -1 for as many as fit.",
+            param="truncate_prompt_tokens",
+        )
 
 
 def cut_prompt(state: FrontState, token_ids: list[int], text: str | None, keep: int, max_tokens: int | None) -> Prompt:
@@ -88,15 +85,6 @@ def cut_prompt(state: FrontState, token_ids: list[int], text: str | None, keep: 
         keep = max(1, min(ready.max_context, ready.kv_tokens) - max(1, max_tokens or 1))
     dropped = max(0, len(token_ids) - keep)
     return Prompt(token_ids[dropped:], None if dropped else text, dropped)
-
-
-def _texts_in(messages: list[dict[str, Any]]) -> Iterator[str]:
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content)
 
 
 async def _refuse_hopeless(state: FrontState, text: str, max_tokens: int | None) -> None:
@@ -120,68 +108,3 @@ async def _refuse_hopeless(state: FrontState, text: str, max_tokens: int | None)
 def _longest_token(state: FrontState) -> int:
     tokenizer = state.tokenizer
     return max(1, max((len(tokenizer.token_bytes(index)) for index in range(tokenizer.vocab_size)), default=1))
-
-
-# ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: plain dicts, whose content is a text or text parts."""
-    if not messages:
-        raise BadRequest("'messages' is empty; send at least one message.", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise BadRequest(
-            f"'messages' holds {len(messages)} messages; at most {MAX_MESSAGES} are allowed.", param="messages"
-        )
-    return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _template_message(message: Message, at: str) -> dict[str, Any]:
-    role = str(message.__struct_config__.tag)
-    if isinstance(message, (ToolMessage, FunctionMessage)):
-        raise BadRequest(
-            f"'{at}.role' is '{role}', which is not supported yet; remove the message.",
-            param=f"{at}.role",
-            code="unsupported_parameter",
-        )
-    if isinstance(message, AssistantMessage):
-        refuse_unsupported(message, NOT_SUPPORTED_IN_MESSAGES, f"{at}.")
-    if message.content is None:
-        raise BadRequest(f"'{at}.content' is null; send a text.", param=f"{at}.content")
-    shown = "system" if isinstance(message, (DeveloperMessage, SystemMessage)) else role
-    plain: dict[str, Any] = {"role": shown, "content": message.content}
-    if not isinstance(message.content, str):
-        plain["content"] = [_text_part(part, f"{at}.content[{i}]") for i, part in enumerate(message.content)]
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
-
-
-def _text_part(part: ContentPart, at: str) -> dict[str, str]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    kind = part.__struct_config__.tag
-    raise BadRequest(
-        f"'{at}' is of type '{kind}', which is not supported yet; this server takes text only.",
-        param=f"{at}.type",
-        code="unsupported_parameter",
-    )
-
-
-def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:
-    """The two template switches, which exclude each other; the default follows from the one that was sent."""
-    if continue_final and add:
-        raise BadRequest(
-            "'add_generation_prompt' and 'continue_final_message' are both true, but an answer either begins or"
-            " continues; set one of them to false.",
-            param="continue_final_message",
-        )
-    return (not continue_final if add is None else add), bool(continue_final)
-
-
-def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    for name in kwargs or {}:
-        if name in RESERVED or not name.isidentifier():
-            raise BadRequest(
-                f"chat_template_kwargs sets {name[:80]!r}, which is reserved or not a name; remove it.",
-                param="chat_template_kwargs",
-            )
-    return kwargs or {}

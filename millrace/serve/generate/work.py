@@ -6,23 +6,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
 from millrace.errors import DeadlineExceeded
+from millrace.serve.generate.gate import enter_unattended
 from millrace.serve.generate.generation import Generation
-from millrace.serve.generate.job import DEADLINE_SLACK_S, Job, Shape
-from millrace.serve.http.body import BodyDecoder
-from millrace.serve.openai.answers import Usage
-from millrace.serve.openai.chat import chat_generation, overflow_names
-from millrace.serve.openai.completions import completion_generation
-from millrace.serve.openai.schemas import ChatRequest, CompletionRequest
-from millrace.serve.openai.write_chat import ChatShape
-from millrace.serve.openai.write_completions import CompletionShape
+from millrace.serve.generate.job import DEADLINE_SLACK_S, Job
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.writer import Writer
 from millrace.serve.state import FrontState
-from millrace.serve.tenancy.gate import enter_unattended
-
-_chat = BodyDecoder(ChatRequest)
-_completion = BodyDecoder(CompletionRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +21,15 @@ class Work:
     """A request that has been read and found good: what to generate, and how to write it."""
 
     generation: Generation
-    make_shape: Callable[[Job], Shape]
+    make_writer: Callable[[Job], Writer]
     conclude: Callable[[Job], Awaitable[bytes]] | None = None
     """What is left to do between the last token and the client's hearing of it (`holds_end`). Gives the whole body,
     or a stream's last frames."""
 
 
-Prepare = Callable[[FrontState, bytes, float], Awaitable[Work]]
-"""Takes the body and when it was received, on `time.monotonic`. Raises what is wrong with the request."""
-
-
-async def chat_work(state: FrontState, body: bytes, received: float) -> Work:
-    request = _chat.decode(body)
-    await state.await_engine()
-    generation = await chat_generation(state, request, received)
-    return Work(generation, partial(ChatShape, limit_names=overflow_names(request)))
-
-
-async def completion_work(state: FrontState, body: bytes, received: float) -> Work:
-    request = _completion.decode(body)
-    await state.await_engine()
-    return Work(await completion_generation(state, request, received), CompletionShape)
+Prepare = Callable[[FrontState, bytes, float, str], Awaitable[Work]]
+"""Translates a body into work. Takes the body, the time it was received (`time.monotonic`) and its owner. Raises a
+`MillraceError` if the request is wrong."""
 
 
 async def until_done(state: FrontState, job: Job) -> None:
@@ -81,7 +60,7 @@ async def unattended_answer(
     generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
     used = 0
     try:
-        job = Job(state, generation, work.make_shape)
+        job = Job(state, generation, work.make_writer)
         job.request_id, job.path, job.owner = request_id, path, owner
         try:
             body = await whole_answer(state, work, job)

@@ -1,22 +1,15 @@
-"""Typed keys under which aiohttp carries our objects."""
+"""Typed keys under which aiohttp carries our values: of the application and of each request."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
-from millrace.serve.openai.answers import Usage
-from millrace.serve.state import FrontState
-from millrace.serve.tenancy.keyring import Tenant
-
-STATE = web.AppKey("state", FrontState)
-# aiohttp has typed keys for requests since 3.14; before, plain strings do.
-REQUEST_ID: Any = web.RequestKey("request_id", str) if hasattr(web, "RequestKey") else "request_id"
-FINISH_WORD: Any = web.RequestKey("finish_word", str) if hasattr(web, "RequestKey") else "finish_word"
-USAGE: Any = web.RequestKey("usage", Usage) if hasattr(web, "RequestKey") else "usage"
-TENANT: Any = web.RequestKey("tenant", Tenant) if hasattr(web, "RequestKey") else "tenant"
-EXTRA_HEADERS: Any = web.RequestKey("extra_headers", dict) if hasattr(web, "RequestKey") else "extra_headers"
+REQUEST_ID = web.RequestKey("request_id", str)
+FINISH_REASON = web.RequestKey("finish_reason", str)
+"""How generation ended, for metrics and the audit log; absent where nothing was generated."""
+TOKEN_COUNTS = web.RequestKey("token_counts", tuple)
+"""Prompt tokens and output tokens, where text was generated."""
+EXTRA_HEADERS = web.RequestKey("extra_headers", dict)
 """Headers that every response to this request carries, streams included."""
 OPENAPI = web.AppKey("openapi", bytes)
 DOCS = web.AppKey("docs", str)

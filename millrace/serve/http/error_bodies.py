@@ -1,12 +1,11 @@
-"""Every failure as an error body: our own, aiohttp's, and the unexpected.
-
-OpenAI's four fields are always there. Where a path belongs to another API, they stand where its clients look.
-"""
+"""Failures as HTTP error responses: our own errors and those that aiohttp raises."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import msgspec
 from aiohttp import web
 
 from millrace.errors import (
@@ -19,47 +18,33 @@ from millrace.errors import (
     Overloaded,
 )
 from millrace.serve.http.ids import REQUEST_ID_HEADER
-from millrace.serve.openai.answers import AnthropicErrorAnswer, ErrorAnswer, ErrorBody, OllamaErrorAnswer, encode
+from millrace.serve.http.json_answer import encode
 
 RETRY_AFTER_S = 5
-"""When the engine is loading, draining or gone; nobody knows better."""
+"""`Retry-After` while the engine is loading, draining or gone."""
 
 
-ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
-def error_body(error: MillraceError, path: str = "") -> bytes:
-    if path.startswith(ANTHROPIC_PATHS):
-        return anthropic_error_body(error)
-    if path.startswith(OLLAMA_PATHS):
-        return ollama_error_body(error)
+class ErrorAnswer(msgspec.Struct):
+    """Every error, whatever its status."""
+
+    error: ErrorBody
+
+
+def error_body(error: MillraceError) -> bytes:
+    """OpenAI's shape. Dialects with another shape have a function of their own, chosen by path in `routing`."""
     return encode(ErrorAnswer(ErrorBody(error.message, error.type, error.param, error.code)))
 
 
-def anthropic_error_body(error: MillraceError) -> bytes:
-    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return encode(AnthropicErrorAnswer("error", ErrorBody(error.message, kind, error.param, error.code)))
-
-
-def ollama_error_body(error: MillraceError) -> bytes:
-    return encode(OllamaErrorAnswer(error.message, error.message, error.type, error.param, error.code))
-
-
-def error_event(error: MillraceError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
-
-
-def error_response(error: MillraceError, request_id: str, path: str = "") -> web.Response:
+def error_response(
+    error: MillraceError, request_id: str, write_body: Callable[[MillraceError], bytes] = error_body
+) -> web.Response:
     headers = {REQUEST_ID_HEADER: request_id, "Server": "millrace"}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -67,8 +52,7 @@ def error_response(error: MillraceError, request_id: str, path: str = "") -> web
         headers["Retry-After"] = str(RETRY_AFTER_S)
     elif isinstance(error, AllowedMethods):
         headers["Allow"] = ", ".join(error.methods)
-    body = error_body(error, path)
-    return web.Response(status=error.status, body=body, headers=headers, content_type="application/json")
+    return web.Response(status=error.status, body=write_body(error), headers=headers, content_type="application/json")
 
 
 class AllowedMethods(MethodNotAllowed):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from millrace.serve.openai.answers import TokenLogprob
-from millrace.serve.openai.schemas import Refused, Strict, described, later
+from millrace.serve.generate.logprobs import TokenLogprob
+from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
 
 # ── what clients send ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -30,35 +30,35 @@ class OllamaOptions(Strict, kw_only=True):
     ] = None
     presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
-    repeat_last_n: Annotated[Refused, later("null and -1, the whole context, are accepted.")] = UNSET
-    typical_p: Annotated[Refused, later("null and 1 are accepted.")] = UNSET
-    tfs_z: Annotated[Refused, later("null and 1 are accepted.")] = UNSET
-    mirostat: Annotated[Refused, later("null and 0 are accepted.")] = UNSET
-    mirostat_tau: Annotated[Refused, later("null is accepted.")] = UNSET
-    mirostat_eta: Annotated[Refused, later("null is accepted.")] = UNSET
-    penalize_newline: Annotated[Refused, later("null and true are accepted.")] = UNSET
-    num_keep: Annotated[Refused, later("a prompt is never shifted; null is accepted.")] = UNSET
-    numa: Annotated[Refused, later("null and false are accepted.")] = UNSET
-    num_batch: Annotated[Refused, later("null is accepted.")] = UNSET
-    num_gpu: Annotated[Refused, later("null is accepted.")] = UNSET
-    main_gpu: Annotated[Refused, later("null is accepted.")] = UNSET
-    num_thread: Annotated[Refused, later("null is accepted.")] = UNSET
-    low_vram: Annotated[Refused, later("null and false are accepted.")] = UNSET
-    f16_kv: Annotated[Refused, later("null is accepted.")] = UNSET
-    logits_all: Annotated[Refused, later("null and false are accepted.")] = UNSET
-    vocab_only: Annotated[Refused, later("null and false are accepted.")] = UNSET
-    use_mmap: Annotated[Refused, later("null is accepted.")] = UNSET
-    use_mlock: Annotated[Refused, later("null is accepted.")] = UNSET
-    embedding_only: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    repeat_last_n: Annotated[Refused, unsupported("null and -1, the whole context, are accepted.")] = UNSET
+    typical_p: Annotated[Refused, unsupported("null and 1 are accepted.")] = UNSET
+    tfs_z: Annotated[Refused, unsupported("null and 1 are accepted.")] = UNSET
+    mirostat: Annotated[Refused, unsupported("null and 0 are accepted.")] = UNSET
+    mirostat_tau: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    mirostat_eta: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    penalize_newline: Annotated[Refused, unsupported("null and true are accepted.")] = UNSET
+    num_keep: Annotated[Refused, unsupported("a prompt is never shifted; null is accepted.")] = UNSET
+    numa: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    num_batch: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    num_gpu: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    main_gpu: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    num_thread: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    low_vram: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    f16_kv: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    logits_all: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    vocab_only: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    use_mmap: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    use_mlock: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    embedding_only: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
 class OllamaMessage(Strict, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    thinking: Annotated[Refused, later('null and "" are accepted.')] = UNSET
-    images: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    tool_calls: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    tool_name: Annotated[Refused, later("null is accepted.")] = UNSET
+    thinking: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    images: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    tool_calls: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    tool_name: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
 class OllamaCommon(Strict, kw_only=True):
@@ -70,17 +70,17 @@ class OllamaCommon(Strict, kw_only=True):
     keep_alive: Annotated[
         str | float | None, described("Accepted: the model stays loaded. 0 asks to unload it, which is refused.")
     ] = None
-    format: Annotated[Refused, later('null and "" are accepted.')] = UNSET
-    think: Annotated[Refused, later("null and false are accepted.")] = UNSET
-    truncate: Annotated[Refused, later("a prompt is never truncated; null and false are accepted.")] = UNSET
-    shift: Annotated[Refused, later("a context is never shifted; null and false are accepted.")] = UNSET
+    format: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    think: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    truncate: Annotated[Refused, unsupported("a prompt is never truncated; null and false are accepted.")] = UNSET
+    shift: Annotated[Refused, unsupported("a context is never shifted; null and false are accepted.")] = UNSET
 
 
 class OllamaChatRequest(OllamaCommon, kw_only=True):
     """The body of POST /api/chat."""
 
     messages: Annotated[list[OllamaMessage] | None, described("The conversation; none only checks the model.")] = None
-    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
 
 
 class OllamaGenerateRequest(OllamaCommon, kw_only=True):
@@ -89,13 +89,13 @@ class OllamaGenerateRequest(OllamaCommon, kw_only=True):
     prompt: Annotated[str | None, described("What the user says; none only checks the model.")] = None
     system: Annotated[str | None, described("How the model should behave.")] = None
     raw: Annotated[bool | None, described("Give the prompt to the model without its chat template.")] = None
-    suffix: Annotated[Refused, later('null and "" are accepted.')] = UNSET
-    template: Annotated[Refused, later('null and "" are accepted.')] = UNSET
-    context: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    images: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    width: Annotated[Refused, later("null is accepted.")] = UNSET
-    height: Annotated[Refused, later("null is accepted.")] = UNSET
-    steps: Annotated[Refused, later("null is accepted.")] = UNSET
+    suffix: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    template: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    context: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    images: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    width: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    height: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    steps: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
 class OllamaShowRequest(Strict, kw_only=True):
@@ -201,3 +201,13 @@ class OllamaShowAnswer(msgspec.Struct):
 
 class OllamaVersion(msgspec.Struct):
     version: str
+
+
+class OllamaErrorAnswer(msgspec.Struct):
+    """Every error of /api/…: Ollama's `error` is a text; OpenAI's fields stand beside it."""
+
+    error: str
+    message: str
+    type: str
+    param: str | None
+    code: str | None

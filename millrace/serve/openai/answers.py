@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishWord = Literal["stop", "length"]
+from millrace.serve.generate.events import AnswerFinish
+from millrace.serve.generate.logprobs import TokenLogprob
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -25,19 +26,6 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -66,7 +54,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord
+    finish_reason: AnswerFinish
     stop_reason: str | int | None = None
     """The stop text or stop token id that ended the choice, if one did."""
     token_ids: list[int] | UnsetType = UNSET
@@ -97,7 +85,7 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishWord | None = None
+    finish_reason: AnswerFinish | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -128,7 +116,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishWord
+    finish_reason: AnswerFinish
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -152,7 +140,7 @@ class CompletionChunkChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishWord | None = None
+    finish_reason: AnswerFinish | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -199,36 +187,3 @@ class TokenizeAnswer(msgspec.Struct):
 
 class DetokenizeAnswer(msgspec.Struct):
     prompt: str
-
-
-class ErrorBody(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(msgspec.Struct):
-    """Every error, whatever its status."""
-
-    error: ErrorBody
-
-
-class AnthropicErrorAnswer(msgspec.Struct):
-    """Every error of /v1/messages: Anthropic's shape with OpenAI's fields in it."""
-
-    type: Literal["error"]
-    error: ErrorBody
-
-
-class OllamaErrorAnswer(msgspec.Struct):
-    """Every error of /api/…: Ollama's `error` is a text; OpenAI's fields stand beside it."""
-
-    error: str
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-encode = msgspec.json.Encoder().encode

@@ -1,112 +1,17 @@
-"""The two routes that generate text, and how any route answers with generated text."""
+"""POST /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
-import logging
-import time
-
 from aiohttp import web
 
-from millrace.errors import MillraceError
-from millrace.serve.generate.job import Job
-from millrace.serve.generate.work import Prepare, Work, chat_work, completion_work, observe, until_done, whole_answer
-from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_WORD, REQUEST_ID, STATE, USAGE
-from millrace.serve.http.body import read_body
-from millrace.serve.http.event_stream import SERVER_SENT_EVENTS, EventStream
-from millrace.serve.http.ids import REQUEST_ID_HEADER
-from millrace.serve.state import FrontState
-from millrace.serve.tenancy.gate import enter
-from millrace.serve.tenancy.owner import owner_of
-
-FLUSH_GRACE_S = 30.0
-"""How long a client may take to read the rest of a stream that has ended."""
-
-request_log = logging.getLogger("millrace.requests")
+from millrace.serve.generate.respond import respond
+from millrace.serve.openai.translate_chat import prepare_chat
+from millrace.serve.openai.translate_completions import prepare_completion
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await respond(request, chat_work)
+    return await respond(request, prepare_chat)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    return await respond(request, completion_work)
-
-
-async def respond(
-    request: web.Request, prepare: Prepare, *, media_type: str = SERVER_SENT_EVENTS
-) -> web.StreamResponse:
-    """Read the body, prepare its work, and answer it, whole or streamed."""
-    state, received = request.app[STATE], time.monotonic()
-    work = await prepare(state, await read_body(request, state.body_limit_bytes), received)
-    return await answer(state, request, work, received, media_type=media_type)
-
-
-async def answer(
-    state: FrontState, request: web.Request, work: Work, received: float, *, media_type: str = SERVER_SENT_EVENTS
-) -> web.StreamResponse:
-    generation, reservation = enter(state, request, work.generation, received)
-    out: EventStream | None = None
-    job: Job | None = None
-    try:
-        if generation.stream:
-            limit_bytes = state.config.server.stream_buffer_kb * 1024
-            out = EventStream(
-                request,
-                request_id=request[REQUEST_ID],
-                limit_bytes=limit_bytes,
-                media_type=media_type,
-                headers=request.get(EXTRA_HEADERS, {}),
-            )
-        job = Job(state, generation, work.make_shape, out)
-        job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
-        if out is not None:
-            return await _stream(state, work, job, out)
-        headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
-        body = await whole_answer(state, work, job)
-        return web.Response(body=body, headers=headers, content_type="application/json")
-    finally:
-        if out is not None:
-            out.close()
-        is_started = job is not None and job.is_started
-        reservation.release(job.usage().total_tokens if job is not None and is_started else 0)
-        if job is not None and is_started:
-            _account(state, request, job, received)
-
-
-async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> web.StreamResponse:
-    job.start()
-    await until_done(state, job)
-    if work.conclude is not None and job.error is None:
-        try:
-            out.end(await work.conclude(job))
-        except MillraceError as error:
-            out.end(job.shape.error_frames(error))
-    await out.finish(FLUSH_GRACE_S)
-    return out.sent_response()
-
-
-def _account(state: FrontState, request: web.Request, job: Job, received: float) -> None:
-    """Count and, when asked to, log one request that reached the engine."""
-    metrics, now = state.metrics, time.monotonic()
-    observe(state, job, received)
-    ended = job.finish_word
-    request[FINISH_WORD] = ended
-    request[USAGE] = job.usage()
-    if ended == "abort":
-        metrics.client_disconnects.inc()
-    else:
-        metrics.e2e.observe(now - received)
-    if state.config.observe.log_requests:
-        usage = job.usage()
-        request_log.info(
-            "%s %s request_id=%s stream=%s prompt=%d cached=%d output=%d finish=%s total=%.3fs",
-            request.path,
-            job.generation.answer_id,
-            request[REQUEST_ID],
-            job.generation.stream,
-            usage.prompt_tokens,
-            usage.prompt_tokens_details.cached_tokens,
-            usage.completion_tokens,
-            ended,
-            now - received,
-        )
+    return await respond(request, prepare_completion)

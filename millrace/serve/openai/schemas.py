@@ -6,39 +6,15 @@ does not are typed `Refused` and listed in `NOT_SUPPORTED` with the values that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-
-MAX_MESSAGES = 16_384
-MAX_SEQUENCES = 1024
-"""Most sequences that one HTTP request may start: prompts × choices."""
-
-PriorityClass = Literal["interactive", "standard", "batch"]
-PRIORITY_CLASSES: dict[str, int] = {"interactive": 0, "standard": 1, "batch": 2}
-
-
-Refused = Raw | UnsetType
-"""A field that is not honoured: kept as bytes, so that nothing is built from it."""
-
-
-def described(text: str, **schema: Any) -> Meta:
-    """Documentation for OpenAPI. `schema` describes limits that are checked in one place only, `SamplingParams`."""
-    return Meta(description=text, extra_json_schema=schema or None)
-
-
-def later(text: str) -> Meta:
-    return Meta(description=f"Not supported yet; {text}")
-
+from millrace.serve.generate.priority import PriorityClass
+from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
 CacheBreakpoint = Annotated[
     Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, wherever they end.")
 ]
@@ -112,11 +88,11 @@ class AssistantMessage(Strict, kw_only=True, tag_field="role", tag="assistant"):
 
     content: Content | None = None
     name: Name = None
-    refusal: Annotated[Refused, later("null is accepted.")] = UNSET
-    audio: Annotated[Refused, later("null is accepted.")] = UNSET
-    tool_calls: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    function_call: Annotated[Refused, later("null is accepted.")] = UNSET
-    annotations: Annotated[Refused, later("null and [] are accepted.")] = UNSET
+    refusal: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    tool_calls: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    function_call: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    annotations: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
 
 
 class ToolMessage(Strict, kw_only=True, tag_field="role", tag="tool"):
@@ -141,7 +117,7 @@ class StreamOptions(Strict, kw_only=True):
 
     include_usage: Annotated[bool | None, described("Send one more chunk, before [DONE], with the usage.")] = None
     continuous_usage_stats: Annotated[bool | None, described("Send the usage so far with every chunk.")] = None
-    include_obfuscation: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    include_obfuscation: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
 # ── what chat and completions share ───────────────────────────────────────────────────────────────────────────────────
@@ -219,25 +195,25 @@ class ChatRequest(Sampled, kw_only=True):
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("Further variables for the chat template.")] = None
 
-    response_format: Annotated[Refused, later('null and {"type": "text"} are accepted.')] = UNSET
-    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    tool_choice: Annotated[Refused, later('null, "none" and "auto" are accepted.')] = UNSET
+    response_format: Annotated[Refused, unsupported('null and {"type": "text"} are accepted.')] = UNSET
+    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    tool_choice: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
     parallel_tool_calls: Annotated[
-        Refused, later("null, true and false are accepted and mean nothing without tools.")
+        Refused, unsupported("null, true and false are accepted and mean nothing without tools.")
     ] = UNSET
-    functions: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    function_call: Annotated[Refused, later('null, "none" and "auto" are accepted.')] = UNSET
-    reasoning_effort: Annotated[Refused, later('null and "none" are accepted.')] = UNSET
-    verbosity: Annotated[Refused, later('null and "medium" are accepted.')] = UNSET
-    modalities: Annotated[Refused, later('null and ["text"] are accepted.')] = UNSET
-    audio: Annotated[Refused, later("null is accepted.")] = UNSET
-    prediction: Annotated[Refused, later("null is accepted.")] = UNSET
-    web_search_options: Annotated[Refused, later("null is accepted.")] = UNSET
-    moderation: Annotated[Refused, later("null is accepted.")] = UNSET
-    service_tier: Annotated[Refused, later('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
-    store: Annotated[Refused, later("null and false are accepted.")] = UNSET
-    prompt_cache_retention: Annotated[Refused, later('null and "in_memory" are accepted.')] = UNSET
-    prompt_cache_options: Annotated[Refused, later("null is accepted.")] = UNSET
+    functions: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    function_call: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
+    reasoning_effort: Annotated[Refused, unsupported('null and "none" are accepted.')] = UNSET
+    verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
+    modalities: Annotated[Refused, unsupported('null and ["text"] are accepted.')] = UNSET
+    audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    prediction: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    web_search_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    service_tier: Annotated[Refused, unsupported('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
+    store: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    prompt_cache_retention: Annotated[Refused, unsupported('null and "in_memory" are accepted.')] = UNSET
+    prompt_cache_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
 _PROMPT_SCHEMA: dict[str, Any] = {
@@ -271,7 +247,7 @@ class CompletionRequest(Sampled, kw_only=True):
     add_special_tokens: Annotated[bool | None, described("Begin a text prompt as the model expects; default true.")] = (
         None
     )
-    suffix: Annotated[Refused, later('null and "" are accepted.')] = UNSET
+    suffix: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
 
 
 class TokenizeRequest(Strict, kw_only=True):
@@ -323,3 +299,5 @@ NOT_SUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "annotations": ([],),
 }
+
+STREAM_OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}

@@ -7,27 +7,30 @@ from typing import Any
 from msgspec import UNSET
 
 from millrace.errors import MillraceError
-from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.link.messages import TokenLogprobs
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
+from millrace.serve.generate.events import TextDelta
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.logprobs import chat_logprobs, prompt_logprobs
-from millrace.serve.http.error_bodies import error_event
+from millrace.serve.generate.logprobs import token_logprobs
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.writer import PLACEHOLDER
+from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.event_stream import DONE
+from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.serve.openai.answers import (
     AnswerMessage,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatLogprobs,
     Delta,
-    Usage,
-    encode,
 )
+from millrace.serve.openai.logprobs import prompt_logprobs
+from millrace.serve.openai.write_shared import running_usage, usage_of
 
-PLACEHOLDER = "\0"
-"""Stands for the text when a frame is shaped; no other field can hold it."""
 
-
-class ChatShape:
+class ChatWriter:
     def __init__(self, job: Job, limit_names: dict[str, str]) -> None:
         self.limit_names = limit_names
         self._job = job
@@ -59,40 +62,36 @@ class ChatShape:
         before, _, after = shaped.partition(encode(PLACEHOLDER))
         return before, after
 
-    def prompt_chunk(self, choice: DetailedChoice) -> bytes:
+    def prompt_frame(self, choice: DetailedChoice) -> bytes:
         return b""
 
-    def chunk(self, choice: DetailedChoice, text: str) -> bytes:
+    def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
         generation = self._generation
-        token_ids, logprobs = choice.take_pending()
-        shown = None
-        if generation.logprobs is not None:
-            shown = chat_logprobs(self._job.state.tokenizer, logprobs, generation.logprobs)
         return self._frame(
             ChatChunkChoice(
                 choice.index,
-                Delta(content=text),
-                shown,
-                token_ids=token_ids if generation.return_token_ids else UNSET,
+                Delta(content=delta.text),
+                self._logprobs(delta.logprobs),
+                token_ids=delta.token_ids if generation.return_token_ids else UNSET,
             )
         )
 
     def finish_frame(self, choice: Choice) -> bytes:
         return self._frame(
-            ChatChunkChoice(choice.index, Delta(), None, choice.finish_word, stop_reason=choice.stop_reason)
+            ChatChunkChoice(choice.index, Delta(), None, choice.finish_reason, stop_reason=choice.stop_reason)
         )
 
     def end_frames(self, usage: Usage) -> bytes:
         if not self._generation.include_usage:
             return DONE
-        chunk = ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._common)
+        chunk = ChatChunk(object="chat.completion.chunk", choices=[], usage=usage_of(usage), **self._common)
         return b"data: " + encode(chunk) + b"\n\n" + DONE
 
     def error_frames(self, error: MillraceError) -> bytes:
-        return error_event(error) + DONE
+        return b"data: " + error_body(error) + b"\n\n" + DONE
 
     def _frame(self, choice: ChatChunkChoice, **further: Any) -> bytes:
-        usage = self._job.chunk_usage()
+        usage = running_usage(self._job)
         chunk = ChatChunk(object="chat.completion.chunk", choices=[choice], usage=usage, **self._common, **further)
         return b"data: " + escape_lines(encode(chunk)) + b"\n\n"
 
@@ -107,7 +106,7 @@ class ChatShape:
             ChatAnswer(
                 object="chat.completion",
                 choices=[self._choice(choice) for choice in choices],
-                usage=usage,
+                usage=usage_of(usage),
                 prompt_logprobs=shown_prompt,
                 prompt_token_ids=first.prompt.token_ids if generation.return_token_ids else UNSET,
                 truncated_prompt_tokens=first.prompt.num_dropped if generation.reports_dropped else UNSET,
@@ -117,14 +116,16 @@ class ChatShape:
 
     def _choice(self, choice: CollectedChoice) -> ChatChoice:
         generation = self._generation
-        logprobs = None
-        if generation.logprobs is not None:
-            logprobs = chat_logprobs(self._job.state.tokenizer, choice.logprobs, generation.logprobs)
+        output = choice.output
         return ChatChoice(
             choice.index,
-            AnswerMessage("assistant", choice.answer_text),
-            logprobs,
-            choice.finish_word,
+            AnswerMessage("assistant", output.text),
+            self._logprobs(output.logprobs),
+            choice.finish_reason,
             choice.stop_reason,
-            choice.token_ids if generation.return_token_ids else UNSET,
+            output.token_ids if generation.return_token_ids else UNSET,
         )
+
+    def _logprobs(self, entries: list[TokenLogprobs]) -> ChatLogprobs | None:
+        num_top = self._generation.logprobs
+        return None if num_top is None else ChatLogprobs(token_logprobs(self._job.state.tokenizer, entries, num_top))

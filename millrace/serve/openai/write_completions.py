@@ -7,25 +7,27 @@ from typing import Any
 from msgspec import UNSET
 
 from millrace.errors import MillraceError
-from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
+from millrace.serve.generate.events import TextDelta
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
-from millrace.serve.http.error_bodies import error_event
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.writer import PLACEHOLDER
+from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.event_stream import DONE
+from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.serve.openai.answers import (
     CompletionAnswer,
     CompletionChoice,
     CompletionChunk,
     CompletionChunkChoice,
     CompletionLogprobs,
-    Usage,
-    encode,
 )
-from millrace.serve.openai.write_chat import PLACEHOLDER
+from millrace.serve.openai.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
+from millrace.serve.openai.write_shared import running_usage, usage_of
 
 
-class CompletionShape:
+class CompletionWriter:
     limit_names: dict[str, str]
 
     def __init__(self, job: Job) -> None:
@@ -51,7 +53,7 @@ class CompletionShape:
         before, _, after = self._frame(CompletionChunkChoice(index, PLACEHOLDER)).partition(encode(PLACEHOLDER))
         return before, after
 
-    def prompt_chunk(self, choice: DetailedChoice) -> bytes:
+    def prompt_frame(self, choice: DetailedChoice) -> bytes:
         generation = self._generation
         if not (generation.echo or generation.return_token_ids or generation.reports_dropped):
             return b""
@@ -66,42 +68,41 @@ class CompletionShape:
             )
         )
 
-    def chunk(self, choice: DetailedChoice, text: str) -> bytes:
-        token_ids, entries = choice.take_pending()
+    def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
         logprobs = None
         if self._generation.logprobs is not None:
-            logprobs = self._writer(choice).generated(entries)
+            logprobs = self._writer(choice).generated(delta.logprobs)
         return self._frame(
             CompletionChunkChoice(
                 choice.index,
-                text,
+                delta.text,
                 logprobs,
-                token_ids=token_ids if self._generation.return_token_ids else UNSET,
+                token_ids=delta.token_ids if self._generation.return_token_ids else UNSET,
             )
         )
 
     def finish_frame(self, choice: Choice) -> bytes:
         self._writers.pop(choice.index, None)
         return self._frame(
-            CompletionChunkChoice(choice.index, "", None, choice.finish_word, stop_reason=choice.stop_reason)
+            CompletionChunkChoice(choice.index, "", None, choice.finish_reason, stop_reason=choice.stop_reason)
         )
 
     def end_frames(self, usage: Usage) -> bytes:
         if not self._generation.include_usage:
             return DONE
-        return b"data: " + encode(CompletionChunk(choices=[], usage=usage, **self._common)) + b"\n\n" + DONE
+        return b"data: " + encode(CompletionChunk(choices=[], usage=usage_of(usage), **self._common)) + b"\n\n" + DONE
 
     def error_frames(self, error: MillraceError) -> bytes:
-        return error_event(error) + DONE
+        return b"data: " + error_body(error) + b"\n\n" + DONE
 
     def _frame(self, choice: CompletionChunkChoice) -> bytes:
-        chunk = CompletionChunk(choices=[choice], usage=self._job.chunk_usage(), **self._common)
+        chunk = CompletionChunk(choices=[choice], usage=running_usage(self._job), **self._common)
         return b"data: " + escape_lines(encode(chunk)) + b"\n\n"
 
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         chosen = [self._choice(index, choice) for index, choice in enumerate(self._best(choices))]
-        return encode(CompletionAnswer(choices=chosen, usage=usage, **self._common))
+        return encode(CompletionAnswer(choices=chosen, usage=usage_of(usage), **self._common))
 
     def _best(self, choices: list[CollectedChoice]) -> list[CollectedChoice]:
         """Of each prompt's sequences the likeliest n, likeliest first; all of them in order where n is all."""
@@ -111,13 +112,13 @@ class CompletionShape:
             return choices
         best: list[CollectedChoice] = []
         for first in range(0, len(choices), per_prompt):
-            ranked = sorted(choices[first : first + per_prompt], key=lambda choice: -choice.mean_logprob)
+            ranked = sorted(choices[first : first + per_prompt], key=lambda choice: -choice.output.mean_logprob)
             best += ranked[: generation.n]
         return best
 
     def _choice(self, index: int, choice: CollectedChoice) -> CompletionChoice:
         generation = self._generation
-        text = choice.answer_text
+        text = choice.output.text
         shown_prompt: Any = UNSET
         if generation.prompt_logprobs:
             shown_prompt = prompt_logprobs(self._tokenizer, choice.prompt.token_ids, choice.prompt_logprobs)
@@ -125,11 +126,11 @@ class CompletionShape:
             index,
             self._echo_text(choice.prompt) + text if generation.echo else text,
             self._logprobs(choice),
-            choice.finish_word,
+            choice.finish_reason,
             choice.stop_reason,
             shown_prompt,
             choice.prompt.token_ids if generation.return_token_ids else UNSET,
-            choice.token_ids if generation.return_token_ids else UNSET,
+            choice.output.token_ids if generation.return_token_ids else UNSET,
             choice.prompt.num_dropped if generation.reports_dropped else UNSET,
         )
 
@@ -137,7 +138,7 @@ class CompletionShape:
         if self._generation.logprobs is None:
             return None
         echoed = self._echo_logprobs(choice) if self._generation.echo else None
-        generated = self._writer(choice).generated(choice.logprobs)
+        generated = self._writer(choice).generated(choice.output.logprobs)
         return generated if echoed is None else joined(echoed, generated)
 
     # ── echo ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,11 +8,10 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest
-from millrace.serve.describe.routes_info import json_answer
-from millrace.serve.http.app_keys import STATE
+from millrace.serve.generate.respond import answer
 from millrace.serve.http.body import read_body
+from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of
-from millrace.serve.openai.routes import answer
 from millrace.serve.responses.schemas import (
     LOGPROBS,
     InputTokensAnswer,
@@ -20,17 +19,17 @@ from millrace.serve.responses.schemas import (
     ResponseDeleted,
     ResponsesRequest,
 )
-from millrace.serve.responses.translate import count_input_tokens, decode_response, opening_answer, response_work
-from millrace.serve.responses.translate import input_items as read_input
-from millrace.serve.state import FrontState
-from millrace.serve.stored.background import BACKGROUND
-from millrace.serve.stored.response_store import (
+from millrace.serve.responses.store import (
     add_response,
     cancel_response,
     delete_response,
     get_response,
     input_items,
 )
+from millrace.serve.responses.translate import count_input_tokens, decode_response, opening_answer, prepare_response
+from millrace.serve.responses.translate import input_items as read_input
+from millrace.serve.state import STATE, FrontState
+from millrace.serve.stored.background import BACKGROUND
 from millrace.serve.tenancy.owner import owner_of
 
 
@@ -41,11 +40,11 @@ async def create(request: web.Request) -> web.StreamResponse:
     if body.background:
         _check_background(body)
         # What would fail is refused now, while somebody hears it.
-        work = await response_work(state, data, received, owner=owner)
+        work = await prepare_response(state, data, received, owner)
         queued = await _queue(state, data, body, owner, work.generation.answer_id)
         request.app[BACKGROUND].wake()
         return json_answer(request, queued)
-    work = await response_work(state, data, received, owner=owner)
+    work = await prepare_response(state, data, received, owner)
     return await answer(state, request, work, received)
 
 

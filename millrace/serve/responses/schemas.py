@@ -8,8 +8,9 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from millrace.serve.openai.answers import TokenLogprob
-from millrace.serve.openai.schemas import CacheBreakpoint, PriorityClass, Refused, Strict, described, later
+from millrace.serve.generate.logprobs import TokenLogprob
+from millrace.serve.generate.priority import PriorityClass
+from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.stored.batch_store import OutputTokensDetails
 
 LOGPROBS = "message.output_text.logprobs"
@@ -20,7 +21,9 @@ class InputTextPart(Strict, kw_only=True, tag_field="type", tag="input_text"):
     """A piece of text."""
 
     text: str
-    prompt_cache_breakpoint: CacheBreakpoint = UNSET
+    prompt_cache_breakpoint: Annotated[
+        Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, wherever they end.")
+    ] = UNSET
 
 
 class OutputTextPart(Strict, kw_only=True, tag_field="type", tag="output_text"):
@@ -58,7 +61,7 @@ class ResponseInputMessage(Strict, kw_only=True):
     type: Literal["message"] = "message"
     id: Annotated[str | None, described("Accepted; items are numbered anew.")] = None
     status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, described("Accepted.")] = None
-    phase: Annotated[Refused, later("null is accepted.")] = UNSET
+    phase: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
 _INPUT_SCHEMA: dict[str, Any] = {
@@ -70,12 +73,12 @@ _INPUT_SCHEMA: dict[str, Any] = {
 
 
 class ResponseText(Strict, kw_only=True):
-    format: Annotated[Refused, later('null and {"type": "text"} are accepted.')] = UNSET
-    verbosity: Annotated[Refused, later('null and "medium" are accepted.')] = UNSET
+    format: Annotated[Refused, unsupported('null and {"type": "text"} are accepted.')] = UNSET
+    verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
 
 
 class ResponseStreamOptions(Strict, kw_only=True):
-    include_obfuscation: Annotated[Refused, later("null and false are accepted.")] = UNSET
+    include_obfuscation: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
 class _ResponseInput(Strict, kw_only=True):
@@ -84,12 +87,12 @@ class _ResponseInput(Strict, kw_only=True):
     instructions: Annotated[str | None, described("A system message before everything else.")] = None
     previous_response_id: Annotated[str | None, described("Continue the conversation of a stored response.")] = None
     text: ResponseText | None = None
-    truncation: Annotated[Refused, later('null and "disabled" are accepted.')] = UNSET
-    tools: Annotated[Refused, later("null and [] are accepted.")] = UNSET
-    tool_choice: Annotated[Refused, later('null, "none" and "auto" are accepted.')] = UNSET
-    parallel_tool_calls: Annotated[Refused, later("null, true and false mean nothing without tools.")] = UNSET
-    reasoning: Annotated[Refused, later("null, {} and one with null fields are accepted.")] = UNSET
-    conversation: Annotated[Refused, later("null is accepted; see `previous_response_id`.")] = UNSET
+    truncation: Annotated[Refused, unsupported('null and "disabled" are accepted.')] = UNSET
+    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    tool_choice: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
+    parallel_tool_calls: Annotated[Refused, unsupported("null, true and false mean nothing without tools.")] = UNSET
+    reasoning: Annotated[Refused, unsupported("null, {} and one with null fields are accepted.")] = UNSET
+    conversation: Annotated[Refused, unsupported("null is accepted; see `previous_response_id`.")] = UNSET
 
 
 class InputTokensRequest(_ResponseInput, kw_only=True):
@@ -116,13 +119,13 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
     prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused here.")] = None
-    prompt_cache_retention: Annotated[Refused, later('null and "in_memory" are accepted.')] = UNSET
-    prompt_cache_options: Annotated[Refused, later("null is accepted.")] = UNSET
-    service_tier: Annotated[Refused, later('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
-    max_tool_calls: Annotated[Refused, later("null is accepted.")] = UNSET
-    context_management: Annotated[Refused, later("null is accepted.")] = UNSET
-    prompt: Annotated[Refused, later("null is accepted.")] = UNSET
-    moderation: Annotated[Refused, later("null is accepted.")] = UNSET
+    prompt_cache_retention: Annotated[Refused, unsupported('null and "in_memory" are accepted.')] = UNSET
+    prompt_cache_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    service_tier: Annotated[Refused, unsupported('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
+    max_tool_calls: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    context_management: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    prompt: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
     presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
@@ -150,13 +153,6 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     timeout: Annotated[float | None, described("Seconds until it is given up.", exclusiveMinimum=0)] = None
 
 
-SHARED_WITH_CHAT = (
-    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p"),
-    *("repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "chat_template_kwargs", "priority", "cache_salt", "timeout", "metadata", "stream"),
-)
-"""Fields that mean the same in a chat request."""
-
 _NO_REASONING = tuple(
     dict.fromkeys(names) for names in ((), ("effort",), ("summary",), ("effort", "summary"), ("generate_summary",))
 )
@@ -175,6 +171,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "moderation": (),
 }
+STREAM_OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 TEXT_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"format": ({"type": "text"},), "verbosity": ("medium",)}
 
 

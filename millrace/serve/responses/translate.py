@@ -1,35 +1,35 @@
-"""POST /v1/responses: its body translated into work, with the stored conversation that it continues."""
+"""The body of POST /v1/responses translated into work, with the stored conversation that it continues."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from millrace.errors import BadRequest
+from millrace.serve.generate.checks import (
+    check_integers,
+    check_logprobs,
+    check_metadata,
+    check_model,
+    name_fields,
+    refuse_unsupported,
+)
+from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.prompts import encode_chat, template_messages
-from millrace.serve.generate.sampling import check_model, name_fields, refuse_unsupported
+from millrace.serve.generate.messages import Conversation, Message
+from millrace.serve.generate.priority import priority_of
+from millrace.serve.generate.prompts import chat_prompt, encode_chat
+from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
-from millrace.serve.openai.chat import chat_generation
-from millrace.serve.openai.schemas import (
-    AssistantMessage,
-    ChatRequest,
-    ContentPart,
-    DeveloperMessage,
-    Message,
-    SystemMessage,
-    TextPart,
-    UserMessage,
-)
 from millrace.serve.responses.schemas import (
     LOGPROBS,
     NOT_SUPPORTED,
-    SHARED_WITH_CHAT,
+    STREAM_OPTIONS_NOT_SUPPORTED,
     TEXT_NOT_SUPPORTED,
     InputItem,
     InputText,
@@ -42,22 +42,17 @@ from millrace.serve.responses.schemas import (
     ResponsePart,
     ResponsesRequest,
 )
-from millrace.serve.responses.write import ResponseShape
+from millrace.serve.responses.store import add_response, conversation, end_response, message_of
+from millrace.serve.responses.write import ResponseWriter
 from millrace.serve.state import FrontState
-from millrace.serve.stored.response_store import Said, add_response, conversation, end_response
 
-LIMIT_NAMES = {
-    "prompt": "input",
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-}
-_KINDS: dict[str, type[Message]] = {
-    "user": UserMessage,
-    "assistant": AssistantMessage,
-    "system": SystemMessage,
-    "developer": DeveloperMessage,
-}
+LIMIT_NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+_SAMPLING = (
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p"),
+    *("repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "include_stop_str_in_output"),
+    "skip_special_tokens",
+)
+"""Fields that are named as in `SamplingParams`."""
 
 _responses = BodyDecoder(ResponsesRequest)
 _input_tokens = BodyDecoder(InputTokensRequest)
@@ -123,22 +118,14 @@ def _texts(parts: list[ResponsePart], at: str) -> list[str]:
     return found
 
 
-def _message(said: Said) -> Message:
-    parts: list[ContentPart] = [TextPart(text=text) for text in said.texts]
-    return _KINDS[said.role](content=said.texts[0] if len(said.texts) == 1 else parts)
-
-
 async def _conversation(
     state: FrontState, body: ResponsesRequest | InputTokensRequest, items: list[InputItem], owner: str
 ) -> list[Message]:
-    """Instructions, then what was said before, then the new input."""
-    earlier: list[Said] = []
-    previous = body.previous_response_id
-    if previous is not None:
-        earlier = await state.store.run(conversation, previous, owner)
-    now = [Said(item.role, [part.text for part in item.content]) for item in items]
-    messages = [_message(said) for said in (*earlier, *now)]
-    return [SystemMessage(content=body.instructions), *messages] if body.instructions else messages
+    """Instructions, then the stored conversation, then the new input."""
+    messages = [Message("system", body.instructions)] if body.instructions else []
+    if body.previous_response_id is not None:
+        messages += await state.store.run(conversation, body.previous_response_id, owner)
+    return messages + [message_of(item) for item in items]
 
 
 def _check(state: FrontState, body: ResponsesRequest | InputTokensRequest) -> None:
@@ -154,43 +141,67 @@ def decode_response(data: bytes) -> ResponsesRequest:
     return _responses.decode(data)
 
 
-async def response_work(
-    state: FrontState, data: bytes, received: float, *, owner: str = "", queued: ResponseAnswer | None = None
+async def prepare_response(
+    state: FrontState, data: bytes, received: float, owner: str, *, queued: ResponseAnswer | None = None
 ) -> Work:
-    """`queued` is given where a response that was stored before is generated now."""
+    """`queued` is the stored response if it is generated in the background."""
     body = decode_response(data)
     _check(state, body)
     num_top = _logprobs(body)
     items = input_items(body.input)
     await state.await_engine()
-    request = ChatRequest(
-        model=state.model_name,
-        messages=await _conversation(state, body, items, owner),
-        max_completion_tokens=body.max_output_tokens,
-        logprobs=num_top is not None,
-        top_logprobs=num_top,
-        **{name: getattr(body, name) for name in SHARED_WITH_CHAT},
-    )
+    opening = queued or opening_answer(state, body, new_id("resp_"))
     try:
-        generation = await chat_generation(state, request, received)
+        messages = await _conversation(state, body, items, owner)
+        generation = await _generation(state, body, messages, num_top, opening.id, received)
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
-    opening = queued or opening_answer(state, body, new_id("resp_"))
-    generation = dataclasses.replace(generation, answer_id=opening.id, writes_details=True, holds_end=True)
-    shape = partial(ResponseShape, opening=opening, limit_names=LIMIT_NAMES)
-    return Work(generation, shape, partial(_conclude, state, items, owner, queued is not None))
+    make_writer = partial(ResponseWriter, opening=opening, limit_names=LIMIT_NAMES)
+    return Work(generation, make_writer, partial(_conclude, state, items, owner, queued is not None))
+
+
+async def _generation(
+    state: FrontState,
+    body: ResponsesRequest,
+    messages: list[Message],
+    num_top: int | None,
+    response_id: str,
+    received: float,
+) -> Generation:
+    check_integers(body)
+    check_metadata(body.metadata)
+    check_logprobs("top_logprobs", num_top)
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
+    params = sampling_params(**fields, max_tokens=body.max_output_tokens, logprobs=num_top)
+    prompt = await chat_prompt(
+        state,
+        Conversation(messages, template_kwargs=body.chat_template_kwargs or {}),
+        max_tokens=body.max_output_tokens,
+    )
+    return Generation(
+        prompts=[prompt],
+        params=params,
+        answer_id=response_id,
+        deadline=deadline_of(body.timeout, state.config, received),
+        priority=priority_of(body.priority),
+        cache_salt=salt_of(body.cache_salt),
+        stream=bool(body.stream),
+        logprobs=num_top,
+        writes_details=True,
+        holds_end=True,
+    )
 
 
 async def _conclude(state: FrontState, items: list[InputItem], owner: str, is_queued: bool, job: Job) -> bytes:
     """Store the response before its client can ask for it."""
-    shape = job.shape
-    assert isinstance(shape, ResponseShape)
-    final = shape.final(job.usage())
+    writer = job.writer
+    assert isinstance(writer, ResponseWriter)
+    final = writer.final(job.usage())
     if is_queued:
         await state.store.run(end_response, final)
     elif final.store:
         await state.store.run(add_response, final, owner, items, None)
-    return shape.last_frames(final) if job.out is not None else msgspec.json.encode(final)
+    return writer.last_frames(final) if job.out is not None else msgspec.json.encode(final)
 
 
 def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) -> ResponseAnswer:
@@ -227,7 +238,7 @@ def _logprobs(body: ResponsesRequest) -> int | None:
                 "'stream_options' is only allowed when 'stream' is true; remove it or set stream to true.",
                 param="stream_options",
             )
-        refuse_unsupported(body.stream_options, {"include_obfuscation": (False,)}, "stream_options.")
+        refuse_unsupported(body.stream_options, STREAM_OPTIONS_NOT_SUPPORTED, "stream_options.")
     if not body.include:
         if body.top_logprobs:
             raise BadRequest(
@@ -243,12 +254,4 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     _check(state, body)
     messages = await _conversation(state, body, input_items(body.input), owner)
     await state.await_engine()
-    token_ids = await encode_chat(
-        state,
-        template_messages(messages),
-        add_generation_prompt=True,
-        continue_final_message=False,
-        template_kwargs={},
-        max_tokens=None,
-    )
-    return len(token_ids)
+    return len(await encode_chat(state, Conversation(messages), max_tokens=None))

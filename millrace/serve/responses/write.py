@@ -9,11 +9,14 @@ import msgspec
 
 from millrace.errors import MillraceError
 from millrace.link.messages import TokenLogprobs
-from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, escape_lines
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
+from millrace.serve.generate.events import Output, TextDelta
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.logprobs import chat_logprobs
+from millrace.serve.generate.logprobs import TokenLogprob, token_logprobs
+from millrace.serve.generate.usage import Usage
+from millrace.serve.http.error_bodies import ErrorBody
 from millrace.serve.http.ids import new_id
-from millrace.serve.openai.answers import ErrorBody, TokenLogprob, Usage, encode
+from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.serve.responses.schemas import (
     Incomplete,
     ItemStatus,
@@ -27,15 +30,14 @@ from millrace.serve.responses.schemas import (
 from millrace.serve.stored.batch_store import OutputTokensDetails
 
 
-class ResponseShape:
+class ResponseWriter:
     def __init__(self, job: Job, opening: ResponseAnswer, limit_names: dict[str, str]) -> None:
         self.limit_names = limit_names
         self._job = job
         self._opening = opening
         self._item_id = new_id("msg_")
         self._number = 0
-        self._texts: list[str] = []
-        self._entries: list[TokenLogprob] = []
+        self._streamed = Output()
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -58,14 +60,13 @@ class ResponseShape:
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
         raise AssertionError("events are numbered, so no two have the same frame")
 
-    def prompt_chunk(self, choice: DetailedChoice) -> bytes:
+    def prompt_frame(self, choice: DetailedChoice) -> bytes:
         return b""
 
-    def chunk(self, choice: DetailedChoice, text: str) -> bytes:
-        entries = self._logprobs(choice.take_pending()[1])
-        self._texts.append(text)
-        self._entries += entries
-        return self._event("response.output_text.delta", **self._at_part(), delta=text, logprobs=entries)
+    def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
+        self._streamed.add(delta)
+        logprobs = self._logprobs(delta.logprobs)
+        return self._event("response.output_text.delta", **self._at_part(), delta=delta.text, logprobs=logprobs)
 
     def finish_frame(self, choice: Choice) -> bytes:
         message = self._message(choice)
@@ -97,7 +98,7 @@ class ResponseShape:
     def final(self, usage: Usage) -> ResponseAnswer:
         """The whole response, once generation has ended."""
         choice = self._job.choices[0]
-        is_cut = choice.finish_word == "length"
+        is_cut = choice.finish_reason == "length"
         return msgspec.structs.replace(
             self._opening,
             status="incomplete" if is_cut else "completed",
@@ -108,16 +109,17 @@ class ResponseShape:
         )
 
     def _message(self, choice: Choice) -> OutputMessage:
-        if isinstance(choice, CollectedChoice):
-            text, entries = choice.answer_text, self._logprobs(choice.logprobs)
-        else:
-            text, entries = "".join(self._texts), self._entries
-        status: ItemStatus = "incomplete" if choice.finish_word == "length" else "completed"
-        return OutputMessage(id=self._item_id, status=status, content=[OutputText(text=text, logprobs=entries)])
+        output = choice.output if isinstance(choice, CollectedChoice) else self._streamed
+        status: ItemStatus = "incomplete" if choice.finish_reason == "length" else "completed"
+        return OutputMessage(
+            id=self._item_id,
+            status=status,
+            content=[OutputText(text=output.text, logprobs=self._logprobs(output.logprobs))],
+        )
 
     def _logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprob]:
         num_top = self._job.generation.logprobs
-        return [] if num_top is None else chat_logprobs(self._job.state.tokenizer, entries, num_top).content
+        return [] if num_top is None else token_logprobs(self._job.state.tokenizer, entries, num_top)
 
 
 def failed(opening: ResponseAnswer, error: MillraceError) -> ResponseAnswer:
@@ -127,7 +129,5 @@ def failed(opening: ResponseAnswer, error: MillraceError) -> ResponseAnswer:
 
 
 def _usage(usage: Usage) -> ResponseUsage:
-    details = ResponseInputDetails(usage.prompt_tokens_details.cached_tokens, 0)
-    return ResponseUsage(
-        usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(0), usage.total_tokens
-    )
+    details = ResponseInputDetails(usage.cached_tokens, 0)
+    return ResponseUsage(usage.prompt_tokens, details, usage.output_tokens, OutputTokensDetails(0), usage.total_tokens)

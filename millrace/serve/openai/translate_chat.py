@@ -1,59 +1,64 @@
-"""POST /v1/chat/completions: its body translated into a `Generation`."""
+"""POST /v1/chat/completions: its body translated into work."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from millrace.errors import BadRequest
+from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.prompts import (
-    cut_prompt,
-    encode_chat,
-    generation_prompt,
-    template_kwargs,
-    template_messages,
-)
-from millrace.serve.generate.sampling import (
-    check_fields,
-    check_logprobs,
-    check_model,
-    check_num_sequences,
-    check_truncation,
-    deadline_of,
-    name_fields,
-    priority_of,
-    salt_of,
-    sampling_params,
-)
+from millrace.serve.generate.priority import priority_of
+from millrace.serve.generate.prompts import chat_prompt, check_truncation
+from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
+from millrace.serve.generate.work import Work
+from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
 from millrace.serve.openai.schemas import ChatRequest
+from millrace.serve.openai.translate_messages import conversation_of
+from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
+from millrace.serve.openai.write_chat import ChatWriter
 from millrace.serve.state import FrontState
 
+_decoder = BodyDecoder(ChatRequest)
 
-async def chat_generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
-    check_model(request.model, state.model_name)
-    check_fields(request)
+
+async def prepare_chat(state: FrontState, body: bytes, received: float, owner: str) -> Work:
+    request = _decoder.decode(body)
+    await state.await_engine()
+    generation = await _generation(state, request, received)
+    limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
+    return Work(generation, partial(ChatWriter, limit_names=limit_names))
+
+
+async def _generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
+    check_fields(request, state.model_name)
     check_truncation(request.truncate_prompt_tokens)
     max_tokens, limit_name = _max_tokens(request)
     logprobs = _logprobs(request)
     try:
         params = sampling_params(
-            request, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs
+            **shared_sampling(request),
+            max_tokens=max_tokens,
+            n=request.n,
+            logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
     except BadRequest as error:
         raise name_fields(error, {"max_tokens": limit_name}) from None
     check_num_sequences(1, params.n)
-    options = request.stream_options
+    include_usage, continuous_usage = usage_options(request)
     return Generation(
         prompts=[await _prompt(state, request, max_tokens)],
         params=params,
         answer_id=new_id("chatcmpl-"),
-        deadline=deadline_of(request, state.config, received),
+        deadline=deadline_of(request.timeout, state.config, received),
         n=params.n,
         num_sequences=params.n,
-        priority=priority_of(request),
-        cache_salt=salt_of(request),
+        priority=priority_of(request.priority),
+        cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs is not None,
         return_token_ids=bool(request.return_token_ids),
@@ -62,30 +67,16 @@ async def chat_generation(state: FrontState, request: ChatRequest, received: flo
 
 
 async def _prompt(state: FrontState, request: ChatRequest, max_tokens: int | None) -> Prompt:
-    token_ids = await _prompt_ids(state, request, max_tokens)
-    keep = request.truncate_prompt_tokens
-    return Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
-
-
-async def _prompt_ids(state: FrontState, request: ChatRequest, max_tokens: int | None) -> list[int]:
-    add, continue_final = generation_prompt(request.add_generation_prompt, request.continue_final_message)
+    conversation = conversation_of(
+        request.messages,
+        request.add_generation_prompt,
+        request.continue_final_message,
+        request.chat_template_kwargs,
+    )
     try:
-        return await encode_chat(
-            state,
-            template_messages(request.messages),
-            add_generation_prompt=add,
-            continue_final_message=continue_final,
-            template_kwargs=template_kwargs(request.chat_template_kwargs),
-            max_tokens=max_tokens,
-            may_cut=request.truncate_prompt_tokens is not None,
-        )
+        return await chat_prompt(state, conversation, max_tokens=max_tokens, keep=request.truncate_prompt_tokens)
     except BadRequest as error:
         raise name_fields(error, {"prompt": "messages"}) from None
-
-
-def overflow_names(request: ChatRequest) -> dict[str, str]:
-    """How an error about the engine's limits is named for this endpoint's clients."""
-    return {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
 
 
 def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:

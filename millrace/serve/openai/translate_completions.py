@@ -1,4 +1,4 @@
-"""POST /v1/completions: its body translated into a `Generation`."""
+"""POST /v1/completions: its body translated into work."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from typing import TypeVar
 import msgspec
 
 from millrace.errors import BadRequest
+from millrace.serve.generate.checks import MAX_SEQUENCES, check_logprobs, check_num_sequences, check_range
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.prompts import cut_prompt, encode_texts
-from millrace.serve.generate.sampling import (
-    check_fields,
-    check_logprobs,
-    check_model,
-    check_num_sequences,
-    check_range,
-    check_truncation,
-    deadline_of,
-    priority_of,
-    salt_of,
-    sampling_params,
-)
-from millrace.serve.http.body import json_error
+from millrace.serve.generate.priority import priority_of
+from millrace.serve.generate.prompts import check_truncation, cut_prompt, encode_texts
+from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
+from millrace.serve.generate.work import Work
+from millrace.serve.http.body import BodyDecoder, json_error
 from millrace.serve.http.ids import new_id
-from millrace.serve.openai.schemas import MAX_SEQUENCES, CompletionRequest
+from millrace.serve.openai.schemas import CompletionRequest
+from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
+from millrace.serve.openai.write_completions import CompletionWriter
 from millrace.serve.state import FrontState
 
 _T = TypeVar("_T")
 _OPENING = re.compile(rb"\s*(\[?)\s*([^\s])")
-"""The first two signs of a JSON value say which form of prompt it is."""
+"""The first two characters of a JSON prompt tell which of its four forms it has."""
 
 DEFAULT_MAX_TOKENS = 16
-"""As OpenAI defines it for this endpoint."""
+"""OpenAI's default for this endpoint."""
+
+_decoder = BodyDecoder(CompletionRequest)
 
 
-async def completion_generation(state: FrontState, request: CompletionRequest, received: float) -> Generation:
-    check_model(request.model, state.model_name)
-    check_fields(request)
+async def prepare_completion(state: FrontState, body: bytes, received: float, owner: str) -> Work:
+    request = _decoder.decode(body)
+    await state.await_engine()
+    return Work(await _generation(state, request, received), CompletionWriter)
+
+
+async def _generation(state: FrontState, request: CompletionRequest, received: float) -> Generation:
+    check_fields(request, state.model_name)
     check_truncation(request.truncate_prompt_tokens)
     echo = bool(request.echo)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
@@ -46,26 +47,27 @@ async def completion_generation(state: FrontState, request: CompletionRequest, r
     best_of = _best_of(request, n)
     _check_logprobs(request)
     params = sampling_params(
-        request,
+        **shared_sampling(request),
+        n=request.n,
         max_tokens=1 if score_only else max_tokens,
         # best_of ranks by the log-probability of the tokens that were chosen.
         logprobs=0 if best_of > n and request.logprobs is None else request.logprobs,
         prompt_logprobs=_prompt_logprobs(request, echo),
     )
     prompts = await _prompts(state, request, best_of, max_tokens)
-    options = request.stream_options
+    include_usage, continuous_usage = usage_options(request)
     return Generation(
         prompts=prompts,
         params=params,
         answer_id=new_id("cmpl-"),
-        deadline=deadline_of(request, state.config, received),
+        deadline=deadline_of(request.timeout, state.config, received),
         n=n,
         num_sequences=best_of,
-        priority=priority_of(request),
-        cache_salt=salt_of(request),
+        priority=priority_of(request.priority),
+        cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs is not None,
         echo=echo,

@@ -1,0 +1,93 @@
+"""The bodies of /v1/messages and its token count translated into work and conversations."""
+
+from __future__ import annotations
+
+from millrace.errors import BadRequest
+from millrace.serve.anthropic.schemas import NOT_SUPPORTED, Block, CountTokensRequest, MessagesRequest, TextBlock
+from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
+from millrace.serve.generate.checks import check_integers, check_model, check_range, name_fields, refuse_unsupported
+from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.messages import Conversation, Message
+from millrace.serve.generate.prompts import chat_prompt, encode_chat
+from millrace.serve.generate.sampling import deadline_of, sampling_params
+from millrace.serve.generate.work import Work
+from millrace.serve.http.body import BodyDecoder
+from millrace.serve.http.ids import new_id
+from millrace.serve.state import FrontState
+
+_messages = BodyDecoder(MessagesRequest)
+_count_tokens = BodyDecoder(CountTokensRequest)
+
+
+async def prepare_message(state: FrontState, data: bytes, received: float, owner: str) -> Work:
+    body = _messages.decode(data)
+    _check(body, state)
+    await state.await_engine()
+    try:
+        return Work(await _generation(state, body, received), MessageWriter)
+    except BadRequest as error:
+        raise name_fields(error, LIMIT_NAMES) from None
+
+
+async def count_input_tokens(state: FrontState, data: bytes) -> int:
+    body = _count_tokens.decode(data)
+    _check(body, state)
+    await state.await_engine()
+    return len(await encode_chat(state, _conversation(body), max_tokens=None))
+
+
+def _check(body: CountTokensRequest, state: FrontState) -> None:
+    check_model(body.model, state.model_name)
+    refuse_unsupported(body, NOT_SUPPORTED, "")
+    check_integers(body)
+
+
+async def _generation(state: FrontState, body: MessagesRequest, received: float) -> Generation:
+    if body.temperature is not None and not 0 <= body.temperature <= 1:
+        raise BadRequest(f"temperature is {body.temperature}; it must be between 0 and 1.", param="temperature")
+    check_range("top_k", body.top_k, 0, 2**31 - 1)
+    conversation = _conversation(body)
+    params = sampling_params(
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+    )
+    return Generation(
+        prompts=[await chat_prompt(state, conversation, max_tokens=body.max_tokens)],
+        params=params,
+        answer_id=new_id("msg_"),
+        deadline=deadline_of(None, state.config, received),
+        stream=bool(body.stream),
+    )
+
+
+def _conversation(body: CountTokensRequest) -> Conversation:
+    """A conversation that ends with an assistant message is continued, not answered."""
+    if not body.messages:
+        raise BadRequest("'messages' is empty; send at least one message.", param="messages")
+    messages = [Message("system", _content(body.system, "system"))] if body.system else []
+    for index, message in enumerate(body.messages):
+        messages.append(Message(message.role, _content(message.content, f"messages[{index}].content")))
+    return Conversation(messages, continue_final_message=body.messages[-1].role == "assistant")
+
+
+def _content(content: str | list[Block], at: str) -> str | list[str]:
+    if isinstance(content, str):
+        return content
+    if not content:
+        raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
+    return [_text(block, f"{at}[{index}]") for index, block in enumerate(content)]
+
+
+def _text(block: Block, at: str) -> str:
+    if not isinstance(block, TextBlock):
+        raise BadRequest(
+            f"'{at}' is of type '{block.__struct_config__.tag}', which is not supported yet; this server takes text"
+            " only.",
+            param=f"{at}.type",
+            code="unsupported_parameter",
+        )
+    refuse_unsupported(block, {"citations": ([],)}, f"{at}.")
+    return block.text

@@ -1,0 +1,102 @@
+"""Answers and errors of /v1/messages: a whole message, or typed events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.errors import MillraceError
+from millrace.serve.anthropic.schemas import (
+    AnthropicErrorAnswer,
+    AnthropicUsage,
+    MessageAnswer,
+    OutputTextBlock,
+    StopReason,
+)
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
+from millrace.serve.generate.events import TextDelta
+from millrace.serve.generate.job import Job
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.writer import PLACEHOLDER
+from millrace.serve.http.error_bodies import ErrorBody
+from millrace.serve.http.json_answer import encode, escape_lines
+
+LIMIT_NAMES = {"prompt": "messages", "stop": "stop_sequences"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: MillraceError) -> bytes:
+    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return encode(AnthropicErrorAnswer("error", ErrorBody(error.message, kind, error.param, error.code)))
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), escape_lines(encode({"type": kind, **fields})))
+
+
+class MessageWriter:
+    def __init__(self, job: Job) -> None:
+        self.limit_names = LIMIT_NAMES
+        self._job = job
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def preamble(self, choices: list[Choice]) -> bytes:
+        # The number of cached prompt tokens is known only at the end.
+        opening = self._message([], None, AnthropicUsage(len(choices[0].prompt.token_ids), 0, 0, 0))
+        block = OutputTextBlock("text", "")
+        return _event("message_start", message=opening) + _event("content_block_start", index=0, content_block=block)
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        shaped = _event("content_block_delta", index=0, delta={"type": "text_delta", "text": PLACEHOLDER})
+        before, _, after = shaped.partition(encode(PLACEHOLDER))
+        return before, after
+
+    def prompt_frame(self, choice: DetailedChoice) -> bytes:
+        return b""
+
+    def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
+        return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+
+    def finish_frame(self, choice: Choice) -> bytes:
+        return _event("content_block_stop", index=0)
+
+    def end_frames(self, usage: Usage) -> bytes:
+        reason, sequence = _stop_reason(self._job.choices[0])
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return _event("message_delta", delta=delta, usage=_usage(usage)) + _event("message_stop")
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % error_body(error)
+
+    # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        text = choices[0].output.text
+        content = [OutputTextBlock("text", text)] if text else []
+        return encode(self._message(content, choices[0], _usage(usage)))
+
+    def _message(
+        self, content: list[OutputTextBlock], ended: CollectedChoice | None, usage: AnthropicUsage
+    ) -> MessageAnswer:
+        reason, sequence = _stop_reason(ended) if ended is not None else (None, None)
+        answer_id, model = self._job.generation.answer_id, self._job.state.model_name
+        return MessageAnswer(answer_id, "message", "assistant", model, content, reason, sequence, usage)
+
+
+def _stop_reason(choice: Choice) -> tuple[StopReason, str | None]:
+    if choice.finish_reason == "length":
+        return "max_tokens", None
+    stopped_by = choice.stop_reason
+    return ("stop_sequence", stopped_by) if isinstance(stopped_by, str) else ("end_turn", None)
+
+
+def _usage(usage: Usage) -> AnthropicUsage:
+    cached = usage.cached_tokens
+    return AnthropicUsage(usage.prompt_tokens - cached, cached, 0, usage.output_tokens)

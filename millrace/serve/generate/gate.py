@@ -1,0 +1,88 @@
+"""The gate between a translated request and the engine: what its tenant may do, its deadline, its quotas, and whether
+it would be served in time. Every API goes through here, so every one is held to the same limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+from aiohttp import web
+
+from millrace.errors import BadRequest, Forbidden
+from millrace.link.client import Caller
+from millrace.params import CLASS_NAMES
+from millrace.serve.generate.generation import Generation
+from millrace.serve.http.app_keys import REQUEST_ID
+from millrace.serve.state import FrontState
+from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
+from millrace.serve.tenancy.owner import tenant_of
+from millrace.serve.tenancy.quotas import Reservation, reserve
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+"""Seconds until the request is given up; the smaller of this and the body's `timeout` holds."""
+EXPECTED_OUTPUT = 256
+"""Tokens reserved for an answer whose length the request does not limit."""
+
+
+def enter(
+    state: FrontState, request: web.Request, generation: Generation, received: float
+) -> tuple[Generation, Reservation]:
+    """The request as it is to be submitted, and what it holds of its tenant's quotas until it ends."""
+    tenant = tenant_of(request)
+    if generation.priority < CLASS_NAMES.index(tenant.most_urgent):
+        raise Forbidden(
+            f"Tenant {tenant.name!r} may ask for priority {tenant.most_urgent!r} at most, not"
+            f" {CLASS_NAMES[generation.priority]!r}.",
+            param="priority",
+        )
+    deadline = min(generation.deadline, header_deadline(request, received))
+    num_sequences = len(generation.prompts) * generation.num_sequences
+    client = state.client
+    try:
+        state.admission.check(client.stats, client.num_unreported, generation.priority, num_sequences)
+        reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
+    except Exception:
+        state.metrics.refused.labels(CLASS_NAMES[generation.priority]).inc()
+        raise
+    entered = _of_tenant(generation, tenant, request[REQUEST_ID], received)
+    return dataclasses.replace(entered, deadline=deadline), reservation
+
+
+def enter_unattended(
+    state: FrontState, owner: str, request_id: str, generation: Generation, received: float
+) -> tuple[Generation, Reservation]:
+    """The same for a batch's line or a background response: it counts against its owner's quotas and waits for room
+    as long as it must, so no promise about its wait is checked."""
+    tenant = state.keyring.named(owner) if state.keyring is not None else DEFAULT_TENANT
+    reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
+    return _of_tenant(generation, tenant, request_id, received), reservation
+
+
+def _of_tenant(generation: Generation, tenant: Tenant, request_id: str, received: float) -> Generation:
+    names = (request_id, generation.answer_id)
+    caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
+    salt = f"{tenant.name}\0{generation.cache_salt}" if tenant.private_cache else generation.cache_salt
+    return dataclasses.replace(generation, caller=caller, cache_salt=salt)
+
+
+def _tokens_of(generation: Generation) -> int:
+    """The most that the request may come to use, as far as it says so."""
+    output = generation.params.max_tokens if generation.params.max_tokens is not None else EXPECTED_OUTPUT
+    prompt = sum(len(prompt.token_ids) for prompt in generation.prompts)
+    return prompt + output * len(generation.prompts) * generation.num_sequences
+
+
+def header_deadline(request: web.Request, received: float) -> float:
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return math.inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise BadRequest(
+            f"The header {TIMEOUT_HEADER} is {text[:80]!r}; give a positive number of seconds.", param=TIMEOUT_HEADER
+        )
+    return received + seconds

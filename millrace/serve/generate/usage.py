@@ -1,0 +1,19 @@
+"""Token counts of a request, as every dialect reports them under its own names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of all choices together; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was in the prefix cache."""
+    output_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens

@@ -1,0 +1,180 @@
+"""The bodies of /api/chat and /api/generate translated into generations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from millrace.errors import BadRequest, ContextOverflow
+from millrace.params import SamplingParams
+from millrace.serve.generate.checks import (
+    check_integers,
+    check_logprobs,
+    check_model,
+    check_range,
+    name_fields,
+    refuse_unsupported,
+)
+from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.messages import Conversation, Message
+from millrace.serve.generate.prompts import chat_prompt, encode_texts
+from millrace.serve.generate.sampling import deadline_of, sampling_params
+from millrace.serve.http.ids import new_id
+from millrace.serve.ollama.schemas import (
+    MESSAGE_NOT_SUPPORTED,
+    NOT_SUPPORTED,
+    OPTIONS_NOT_SUPPORTED,
+    OllamaChatRequest,
+    OllamaCommon,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+)
+from millrace.serve.state import FrontState
+
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""As Ollama documents them."""
+LATEST = ":latest"
+_SAME_NAME = (*DEFAULTS, "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+_OPTION_NAMES = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    **{name: f"options.{name}" for name in (*_SAME_NAME, "num_predict")},
+}
+CHAT_NAMES = {**_OPTION_NAMES, "prompt": "messages"}
+GENERATE_NAMES = {**_OPTION_NAMES, "prompt": "prompt"}
+
+
+def check_ollama_model(name: str, state: FrontState) -> None:
+    check_model(name if name == state.model_name else name.removesuffix(LATEST), state.model_name)
+
+
+def check_body(body: OllamaCommon, state: FrontState) -> None:
+    check_ollama_model(body.model, state)
+    refuse_unsupported(body, NOT_SUPPORTED, "")
+    if body.keep_alive is not None and str(body.keep_alive).rstrip("hms") in ("0", "0.0"):
+        raise BadRequest(
+            f"keep_alive is {body.keep_alive!r}, which asks to unload the model; this server keeps it loaded, remove"
+            " it.",
+            param="keep_alive",
+            code="unsupported_parameter",
+        )
+    check_integers(body)
+    check_logprobs("top_logprobs", body.top_logprobs)
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest(
+            f"top_logprobs is {body.top_logprobs}, which needs 'logprobs' to be true; set it.", param="top_logprobs"
+        )
+    if body.options is not None:
+        refuse_unsupported(body.options, OPTIONS_NOT_SUPPORTED, "options.")
+        check_integers(body.options, "options.")
+
+
+def check_sampling(body: OllamaCommon) -> None:
+    """Check the options of a request that generates nothing as strictly as those of one that does."""
+    try:
+        _params(body)
+    except BadRequest as error:
+        raise name_fields(error, _OPTION_NAMES) from None
+
+
+async def chat_generation(state: FrontState, body: OllamaChatRequest, received: float) -> Generation:
+    try:
+        return await _chat(state, body, _messages(body.messages or []), received)
+    except BadRequest as error:
+        raise name_fields(error, CHAT_NAMES) from None
+
+
+async def text_generation(state: FrontState, body: OllamaGenerateRequest, received: float) -> Generation:
+    """Through the chat template, unless the body asks for `raw` or the model has no template."""
+    try:
+        if not body.raw:
+            try:
+                messages = [Message("system", body.system)] if body.system else []
+                return await _chat(state, body, [*messages, Message("user", body.prompt or "")], received)
+            except BadRequest as error:
+                if error.code != "no_chat_template":
+                    raise
+        text = f"{body.system}\n{body.prompt}" if body.system else body.prompt or ""
+        params = _params(body)
+        [token_ids] = await encode_texts(state, [text], add_special=True, max_tokens=params.max_tokens)
+        if not token_ids:
+            raise BadRequest("'prompt' has no tokens; send at least one character.", param="prompt")
+        return _generation(state, body, params, Prompt(token_ids, text), "cmpl-", received)
+    except BadRequest as error:
+        raise name_fields(error, GENERATE_NAMES) from None
+
+
+async def _chat(state: FrontState, body: OllamaCommon, messages: list[Message], received: float) -> Generation:
+    params = _params(body)
+    conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
+    prompt = await chat_prompt(state, conversation, max_tokens=params.max_tokens)
+    return _generation(state, body, params, prompt, "chatcmpl-", received)
+
+
+def _generation(
+    state: FrontState, body: OllamaCommon, params: SamplingParams, prompt: Prompt, id_prefix: str, received: float
+) -> Generation:
+    options = body.options or OllamaOptions()
+    return Generation(
+        prompts=[prompt],
+        params=_within_num_ctx(state, params, len(prompt.token_ids), options.num_ctx),
+        answer_id=new_id(id_prefix),
+        deadline=deadline_of(None, state.config, received),
+        stream=body.stream is not False,
+        logprobs=params.logprobs,
+    )
+
+
+def _params(body: OllamaCommon) -> SamplingParams:
+    options = body.options or OllamaOptions()
+    check_range("num_predict", options.num_predict, -2, 2**31 - 1)
+    if options.num_predict == 0:
+        raise BadRequest("num_predict is 0; ask for at least 1 token, or -1 for no limit.", param="options.num_predict")
+    fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME_NAME}
+    fields |= {name: default for name, default in DEFAULTS.items() if fields[name] is None}
+    if options.seed == -1:
+        fields["seed"] = None
+    return sampling_params(
+        **fields,
+        max_tokens=options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
+        repetition_penalty=options.repeat_penalty,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def _messages(messages: list[OllamaMessage]) -> list[Message]:
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: OllamaMessage, at: str) -> Message:
+    refuse_unsupported(message, MESSAGE_NOT_SUPPORTED, f"{at}.")
+    if message.role == "tool":
+        raise BadRequest(
+            f"'{at}.role' is 'tool', which is not supported yet; remove the message.",
+            param=f"{at}.role",
+            code="unsupported_parameter",
+        )
+    if message.content is None:
+        raise BadRequest(f"'{at}.content' is required.", param=f"{at}.content")
+    return Message(message.role, message.content)
+
+
+def _within_num_ctx(state: FrontState, params: SamplingParams, num_prompt: int, num_ctx: int | None) -> SamplingParams:
+    """`num_ctx` limits the context of this request. A prompt that does not fit is refused, never cut."""
+    if num_ctx is None:
+        return params
+    max_context = state.require_engine().max_context
+    if not 1 <= num_ctx <= max_context:
+        raise BadRequest(
+            f"num_ctx is {num_ctx}; the served model's context is {max_context}, send at most that.",
+            param="options.num_ctx",
+        )
+    asked = params.max_tokens
+    if num_prompt + (asked or 1) > num_ctx:
+        raise ContextOverflow(
+            f"The prompt has {num_prompt} tokens and num_predict asks for {asked or 1}, but num_ctx is {num_ctx}."
+            " Shorten the prompt, lower num_predict or raise num_ctx.",
+            param="options.num_ctx",
+        )
+    return dataclasses.replace(params, max_tokens=asked or num_ctx - num_prompt)

@@ -1,0 +1,97 @@
+"""Answers and errors of Ollama's API: one JSON object per line."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from millrace.errors import MillraceError
+from millrace.link.messages import TokenLogprobs
+from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
+from millrace.serve.generate.events import TextDelta
+from millrace.serve.generate.job import Job
+from millrace.serve.generate.logprobs import TokenLogprob, token_logprobs
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.writer import PLACEHOLDER
+from millrace.serve.http.json_answer import encode, escape_lines
+from millrace.serve.ollama.schemas import OllamaAnswer, OllamaAnswerMessage, OllamaErrorAnswer
+
+_NS_PER_S = 1e9
+
+
+def error_body(error: MillraceError) -> bytes:
+    return encode(OllamaErrorAnswer(error.message, error.message, error.type, error.param, error.code))
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+class OllamaWriter:
+    """/api/chat and /api/generate, which differ in the field that holds the text."""
+
+    def __init__(self, job: Job, limit_names: dict[str, str], is_chat: bool) -> None:
+        self.limit_names = limit_names
+        self._job = job
+        self._is_chat = is_chat
+
+    def _line(self, text: str, **fields: Any) -> OllamaAnswer:
+        said: dict[str, Any] = (
+            {"message": OllamaAnswerMessage("assistant", text)} if self._is_chat else {"response": text}
+        )
+        return OllamaAnswer(self._job.state.model_name, now(), **said, **fields)
+
+    def _logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprob] | UnsetType:
+        num_top = self._job.generation.logprobs
+        if num_top is None:
+            return UNSET
+        return token_logprobs(self._job.state.tokenizer, entries, num_top)
+
+    def _last(self, text: str, usage: Usage, **fields: Any) -> OllamaAnswer:
+        choice = self._job.choices[0]
+        finish = choice.finish
+        total_s = finish.total_s if finish is not None else 0.0
+        first_s = finish.first_token_s if finish is not None else 0.0
+        queued_s = finish.queued_s if finish is not None else 0.0
+        return self._line(
+            text,
+            done=True,
+            done_reason=choice.finish_reason,
+            total_duration=round(total_s * _NS_PER_S),
+            load_duration=0,
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=round(max(0.0, first_s - queued_s) * _NS_PER_S),
+            eval_count=usage.output_tokens,
+            eval_duration=round(max(0.0, total_s - first_s) * _NS_PER_S),
+            **fields,
+        )
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def preamble(self, choices: list[Choice]) -> bytes:
+        return b""
+
+    def text_frame(self, index: int) -> tuple[bytes, bytes]:
+        before, _, after = encode(self._line(PLACEHOLDER)).partition(encode(PLACEHOLDER))
+        return before, after + b"\n"
+
+    def prompt_frame(self, choice: DetailedChoice) -> bytes:
+        return b""
+
+    def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
+        return escape_lines(encode(self._line(delta.text, logprobs=self._logprobs(delta.logprobs)))) + b"\n"
+
+    def finish_frame(self, choice: Choice) -> bytes:
+        return b""
+
+    def end_frames(self, usage: Usage) -> bytes:
+        return encode(self._last("", usage)) + b"\n"
+
+    def error_frames(self, error: MillraceError) -> bytes:
+        return error_body(error) + b"\n"
+
+    # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        output = choices[0].output
+        return encode(self._last(output.text, usage, logprobs=self._logprobs(output.logprobs)))

@@ -1,0 +1,147 @@
+"""Stored responses. Every function runs inside one transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+import msgspec
+
+from millrace.errors import BadRequest, Conflict, NotFound
+from millrace.serve.generate.messages import Message
+from millrace.serve.http.queries import Page
+from millrace.serve.responses.schemas import InputItem, InputItemList, OutputMessage, ResponseAnswer
+
+OPEN = ("queued", "in_progress", "cancelling")
+MAX_TURNS = 1000
+"""Longest chain of previous responses."""
+
+_items = msgspec.json.Decoder(list[InputItem])
+_answer = msgspec.json.Decoder(ResponseAnswer)
+_messages = msgspec.json.Decoder(list[OutputMessage])
+
+
+def add_response(
+    database: sqlite3.Connection, answer: ResponseAnswer, owner: str, items: list[InputItem], request: bytes | None
+) -> None:
+    """`request` is kept while it is yet to be generated (background)."""
+    database.execute(
+        "INSERT OR REPLACE INTO responses (id, owner, created_at, previous_id, status, background, body, input,"
+        " output, request) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(answer.id, owner, answer.created_at, answer.previous_response_id, answer.status),
+            *(request is not None, msgspec.json.encode(answer), msgspec.json.encode(items)),
+            *(msgspec.json.encode(answer.output), request),
+        ),
+    )
+
+
+def end_response(database: sqlite3.Connection, answer: ResponseAnswer) -> None:
+    """How a background response ended; nothing where it was deleted meanwhile."""
+    database.execute(
+        "UPDATE responses SET status = ?, body = ?, output = ?, request = NULL WHERE id = ? AND request IS NOT NULL",
+        (answer.status, msgspec.json.encode(answer), msgspec.json.encode(answer.output), answer.id),
+    )
+
+
+def _row(database: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> sqlite3.Row:
+    row: sqlite3.Row | None = database.execute(
+        "SELECT * FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+    ).fetchone()
+    if row is None:
+        raise NotFound(
+            f"There is no stored response {response_id[:200]!r}: it was deleted, not stored, or never made.",
+            param=param,
+        )
+    return row
+
+
+def get_response(database: sqlite3.Connection, response_id: str, owner: str) -> bytes:
+    return bytes(_row(database, response_id, owner)["body"])
+
+
+def delete_response(database: sqlite3.Connection, response_id: str, owner: str) -> None:
+    _row(database, response_id, owner)
+    database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+
+
+def cancel_response(database: sqlite3.Connection, response_id: str, owner: str) -> bytes:
+    row = _row(database, response_id, owner)
+    if row["request"] is not None:
+        body = _answer.decode(row["body"])
+        body.status = "cancelled"
+        end_response(database, body)
+        return msgspec.json.encode(body)
+    if row["status"] == "cancelled":
+        return bytes(row["body"])
+    raise Conflict(
+        f"The response {response_id!r} is {row['status']}; only one made with 'background' that still runs can be"
+        " cancelled. DELETE /v1/requests/<id> ends any request that runs.",
+        param="response_id",
+    )
+
+
+def conversation(database: sqlite3.Connection, response_id: str, owner: str) -> list[Message]:
+    """Everything said up to and with a response, oldest first."""
+    turns: list[list[Message]] = []
+    wanted: str | None = response_id
+    while wanted is not None:
+        row = _row(database, wanted, owner, "previous_response_id")
+        if row["request"] is not None:
+            raise Conflict(
+                f"The response {wanted!r} is still being generated; wait for its end before continuing it.",
+                param="previous_response_id",
+            )
+        if len(turns) == MAX_TURNS:
+            raise BadRequest(
+                f"The conversation has more than {MAX_TURNS} turns; begin a new one.", param="previous_response_id"
+            )
+        messages: list[InputItem | OutputMessage] = [*_items.decode(row["input"]), *_messages.decode(row["output"])]
+        turns.append([message_of(message) for message in messages])
+        wanted = row["previous_id"]
+    return [message for turn in reversed(turns) for message in turn]
+
+
+def message_of(item: InputItem | OutputMessage) -> Message:
+    """An item in the internal form; a developer is the template's system."""
+    texts = [part.text for part in item.content]
+    return Message("system" if item.role == "developer" else item.role, texts[0] if len(texts) == 1 else texts)
+
+
+def input_items(database: sqlite3.Connection, response_id: str, owner: str, page: Page) -> InputItemList:
+    items = _items.decode(_row(database, response_id, owner)["input"])
+    if page.newest_first:
+        items.reverse()
+    if page.after is not None:
+        ids = [item.id for item in items]
+        if page.after not in ids:
+            raise BadRequest(f"after is {page.after[:200]!r}, which is no item of this response.", param="after")
+        items = items[ids.index(page.after) + 1 :]
+    shown = items[: page.limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else ("", "")
+    return InputItemList(
+        "list", [msgspec.Raw(msgspec.json.encode(item)) for item in shown], first, last, len(items) > len(shown)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenResponse:
+    id: str
+    owner: str
+    request: bytes
+    answer: ResponseAnswer
+    """As it stands."""
+
+
+def open_responses(database: sqlite3.Connection) -> list[OpenResponse]:
+    rows = database.execute(
+        "SELECT id, owner, request, body FROM responses WHERE background = 1 AND request IS NOT NULL ORDER BY number"
+    ).fetchall()
+    return [OpenResponse(row["id"], row["owner"], bytes(row["request"]), _answer.decode(row["body"])) for row in rows]
+
+
+def mark_started(database: sqlite3.Connection, answer: ResponseAnswer) -> None:
+    database.execute(
+        "UPDATE responses SET status = ?, body = ? WHERE id = ? AND request IS NOT NULL",
+        (answer.status, msgspec.json.encode(answer), answer.id),
+    )
