@@ -44,6 +44,11 @@ def data_dir() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "millrace"
 
 
+def allows_colour() -> bool:
+    """False if `NO_COLOR` is set (https://no-color.org) or the terminal is dumb."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with `changes`, for a child process that is configured through it."""
     return {**os.environ, **changes}
