@@ -10,11 +10,13 @@ import torch
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
-from millrace.ops.triton import sampling
-from millrace.ops.triton.sampling import RACE_START, ROW_DTYPE, ROW_WORDS, Cut, draw_full, draw_greedy, scatter_rows
+from millrace.ops.triton.sampling import values
+from millrace.ops.triton.sampling.draw import Cut, draw_full
+from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
+from millrace.ops.triton.sampling.row_records import ROW_DTYPE, ROW_WORDS, scatter_rows
 from millrace.run.sampling.noise import uniforms
 
-triton, tl = sampling.triton, sampling.tl
+triton, tl = values.triton, values.tl
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,7 +100,7 @@ def test_greedy_leaves_padding_alone_and_survives_nan() -> None:
 @triton.jit
 def _noise_kernel(seeds, positions, out, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(out + at, sampling._uniform(tl.load(seeds + at), tl.load(positions + at)))
+    tl.store(out + at, values._uniform(tl.load(seeds + at), tl.load(positions + at)))
 
 
 def test_the_noise_is_that_of_the_reference_bit_for_bit() -> None:

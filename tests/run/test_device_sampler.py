@@ -1,4 +1,4 @@
-"""The sampler of captured graphs against the sampler that defines the meaning, for all kinds of rows together."""
+"""DeviceSampler against Sampler, its reference, for all kinds of rows together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.config import RunConfig
 from millrace.errors import RequestFailed
-from millrace.ops.triton.sampling import Cut
+from millrace.ops.triton.sampling.draw import Cut
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan
 from millrace.run.device.device import open_device
@@ -243,7 +243,7 @@ def test_penalties_count_what_was_drawn_on_the_device() -> None:
     assert resumed.draw(logits, [0], [11])[0] == drawn[7]
 
 
-def test_end_tokens_wait_for_the_minimum_length() -> None:
+def test_end_tokens_are_masked_before_the_minimum_length() -> None:
     pair = Pair(60)
     plain = SamplingParams(temperature=0, min_tokens=4)
     scored = SamplingParams(temperature=0, min_tokens=4, logprobs=3)
@@ -263,7 +263,7 @@ def test_bias_adds_up_over_repeated_tokens() -> None:
     assert pair.draw(torch.zeros(1, 60), [0], [3]) == [5]
 
 
-def test_the_variant_is_the_least_that_serves() -> None:
+def test_the_cheapest_sufficient_variant_is_chosen() -> None:
     sampler = (pair := Pair(50)).ours
     pair.seat(
         seat(0, SamplingParams(temperature=0)),

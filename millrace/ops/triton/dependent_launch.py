@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): a kernel starts while the previous one still runs, then waits for it.
 
-A kernel that has waited may read whatever any earlier kernel wrote: the previous kernel has ended, and had itself waited
-before it let this one start. Before waiting it may only read what was written before the previous kernel started.
+A kernel that has waited may read whatever any earlier kernel wrote: the previous kernel has ended, and had itself
+waited before it let this one start. Before waiting it may read only what kernels before the previous one wrote.
 """
 
 from __future__ import annotations

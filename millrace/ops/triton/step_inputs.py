@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
-from millrace.ops.triton.sampling import ROW_WORD
+from millrace.ops.triton.sampling.row_records import ROW_WORD
 
 UPDATE_PROGRAMS = 32
 BLOCK = 256

@@ -1,9 +1,9 @@
 """A process that compiles kernels into Triton's cache: `python -m millrace.ops.triton.compile.build_server`.
 
-Each line on standard input is one kernel, JSON: the GPU's target, Triton's description of a launch, and its turn, 0 for
-at once, 1 for when nothing else is to be done. When it is there, or cannot be had, the answer is its turn, one digit.
-The server imports everything first, while its client loads a model, and then forks a child per kernel, which is cheap
-for a process that has never touched a GPU. It ends when its input has ended and the last kernel is done.
+Each line on standard input is a build request in JSON: the GPU's target, Triton's description of a launch, and its
+turn: 0 = at once, 1 = when no request of turn 0 is open. The reply, once the kernel is compiled or has failed, is the
+turn as one digit. The server first imports everything, while its client loads a model, then forks one child per kernel;
+a fork is cheap for a process that has never touched a GPU. It exits when its input has ended and all builds are done.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from collections import deque
 from typing import Any
 
 from millrace.ops import triton as kernels
-from millrace.ops.triton.compile.prebuild import source_of
+from millrace.ops.triton.compile.dry_run import source_of
 
-KERNEL_LIMIT_S = 60.0
-LATER = tuple(f"millrace.ops.triton.gemm.{name}" for name in ("gated_many", "greedy_head", "operand_ring"))
-"""Modules that no first step needs; a child imports them itself."""
+BUILD_LIMIT_S = 60.0
+"""A build that takes longer is killed."""
+RARE_MODULES = tuple(f"millrace.ops.triton.gemm.{name}" for name in ("gated_many", "greedy_head", "operand_ring"))
+"""Modules that no first step needs; the child that needs one imports it."""
 NICE = 10
-"""What has the later turn is compiled behind the engine, which may already serve."""
+"""Builds of turn 1 run at low priority: the engine may already be serving."""
 _POLL_S = 0.005
 _READ_BYTES = 1 << 20
 
@@ -39,73 +40,74 @@ def main() -> None:
     driver = threading.Thread(target=_build_driver)
     driver.start()
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        if module.name not in LATER and module.name != __spec__.name:
+        if module.name not in RARE_MODULES and module.name != __spec__.name:
             importlib.import_module(module.name)
     with contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 
         triton_key()
     driver.join()
-    Workshop(sys.stdin.fileno(), sys.stdout.fileno()).run()
+    BuildServer(sys.stdin.fileno(), sys.stdout.fileno()).run()
 
 
 def _build_driver() -> None:
-    """What Triton itself needs before it can launch anything is compiled as well, at its first use."""
+    """Compile Triton's own driver utilities, which it otherwise does at the first launch."""
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.driver import CudaUtils
 
         CudaUtils()
 
 
-class Workshop:
-    """A child for each kernel, as many at a time as there are cores. Of those that somebody waits for, the longest
-    source first; then the others as they came."""
+class BuildServer:
+    """One child process per kernel, as many at a time as there are cores. Requests of turn 0 go first, longest source
+    first; then those of turn 1 in order of arrival."""
 
-    def __init__(self, orders: int, answers: int) -> None:
-        self._orders, self._answers = orders, answers
+    def __init__(self, requests: int, replies: int) -> None:
+        """File descriptors of the two pipes."""
+        self._requests, self._replies = requests, replies
         self._is_open, self._unread = True, b""
         self._urgent: list[tuple[int, dict[str, Any]]] = []
-        """With the length of their source; the next one is at the end."""
+        """(length of its source, request) of turn 0; the next one is last."""
         self._others: deque[dict[str, Any]] = deque()
         self._children: dict[int, tuple[float, int]] = {}
-        """When each has to be done, and its turn."""
+        """Process id -> (deadline, turn)."""
 
     def run(self) -> None:
-        most = len(os.sched_getaffinity(0))
-        while self._is_open or self._has_orders or self._children:
-            self._take_orders()
-            while self._has_orders and len(self._children) < most:
-                order = self._urgent.pop()[1] if self._urgent else self._others.popleft()
-                self._children[_fork(order)] = time.monotonic() + KERNEL_LIMIT_S, order["turn"]
+        max_children = len(os.sched_getaffinity(0))
+        while self._is_open or self._has_requests or self._children:
+            self._read_requests()
+            while self._has_requests and len(self._children) < max_children:
+                request = self._urgent.pop()[1] if self._urgent else self._others.popleft()
+                self._children[_fork(request)] = time.monotonic() + BUILD_LIMIT_S, request["turn"]
             self._reap()
 
     @property
-    def _has_orders(self) -> bool:
+    def _has_requests(self) -> bool:
         return bool(self._urgent or self._others)
 
-    def _take_orders(self) -> None:
-        """Whatever has come; the next one only if there is nothing else to do."""
-        is_busy = bool(self._has_orders or self._children)
+    def _read_requests(self) -> None:
+        """Take what has arrived; wait for a request only if there is nothing else to do."""
+        is_busy = bool(self._has_requests or self._children)
         if not self._is_open:
             time.sleep(_POLL_S)
-        elif select.select([self._orders], [], [], _POLL_S if is_busy else None)[0]:
-            told = os.read(self._orders, _READ_BYTES)
-            self._is_open = bool(told)
-            *lines, self._unread = (self._unread + told).split(b"\n")
-            orders = [json.loads(line) for line in lines]
-            self._urgent += [(len(_function(order["kernel"]).src), order) for order in orders if not order["turn"]]
+        elif select.select([self._requests], [], [], _POLL_S if is_busy else None)[0]:
+            data = os.read(self._requests, _READ_BYTES)
+            self._is_open = bool(data)
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            requests = [json.loads(line) for line in lines]
+            self._urgent += [(len(_function(new["kernel"]).src), new) for new in requests if not new["turn"]]
             self._urgent.sort(key=lambda item: item[0])
-            self._others += [order for order in orders if order["turn"]]
+            self._others += [new for new in requests if new["turn"]]
 
     def _reap(self) -> None:
         now = time.monotonic()
-        for child, (until, turn) in list(self._children.items()):
-            is_late = until < now
+        for child, (deadline, turn) in list(self._children.items()):
+            is_late = deadline < now
             if is_late:
                 os.kill(child, signal.SIGKILL)
             if os.waitpid(child, 0 if is_late else os.WNOHANG)[0]:
                 del self._children[child]
-                os.write(self._answers, b"%d" % turn)
+                os.write(self._replies, b"%d" % turn)
 
 
 def _function(kernel: str) -> Any:
@@ -113,15 +115,15 @@ def _function(kernel: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _fork(order: dict[str, Any]) -> int:
+def _fork(request: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         return child
     try:
-        if order["turn"]:
+        if request["turn"]:
             os.nice(NICE)
-        _compile(order["kernel"], _function(order["kernel"]), order["target"])
-    except BaseException:  # when it is launched it is compiled again, and says what is wrong
+        _compile(request["kernel"], _function(request["kernel"]), request["target"])
+    except BaseException:  # the engine compiles it again at the launch and reports the error
         os._exit(1)
     os._exit(0)
 
@@ -131,9 +133,9 @@ def _compile(kernel: str, function: Any, target: list[Any]) -> None:
     from triton.compiler import compile as compile_kernel
     from triton.compiler import make_backend
 
-    place = GPUTarget(*target)
+    gpu = GPUTarget(*target)
     source, options = source_of(kernel, function)
-    compiled = compile_kernel(source, target=place, options=make_backend(place).parse_options(options).__dict__)
+    compiled = compile_kernel(source, target=gpu, options=make_backend(gpu).parse_options(options).__dict__)
     from triton.backends.nvidia.driver import CudaLauncher
 
     CudaLauncher(compiled.src, compiled.metadata)

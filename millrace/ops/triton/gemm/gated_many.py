@@ -24,10 +24,10 @@ from millrace.ops.triton.gemm.operand_ring import (
     load_tile,
     make_barriers,
     multiply_tile,
-    multiprocessors,
     stage_to_fill,
     store_tile,
 )
+from millrace.ops.tuning.load import num_multiprocessors
 
 STAGES, BLOCK_K = 4, 64
 """Tiles in the ring, and inputs in each."""
@@ -137,7 +137,7 @@ def gated_many(x: Tensor, weight: Tensor, activation: str, tile: tuple[int, int]
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     tiles_m, tiles_n = triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile_outputs)
-    gated_many_kernel[(min(multiprocessors(x.device), tiles_m * tiles_n),)](
+    gated_many_kernel[(min(num_multiprocessors(x.device), tiles_m * tiles_n),)](
         describe(x, tile_rows, BLOCK_K),
         describe(weight, tile_outputs, BLOCK_K),
         describe(out, tile_rows, tile_outputs),

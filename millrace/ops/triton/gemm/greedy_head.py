@@ -28,9 +28,9 @@ from millrace.ops.triton.gemm.operand_ring import (
     load_tile,
     make_barriers,
     multiply_tile,
-    multiprocessors,
     stage_to_fill,
 )
+from millrace.ops.tuning.load import num_multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def greedy_head(hidden: Tensor, weight: Tensor, tile: HeadTile, to: DrawnTokens,
     the first, and what is no number counts as -inf."""
     count, inputs = hidden.shape
     tiles_m, tiles_n = triton.cdiv(count, tile.rows), triton.cdiv(vocab_size, tile.tokens)
-    each = max(1, min(multiprocessors(hidden.device) // tiles_m, tiles_n))
+    each = max(1, min(num_multiprocessors(hidden.device) // tiles_m, tiles_n))
     width = tiles_m * tile.rows
     best = torch.empty((each, width), dtype=torch.float32, device=hidden.device)
     token = torch.empty((each, width), dtype=torch.int32, device=hidden.device)

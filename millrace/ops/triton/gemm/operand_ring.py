@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -84,8 +83,3 @@ def describe(matrix: Tensor, rows: int, columns: int) -> Any:
 @functools.cache
 def _layout(rows: int, columns: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,6 +15,7 @@ import triton
 from millrace.ops.tuning.load import rule_table
 
 Way = Literal["vector", "table"]
+INTERPRETER = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Gpu:
 
     shared_bytes: int = 232_448
     """Shared memory available to one program."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = INTERPRETER
     """Decides which measured table applies."""
 
 

@@ -1,8 +1,8 @@
-"""Which kernels a step will launch, before any is compiled.
+"""Dry run of a step: finds out which Triton kernels it will launch, before any is compiled.
 
-Triton compiles a kernel, and a small C launcher for it, when it is first launched: one after the other, ten seconds for
-a model's first step. A step can be rehearsed instead: its launches are noted and not done, and each goes to
-`build_server.py`, which compiles side by side what the cache on disk does not hold.
+Triton compiles a kernel and a small C launcher for it at the first launch, one after the other: ten seconds for a
+model's first step. In a dry run launches are recorded instead, and each goes as a build request to `build_server.py`,
+which compiles in parallel what the cache on disk does not hold.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def dry_run(met: Callable[[str], None]) -> Iterator[None]:
-    """Inside, nothing of Triton's is launched: kernels that were loaded before are passed over, others are `met`, each
-    once, with Triton's own description of the launch, JSON."""
+def dry_run(on_kernel: Callable[[str], None]) -> Iterator[None]:
+    """Inside, Triton launches nothing. `on_kernel` is called once for each kernel that is not loaded yet, with Triton's
+    own description of the launch (JSON)."""
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
@@ -26,16 +26,16 @@ def dry_run(met: Callable[[str], None]) -> Iterator[None]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    def note(*, compile: dict[str, Any], **_: Any) -> bool:
-        """What Triton asks before it compiles; yes means that it shall not."""
+    def record(*, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton calls this before it compiles; True tells it not to."""
         description = compile["specialization_data"]
         if description not in known:
             known.add(description)
-            met(description)
+            on_kernel(description)
         return True
 
     JITFunction.run = compile_only
-    knobs.runtime.jit_cache_hook = note
+    knobs.runtime.jit_cache_hook = record
     try:
         yield
     finally:
@@ -44,17 +44,17 @@ def dry_run(met: Callable[[str], None]) -> Iterator[None]:
 
 
 def source_of(description: str, function: Any) -> tuple[Any, dict[str, Any]]:
-    """What the compiler takes, and its options, from Triton's description of a launch."""
+    """(compiler input, compiler options) from Triton's description of a launch."""
     import triton.language as tl
 
-    told = json.loads(description)
+    fields = json.loads(description)
     constants = {
         tuple(key): _constant(value, tl)
-        for key, value in zip(told["constant_keys"], told["constant_vals"], strict=True)
+        for key, value in zip(fields["constant_keys"], fields["constant_vals"], strict=True)
     }
-    attributes = {tuple(key): value for key, value in zip(told["attrs_keys"], told["attrs_vals"], strict=True)}
-    signature = {name: _as_tuple(value) for name, value in told["signature"].items()}
-    options = {name: _as_tuple(value) for name, value in told["options"].items()}
+    attributes = {tuple(key): value for key, value in zip(fields["attrs_keys"], fields["attrs_vals"], strict=True)}
+    signature = {name: _as_tuple(value) for name, value in fields["signature"].items()}
+    options = {name: _as_tuple(value) for name, value in fields["options"].items()}
     return _source_type(function)(function, signature, constants, attributes), options
 
 
@@ -77,7 +77,7 @@ def _constant(value: Any, tl: Any) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
-    """JSON knows no tuples, and neither signatures nor options have lists."""
+    """JSON has no tuples; signatures and options have no lists."""
     return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
 
 
@@ -87,13 +87,13 @@ def current_target() -> Any:
     return driver.active.get_current_target()
 
 
-def hash_ahead() -> None:
-    """Triton's own hash, part of every key in its cache, takes most of a second: have it counted beside other work."""
+def prepare_triton_key() -> None:
+    """Compute Triton's own hash, part of every key of its cache, in a background thread: it takes most of a second."""
 
-    def count() -> None:
+    def compute() -> None:
         with contextlib.suppress(Exception):
             from triton.runtime.cache import triton_key
 
             triton_key()
 
-    threading.Thread(target=count, name="triton-key", daemon=True).start()
+    threading.Thread(target=compute, name="triton-key", daemon=True).start()
