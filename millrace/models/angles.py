@@ -1,4 +1,4 @@
-"""Cosines and sines of every position, one table per rope, computed once: what a step looks its angles up in."""
+"""Rotary tables: cosines and sines of every position, one table per rope, computed once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from millrace.models.spec.model_spec import RopeSpec
 from millrace.ops.elementwise.rope import rope_rows
 
 FIRST_POSITIONS = 1024
-"""Positions that are computed at first; twice as many whenever a longer context comes."""
+"""Initial number of positions; doubled when a longer context needs it."""
 
 
 class Angles:
     def __init__(self, ropes: Sequence[RopeSpec], frequencies: Sequence[Tensor]) -> None:
-        """`frequencies`: inverse ones, float32 [rotary_dim / 2], of each rope."""
+        """`frequencies`: inverse frequencies of each rope, float32 [rotary_dim / 2]."""
         self._ropes = [(rope.attention_factor, own) for rope, own in zip(ropes, frequencies, strict=True)]
         self._num_positions = 0
         self._tables: list[Tensor] = []
 
     def of(self, positions: Tensor) -> list[Tensor]:
-        """float32 [T, rotary_dim] of each rope, computed for these positions [T]."""
+        """Per rope float32 [T, rotary_dim], computed for positions [T]."""
         return [rope_rows(positions, frequencies, factor) for factor, frequencies in self._ropes]
 
     def upto(self, num_positions: int) -> list[Tensor]:
-        """float32 [at least num_positions, rotary_dim] of each rope, to the bit what `of` computes. The tables stay
-        where they are until more positions are asked for than ever before."""
+        """Per rope float32 [at least num_positions, rotary_dim], bit-equal to `of`. The tables do not move until more
+        positions are needed than they hold."""
         if num_positions > self._num_positions:
             while num_positions > self._num_positions:
                 self._num_positions = max(FIRST_POSITIONS, 2 * self._num_positions)

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass: tokens of many rows, one after the other, and where each row's KV lives."""
+"""The inputs of one forward pass: the tokens of many rows, one after the other, and where each row's KV is."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from millrace.ops.attention.long_rows import LongRow
 
 @dataclass(slots=True)
 class LastTokens:
-    """The last token of some of a step's rows, where only their hidden states are wanted. In the last layer nothing but
-    keys and values is then computed for any other token. As rows of attention they have one query each."""
+    """The last token of some rows, when only their hidden states are needed: for other tokens the last layer computes
+    only keys and values. For attention these are rows with one query each, so the attention fields of ForwardBatch are
+    repeated here with the same meaning."""
 
     index: Tensor
-    """int [n]: which of the step's tokens, in rising order."""
+    """int [n]: indices of the step's tokens, ascending."""
     query_starts: Tensor
     """int32 [n + 1]: 0, 1, 2 ..."""
     seq_lens: Tensor
@@ -36,58 +37,62 @@ class LastTokens:
 
 @dataclass(frozen=True, slots=True)
 class DrawnStates:
-    """The hidden states that are wanted in the end."""
+    """The hidden states to return."""
 
     index: Tensor
-    """int [n]: which of the step's tokens or, with `last`, of those."""
+    """int [n]: indices of the step's tokens or, with `last`, of the last tokens."""
     out: Tensor
-    """[n, hidden]: where they go."""
+    """[n, hidden]: written with them."""
 
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T tokens in n ragged rows. The `_host` lists state the same facts as their tensors, so that no path ever has to
-    read a device tensor on the host."""
+    """T tokens in n ragged rows, in one of two forms.
+
+    Plain: `table_rows` is None, and the `_host` lists and `max_` lengths match the tensors, so that no device tensor is
+    read on the host. Paged (GPU graphs): `table_rows` is set, lengths are known only on the device, the `_host` lists
+    are empty and the `max_` lengths are 0.
+    """
 
     token_ids: Tensor
     """int64 [T]"""
     positions: Tensor
     """int64 [T]"""
     slots: Tensor
-    """int64 [T]: block_id * block_size + offset, where the token's keys and values go."""
+    """int64 [T]: block_id * block_size + offset, where the token's keys and values are written."""
     query_starts: Tensor
     """int32 [n + 1]"""
     seq_lens: Tensor
-    """int32 [n]: tokens of the row in the cache once this step has written its own."""
+    """int32 [n]: tokens of the row in the cache after this step has written its own."""
     block_tables: Tensor
-    """int32 [n, W]; entries beyond a row's blocks are 0, the scratch block that no row owns."""
+    """int32 [n, W]; entries beyond a row's blocks are 0, the scratch block. Paged: the table of all rows."""
     max_query_len: int
     max_seq_len: int
     query_starts_host: list[int]
     seq_lens_host: list[int]
     table_rows: Tensor | None = None
-    """int32 [n]: which row of `block_tables` each row reads; None where they are in order."""
+    """int32 [n]: the row of `block_tables` that each row reads; None if they are in order."""
     tiles: Tensor | None = None
-    """With table_rows: the queries of longer rows cut into tiles, as PagedAttention reads them."""
+    """Paged: int32 [tiles, 2], (row, first query) of each tile of queries."""
     has_decode_rows: bool = True
-    """With table_rows: whether some rows may have exactly one query."""
+    """Paged: True if some rows may have exactly one query."""
     long_rows: tuple[LongRow, ...] = ()
-    """With table_rows: rows without tiles that go through the library's attention."""
+    """Paged: rows that use cuDNN attention instead of tiles."""
     shared_len: Tensor | None = None
-    """With table_rows and single queries: int32 [1], tokens at the beginning that all rows have in the same blocks."""
+    """Paged, decode steps only: int32 [1], length of the prefix shared by all rows."""
     decode_rows: Tensor | None = None
-    """With table_rows: int32 [6, m], the rows with one query as a list, the longest first; see `run.single_queries`."""
+    """Paged: int32 [6, m], the list of decode rows, see `run/packet/decode_rows.py`."""
     context_parts: int = 1
-    """With tiles of all queries: how many programs share the keys of each."""
+    """Paged, with all queries tiled: split KV, number of parts of each tile's context."""
     last: LastTokens | None = None
-    """The only tokens whose hidden states are wanted; None for all."""
+    """The only tokens whose hidden states are needed; None for all."""
     places: tuple[Tensor, Tensor] | None = None
-    """int64 [T] each: block ids and offsets of `slots`, where these are known already."""
+    """int64 [T] each: block ids and offsets of `slots`, if already computed."""
     embedded: Tensor | None = None
-    """[T, hidden]: the tokens' embeddings, where they were looked up with the other inputs; overwritten."""
+    """[T, hidden]: the tokens' embeddings, if already looked up; overwritten."""
     angles: Sequence[Tensor] | None = None
-    """float32 [T, rotary_dim] of each rope: the positions' angles, likewise."""
+    """Per rope float32 [T, rotary_dim]: the positions' angles, if already looked up."""
     drawn: DrawnStates | None = None
-    """What of the hidden states is wanted; None for all."""
+    """The hidden states to return; None for all."""
     decodes: npt.NDArray[np.bool_] | None = None
-    """[T], contiguous, on a CPU: whether the token comes after its request's prompt; None where none does."""
+    """[T], contiguous, CPU only: True for tokens after their request's prompt; None if there are none."""

@@ -1,8 +1,4 @@
-"""The one decoder. What differs between families is in its spec; what differs between devices is in its ops.
-
-A later tensor-parallel mesh shards `qkv` and `gate_up` by rows and `out` and `down` by columns, and sums the results
-of the latter two; nothing else in a layer would change.
-"""
+"""The one decoder. Families differ in their spec, devices in the ops that are chosen for them."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
-from millrace.models.decoding import Span, any_apart, by_kind, spans_of
+from millrace.models.decoding import Span, any_decode_kernels, apply_by_span, spans_of
 from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp
 from millrace.models.native_stack import NativeStack, native_stack_missing
 from millrace.models.spec.model_spec import ModelSpec
@@ -35,7 +31,7 @@ from millrace.ops.linear.dense import NativeParts, ResidualAdder
 class DecoderOps:
     """The stateless ops, chosen once for this device and dtype.
 
-    Norms and `gated` have a keyword `quantise`, with which they return what they normed or gated as `Quantised`.
+    With `quantise=True` norms and `gated` return their result as `Quantised`.
     """
 
     rms_norm: Callable[..., Any]
@@ -50,7 +46,7 @@ class DecoderOps:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What is added to the residual: a linear or an MLP, and the norm of its result where the family has one."""
+    """A branch of the residual: a linear or an MLP, and the norm of its output if the family has one."""
 
     module: Any
     norm: Tensor | None
@@ -58,7 +54,7 @@ class Branch:
 
 
 class Decoder:
-    """A loaded model. It holds no state between steps: what persists is in the KV tensors it is handed."""
+    """A loaded model. It keeps no state between steps; the KV tensors are passed in."""
 
     def __init__(
         self,
@@ -70,24 +66,25 @@ class Decoder:
         choices: dict[str, Choice],
         use_decode_kernels: bool = False,
     ) -> None:
-        """With `use_decode_kernels` rows that decode go through kernels of their own, where ops have such: faster, but
-        a token's result then depends on whether it is part of a prompt."""
+        """With `use_decode_kernels`, decode rows use separate kernels where an op has them: faster, but a token's
+        result then depends on whether it belongs to the prompt."""
         self.spec = spec
         self.device = device
         self.dtype = dtype
         self.num_bytes = weights.num_bytes
-        """Bytes of all weights, tied ones once; padding inside packed layouts, under 32 rows a matrix, is left out."""
+        """Bytes of all weights, tied ones counted once, without the padding of packed layouts (under 32 rows per
+        matrix)."""
         self.choices = choices
-        """Which version of each op was chosen, and why."""
+        """The version chosen for each op, and why."""
         self._weights = weights
         self._ops = ops
         self._use_decode_kernels = use_decode_kernels
-        self._splits = use_decode_kernels and any_apart(_linears(weights))
+        self._splits_decode = use_decode_kernels and any_decode_kernels(_linears(weights))
         # Rounded to the model's dtype, as the families that scale embeddings were trained.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.angles = Angles(spec.ropes, weights.frequencies)
         self.native_stack = self._make_stack()
-        """The layers as one call of the C++ kernels, where they have all that the model needs."""
+        """All layers in one C++ call; None if the model needs something it does not support."""
 
     @property
     def attention(self) -> Attention:
@@ -95,18 +92,18 @@ class Decoder:
 
     @property
     def embedding_matrix(self) -> Tensor | None:
-        """[vocab, hidden], where tokens are rows of a plain matrix."""
+        """[vocab, hidden] if the embedding is a plain matrix, else None."""
         embedding = self._weights.embedding
         return embedding.weight if isinstance(embedding, PlainEmbedding) else None
 
     def with_distinct_layers(self) -> Decoder:
-        """The same with one layer of each kind and the last one, which is asked for something else: a forward launches
-        the same kernels, and few of them twice."""
+        """A copy with one layer of each kind and the last layer, for warm-up: its forward pass launches the same
+        kernels, most of them once."""
         layers = self._weights.layers
         kinds = {_kind_of(layer): layer for layer in layers[:-1]}
-        with_distinct_layers = copy.copy(self)
-        with_distinct_layers._weights = replace(self._weights, layers=(*kinds.values(), layers[-1]))
-        return with_distinct_layers
+        short = copy.copy(self)
+        short._weights = replace(self._weights, layers=(*kinds.values(), layers[-1]))
+        return short
 
     def _make_stack(self) -> NativeStack | None:
         if native_stack_missing(self.spec, self.choices):
@@ -119,43 +116,43 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
-        """Write the tokens' keys and values into `kv`, one tensor per layer; [T, hidden] after the final norm, or
-        [n, hidden] of the batch's `last` tokens, or what the batch says is `drawn`.
+        """Write the tokens' keys and values into `kv`, one tensor per layer, and return the hidden states after the
+        final norm: [T, hidden], or [n, hidden] of the batch's `last` tokens or `drawn` states.
 
-        A native stack adds to `nanoseconds` what each of native_stack.KINDS took."""
+        A native stack adds the time of each of native_stack.KINDS to `nanoseconds`."""
         if self.native_stack is None:
-            return self.walk(batch, kv)
+            return self.run_layers(batch, kv)
         hidden = self.native_stack(self._embed(batch), batch, kv, nanoseconds)
         drawn = batch.drawn
         return hidden if drawn is None else drawn.out.copy_(hidden.index_select(0, drawn.index))
 
     @torch.inference_mode()
-    def walk(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
-        """The same, op by op: what a native stack is held to."""
+    def run_layers(self, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
+        """The forward pass op by op. A native stack must give the same result, bit for bit."""
         weights, ops, eps = self._weights, self._ops, self.spec.norm_eps
         layers, last = weights.layers, batch.last
         block_size = kv[0].shape[3]
         block_ids, offsets = batch.places or cache_places(batch.slots, block_size)
         rows = self.angles.of(batch.positions) if batch.angles is None else batch.angles
         prepared = [ops.attention.prepare(batch, block_size, window) for window in self.spec.windows]
-        decodes = batch.decodes if self._splits else None
+        decodes = batch.decodes if self._splits_decode else None
         spans = spans_of(decodes)
 
         residual = self._embed(batch)
         hidden = ops.rms_norm(residual, layers[0].input_norm, eps, quantise=layers[0].qkv.takes_fp8)
         for index, layer in enumerate(layers):
-            qkv = by_kind(layer.qkv, hidden, spans)
+            qkv = apply_by_span(layer.qkv, hidden, spans)
             angles = None if layer.rope is None else rows[layer.rope]
             queries = layer.prepare_qkv(qkv, angles, kv[index], block_ids, offsets)
-            attended = prepared[layer.window]
+            prepared_rows = prepared[layer.window]
             if last is not None and index + 1 == len(layers):
                 if not len(last.index):
                     return residual[:0]
                 queries, residual = queries.index_select(0, last.index), residual.index_select(0, last.index)
                 spans = spans_of(None if decodes is None else decodes[last.index.numpy()])
-                attended = ops.attention.prepare(last, block_size, self.spec.windows[layer.window])
+                prepared_rows = ops.attention.prepare(last, block_size, self.spec.windows[layer.window])
             out, mlp = Branch(layer.out, layer.attention_out_norm, spans), Branch(layer.mlp, layer.mlp_out_norm, spans)
-            hidden = ops.attention(queries, kv[index], attended)
+            hidden = ops.attention(queries, kv[index], prepared_rows)
             hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, layer.mlp.takes_fp8)
             if index + 1 < len(layers):
                 following = layers[index + 1]
@@ -163,11 +160,11 @@ class Decoder:
         return self._final(self._result(mlp, hidden), residual, batch)
 
     def _result(self, branch: Branch, x: Any) -> Any:
-        result = by_kind(branch.module, x, branch.spans)
+        result = apply_by_span(branch.module, x, branch.spans)
         return result if branch.norm is None else self._ops.rms_norm(result, branch.norm, self.spec.norm_eps)
 
     def _add(self, branch: Branch, x: Any, residual: Tensor, norm: Tensor, quantise: bool) -> tuple[Any, Tensor]:
-        """The branch's result for x, added to the residual, which may be overwritten: (the sum's norm, the sum)."""
+        """Add the branch's output for x to the residual, which may be overwritten: (norm of the sum, sum)."""
         ops, eps, module = self._ops, self.spec.norm_eps, branch.module
         if branch.norm is None and isinstance(module, ResidualAdder) and module.adds(residual.shape[0]):
             module.add_to(x, residual)
@@ -183,11 +180,11 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None, draws: bool = False) -> Tensor:
-        """float32 [n, vocab] of hidden states [n, hidden], soft-capped where the family does that. With `draws` tokens
-        are drawn of them: the head takes all of them for rows that decode.
+        """Logits, float32 [n, vocab], of hidden states [n, hidden], soft-capped if the family does so. With `draws`,
+        tokens will be drawn from them, and the head treats every row as a decode row.
 
-        They are not rounded to the model's dtype: in bfloat16 the likeliest tokens are often equal, and the first of
-        them would be drawn instead of the best. `out` may be written and returned."""
+        Logits are not rounded to the model's dtype: in bfloat16 the top logits are often equal, and the first such
+        token would be drawn instead of the best. `out` may be written and returned."""
         head = self._weights.head
         if draws and self._use_decode_kernels and isinstance(head, NativeParts):
             logits = head.wide(hidden, decode=True)
@@ -197,13 +194,13 @@ class Decoder:
         return logits if cap is None else softcap(logits, cap)
 
     def draws(self, rows: int) -> bool:
-        """Whether `draw` takes less time for so many rows than to draw from their logits."""
+        """True if `draw` is faster for this many rows than drawing from their logits."""
         head = self._weights.head
         return isinstance(head, GreedyHead) and self.spec.logit_softcap is None and head.draws(rows)
 
     @torch.inference_mode()
     def draw(self, hidden: Tensor, to: DrawnTokens) -> None:
-        """The likeliest token after each of the hidden states [n, hidden], where `draws` says yes."""
+        """Draw the most likely token for each hidden state [n, hidden]. Only if `draws` returns True."""
         head = self._weights.head
         assert isinstance(head, GreedyHead)
         head.draw(hidden, self.spec.vocab_size, to)
@@ -216,7 +213,7 @@ class Decoder:
 
 
 def _kind_of(layer: DecoderLayer) -> tuple[object, ...]:
-    """What decides which kernels a layer launches."""
+    """Everything that decides which kernels a layer launches."""
     norms = (layer.attention_out_norm is None, layer.mlp_out_norm is None)
     return type(layer.mlp), layer.rope is None, layer.window, *norms
 

@@ -1,8 +1,7 @@
-"""Rows that decode, multiplied apart from tokens of prompts: what cpp/step.cpp does in a native stack.
+"""Multiplies decode rows with separate kernels, as cpp/step.cpp does in a native stack.
 
-Kernels made for decoding round less than those made for prompts, so which of them multiplies a token must not depend on
-what else is in the step, or on whether the token is computed anew after preemption: it depends on whether the token
-belongs to its request's prompt or comes after it.
+Decode kernels round less than prompt kernels. Which of them multiplies a token must not depend on the rest of the step,
+nor on a recomputation after preemption, so it depends only on whether the token belongs to its request's prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens one after the other that are multiplied alike."""
+    """Consecutive tokens that use the same kernel."""
 
     tokens: slice
     decodes: bool
@@ -33,7 +32,7 @@ ALL_DECODE = (Span(slice(None), True),)
 
 
 def spans_of(decodes: Bools | None) -> tuple[Span, ...]:
-    """None of them where nothing is multiplied apart."""
+    """Spans of equal kind; none if decode rows are not multiplied separately."""
     if decodes is None:
         return ()
     edges = [0, *(np.flatnonzero(decodes[1:] != decodes[:-1]) + 1).tolist(), len(decodes)]
@@ -42,19 +41,19 @@ def spans_of(decodes: Bools | None) -> tuple[Span, ...]:
     )
 
 
-def by_kind(module: Any, x: Any, spans: tuple[Span, ...]) -> Any:
-    """A linear or an MLP of x. One that knows no kinds of rows gets all of them at once."""
+def apply_by_span(module: Any, x: Any, spans: tuple[Span, ...]) -> Any:
+    """Apply a linear or an MLP to x, span by span. A module without a decode kernel gets all tokens at once."""
     if not spans or not hasattr(module, "decode"):
         return module(x)
     parts = [module.decode(x[span.tokens]) if span.decodes else module(x[span.tokens]) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def any_apart(modules: Iterable[Any]) -> bool:
-    """Whether some of these linears multiply rows that decode in a way of their own."""
-    return any(_is_apart(module) for module in modules)
+def any_decode_kernels(modules: Iterable[Any]) -> bool:
+    """True if any of these linears has a separate kernel for decode rows."""
+    return any(_has_decode_kernel(module) for module in modules)
 
 
-def _is_apart(module: Any) -> bool:
+def _has_decode_kernel(module: Any) -> bool:
     linear = module.linear if isinstance(module, ComposedGatedLinear) else module
     return isinstance(linear, NativeParts) and linear.has_decode_kernel

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from millrace.models.decoding import ALL_DECODE, by_kind
+from millrace.models.decoding import ALL_DECODE, apply_by_span
 from millrace.ops.attention.qkv import PrepareQkv
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.head.embedding import Embedding
@@ -22,8 +22,8 @@ class Mlp(Protocol):
     def takes_fp8(self) -> bool: ...
 
     def __call__(self, x: Any) -> Tensor | Unsummed:
-        """[T, hidden] -> [T, hidden]. The input is a Tensor or, only where it says so, `Quantised`; the result goes to
-        a norm."""
+        """[T, hidden] -> [T, hidden]. The input is a Tensor or, if `takes_fp8`, `Quantised`; the result goes to a
+        norm."""
         ...
 
 
@@ -40,9 +40,9 @@ class DenseMlp:
         return self.down(self.gate_up(x, quantise=self.down.takes_fp8))
 
     def decode(self, x: Tensor) -> Tensor:
-        """The same for rows that decode."""
-        gated: Any = by_kind(self.gate_up, x, ALL_DECODE)
-        result: Tensor = by_kind(self.down, gated, ALL_DECODE)
+        """The MLP with the kernels for decode rows."""
+        gated: Any = apply_by_span(self.gate_up, x, ALL_DECODE)
+        result: Tensor = apply_by_span(self.down, gated, ALL_DECODE)
         return result
 
     def adds(self, rows: int) -> bool:
@@ -61,7 +61,7 @@ class MoeMlp:
     top_k: int
     renormalise: bool
     norms_add: bool = False
-    """Whether the norms take `Unsummed`."""
+    """True if the norms accept `Unsummed`."""
     takes_fp8: bool = False
 
     def __call__(self, x: Tensor) -> Tensor | Unsummed:
@@ -74,7 +74,7 @@ class MoeMlp:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights and bound ops of one layer. Norm weights are float32 and hold the family's offset."""
+    """Weights and bound ops of one layer. Norm weights are float32 and include the family's offset."""
 
     input_norm: Tensor
     qkv: Linear
@@ -86,7 +86,7 @@ class DecoderLayer:
     mlp_out_norm: Tensor | None
     rope: int | None
     window: int
-    """Index into the step's prepared attentions, one per distinct window."""
+    """Index into ModelSpec.windows."""
 
 
 @dataclass(frozen=True, slots=True)

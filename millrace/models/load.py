@@ -1,6 +1,6 @@
-"""Loading: tensors are read one by one, joined into the matrices the decoder multiplies with, and packed at once.
+"""Builds a decoder from a model's files: reads tensors one by one, joins them into fused matrices and packs those.
 
-At any time the memory in use is that of the finished parts, one matrix being joined, and one tensor just read.
+Peak memory: the finished parts, the matrix being joined, and the tensor just read.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called as (done_bytes, total_bytes)."""
+"""Called with (done_bytes, total_bytes)."""
 
-_HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
-"""Buffers that old checkpoints carry and that are computed here."""
-_OWN_LAYER = re.compile(r"model\.layers\.(?P<index>\d+)\..*")
+_COMPUTED_BUFFER = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
+"""Buffers in old checkpoints that are not needed: they are computed."""
+_LAYER_TENSOR = re.compile(r"model\.layers\.(?P<index>\d+)\..*")
 
 
 def load_decoder(
@@ -66,8 +66,8 @@ def load_decoder(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Read a model's weights onto the device. What does not fit its config is a ModelError that names the tensor."""
-    from millrace.models.weights import open_weights  # brings the readers of all formats, which only this needs
+    """Load a model onto the device. A tensor that does not match the config raises a ModelError that names it."""
+    from millrace.models.weights import open_weights  # local: imports the readers of all formats
 
     check_quantization(quantization, device, dtype)
     return build_decoder(
@@ -82,19 +82,19 @@ def load_decoder(
 
 
 def check_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse what this device cannot compute."""
+    """Raise ConfigError if this device or dtype does not support the quantization."""
     if quantization == "none":
         return
     if fp8_missing(device):
         where = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
         raise ConfigError(
             f"model.quantization is {quantization}, which needs a GPU of compute capability 8.9 or later, but the model"
-            f" would run on {where}. Set --quantization none, or run on such a GPU.",
+            f" would run on {where}. Set --quantization none, or use such a GPU.",
             param="model.quantization",
         )
     if dtype != torch.bfloat16:
         raise ConfigError(
-            f"model.quantization is {quantization}, which computes in bfloat16 beside it, but model.dtype is"
+            f"model.quantization is {quantization}, which needs bfloat16 for everything else, but model.dtype is"
             f" {dtype_name(dtype)}. Set --dtype bfloat16.",
             param="model.dtype",
         )
@@ -103,7 +103,7 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
 def weight_bytes(
     files: ModelFiles, dtype: torch.dtype, quantization: Quantization = "none", device: torch.device | None = None
 ) -> int:
-    """The bytes that load_decoder will hold, on the CPU if no device is named; no weights are read for it."""
+    """Bytes of weights that load_decoder will hold, by default on the CPU. Reads no weights."""
     from millrace.models.weights import open_weights
 
     spec = spec_from_config(files.config)
@@ -117,7 +117,7 @@ def weight_bytes(
 def stored_matrices(
     source: WeightSource, layout: ModelLayout, device: torch.device, dtype: torch.dtype, quantization: Quantization
 ) -> StoredMatrices | None:
-    """The matrices to be kept in their file's own numbers; None where all are dequantised."""
+    """The matrices that stay in the quantised format of their file; None if all are dequantised."""
     if quantization != "none" or not isinstance(source, QuantisedSource):
         return None
     if not keeps_stored(choose("stored_linear", device, dtype)):
@@ -126,8 +126,8 @@ def stored_matrices(
 
 
 def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantization = "none") -> int:
-    """Matrices and biases in the model's dtype, quantised ones in eight bits with a scale per output; norms and rotary
-    frequencies in float32."""
+    """Bytes of all weights: matrices and biases in the model's dtype, quantised matrices in 8 bits with a scale per
+    output, norms and rotary frequencies in float32."""
     layout = layout_of(spec)
     norms = sum(norm.num_items for layer in layout.layers for norm in norms_of(layer)) + layout.final_norm.num_items
     frequencies = sum(rope.rotary_dim // 2 for rope in spec.ropes)
@@ -141,7 +141,7 @@ def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantiz
 
 
 def quantised_matrices(layout: ModelLayout) -> Iterator[Matrix]:
-    """The matrices that quantisation is about: those of the layers, without the router and the experts of a mixture."""
+    """The matrices that `--quantization` applies to: those of the layers, except routers and experts."""
     for layer in layout.layers:
         yield layer.qkv
         yield layer.out
@@ -159,12 +159,12 @@ def build_decoder(
     quantization: Quantization = "none",
     progress: Progress | None = None,
 ) -> Decoder:
-    """A decoder of this spec with the weights of any source that speaks Hugging Face names."""
+    """Build a decoder of this spec with the weights of any source that uses Hugging Face names."""
     layout = layout_of(spec)
     check_tensors(spec, layout, source)
     if quantization != "none" and spec.moe is not None:
         log.warning(
-            "quantization %s: the experts stay in %s; only the other matrices of the layers are held in eight bits",
+            "quantization %s: the experts stay in %s; only the other matrices of the layers are held in 8 bits",
             quantization,
             dtype_name(dtype),
         )
@@ -174,11 +174,11 @@ def build_decoder(
         return builder.build()
 
 
-# --- is everything there? ---
+# --- checking the tensors ---
 
 
 def check_tensors(spec: ModelSpec, layout: ModelLayout, source: WeightSource) -> None:
-    """Every needed tensor is there with its shape, and none that would change the result is left over."""
+    """Check that every needed tensor exists with the right shape, and that no tensor of a layer is left over."""
     names = set(source.names())
     needed = {part.name: part.shape for part in all_parts(layout)}
     for name, shape in needed.items():
@@ -186,8 +186,8 @@ def check_tensors(spec: ModelSpec, layout: ModelLayout, source: WeightSource) ->
             raise _missing(spec, source, name, shape)
         if source.shape(name) != shape:
             raise ModelError(
-                f"{source.file_of(name)}: tensor {name} has shape {source.shape(name)}; the config asks for {shape}."
-                " The config and the weights are of different models; fetch both again."
+                f"{source.file_of(name)}: tensor {name} has shape {source.shape(name)}; the config requires {shape}."
+                " The config and the weights belong to different models; download both again."
             )
     _check_leftovers(spec, source, names - needed.keys())
 
@@ -195,20 +195,20 @@ def check_tensors(spec: ModelSpec, layout: ModelLayout, source: WeightSource) ->
 def _missing(spec: ModelSpec, source: WeightSource, name: str, shape: tuple[int, ...]) -> ModelError:
     some = next(iter(source.names()), None)
     where = "The model's files" if some is None else str(source.file_of(some).parent)
-    remedy = "Fetch the model again; a file is missing or cut short, or the config is of another model."
+    remedy = "Download the model again; a file is missing or truncated, or the config belongs to another model."
     if name == HEAD:
-        remedy = "If the model shares its embedding as the head, set tie_word_embeddings to true in its config."
+        remedy = "If the model uses its embedding as the LM head, set tie_word_embeddings to true in its config."
     return ModelError(f"{where}: no tensor {name} of shape {shape}, which a {spec.family} model needs. {remedy}")
 
 
 def _check_leftovers(spec: ModelSpec, source: WeightSource, leftovers: set[str]) -> None:
-    unused = sorted(name for name in leftovers if not _HARMLESS.fullmatch(name) and name != HEAD)
+    unused = sorted(name for name in leftovers if not _COMPUTED_BUFFER.fullmatch(name) and name != HEAD)
     for name in unused:
-        match = _OWN_LAYER.fullmatch(name)
+        match = _LAYER_TENSOR.fullmatch(name)
         if match is not None and int(match["index"]) < spec.num_layers:
             raise ModelError(
-                f"{source.file_of(name)}: tensor {name} has no place in a {spec.family} model, so the model would not"
-                " compute what it was trained to. Check that config.json belongs to these weights."
+                f"{source.file_of(name)}: tensor {name} does not belong to a {spec.family} model, so the output would"
+                " be wrong. Check that config.json belongs to these weights."
             )
     if unused:
         log.warning("%d tensors are not used by the decoder: %s", len(unused), ", ".join(unused[:8]))
@@ -364,7 +364,7 @@ class _Builder:
         return gated
 
     def _made(self, matrix: Matrix, make: Callable[[Any, Tensor | None], Any], quantised: bool) -> Any:
-        """What is made of a matrix. One that is quantised here counts when it is, by what is then held."""
+        """Make an op from a matrix. A matrix that is quantised here is reported afterwards, by its final size."""
         bias = self._join(matrix.biases) if matrix.biases else None
         made = make(self._weight(matrix.parts, report=not quantised), bias)
         if quantised:
@@ -377,7 +377,7 @@ class _Builder:
         return self.stored is not None and self.stored.holds(parts)
 
     def _weight(self, parts: tuple[Part, ...], report: bool = True) -> Tensor | StoredWeight:
-        """A matrix as its file stores it where that is what is multiplied with, else as a plain tensor."""
+        """The matrix in the stored format of its file if the op multiplies that, else as a plain tensor."""
         if self.stored is None or not self.stored.holds(parts):
             return self._join(parts, report)
         weight = self.stored.weight(parts)
@@ -385,7 +385,7 @@ class _Builder:
         return weight
 
     def _join(self, parts: tuple[Part, ...], report: bool = True) -> Tensor:
-        """The parts' rows, one below the other."""
+        """The parts, stacked by rows."""
         if len(parts) == 1:
             return self._read(parts[0], report)
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])

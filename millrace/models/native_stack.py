@@ -1,8 +1,8 @@
-"""On a CPU, all layers of a step in one call of the C++ kernels (ops/cpp/step.cpp), with the interpreter lock let go.
+"""All layers of a CPU step in one call of the C++ kernels (ops/cpp/step.cpp), without the interpreter lock.
 
-It calls the same kernels in the same order as `Decoder.walk`, so results agree to the bit. A model with a part that has
-no C++ version (experts, a linear of another kind, no compiler) has no native stack and is walked. Where embedding and
-head are one native matrix, a whole step, from the request table's ids to drawn tokens, can be one call: `step`.
+It calls the same kernels in the same order as `Decoder.run_layers`, so results are bit-equal. A model with a part that
+has no C++ version (experts, another kind of linear, no compiler) has no native stack. If embedding and LM head are one
+native matrix, a whole step, from the request table to drawn tokens, can be one call: `step`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NEEDED = (
     *("rms_norm", "add_rms_norm", "gated", "attention", "qkv"),
     *("qkv_linear", "out_linear", "gate_up_linear", "down_linear"),
 )
-"""The ops of a layer. All must be the native ones."""
+"""The ops of a layer. All of them must be native."""
 KINDS = (
     *("qkv", "prepare_qkv", "attention", "out", "gate_up", "gated", "down", "norm"),
     *("head", "draw", "other"),
 )
-"""Kinds of work that are timed apart; the order of `Kind` in step.cpp. The last three are of whole steps."""
+"""Kinds of work that are timed separately, in the order of `Kind` in step.cpp. The last three occur in whole steps."""
 MAX_ROPES = 8
 
 
@@ -75,7 +75,7 @@ class _Inputs(Structure):
 
 
 class WholeStep(Structure):
-    """A step as the runner knows it, field by field as in step.cpp; `NativeStack.step` adds what is about the model."""
+    """The runner's description of a step, with the fields of step.cpp; `NativeStack.step` adds those of the model."""
 
     _fields_ = (
         *(
@@ -91,17 +91,17 @@ class WholeStep(Structure):
 
 
 def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
-    """Why a model has no native stack, as a clause; empty when it has one."""
+    """Why the model has no native stack, as a clause; empty if it has one."""
     if spec.moe is not None:
-        return "mixtures of experts are walked"
+        return "it is a mixture of experts"
     if len(spec.ropes) > MAX_ROPES:
-        return f"it has more than {MAX_ROPES} kinds of rotation"
+        return f"it has more than {MAX_ROPES} ropes"
     other = [f"{key} is {choices[key].version.name}" for key in NEEDED if choices[key].version.name != "native"]
     return ", ".join(other)
 
 
 class NativeStack:
-    """The layers and the final norm of a decoder. One step at a time."""
+    """The layers and the final norm of a decoder. Not thread-safe: one step at a time."""
 
     def __init__(
         self,
@@ -113,9 +113,8 @@ class NativeStack:
         has_head: bool,
         use_decode_kernels: bool,
     ) -> None:
-        """With `has_head` the head is a native linear over the matrix of embeddings; `use_decode_kernels` as in
-        Decoder."""
-        self._spec, self._weights = spec, weights  # their addresses are used for as long as this lives
+        """`has_head`: the LM head is a native linear over the embedding matrix. `use_decode_kernels`: as in Decoder."""
+        self._spec, self._weights = spec, weights  # keeps them alive: C++ holds their addresses
         self.can_run_whole_steps = has_head and spec.logit_softcap is None
         library = native()
         self._rotary_dims = (c_int64 * len(spec.ropes))(*(rope.rotary_dim for rope in spec.ropes))
@@ -142,26 +141,28 @@ class NativeStack:
         self._run, self._step = library.without_gil.stack_run, library.without_gil.stack_step
         self._angles = angles
         self._angle_tables: list[Tensor] = []
-        self._angles_at: Any = None
+        self._angle_addresses: Any = None
         self._kv: Sequence[Tensor] = ()
-        self._kv_at: Any = None
+        self._kv_addresses: Any = None
         weakref.finalize(self, library.with_gil.stack_free, self._stack)
 
     def __call__(
         self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None
     ) -> Tensor:
-        """What Decoder.forward gives, of embedded tokens, which are overwritten. `nanoseconds`, int64 with one place
-        for each of KINDS, has the time spent added to it."""
+        """Decoder.forward for embedded tokens, which are overwritten. The time of each of KINDS is added to
+        `nanoseconds`, int64."""
         columns = (batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables, batch.positions)
         parts = [part.contiguous() for part in columns]
         residual = residual.contiguous()
         last = batch.last
-        chosen = [] if last is None else [last.index.long(), last.seq_lens.contiguous(), last.block_tables.contiguous()]
+        last_columns = (
+            [] if last is None else [last.index.long(), last.seq_lens.contiguous(), last.block_tables.contiguous()]
+        )
         out = torch.empty_like(residual if last is None else residual[: len(last.index)])
         inputs = _Inputs(
             *(part.data_ptr() for part in parts),
             self._angles_upto(batch.max_seq_len),
-            self._addresses(kv),
+            self._addresses_of(kv),
             residual.data_ptr(),
             out.data_ptr(),
             None if nanoseconds is None else nanoseconds.data_ptr(),
@@ -171,8 +172,8 @@ class NativeStack:
             kv[0].shape[1],
             kv[0].shape[3],
             KV_DTYPES[kv[0].dtype],
-            *(part.data_ptr() for part in chosen),
-            *(None for _ in range(3 - len(chosen))),
+            *(part.data_ptr() for part in last_columns),
+            *(None for _ in range(3 - len(last_columns))),
             -1 if last is None else len(last.index),
             None if batch.decodes is None else batch.decodes.ctypes.data,
         )
@@ -180,30 +181,31 @@ class NativeStack:
         return out
 
     def step(self, step: WholeStep, max_seq_len: int, kv: Sequence[Tensor]) -> None:
-        """Draw a token for each row that is due, as Decoder.forward, Decoder.logits and the sampler would."""
-        step.angles, step.kv = self._angles_upto(max_seq_len), self._addresses(kv)
+        """Draw a token for each row that is due: Decoder.forward, Decoder.logits and the sampler in one call."""
+        step.angles, step.kv = self._angles_upto(max_seq_len), self._addresses_of(kv)
         step.num_blocks, step.block_size = kv[0].shape[1], kv[0].shape[3]
         step.kv_dtype = KV_DTYPES[kv[0].dtype]
         self._check(self._step(self._stack, ctypes.byref(step)))
 
     def _check(self, code: int) -> None:
         if code == 1:
-            raise MemoryError("there is no memory for the buffers of a step")
+            raise MemoryError("not enough memory for the buffers of a step")
         if code == 2:
             raise IndexError(f"a token id is outside the vocabulary of {self._spec.vocab_size}")
 
     def _angles_upto(self, num_positions: int) -> Any:
-        """Addresses of the tables of cosines and sines, one per rope; looked up again only when they have grown."""
+        """Addresses of the rotary tables, one per rope; rebuilt only when the tables have grown."""
         tables = self._angles.upto(num_positions)
         if self._angle_tables is not tables:
-            self._angle_tables, self._angles_at = tables, (c_void_p * len(tables))(*(one.data_ptr() for one in tables))
-        return self._angles_at
+            self._angle_tables = tables
+            self._angle_addresses = (c_void_p * len(tables))(*(table.data_ptr() for table in tables))
+        return self._angle_addresses
 
-    def _addresses(self, kv: Sequence[Tensor]) -> Any:
-        """Of the layers' caches; looked up again only when they are others than in the step before."""
+    def _addresses_of(self, kv: Sequence[Tensor]) -> Any:
+        """Addresses of the layers' KV tensors; rebuilt only when other tensors are passed."""
         if self._kv is not kv:
-            self._kv, self._kv_at = kv, (c_void_p * len(kv))(*(layer.data_ptr() for layer in kv))
-        return self._kv_at
+            self._kv, self._kv_addresses = kv, (c_void_p * len(kv))(*(layer.data_ptr() for layer in kv))
+        return self._kv_addresses
 
 
 def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:

@@ -1,8 +1,8 @@
-"""The matrices that stay as their GGUF file stores them: which they are, and their packed form in the user's cache.
+"""Stored weights: the matrices that stay in the quantised format of their GGUF file, and a cache of their packed form.
 
-Packing takes a moment, so the packed matrices of a model are kept in one file, which later starts map into memory. The
-file begins with a header that is compared, byte for byte, with the one that this model and this version would write;
-whatever differs, a damaged or shortened file included, is made anew. Nothing in it is interpreted.
+Packing takes a moment, so the packed matrices of a model are kept in one file in the user's cache, which later starts
+map into memory. Its header is compared byte for byte with the one that this model and this version would write; on any
+difference, also in a damaged or truncated file, the file is written again. Its content is not parsed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 KEPT_FILES: Final = 4
 STALE_S: Final = 86_400
-"""A file still being written after so long was abandoned."""
+"""Age after which an unfinished file counts as abandoned."""
 _MAGIC: Final = b"millrace packed\n"
 _PAGE: Final = 4096
 
 
 @runtime_checkable
 class QuantisedSource(Protocol):
-    """A source of weights that can also give them as they are stored."""
+    """A source of weights that can also return the stored blocks."""
 
     def stored_format(self, name: str) -> str | None:
-        """The GGUF format of a quantised matrix whose rows mean exactly what their blocks say; else None."""
+        """The GGUF format of a quantised matrix whose blocks can be used unchanged; else None."""
         ...
 
     def stored_rows(self, name: str) -> npt.NDArray[np.uint8]:
@@ -54,8 +54,8 @@ class QuantisedSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Parts of one matrix that follow each other in one format, packed together."""
+class PackedRun:
+    """Consecutive parts of one matrix with the same format, packed together."""
 
     format: str
     names: tuple[str, ...]
@@ -64,8 +64,8 @@ class Run:
     num_bytes: int
 
 
-def runs_of(parts: Sequence[Part], source: QuantisedSource) -> tuple[Run, ...]:
-    """How a matrix is kept; empty where a part is in a format that the kernels do not read."""
+def packed_runs(parts: Sequence[Part], source: QuantisedSource) -> tuple[PackedRun, ...]:
+    """The runs of a matrix; empty if a part has a format that the kernels do not support."""
     if any(source.stored_format(part.name) not in FORMATS for part in parts):
         return ()
     runs = []
@@ -73,12 +73,12 @@ def runs_of(parts: Sequence[Part], source: QuantisedSource) -> tuple[Run, ...]:
         own = tuple(group)
         rows, columns = sum(part.shape[0] for part in own), own[0].shape[1]
         assert kind is not None
-        runs.append(Run(kind, tuple(part.name for part in own), rows, columns, packed_bytes(kind, rows, columns)))
+        runs.append(PackedRun(kind, tuple(part.name for part in own), rows, columns, packed_bytes(kind, rows, columns)))
     return tuple(runs)
 
 
 def multiplied_parts(layout: ModelLayout) -> Iterator[tuple[Part, ...]]:
-    """The parts of every matrix that the decoder multiplies with or reads by rows."""
+    """The parts of every matrix that the decoder multiplies with or looks rows up in."""
     yield (layout.embedding,)
     for layer in layout.layers:
         for matrix in matrices_of(layer):
@@ -88,21 +88,21 @@ def multiplied_parts(layout: ModelLayout) -> Iterator[tuple[Part, ...]]:
 
 
 class StoredMatrices:
-    """Gives each matrix once, in any order; then `close` keeps what had to be packed for the next time."""
+    """Returns each matrix once, in any order; `close` then saves the newly packed ones for the next start."""
 
     def __init__(self, source: QuantisedSource, layout: ModelLayout, dtype: torch.dtype, folder: Path) -> None:
         self._source, self._dtype, self._folder = source, dtype, folder
-        self._runs = {parts: runs for parts in multiplied_parts(layout) if (runs := runs_of(parts, source))}
+        self._runs = {parts: runs for parts in multiplied_parts(layout) if (runs := packed_runs(parts, source))}
         self._file: _PackedFile | None = None
 
     def holds(self, parts: tuple[Part, ...]) -> bool:
         return parts in self._runs
 
     def saved_bytes(self) -> int:
-        """How many bytes fewer are held than in the model's dtype."""
+        """Bytes saved compared with the model's dtype."""
         return sum(run.rows * run.columns * self._dtype.itemsize - run.num_bytes for run in self._all_runs())
 
-    def _all_runs(self) -> list[Run]:
+    def _all_runs(self) -> list[PackedRun]:
         return [run for runs in self._runs.values() for run in runs]
 
     def weight(self, parts: tuple[Part, ...]) -> StoredWeight:
@@ -114,7 +114,7 @@ class StoredMatrices:
         stored = tuple(StoredPart(run.format, run.rows, self._packed(run, self._file)) for run in own)
         return StoredWeight(stored, own[0].columns, self._dtype)
 
-    def _packed(self, run: Run, file: _PackedFile) -> torch.Tensor:
+    def _packed(self, run: PackedRun, file: _PackedFile) -> torch.Tensor:
         found = file.find(run)
         if found is not None:
             return found
@@ -130,9 +130,9 @@ class StoredMatrices:
 
 
 class _PackedFile:
-    """The packed runs of one model in one file: read if it is whole, else written anew beside it and then renamed."""
+    """The packed runs of one model in one file: read if it is valid, else written to a new file that replaces it."""
 
-    def __init__(self, folder: Path, runs: Sequence[Run], sources: Sequence[Path]) -> None:
+    def __init__(self, folder: Path, runs: Sequence[PackedRun], sources: Sequence[Path]) -> None:
         self._header, self._offsets, self._size = _plan(runs, sources)
         self._path = folder / f"{hashlib.sha256(self._header).hexdigest()[:24]}.packed"
         self._map = self._open() if runs else None
@@ -141,12 +141,12 @@ class _PackedFile:
         if runs and self._map is None:
             self._begin()
 
-    def find(self, run: Run) -> torch.Tensor | None:
+    def find(self, run: PackedRun) -> torch.Tensor | None:
         if self._map is None:
             return None
         return torch.frombuffer(self._map, dtype=torch.uint8, count=run.num_bytes, offset=self._offsets[run.names[0]])
 
-    def put(self, run: Run, packed: torch.Tensor) -> None:
+    def put(self, run: PackedRun, packed: torch.Tensor) -> None:
         if self._writer is None:
             return
         try:
@@ -157,7 +157,7 @@ class _PackedFile:
             self._give_up(error)
 
     def close(self) -> None:
-        """Keep the file if everything was put into it."""
+        """Keep the new file if it is complete."""
         if self._writer is None:
             return
         try:
@@ -175,7 +175,7 @@ class _PackedFile:
             self._discard()
 
     def _open(self) -> mmap.mmap | None:
-        """The whole file, or None if it is not exactly what would be written. Writes to the map stay in memory."""
+        """Map the file copy-on-write; None if its header or size is not the expected one."""
         try:
             with self._path.open("rb") as handle:
                 same = handle.read(len(self._header)) == self._header
@@ -194,7 +194,7 @@ class _PackedFile:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("packed weights cannot be kept in %s, so each start packs them: %s", self._path.parent, error)
+        log.warning("packed weights cannot be saved in %s; each start packs them again: %s", self._path.parent, error)
         self._discard()
 
     def _discard(self) -> None:
@@ -205,8 +205,8 @@ class _PackedFile:
             Path(writer.name).unlink(missing_ok=True)
 
 
-def _plan(runs: Sequence[Run], sources: Sequence[Path]) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each run lies, and the size of the file. Files are known by path, size and time of change."""
+def _plan(runs: Sequence[PackedRun], sources: Sequence[Path]) -> tuple[bytes, dict[str, int], int]:
+    """(header, offset of each run, file size). Source files are identified by path, size and modification time."""
     identity = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     table = [(*run.names, run.format, run.rows, run.columns, run.num_bytes) for run in runs]
     text = json.dumps({"layout": LAYOUT_VERSION, "files": identity, "runs": table}).encode()
@@ -219,7 +219,7 @@ def _plan(runs: Sequence[Run], sources: Sequence[Path]) -> tuple[bytes, dict[str
 
 
 def _prune(folder: Path) -> None:
-    """Keep the files used last, and drop what was abandoned half written."""
+    """Delete all but the most recently used files, and abandoned unfinished ones."""
     found = sorted(folder.glob("*.packed"), key=lambda path: path.stat().st_mtime, reverse=True)
     abandoned = [path for path in folder.glob("*.tmp") if path.stat().st_mtime < time.time() - STALE_S]
     for path in (*found[KEPT_FILES:], *abandoned):

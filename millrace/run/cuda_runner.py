@@ -154,7 +154,7 @@ class CudaRunner:
     def _execute(self, plan: StepPlan) -> StepResult:
         self._table.update_host(plan)
         records = self._sampler.records(plan)
-        plan = self._table.send_excess(plan, UPDATES_IN_PACKET)
+        plan = self._table.send_excess_blocks(plan, UPDATES_IN_PACKET)
         bucket, exact = self._bucket_for(plan)
         draws, work = self._draw_plan(plan), self._work
         variant, num_drawn = draws.variant, len(draws.due)

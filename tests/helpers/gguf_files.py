@@ -106,7 +106,7 @@ def convert_state(state: Mapping[str, Any], arch: str, num_heads: int, num_kv_he
 
 
 def split_fused_experts(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """The more usual form of experts: gates and ups in tensors of their own."""
+    """The usual form of experts: gate and up in separate tensors."""
     found: dict[str, Array] = {}
     for name, array in tensors.items():
         if "ffn_gate_up_exps" in name:

@@ -1,4 +1,4 @@
-"""Drives a decoder as the engine does: sequences that grow in steps of any shape, over a shuffled paged cache."""
+"""Drives a decoder like the engine: sequences grow in steps of any shape, over a shuffled paged cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_attention_case(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, ForwardBatch]:
-    """Rows are (queries, tokens in the cache, these included). Queries are a view into a wider tensor."""
+    """Rows are (queries, tokens in the cache including them). Queries are a view into a wider tensor."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     needed = [-(-length // block_size) for _, length in rows]
@@ -68,7 +68,7 @@ def make_attention_case(
 
 
 def rewritten(kv: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """`cache`, of another format, with the same tokens in it; places that were never written stay so."""
+    """`cache`, of another format, with the same tokens written; unwritten entries stay unwritten."""
     _, blocks, _, block_size, _ = kv.shape
     tokens = kv.permute(1, 3, 0, 2, 4).flatten(0, 1)
     slots = torch.arange(blocks * block_size, device=kv.device)[~tokens.isnan().flatten(1).any(1)]
@@ -77,7 +77,7 @@ def rewritten(kv: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 
 class PagedDriver:
-    """Every place in the cache that was not written holds NaN, so reading one shows at once."""
+    """Unwritten cache entries are NaN, so that reading one is noticed."""
 
     def __init__(self, decoder: Decoder, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> None:
         self.decoder = decoder

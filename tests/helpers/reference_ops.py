@@ -1,4 +1,4 @@
-"""Attention and cache writes by the versions that define them, which know every format of the cache on any device."""
+"""Attention and cache writes by the reference versions, which support every cache format on any device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from millrace.models import load
 from millrace.ops import registry
-from millrace.ops.version import Choice
+from millrace.ops.base.version import Choice
 
 
 def use_reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Random quantised blocks as GGUF files hold them, and a source of a whole model's weights made of them."""
+"""Random quantised GGUF blocks, and a weight source for a whole model made of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as T
 
-from millrace.models.layout import all_parts, layout_of
-from millrace.models.spec import ModelSpec
+from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.weights.dequantise import dequantise
 
 HALVES = {
@@ -29,11 +29,11 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
 }
-"""Where a block of each format has its float16 numbers."""
+"""Offsets of the float16 numbers in a block of each format."""
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> npt.NDArray[np.uint8]:
-    """[rows, bytes]: any bits where any are allowed, scales of both signs and of any size around `scale`."""
+    """[rows, bytes]: random bits, with scales of both signs around `scale`."""
     draw = np.random.default_rng(seed)
     items, size = gguf.GGML_QUANT_SIZES[T[kind]]
     blocks = draw.integers(0, 256, (rows * columns // items, size), dtype=np.uint8)
@@ -51,7 +51,7 @@ def dequantised(kind: str, blocks: npt.NDArray[np.uint8], columns: int, dtype: t
 
 
 class StoredSource:
-    """Every tensor that a spec asks for: matrices in the formats given by the ends of their names, others plain."""
+    """Every tensor of a spec: matrices in the formats given by name suffix, others plain."""
 
     def __init__(self, spec: ModelSpec, formats: Mapping[str, str], file: Path) -> None:
         self.shapes = {part.name: part.shape for part in all_parts(layout_of(spec))}

@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_reference(case: str, seed: int = 0) -> Any:
-    """The `transformers` model, in float32, every parameter random, so that no norm or bias could be left out."""
+    """The `transformers` model in float32 with all parameters random, so that a missing norm or bias is noticed."""
     import transformers
 
     kind, values = CASES[case]
@@ -150,7 +150,7 @@ class StateDictSource:
 
 
 def _as_stored(name: str, tensor: torch.Tensor, is_mixtral: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    """Experts are stacked in memory and apart in checkpoints."""
+    """Experts are stacked in memory and separate in checkpoints."""
     base, _, own = name.rpartition(".")
     if is_mixtral:
         base = base.replace(".mlp.", ".block_sparse_moe.")

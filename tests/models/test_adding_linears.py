@@ -22,12 +22,12 @@ from millrace.ops.linear import dense as linear
 
 CPU = torch.device("cpu")
 MIN_ROWS_TO_ADD = 4
-"""Rows from which the linears of these tests add."""
+"""Minimum rows from which the linears of these tests add."""
 
 
 @pytest.fixture
 def added_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Decoders are built with the GPU's linear, which here adds from few rows on: to how many, call by call."""
+    """Build decoders with the GPU's linear, which here adds from few rows on; yields the rows of each call."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install -r requirements-dev.txt")
     from millrace.ops.triton.gemm.choice import NO_TILES
 
@@ -58,7 +58,7 @@ ADDED = {
     "llama": (True, True), "smollm3": (True, True), "qwen3_bias_tied": (False, True), "llama_bias": (False, False),
     "gemma2": (False, False), "qwen3_moe": (True, False),
 }  # fmt: skip
-"""Whether attention's result and the MLP's are added in products: not with a bias, a norm in between, or experts."""
+"""True where attention output and MLP output are added by the linear: not with a bias, an output norm or experts."""
 
 
 @pytest.mark.parametrize("case", ADDED)
@@ -79,8 +79,8 @@ def test_logits_are_the_same(case: str, added_rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 6])
-def test_where_only_some_tokens_are_wanted(count: int, added_rows: list[int]) -> None:
-    """As the last of their rows, or as those that precede a draw; fewer of them than it takes to add, or more."""
+def test_when_only_some_tokens_are_needed(count: int, added_rows: list[int]) -> None:
+    """As `last` tokens or as `drawn` states; fewer than the linears need to add, or more."""
     _, decoder = make("llama")
     rows = [(random.Random(row).choices(range(VOCAB), k=3), 0, [row + 1]) for row in range(count)]
     kv = PagedDriver(decoder, block_size=4).kv

@@ -1,4 +1,4 @@
-"""Tables of angles: the bits that a step would compute for itself, made again only when contexts outgrow them."""
+"""Rotary tables: bit-equal to computed angles, and rebuilt only when they must grow."""
 
 from __future__ import annotations
 

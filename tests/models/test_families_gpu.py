@@ -1,4 +1,4 @@
-"""The same decoder on CUDA: logits of every family, and not one wait of the host for the device in a forward pass."""
+"""The decoder on CUDA: logits of every family, and no host synchronisation in a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family's logits against `transformers`, through the paged cache: in one piece, in chunks, in mixed batches."""
+"""Every family's logits against `transformers`, through the paged cache: whole, in chunks, in mixed batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: what is missing or wrong is refused by name; what is held is counted; results do not depend on company."""
+"""Loading: missing or wrong tensors are named, bytes are counted, results do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_missing_tensor_names_folder_tensor_and_shape() -> None:
     with pytest.raises(ModelError) as error:
         build(spec, source)
     text = str(error.value)
-    for part in ("/models/tiny", "model.layers.1.mlp.up_proj.weight", "(80, 48)", "llama", "Fetch"):
+    for part in ("/models/tiny", "model.layers.1.mlp.up_proj.weight", "(80, 48)", "llama", "Download"):
         assert part in text
 
 
@@ -62,7 +62,7 @@ def test_wrong_shape_names_file_tensor_and_both_shapes() -> None:
 def test_a_tensor_that_would_change_the_result_is_refused() -> None:
     spec, source = tiny()
     source.tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(96)
-    with pytest.raises(ModelError, match=r"q_proj\.bias has no place"):
+    with pytest.raises(ModelError, match=r"q_proj\.bias does not belong"):
         build(spec, source)
 
 
@@ -84,12 +84,12 @@ def test_deterministic_without_a_version_fails_before_reading() -> None:
         build(spec, source, dtype=torch.float16, deterministic=True)
 
 
-# --- what is held ---
+# --- memory ---
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_progress_ends_at_the_bytes_foretold(case: str, dtype: torch.dtype) -> None:
+def test_progress_ends_at_the_predicted_bytes(case: str, dtype: torch.dtype) -> None:
     spec, source = tiny(case)
     seen: list[tuple[int, int]] = []
     decoder = build(spec, source, dtype=dtype, progress=lambda done, total: seen.append((done, total)))
@@ -138,7 +138,7 @@ def test_random_weights_of_a_shape(tmp_path: Path) -> None:
     assert not torch.equal(PagedDriver(other).run(0, tokens, 20), logits)
 
 
-# --- results do not depend on the company ---
+# --- results do not depend on the batch ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,7 +162,7 @@ def test_logits_do_not_depend_on_batch_chunks_or_blocks(case: str, dtype: torch.
     assert torch.equal(torch.cat(parts), alone)
 
 
-def test_the_default_model_loads_with_the_bytes_foretold() -> None:
+def test_the_default_model_loads_with_the_predicted_bytes() -> None:
     files = resolve_model("smollm2-135m-instruct")
     decoder = load_decoder(files, device=CPU, dtype=torch.bfloat16)
     assert decoder.num_bytes == weight_bytes(files, torch.bfloat16) == 96_576_896

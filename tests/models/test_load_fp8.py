@@ -1,4 +1,4 @@
-"""Loading with eight-bit weights: what is quantised, what is held, what is refused, and how near the result stays."""
+"""Loading with FP8 weights: what is quantised, memory, refusals and accuracy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(spec: Any, source: StateDictSource, **options: Any) -> Decoder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_are_those_foretold(case: str) -> None:
+def test_bytes_are_those_predicted(case: str) -> None:
     spec, source = tiny(case)
     seen: list[tuple[int, int]] = []
     decoder = build(spec, source, progress=lambda done, total: seen.append((done, total)))
@@ -50,7 +50,7 @@ def test_the_layers_matrices_shrink_to_one_byte_and_a_scale_per_output() -> None
     assert shrunk == sum(t.numel() - 4 * t.shape[0] for t in matrices)
 
 
-def test_which_ops_are_taken() -> None:
+def test_which_ops_are_chosen() -> None:
     spec, source = tiny("llama")
     choices = build(spec, source).choices
     assert {choices[key].version.op for key in QUANTISED} == {"fp8_linear"}
@@ -81,7 +81,7 @@ def test_logits_do_not_depend_on_chunks() -> None:
     assert torch.equal(PagedDriver(decoder, block_size=8).run(0, tokens, 7), alone)
 
 
-def test_a_mixture_says_that_its_experts_are_not_quantised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mixture_logs_that_its_experts_are_not_quantised(caplog: pytest.LogCaptureFixture) -> None:
     spec, source = tiny("mixtral")
     with caplog.at_level(logging.WARNING):
         build(spec, source)

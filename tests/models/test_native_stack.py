@@ -1,4 +1,4 @@
-"""All layers in one native call against `Decoder.run_layers`, which calls the same kernels: equal to the bit."""
+"""All layers in one native call against `Decoder.run_layers`, which calls the same kernels: bit-equal."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_same(decoder: Decoder, batches: list[ForwardBatch], block_size: int) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", DENSE)
-def test_native_stack_equals_the_walk(case: str, dtype: torch.dtype) -> None:
+def test_the_native_stack_equals_run_layers(case: str, dtype: torch.dtype) -> None:
     if native.native_missing(CPU):
         pytest.skip("there are no native kernels here")
     decoder = load(case, dtype)
@@ -71,7 +71,7 @@ def test_native_stack_equals_the_walk(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama_tied", "gemma3", "qwen3_moe"])
-def test_last_tokens_alone_are_what_they_are_among_all(case: str, dtype: torch.dtype) -> None:
+def test_last_tokens_alone_equal_those_among_all(case: str, dtype: torch.dtype) -> None:
     decoder = load(case, dtype)
     whole_kv, kept_kv, expected_kv = (PagedDriver(decoder, 16).kv for _ in range(3))
     draw, device = random.Random(case), CpuDevice(1)
@@ -88,11 +88,11 @@ def test_last_tokens_alone_are_what_they_are_among_all(case: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])
-def test_models_with_experts_are_walked(case: str) -> None:
+def test_models_with_experts_have_no_native_stack(case: str) -> None:
     assert load(case, torch.float32).native_stack is None
 
 
-def test_without_a_compiler_models_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_there_is_no_native_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_native_or_reason", lambda: "needs a C++ compiler")
     assert load("llama", torch.float32).native_stack is None
 
@@ -111,7 +111,7 @@ def test_time_is_given_by_kind_of_work() -> None:
     assert torch.equal(spent > once, layers)
 
 
-def test_the_default_model_is_computed_as_it_is_walked() -> None:
+def test_the_default_model_equals_run_layers() -> None:
     if native.native_missing(CPU):
         pytest.skip("there are no native kernels here")
     decoder = load_decoder(resolve_model(DEFAULT_MODEL), device=CPU, dtype=torch.bfloat16)
@@ -120,8 +120,8 @@ def test_the_default_model_is_computed_as_it_is_walked() -> None:
     check_same(decoder, mixed_batches("default", decoder.spec.vocab_size, 16), 16)
 
 
-def test_prompts_of_the_default_model_are_computed_as_they_are_walked() -> None:
-    """Hundreds of tokens take other kernels than few do: alone, in rows of their own, and beside rows that decode."""
+def test_prompts_of_the_default_model_equal_run_layers() -> None:
+    """Hundreds of tokens use other kernels than few: in one row, in several, and beside decode rows."""
     if native.native_missing(CPU):
         pytest.skip("there are no native kernels here")
     decoder = load_decoder(resolve_model(DEFAULT_MODEL), device=CPU, dtype=torch.bfloat16)

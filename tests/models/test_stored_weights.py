@@ -1,4 +1,4 @@
-"""Models whose weights stay as their file stores them: the same results, fewer bytes, and a cache that is checked."""
+"""Models with stored weights: same results, fewer bytes, and a verified cache."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TOKENS = random.Random(7).choices(range(100), k=40)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache, but for the compiled kernels, is the test's own."""
+    """A cache folder of this test, except for the compiled kernels."""
     native_module.native()
     monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "packed"
@@ -114,7 +114,7 @@ def test_choices_say_what_is_kept(tmp_path: Path, folder: Path) -> None:
     assert choices["down_linear"].version.op == "linear"  # a format that the kernels do not read
 
 
-def test_progress_ends_at_the_bytes_foretold(tmp_path: Path, folder: Path) -> None:
+def test_progress_ends_at_the_predicted_bytes(tmp_path: Path, folder: Path) -> None:
     spec, source = source_of(LLAMA, MIXED, tmp_path)
     stored = StoredMatrices(source, layout_of(spec), torch.bfloat16, folder)
     total = spec_weight_bytes(spec, torch.bfloat16) - stored.saved_bytes()
@@ -157,7 +157,7 @@ def test_the_second_start_reads_no_blocks(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "header", "empty", "directory"])
-def test_a_damaged_file_is_made_anew(
+def test_a_damaged_file_is_rewritten(
     damage: str, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec, source = source_of(LLAMA, MIXED, tmp_path)
@@ -180,7 +180,7 @@ def test_a_damaged_file_is_made_anew(
         assert torch.equal(logits(build(spec, source)), expected)
     assert source.rows_read
     if damage == "directory":
-        assert "cannot be kept" in caplog.text
+        assert "cannot be saved" in caplog.text
     else:
         assert file.read_bytes() == whole
     assert cached_file(folder) == file
@@ -196,14 +196,14 @@ def test_a_changed_model_file_is_packed_again(tmp_path: Path, folder: Path) -> N
     assert len(list(folder.iterdir())) == 2
 
 
-def test_other_formats_of_the_same_file_are_other_files(tmp_path: Path, folder: Path) -> None:
+def test_other_formats_have_their_own_cache_file(tmp_path: Path, folder: Path) -> None:
     for formats in (MIXED, {**MIXED, "o_proj.weight": "Q8_0"}):
         spec, source = source_of(LLAMA, formats, tmp_path)
         build(spec, source)
     assert len(list(folder.iterdir())) == 2
 
 
-def test_only_the_files_used_last_are_kept(tmp_path: Path, folder: Path) -> None:
+def test_only_the_most_recently_used_files_are_kept(tmp_path: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     for age in range(8):
         (folder / f"{age}.packed").touch()
@@ -226,11 +226,11 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     spec, source = source_of(LLAMA, MIXED, tmp_path)
     with caplog.at_level(logging.WARNING):
         decoder = build(spec, source)
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
     assert torch.isfinite(logits(decoder)).all()
 
 
-def test_nothing_is_left_of_a_load_that_fails(tmp_path: Path, folder: Path) -> None:
+def test_a_failed_load_leaves_no_files(tmp_path: Path, folder: Path) -> None:
     spec, source = source_of(LLAMA, MIXED, tmp_path)
 
     def fail(name: str) -> Any:

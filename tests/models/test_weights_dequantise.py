@@ -35,7 +35,7 @@ ROWS, COLUMNS = 6, 512
 
 
 def random_blocks(kind: T, rng: np.random.Generator, rows: int = ROWS, columns: int = COLUMNS) -> npt.NDArray[np.uint8]:
-    """Any bytes are valid blocks; some scales among them will be infinite or not numbers."""
+    """Any bytes are valid blocks; some scales will be infinite or NaN."""
     items, size = gguf.GGML_QUANT_SIZES[kind]
     return rng.integers(0, 256, (rows, columns // items * size), dtype=np.uint8)
 
@@ -46,7 +46,7 @@ def reference(raw: npt.NDArray[np.uint8], kind: T) -> npt.NDArray[np.float32]:
 
 
 def same(ours: torch.Tensor, theirs: npt.NDArray[np.float32]) -> bool:
-    """Equal to the bit, signs of zero included; which of the not-a-numbers it is does not matter."""
+    """Bit-equal, signs of zero included; all NaNs count as equal."""
     found = ours.numpy().reshape(theirs.shape)
     invalid = np.isnan(theirs)
     return bool(
@@ -85,7 +85,7 @@ def test_quantised_real_numbers(kind: T) -> None:
     assert same(out, reference(raw, kind))
 
 
-def test_chunks_join_without_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_join_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_ITEMS", 1000)
     for kind in (T.Q4_1, T.Q6_K, T.IQ3_S):
         raw = random_blocks(kind, np.random.default_rng(5), rows=11)

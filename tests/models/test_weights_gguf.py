@@ -108,7 +108,7 @@ def stored_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def expected_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict under classic names: stacked experts taken apart."""
+    """The state dict under classic names, with stacked experts split."""
     found: dict[str, torch.Tensor] = {}
     is_mixtral = model.config.model_type == "mixtral"
     owns = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -205,7 +205,7 @@ def test_fused_queries_keys_and_values(tmp_path: Path) -> None:
     assert all(torch.equal(weights.get(name), tensor) for name, tensor in expected.items())
 
 
-def test_quantised_heads_are_put_in_order_before_decoding(tmp_path: Path) -> None:
+def test_quantised_heads_are_reordered_before_decoding(tmp_path: Path) -> None:
     values = {}
 
     def quantise(tensors: dict[str, Any]) -> None:
@@ -235,13 +235,13 @@ def test_extra_factors_of_four_bit_files_are_applied(tmp_path: Path) -> None:
         assert torch.equal(weights.get(full), expected[full] * factor)
 
 
-def test_what_has_no_place_or_the_wrong_size_is_refused(tmp_path: Path) -> None:
+def test_unknown_tensors_and_wrong_sizes_are_refused(tmp_path: Path) -> None:
     def add(name: str, array: Any) -> Any:
         return lambda tensors: tensors.__setitem__(name, array)
 
     row = np.zeros(64, dtype=np.float32)
     cases = [
-        ("llama", add("blk.0.attn_sub_norm.weight", row), "attn_sub_norm.weight' has no place in a llama model"),
+        ("llama", add("blk.0.attn_sub_norm.weight", row), "attn_sub_norm.weight' does not belong to a llama model"),
         ("llama", add("blk.0.post_ffw_norm.weight", row), "no place"),
         ("llama", add("v.patch_embd.weight", row), "no place"),
         ("llama", add("blk.0.attn_q.3.weight", row), "no place"),
@@ -257,14 +257,14 @@ def test_what_has_no_place_or_the_wrong_size_is_refused(tmp_path: Path) -> None:
             rewrite(folder, case, change)
 
 
-def test_a_name_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_name_is_reported(tmp_path: Path) -> None:
     _, weights, _ = open_case(tmp_path, "llama-tied")
     for ask in (weights.get, weights.shape, weights.file_of):
-        with pytest.raises(ModelError, match=r"llama-tied.gguf holds no tensor for lm_head.weight"):
+        with pytest.raises(ModelError, match=r"llama-tied.gguf has no tensor for lm_head.weight"):
             ask("lm_head.weight")
 
 
-def test_the_old_tensors_of_frequencies_are_not_weights(tmp_path: Path) -> None:
+def test_old_frequency_tensors_are_ignored(tmp_path: Path) -> None:
     def add(tensors: dict[str, Any]) -> None:
         tensors["rope_freqs.weight"] = np.ones(8, dtype=np.float32)
         tensors["blk.0.attn_rot_embd.weight"] = np.ones(8, dtype=np.float32)
@@ -273,7 +273,7 @@ def test_the_old_tensors_of_frequencies_are_not_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "mixtral", "gemma3_text"])
-def test_damaged_headers_end_in_a_sentence_or_in_whole_tensors(tmp_path: Path, case: str) -> None:
+def test_damaged_headers_give_an_error_or_whole_tensors(tmp_path: Path, case: str) -> None:
     files, _, _ = open_case(tmp_path, case)
     content, path = files.path.read_bytes(), tmp_path / "damaged.gguf"
     rng = np.random.default_rng(11)

@@ -75,8 +75,8 @@ def test_what_transformers_saves_is_what_the_decoder_needs(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_stacked_experts_are_taken_apart(tmp_path: Path, family: str) -> None:
-    """A state dict saved as it lies in memory holds stacked experts; save_pretrained writes them one by one."""
+def test_stacked_experts_are_split(tmp_path: Path, family: str) -> None:
+    """A saved state dict has stacked experts; save_pretrained writes them one by one."""
     model = save(tmp_path, family)
     classic = load_file(tmp_path / "model.safetensors")
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -125,14 +125,14 @@ def test_a_decoder_saved_without_its_head(tmp_path: Path) -> None:
 def test_a_missing_name_a_missing_shard_and_a_shard_that_lacks_its_tensor(tmp_path: Path) -> None:
     save(tmp_path, max_shard_size="20KB")
     weights = open_folder(tmp_path)
-    with pytest.raises(ModelError, match=r"holds no tensor model.layers.9.mlp.up_proj.weight"):
+    with pytest.raises(ModelError, match=r"has no tensor model.layers.9.mlp.up_proj.weight"):
         weights.get("model.layers.9.mlp.up_proj.weight")
     files = resolve_model(str(tmp_path))
     last = files.weights[-1]
     tensors = load_file(last)
     gone = next(iter(tensors))
     save_file({"other": torch.ones(1), **{k: v for k, v in tensors.items() if k != gone}}, last)
-    with pytest.raises(ModelError, match=rf"{last.name} lacks the tensor {gone}"):
+    with pytest.raises(ModelError, match=rf"{last.name} has no tensor {gone}"):
         open_weights(files)
     last.unlink()
     with pytest.raises(ModelError, match=rf"no file .*{last.name}"):
@@ -189,5 +189,5 @@ def test_an_index_that_names_no_such_tensor(tmp_path: Path) -> None:
     save(tmp_path)
     names = dict.fromkeys([*load_file(tmp_path / "model.safetensors"), "extra.weight"], "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ModelError, match=r"lacks the tensor extra.weight"):
+    with pytest.raises(ModelError, match=r"has no tensor extra.weight"):
         open_folder(tmp_path)

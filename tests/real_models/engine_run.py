@@ -1,4 +1,4 @@
-"""Run as a program: what the engine makes of the same request, alone and in one batch, in float32.
+"""Run as a program: the engine's answers to the same requests, alone and in one batch, in float32.
 
 Reads {model, num_tokens, prompts} from the file named first and writes {alone, batched} to the file named second.
 """

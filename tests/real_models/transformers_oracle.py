@@ -1,4 +1,4 @@
-"""Run as a program: what transformers makes of a GGUF file. Its own process, so that its memory is gone afterwards.
+"""Run as a program: transformers' answers for a GGUF file, in its own process so that its memory is freed.
 
 Reads a JSON request {path, num_tokens, prompts (token ids), texts} from the file named first and writes
 {outputs (token ids), token_ids (of the texts)} to the file named second.
@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 
 def load_model(path: Path) -> Any:
-    """transformers' own reading of the file: its config, its names, its order of heads; one copy in memory."""
+    """Load the file with transformers' own GGUF reader, one copy in memory."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -26,7 +26,7 @@ def load_model(path: Path) -> Any:
     assert set(missing.missing_keys) <= {"lm_head.weight"}, missing
     assert not missing.unexpected_keys, missing
     model.tie_weights()
-    # Buffers that are computed, not stored, were made without memory; make them again.
+    # Computed buffers were created without memory; create them again.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     if hasattr(model.model.embed_tokens, "embed_scale"):
         model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5)

@@ -81,8 +81,8 @@ def requests(count: int, seed: int, params: list[SamplingParams]) -> list[Reques
 def drive(
     runner: Runner | CudaRunner, asked: list[Request], mixed_budget: int = 24, later: Sequence[Request] = ()
 ) -> tuple[dict[int, list[int]], list[float]]:
-    """All requests to their end, two steps in flight; tokens by request, and every log-probability on the way. Those
-    that come `later` come when the others have ended."""
+    """Run all requests to their end with two steps in flight; returns tokens by request and all log-probabilities.
+    Those that come `later` come when the others have ended."""
     limits = {"token_budget": BUDGET, "mixed_budget": mixed_budget}
     scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, **limits)
     for request in asked:
@@ -145,7 +145,7 @@ def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 class GreedyHead:
-    """Another head that draws, where there are more than two rows, as one that has a kernel for it would."""
+    """Wraps an LM head so that it draws greedy tokens itself for more than two rows, as a fused greedy head does."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -170,9 +170,7 @@ class GreedyHead:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "scored", "stops"])
-def test_a_head_that_draws_is_asked_for_logits_only_where_they_are_needed(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_greedy_head_computes_logits_only_where_they_are_needed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:
         want_few_programs(monkeypatch)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
@@ -191,9 +189,9 @@ def test_a_head_that_draws_is_asked_for_logits_only_where_they_are_needed(
     assert (max(head.asked) > 2) == (kind != "greedy")
 
 
-def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with many rows: single queries come from a list, the longest first and cut, beside tiles of others or not, and
-    on top of as many tokens as the budget allows."""
+def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many rows: decode rows come from a list, the longest first and split, with or without tiles of others,
+    and on top of as many tokens as the budget allows."""
     change_decode_table(monkeypatch, few_streams=0, list_from=dict.fromkeys(("plain", "packed", "fp8"), 0))
     monkeypatch.setattr(step_packet, "MIN_LISTED_ROWS", 1)
     monkeypatch.setattr(decode_rows, "LONG_TOKENS", 8)
@@ -211,7 +209,7 @@ def test_same_tokens_from_lists_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_packed_cache_gives_what_the_full_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts whole and in chunks, and rows that decode beside them. Here keys and values are rounded to bfloat16, as
+    """Prompts whole and in chunks, with decode rows beside them. Here keys and values are rounded to bfloat16, as
     they come from a model in it."""
     if interpreted:
         want_few_programs(monkeypatch)
@@ -232,7 +230,7 @@ def test_a_packed_cache_gives_what_the_full_one_gives(monkeypatch: pytest.Monkey
 
 
 def turn(index: int, num_tokens: int, read_cache: bool) -> Request:
-    """A prompt that goes on where shorter ones end."""
+    """A prompt that continues shorter ones."""
     prompt = np.array(random.Random(9).choices(range(VOCAB), k=num_tokens), np.int32)
     row_params = RowParams(dataclasses.replace(GREEDY, max_tokens=2))
     return Request(
@@ -240,8 +238,8 @@ def turn(index: int, num_tokens: int, read_cache: bool) -> Request:
     )  # fmt: skip
 
 
-def test_a_known_prefix_gives_what_an_unknown_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few tokens after a known prefix, whose keys several programs share: once their kernels are there."""
+def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens after a cached prefix use split KV, once its graph is captured."""
     if interpreted:
         want_few_programs(monkeypatch)
     monkeypatch.setattr(buckets, "SPLIT_CONTEXT", 8)
@@ -269,7 +267,7 @@ def test_a_known_prefix_gives_what_an_unknown_one_gives(monkeypatch: pytest.Monk
 
 
 def with_kernels(decoder: Decoder) -> Decoder:
-    """The same with the kernel that packs keys and values, wherever it is."""
+    """The same with the Triton kernel that packs keys and values, on any device."""
     spec = decoder.spec
     for layer in decoder._weights.layers:
         own = layer.prepare_qkv
@@ -281,7 +279,7 @@ def with_kernels(decoder: Decoder) -> Decoder:
 
 
 @pytest.mark.skipif(not interpreted, reason="where there is no GPU, capturing is what fails")
-def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     want_few_programs(monkeypatch)
     asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
@@ -294,7 +292,7 @@ def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And any other is two, or one if nobody draws."""
+    """Any other step is two graphs, or one if no row draws."""
     want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
@@ -320,8 +318,8 @@ def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["full", "packed"])
-def test_whole_chunks_go_through_the_library(kv_dtype: KvFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured ahead of need, and with the same results as tiles give; the rest of a prompt has tiles."""
+def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured during warm-up, with the same results as tiles; the rest of a prompt uses tiles."""
     device = open_device(RunConfig(device="cuda"))
     rng = np.random.default_rng(9)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
@@ -347,7 +345,7 @@ def test_whole_chunks_go_through_the_library(kv_dtype: KvFormat, monkeypatch: py
 
 
 class Played:
-    """A captured step where there are no graphs: replaying it does its work, and capturing it nothing."""
+    """Stands in for a CUDA graph on a CPU: replay runs the work, capture does nothing."""
 
     def __init__(self, work: Callable[[], torch.Tensor]) -> None:
         self.graph, self._work = self, work
@@ -358,7 +356,7 @@ class Played:
 
 @pytest.mark.skipif(not interpreted, reason="graphs are played where there are none")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_a_larger_graph_serves_where_the_own_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want_few_programs(monkeypatch)
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)

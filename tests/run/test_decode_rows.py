@@ -1,4 +1,4 @@
-"""The list of rows with single queries: every row once, whole or in all its parts, the longest first."""
+"""The list of decode rows: every row once, whole or in all its parts, the longest first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def listed(lengths: list[int], room: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_row_is_there_with_all_its_parts(seed: int) -> None:
+def test_every_row_is_listed_with_all_its_parts(seed: int) -> None:
     draw = np.random.default_rng(seed)
     lengths = (draw.integers(1, 700, 1 + 5 * seed) * np.where(draw.random(1 + 5 * seed) < 0.2, 40, 1)).tolist()
     entries = listed(lengths, room=seed % 3)
@@ -42,14 +42,14 @@ def test_every_row_is_there_with_all_its_parts(seed: int) -> None:
     assert (entries[: len(real), 2] > 0).all()
 
 
-def test_rows_alike_keep_their_order_and_are_not_cut() -> None:
+def test_equal_rows_keep_their_order_and_are_not_split() -> None:
     entries = listed([5000] * 20)
     assert entries[:20, 0].tolist() == [3 * row + 1 for row in range(20)]
     assert (entries[:20, 4] == 1).all()
     assert (entries[20:, 2] == 0).all()
 
 
-def test_one_long_row_takes_all_spare_parts_it_may() -> None:
+def test_one_long_row_takes_the_maximum_number_of_parts() -> None:
     entries = listed([100] * 30 + [32_000])
     assert entries[0].tolist()[:6] == [91, 1091, 32_000, 0, MAX_PARTS, 0]
     assert entries[:MAX_PARTS, 3].tolist() == list(range(MAX_PARTS))

@@ -1,5 +1,8 @@
-"""Rows that decode have kernels of their own over quantised weights: which one multiplies a token is the token's own
-affair while few rows decode, every way to run a step takes the same one, and the deterministic mode knows only one."""
+"""Separate kernels for decode rows over quantised weights.
+
+Which kernel multiplies a token depends only on the token, every way to run a step uses the same one, and deterministic
+mode has only one.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ def admission(row: int, tokens: list[int], num_prompt: int = 0, **params: Any) -
 
 
 def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tuple[Admission, ...] = ()) -> StepPlan:
-    """Rows are (table row, start, count, whether it samples); those that are admitted get all of their blocks."""
+    """Rows are (table row, start, count, draws); admitted rows get all their blocks."""
     columns = np.asarray([row[:3] for row in rows], np.int32).T.copy()
     blocks = [(own.row, column, 1 + own.row * WIDTH + column) for own in admitted for column in range(WIDTH)]
     block_rows, block_cols, block_ids = np.asarray(blocks, np.int32).reshape(-1, 3).T.copy()
@@ -131,7 +134,7 @@ def prompt_of(row: int) -> list[int]:
 
 
 def busy_plans(seed: int, **params: Any) -> list[StepPlan]:
-    """Prompts in chunks of any size, single tokens too, beside rows that decode: few of them, then many."""
+    """Prompts in chunks of any size, also of one token, beside decode rows: few, then many."""
     draw = random.Random(seed)
     prompts = [prompt_of(row) for row in range(ROWS)]
     admitted = tuple(admission(row, tokens, **params) for row, tokens in enumerate(prompts))
@@ -152,7 +155,7 @@ def drawn_by(runner: Runner, steps: list[StepPlan]) -> list[list[int]]:
 
 
 def kv_of(runner: Runner, row: int, tokens: int) -> list[torch.Tensor]:
-    """What a row has in the cache, layer by layer."""
+    """A row's keys and values, layer by layer."""
     blocks = [1 + row * WIDTH + column for column in range(WIDTH)]
     return [layer[:, blocks].transpose(2, 3).flatten(1, 2)[:, :tokens].clone() for layer in runner._kv]
 
@@ -164,7 +167,7 @@ def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("config", [LLAMA, CAPPED], ids=["llama", "capped"])
 def test_every_way_to_run_a_step_agrees(config: dict[str, Any], deterministic: bool, tmp_path: Path) -> None:
-    """One native call for a step, one for its layers, op by op."""
+    """One native call for the step, one for its layers, and op by op."""
     whole, layers, op_by_op = (make_runner(tmp_path, config, deterministic) for _ in range(3))
     assert (whole.native_step is None) == (config is CAPPED)
     assert layers._decoder.native_stack is not None
@@ -181,14 +184,14 @@ def test_every_way_to_run_a_step_agrees(config: dict[str, Any], deterministic: b
         assert same_bits(kv_of(op_by_op, row, max(lengths, default=0)), expected)
 
 
-def test_rows_with_wishes_of_their_own_see_the_same_scores(tmp_path: Path) -> None:
-    """Log-probabilities are asked for, so steps are run in parts; tokens are those of whole steps."""
+def test_rows_with_logprobs_draw_the_same_tokens(tmp_path: Path) -> None:
+    """With log-probabilities a step is not one native call; its tokens are the same."""
     whole, parts = make_runner(tmp_path), make_runner(tmp_path)
     assert drawn_by(parts, busy_plans(5, logprobs=1)) == drawn_by(whole, busy_plans(5))
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
-def test_rows_that_decode_do_not_notice_each_other_or_prompts(config: dict[str, Any], tmp_path: Path) -> None:
+def test_decode_rows_do_not_affect_each_other_or_prompts(config: dict[str, Any], tmp_path: Path) -> None:
     row, prompt = 3, prompt_of(3)
     alone, beside = make_runner(tmp_path, config), make_runner(tmp_path, config)
     first = plan_of(0, [(row, 0, len(prompt), True)], (admission(row, prompt),))
@@ -224,7 +227,7 @@ def decoded_and_given(runner: Runner) -> tuple[list[torch.Tensor], list[torch.Te
     return kv_of(runner, 1, len(text)), kv_of(runner, 2, len(text))
 
 
-def test_what_is_computed_anew_after_preemption_has_the_same_bits(tmp_path: Path) -> None:
+def test_recomputation_after_preemption_is_bit_equal(tmp_path: Path) -> None:
     runner, prompt = make_runner(tmp_path), prompt_of(1)
     steps = [plan_of(0, [(1, 0, len(prompt), True)], (admission(1, prompt),))]
     steps += [plan_of(1 + i, [(1, len(prompt) + i, 1, True)]) for i in range(8)]
@@ -235,15 +238,15 @@ def test_what_is_computed_anew_after_preemption_has_the_same_bits(tmp_path: Path
     assert same_bits(kv_of(runner, 1, len(text)), kv_of(runner, 2, len(text)))
 
 
-def test_the_deterministic_mode_knows_no_kinds_of_rows(tmp_path: Path) -> None:
+def test_deterministic_mode_has_one_kernel_for_all_rows(tmp_path: Path) -> None:
     decoded, given = decoded_and_given(make_runner(tmp_path, deterministic=True))
     assert same_bits(decoded, given)
 
 
-def test_otherwise_what_was_drawn_is_multiplied_with_less_rounding(tmp_path: Path) -> None:
+def test_decode_kernels_round_less(tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     decoded, given = decoded_and_given(runner)
-    assert same_bits(decoded, given) == (not runner._decoder._splits)
+    assert same_bits(decoded, given) == (not runner._decoder._splits_decode)
     for one, other in zip(decoded, given, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=0.1 * float(other.float().std()), rtol=0.1)
 

@@ -1,4 +1,4 @@
-"""The deterministic mode on a GPU: the tokens of a request do not depend on what runs beside it."""
+"""Deterministic mode on a GPU: a request's tokens do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE = {
 }
 
 
-def test_a_hundred_companies(tmp_path: Path) -> None:
+def test_a_hundred_different_batches(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SHAPE))
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""How many threads a CPU device takes: what is asked for, or what the process may use."""
+"""Number and cores of a CPU device's threads: as configured, or what the process may use."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_affinity_mask_is_respected(tmp_path: Path, monkeypatch: pytest.Monk
     assert usable_cores(put(tmp_path, {"sys/fs/cgroup/cpu.max": "200000 100000"})) == 2
 
 
-def test_threads_that_are_asked_for_are_taken() -> None:
+def test_the_configured_number_of_threads_is_used() -> None:
     before = torch.get_num_threads()
     try:
         device = open_device(RunConfig(device="cpu", threads=3))
@@ -98,7 +98,7 @@ def test_threads_that_are_asked_for_are_taken() -> None:
         ({"node0": "nonsense"}, [set(range(16))]),
     ],
 )
-def test_cores_are_told_apart_by_memory_node(
+def test_cores_are_grouped_by_numa_node(
     lists: dict[str, str], nodes: list[set[int]], many_cores: None, tmp_path: Path
 ) -> None:
     files = {f"sys/devices/system/node/{name}/cpulist": text for name, text in lists.items()}
@@ -106,9 +106,7 @@ def test_cores_are_told_apart_by_memory_node(
 
 
 @pytest.mark.parametrize(("asked", "threads", "stays"), [(0, 1, True), (1, 1, True), (2, 2, False)])
-def test_threads_stay_by_one_memory_node(
-    asked: int, threads: int, stays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_stay_on_one_numa_node(asked: int, threads: int, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = os.sched_getaffinity(0)
     home = {min(mine)}
     monkeypatch.setattr("millrace.run.device.device.memory_nodes", lambda: [home, mine - home])

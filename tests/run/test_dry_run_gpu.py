@@ -1,4 +1,4 @@
-"""What is compiled before a first request is all that its steps launch, although few layers were rehearsed."""
+"""A dry run of few layers finds every kernel that the steps of a first request launch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ pytestmark = pytest.mark.gpu
 
 
 def forget_kernels() -> None:
-    """As in a process that has launched nothing."""
+    """Clear Triton's caches, as in a new process."""
     from triton.runtime.jit import JITFunction
 
-    import millrace.ops.triton as room
+    import millrace.ops.triton as kernels_package
 
-    for info in pkgutil.iter_modules(room.__path__):
-        if info.name == "build_server":
+    for info in pkgutil.walk_packages(kernels_package.__path__, f"{kernels_package.__name__}."):
+        if info.name.endswith("build_server"):
             continue
-        for found in vars(importlib.import_module(f"{room.__name__}.{info.name}")).values():
+        for found in vars(importlib.import_module(info.name)).values():
             if isinstance(found, JITFunction):
                 found.device_caches.clear()
 
 
 @torch.inference_mode()
-def met(runner: CudaRunner, decoder: Decoder) -> set[str]:
-    from millrace.ops.triton.compile.prebuild import dry_run
+def kernels_of(runner: CudaRunner, decoder: Decoder) -> set[str]:
+    from millrace.ops.triton.compile.dry_run import dry_run
 
     kernels: set[str] = set()
     with dry_run(kernels.add):
@@ -46,29 +46,29 @@ def met(runner: CudaRunner, decoder: Decoder) -> set[str]:
     return kernels
 
 
-def runner_for(case: str, builder: Any = None) -> CudaRunner:
+def runner_for(case: str, build_pool: Any = None) -> CudaRunner:
     model = make_reference(case)
     device = open_device(RunConfig(device="cuda"))
     decoder = build_decoder(
         spec_from_config(config_of(model)), StateDictSource.of(model), device=device.torch_device, dtype=torch.bfloat16
     )
     sizes = {"num_blocks": 200, "block_size": 16, "max_rows": 40, "max_context": 128, "token_budget": 256}
-    return CudaRunner(decoder, device, graphs=True, builder=builder, **sizes)
+    return CudaRunner(decoder, device, graphs=True, build_pool=build_pool, **sizes)
 
 
 @pytest.mark.parametrize(
     "case", ["llama", "qwen3", "qwen2_window", "gemma2", "smollm3", "qwen3_moe", "qwen3_moe_sparse"]
 )
-def test_few_layers_launch_what_all_do(case: str) -> None:
+def test_few_layers_launch_the_kernels_of_all(case: str) -> None:
     runner = runner_for(case)
     forget_kernels()
-    everything = met(runner, runner._decoder)
+    everything = kernels_of(runner, runner._decoder)
     assert len(everything) > 5
-    assert met(runner, runner._decoder.with_distinct_layers()) == everything
+    assert kernels_of(runner, runner._decoder.with_distinct_layers()) == everything
 
 
-class Orders:
-    """A builder that is still at work on the first orders until somebody waits for them."""
+class FakeBuildPool:
+    """A build pool whose first requests stay open until the caller waits for them."""
 
     def __init__(self) -> None:
         self.kernels: list[str] = []
@@ -82,11 +82,11 @@ class Orders:
         return wait_s > 0
 
 
-def test_all_kernels_are_ordered_before_the_engine_is_ready() -> None:
-    """While the first ones are compiled, so that nobody waits for it."""
+def test_all_kernel_builds_are_requested_before_the_engine_is_ready() -> None:
+    """They are requested while the first kernels are compiled, so this adds no wait."""
     forget_kernels()
-    orders = Orders()
-    runner = runner_for("qwen3", orders)
-    assert set(orders.can_wait) == {False, True}
-    assert orders.can_wait == sorted(orders.can_wait), "what cannot wait comes first"
-    assert met(runner, runner._decoder) <= set(orders.kernels)
+    build_pool = FakeBuildPool()
+    runner = runner_for("qwen3", build_pool)
+    assert set(build_pool.can_wait) == {False, True}
+    assert build_pool.can_wait == sorted(build_pool.can_wait), "what cannot wait comes first"
+    assert kernels_of(runner, runner._decoder) <= set(build_pool.kernels)

@@ -1,5 +1,7 @@
-"""Whole models over a KV cache in eight bits: how near they stay, that steps and prefixes do not matter, what is
-refused, and what it saves. Small random models, in float32 beside the cache, so that nothing else is rounded."""
+"""Whole models over an FP8 KV cache: accuracy, independence of steps and prefixes, refusals, and memory saved.
+
+Small random models in float32, so that only the cache is rounded.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,13 @@ from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, 
 
 CPU = torch.device("cpu")
 MEAN_ERROR, WORST_ERROR = 0.06, 0.25
-"""Of a token's logits, relative: an item in eight bits is off by 2% to 3% on average, three layers add up, and where
-two experts are about as good another one may be taken."""
+"""Tolerance of a token's logits, relative: an FP8 item is off by 2% to 3% on average, the errors of three layers add
+up, and of two experts with similar weights the other may be chosen."""
 TOKENS = 48
 
 
 class Fp8Driver(PagedDriver):
-    """Every byte that was not written is 255: NaN as an item and as a scale."""
+    """Unwritten bytes are 255: NaN as an item and as a scale."""
 
     def __init__(self, decoder: Decoder, block_size: int = 4) -> None:
         super().__init__(decoder, block_size)
@@ -65,7 +67,7 @@ def decoder_of(case: str, device: torch.device = CPU) -> Decoder:
 
 @pytest.mark.usefixtures("reference_ops")
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "qwen3_moe"])
-def test_logits_stay_near_those_of_the_wide_cache(case: str) -> None:
+def test_logits_are_close_to_those_of_the_full_cache(case: str) -> None:
     decoder = decoder_of(case)
     tokens = np.random.default_rng(4).integers(0, VOCAB, TOKENS).tolist()
     wide = PagedDriver(decoder).run(0, tokens, TOKENS)
@@ -73,7 +75,7 @@ def test_logits_stay_near_those_of_the_wide_cache(case: str) -> None:
     error = (narrow - wide).norm(dim=1) / wide.norm(dim=1)
     assert 0 < float(error.mean()) < MEAN_ERROR
     assert float(error.max()) < WORST_ERROR
-    # Where the best token leads by more than both of the two leaders may be off, it still leads.
+    # A best token that leads by more than the error of both top logits still leads.
     best = wide.topk(2, dim=1)
     clear = best.values[:, 0] - best.values[:, 1] > 2 * (narrow - wide).abs().amax(dim=1)
     assert torch.equal(narrow.argmax(1)[clear], best.indices[clear, 0])
@@ -89,10 +91,10 @@ def test_it_does_not_matter_how_a_sequence_is_cut_into_steps() -> None:
         torch.testing.assert_close(Fp8Driver(decoder, 16).run(0, tokens, chunk), whole, atol=2e-2, rtol=2e-2)
 
 
-def test_requests_that_share_a_prefix_get_what_they_get_alone(
+def test_requests_with_a_shared_prefix_give_the_same_tokens(
     reference_ops: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the GPU's runner, its kernels interpreted where there is no GPU."""
+    """Through CudaRunner; without a GPU its kernels are interpreted."""
     if interpreted:
         want_few_programs(monkeypatch)
     decoder = decoder_of("llama", place)
@@ -124,7 +126,7 @@ def test_requests_that_share_a_prefix_get_what_they_get_alone(
     assert len(drawn[0]) == 3
 
 
-def test_the_pool_takes_a_byte_an_item_and_a_scale_for_each_head() -> None:
+def test_the_pool_has_one_byte_per_item_and_a_scale_per_head() -> None:
     spec = spec_from_config(config_of(make_reference("llama")))
     heads = 2 * spec.num_layers * spec.num_kv_heads
     assert bytes_per_token(spec, torch.bfloat16) == heads * 2 * spec.head_dim
@@ -133,7 +135,7 @@ def test_the_pool_takes_a_byte_an_item_and_a_scale_for_each_head() -> None:
     assert sum(layer.nbytes for layer in kv) == 4 * 8 * bytes_per_token(spec, torch.bfloat16, "fp8")
 
 
-def test_the_memory_plan_has_room_for_nearly_twice_the_tokens() -> None:
+def test_the_memory_plan_fits_nearly_twice_the_tokens() -> None:
     spec = spec_from_config(json.loads(known_shapes()["llama-3.1-8b"].read_text(encoding="utf-8")))
 
     def plan(kv_dtype: KvFormat) -> MemoryPlan:
@@ -150,7 +152,7 @@ def resolve(asked: KvDtype, head_dim: int) -> KvFormat:
     return resolve_kv_dtype(asked, spec, dtype=torch.bfloat16, device=CPU)
 
 
-def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
+def test_unsupported_combinations_are_refused_with_an_explanation() -> None:
     with pytest.raises(
         ConfigError, match=r"memory\.kv_dtype is fp8, which needs a GPU .* run on the CPU\. Set --kv-dtype"
     ):

@@ -1,4 +1,4 @@
-"""Steps whose graph has not been captured take a larger one, but not one much larger, and not for ever."""
+"""Graph fallback: a larger graph stands in for a missing one, within limits of size and time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ def name(size: int) -> object:
     return ("a graph of", size)
 
 
-def test_its_own_graph_or_the_next_larger_one() -> None:
+def test_the_own_graph_or_the_next_larger_one() -> None:
     fallback = GraphFallback(SIZES)
     captured = {name(size) for size in (4, 16, 32)}
     assert [fallback.choose(size, name, captured) for size in SIZES] == [1, 4, 4, 16, 16, 32, 32]
 
 
-def test_none_if_there_is_none_of_at_most_twice_the_rows() -> None:
+def test_no_fallback_with_more_than_twice_the_rows() -> None:
     fallback = GraphFallback(SIZES)
     assert fallback.choose(8, name, {name(24), name(4)}) == 8
     assert fallback.choose(32, name, {name(24)}) == 32
 
 
-def test_what_is_missed_often_is_captured() -> None:
+def test_a_graph_missed_often_is_captured() -> None:
     fallback = GraphFallback(SIZES)
     captured = {name(16)}
     chosen = [fallback.choose(8, name, captured) for _ in range(graph_fallback.PATIENCE + 2)]

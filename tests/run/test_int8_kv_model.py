@@ -1,5 +1,7 @@
-"""Whole models on a CPU over a KV cache in whole numbers of eight bits: how near they stay, that steps do not matter,
-what is refused, and what it saves. Small random models."""
+"""Whole models on a CPU over an int8 KV cache: accuracy, independence of steps, refusals, and memory saved.
+
+Small random models.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, 
 CPU = torch.device("cpu")
 TOKENS = 80
 MEAN_ERROR, WORST_ERROR = 0.02, 0.3
-"""Of a token's logits, relative. An item in eight bits is off by 1/508 of its head's largest on average; where two
-experts are about as good another one may be taken."""
+"""Tolerance of a token's logits, relative. An int8 item is off by 1/508 of its head's largest on average; of two
+experts with similar weights the other may be chosen."""
 
 
 class Int8Driver(PagedDriver):
-    """Every byte that was not written is 255: -1 as an item, NaN as a scale."""
+    """Unwritten bytes are 255: -1 as an item, NaN as a scale."""
 
     def __init__(self, decoder: Decoder, block_size: int = 4) -> None:
         super().__init__(decoder, block_size)
@@ -42,7 +44,7 @@ def decoder_of(case: str, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "qwen3_moe"])
-def test_logits_stay_near_those_of_the_wide_cache(case: str) -> None:
+def test_logits_are_close_to_those_of_the_full_cache(case: str) -> None:
     decoder = decoder_of(case)
     tokens = np.random.default_rng(4).integers(0, VOCAB, TOKENS).tolist()
     wide = PagedDriver(decoder).run(0, tokens, TOKENS)
@@ -62,7 +64,7 @@ def test_it_does_not_matter_how_a_sequence_is_cut_into_steps(case: str, dtype: t
         assert torch.equal(Int8Driver(decoder, block_size).run(0, tokens, chunk), whole)
 
 
-def test_the_walk_and_the_native_stack_agree() -> None:
+def test_run_layers_and_the_native_stack_agree() -> None:
     decoder = decoder_of("llama", torch.bfloat16)
     if decoder.native_stack is None:
         pytest.skip("no native kernels here")
@@ -72,7 +74,7 @@ def test_the_walk_and_the_native_stack_agree() -> None:
     assert torch.equal(Int8Driver(decoder).run(0, tokens, 7), native)
 
 
-def test_the_pool_takes_a_byte_an_item_and_a_scale_for_each_head() -> None:
+def test_the_pool_has_one_byte_per_item_and_a_scale_per_head() -> None:
     spec = spec_from_config(config_of(make_reference("llama")))
     heads = 2 * spec.num_layers * spec.num_kv_heads
     assert bytes_per_token(spec, torch.bfloat16, "int8") == heads * (spec.head_dim + SCALE_BYTES)
@@ -81,7 +83,7 @@ def test_the_pool_takes_a_byte_an_item_and_a_scale_for_each_head() -> None:
     assert {layer.dtype for layer in kv} == {torch.int8}
 
 
-def test_the_memory_plan_has_room_for_nearly_twice_the_tokens() -> None:
+def test_the_memory_plan_fits_nearly_twice_the_tokens() -> None:
     spec = spec_from_config(config_of(make_reference("llama")))
     spec = dataclasses.replace(spec, head_dim=64, max_context=1 << 20)
 
@@ -93,7 +95,7 @@ def test_the_memory_plan_has_room_for_nearly_twice_the_tokens() -> None:
     assert plan("int8").kv_tokens / plan("full").kv_tokens == pytest.approx(128 / 68, rel=1e-3)
 
 
-def test_what_cannot_be_done_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_combinations_are_refused_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = spec_from_config(config_of(make_reference("llama")))
 
     def resolve(asked: KvDtype, device: torch.device, head_dim: int) -> KvFormat:
@@ -103,9 +105,7 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(monkeypatch: pytest.Monkey
     assert resolve("int8", CPU, 64) == "int8"
     with pytest.raises(ConfigError, match=r"int8, which needs heads in multiples of 16 items, .* have 72\. Set"):
         resolve("int8", CPU, 72)
-    with pytest.raises(
-        ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which needs as little memory"
-    ):
+    with pytest.raises(ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which needs as little"):
         resolve("fp8", CPU, 64)
     monkeypatch.setattr(kv_pool.torch.cuda, "get_device_name", lambda device: "a GPU of ours")
     with pytest.raises(ConfigError, match=r"int8, which is for a CPU, .* run on a GPU of ours\. Set --kv-dtype fp8"):

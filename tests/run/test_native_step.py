@@ -1,4 +1,4 @@
-"""Whole steps in one native call draw what the runner draws step by step."""
+"""Whole steps in one native call draw the same tokens as the plain runner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_runner(case: str, dtype: torch.dtype) -> Runner:
 
 
 def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tuple[Admission, ...] = ()) -> StepPlan:
-    """Rows are (table row, start, count, whether it samples)."""
+    """Rows are (table row, start, count, draws)."""
     columns = np.asarray([row[:3] for row in rows], np.int32).T.copy()
     blocks = [(row, column, 1 + row * 15 + column) for row in range(ROWS) for column in range(15)] if admitted else []
     block_rows, block_cols, block_ids = np.asarray(blocks, np.int32).reshape(-1, 3).T.copy()
@@ -94,14 +94,14 @@ def test_whole_steps_draw_the_same_tokens(case: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2"])
-def test_models_without_a_tied_head_or_with_a_cap_run_step_by_step(case: str) -> None:
+def test_models_without_a_tied_head_or_with_a_softcap_have_no_native_step(case: str) -> None:
     runner = make_runner(case, torch.float32)
     assert runner.native_step is None
     steps = plans([SamplingParams(temperature=0.0)] * ROWS)
     assert all(0 <= token < VOCAB for tokens in drawn_by(runner, steps) for token in tokens)
 
 
-def test_rows_that_want_more_than_tokens_are_not_taken() -> None:
+def test_rows_with_logprobs_bias_or_penalties_are_not_run_natively() -> None:
     special = [
         SamplingParams(logprobs=2),
         SamplingParams(min_tokens=3),

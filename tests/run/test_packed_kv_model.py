@@ -1,5 +1,7 @@
-"""The packed KV cache around its kernels: when `auto` takes it, what is refused, what it saves, and that whole models
-over it are as good as over bfloat16. Small random models, by the ops that define the meaning."""
+"""The packed KV cache: when `auto` chooses it, refusals, memory saved, and accuracy of whole models.
+
+Small random models, with the reference ops.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_triton")
-def test_where_it_was_not_measured_auto_is_full_and_packed_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_unmeasured_gpus_auto_is_full_and_packed_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.run.device.kv_pool.hopper_missing", lambda device: "was measured elsewhere")
     assert (resolve("auto"), resolve("packed")) == ("full", "packed")
 
@@ -89,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.usefixtures("with_triton")
 @pytest.mark.parametrize(("case", "says"), REFUSED)
-def test_where_it_cannot_be_auto_is_full_and_packed_is_refused(case: dict[str, Any], says: str) -> None:
+def test_where_unsupported_auto_is_full_and_packed_is_refused(case: dict[str, Any], says: str) -> None:
     assert resolve("auto", **case) == resolve("full", **case) == "full"
     with pytest.raises(ConfigError, match=rf"^memory\.kv_dtype is packed, which .*{says}") as refusal:
         resolve("packed", **case)
@@ -115,7 +117,7 @@ def test_layers_that_rotate_nothing_are_packed() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_pool_takes_twelve_bits_an_item_and_a_scale_for_each_head(head_dim: int) -> None:
+def test_the_pool_has_twelve_bits_per_item_and_a_scale_per_head(head_dim: int) -> None:
     spec = dataclasses.replace(spec_from_config(config_of(make_reference("llama"))), head_dim=head_dim)
     per_token = bytes_per_token(spec, torch.bfloat16, "packed")
     assert per_token == 2 * spec.num_layers * spec.num_kv_heads * (head_dim * 12 // 8 + 4)
@@ -129,14 +131,14 @@ def test_the_pool_takes_twelve_bits_an_item_and_a_scale_for_each_head(head_dim: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_full_pool_is_of_the_models_dtype(dtype: torch.dtype) -> None:
+def test_the_full_pool_has_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     spec = spec_from_config(config_of(make_reference("llama")))
     kv = allocate_kv(spec, num_blocks=3, block_size=8, dtype=dtype, device=CPU, kv_dtype="full")
     assert {(layer.dtype, layer.shape) for layer in kv} == {(dtype, spec.kv_shape(4, 8))}
     assert sum(layer.nbytes for layer in kv) == 4 * 8 * bytes_per_token(spec, dtype)
 
 
-def test_the_memory_plan_has_room_for_a_third_more_tokens_and_says_why() -> None:
+def test_the_memory_plan_fits_a_third_more_tokens_and_says_why() -> None:
     spec = shape_of()
 
     def plan(kv_dtype: KvFormat) -> MemoryPlan:
@@ -157,7 +159,7 @@ def test_the_benchmark_has_a_suffix_for_doing_without() -> None:
 
 
 class PackedDriver(PagedDriver):
-    """Every bit that was not written is set: NaN as a scale."""
+    """Unwritten bits are set: NaN as a scale."""
 
     def __init__(self, decoder: Decoder, block_size: int = 4) -> None:
         super().__init__(decoder, block_size)
@@ -179,7 +181,7 @@ def decoder_of(case: str) -> Decoder:
 @pytest.mark.usefixtures("reference_ops")
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "smollm3"])
 def test_logits_are_those_of_the_full_cache(case: str) -> None:
-    """In heads of sixteen items hardly one is below a 32,768th of the largest: nearly all come back as they were."""
+    """In heads of sixteen items hardly any item is below 1/32,768 of the largest, so nearly all are exact."""
     decoder = decoder_of(case)
     tokens = np.random.default_rng(4).integers(0, VOCAB, TOKENS).tolist()
     full = PagedDriver(decoder).run(0, tokens, TOKENS)

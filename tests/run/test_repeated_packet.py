@@ -1,4 +1,4 @@
-"""The packet of a step that repeats the one before is, word for word, the one that is written from the plan alone."""
+"""A packet written from a template equals, word for word, the packet written from the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = [1, 2, 30, 500, 1020, 1023, 3000, 20_000, 65_531, 65_533, 65_534, 65_5
 
 
 class Decoding:
-    """Rows that decode, come and go; every step is written by a writer that may remember and by one that cannot."""
+    """Decode rows that come and go; each step is written by a writer with a template and by a new one."""
 
     def __init__(self, seed: int, tile_decode_rows: bool) -> None:
         self.rng = np.random.default_rng(seed)
@@ -33,7 +33,7 @@ class Decoding:
         self.tile_decode_rows = tile_decode_rows
         self.buckets = Buckets(token_budget=1024, tile_decode_rows=tile_decode_rows, **SIZES)
         self.table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
-        # Few of the lengths: rows alike are as likely as one that is much longer than the rest.
+        # Few distinct lengths: equal rows are as likely as one much longer than the rest.
         self.choice = self.rng.choice(LENGTHS, self.rng.integers(1, 5))
         self.rows: dict[int, int] = {}
         """Positions of their next tokens."""
@@ -46,7 +46,7 @@ class Decoding:
         for row in self.rng.permutation(free)[: self.rng.integers(1, 25)].tolist():
             length = int(self.rng.choice(self.choice))
             self.rows[row] = length - 1
-            # The last prompt token may be left to this step, which then has it from the host.
+            # The last prompt token may be computed in this step, and then comes from the host.
             tokens = np.arange(length - self.rng.integers(0, 2), dtype=np.int32)
             admitted.append(Admission(row, row, tokens, len(tokens), RowParams(SamplingParams())))
         return tuple(admitted)
@@ -106,7 +106,7 @@ class Decoding:
             assert found[:, is_listed].tolist() == wanted[:, is_listed].tolist()
             assert found[3:].tolist() == wanted[3:].tolist()
             self.num_cut += bool((wanted[4] > 1).any())
-        # Between the updates and the records, which are aligned, stand words that nobody reads.
+        # The padding between the updates and the aligned records is not read.
         num_updates, at = 3 * int(layout.num_updates.of(expected)[0]), layout.updates_start
         assert packet[at : at + num_updates].tolist() == expected[at : at + num_updates].tolist()
         size = RECORD_WORDS * int(layout.num_records.of(expected)[0])
@@ -115,13 +115,13 @@ class Decoding:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
-def test_a_repeated_packet_is_the_one_that_the_plan_alone_gives(seed: int, tile_decode_rows: bool) -> None:
+def test_a_repeated_packet_equals_the_one_written_from_the_plan(seed: int, tile_decode_rows: bool) -> None:
     decoding = Decoding(seed, tile_decode_rows)
     for _ in range(40):
         decoding.step()
 
 
-def test_the_steps_above_do_repeat_and_are_cut() -> None:
+def test_the_steps_above_do_repeat_and_have_split_rows() -> None:
     repeated = cut = 0
     for seed in range(20):
         decoding = Decoding(seed, tile_decode_rows=False)
@@ -133,8 +133,8 @@ def test_the_steps_above_do_repeat_and_are_cut() -> None:
     assert 30 < cut < 700
 
 
-def test_a_template_is_taken_for_a_repeated_step_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are sorted once for as long as they go on."""
+def test_a_template_is_used_only_for_repeated_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sorted once while the steps repeat."""
     sorted_times: list[int] = []
     argsort = np.argsort
 

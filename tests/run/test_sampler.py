@@ -1,4 +1,4 @@
-"""The sampler against Hugging Face's processors and against the statistics it must have."""
+"""The sampler against Hugging Face's logits processors and against expected statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCAB = 1500
 
 
 class Bench:
-    """A sampler with rows seated directly, as the runner would."""
+    """A sampler whose rows are admitted directly, as the runner would."""
 
     def __init__(self, vocab: int = VOCAB, max_rows: int = 64) -> None:
         self.device = open_device(RunConfig(device="cpu", threads=1))

@@ -1,4 +1,4 @@
-"""Requests that begin alike decode over the same blocks, and draw what each draws alone."""
+"""Requests with a shared prefix decode over the same blocks and draw the same tokens as without sharing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompts() -> list[np.ndarray]:
 
 
 def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: bool, shares_prefix: bool) -> StepPlan:
-    """With `admitted` the rows come in with all their blocks; where they share, the first are those of row 0."""
+    """With `admitted`, rows are admitted with all their blocks; shared ones are those of row 0."""
     columns = [(row, column) for row in rows for column in range(WIDTH)] if admitted else []
     ids = [1 + column + (0 if shares_prefix and column < SHARED // BLOCK else row * WIDTH) for row, column in columns]
     params = RowParams(SamplingParams(temperature=0.8, seed=1))
@@ -57,7 +57,7 @@ def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: boo
 
 
 def drawn_together(runner: Runner, shares_prefix: bool) -> list[list[int]]:
-    """Row 0 computes the beginning, the others come in behind it; all then decode side by side."""
+    """Row 0 computes the prefix, the others are admitted after it; then all decode together."""
     lengths = [len(text) for text in prompts()]
     first = runner.launch(plan_of([0], [0], [lengths[0]], True, shares_prefix)).wait().tokens.tolist()
     others = list(range(1, ROWS))

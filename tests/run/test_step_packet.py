@@ -1,4 +1,4 @@
-"""What a step's packet says, against the plan it was written from, padded and not."""
+"""A step's packet against the plan it was written from, padded and exact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = np.zeros(0, np.int32)
 
 
 def a_plan(rng: np.random.Generator, num_rows: int, longest: int, table: RequestTable) -> StepPlan:
-    """Rows of which some have their tokens from the host, some from the device, and one from both."""
+    """Rows whose tokens come from the host, from the device, or from both."""
     rows = rng.permutation(MAX_ROWS)[:num_rows].astype(np.int32)
     least = min(longest, 1 + num_rows % 2)
     counts = np.sort(rng.integers(least, longest + 1, num_rows)).astype(np.int32)
@@ -103,7 +103,7 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
 
 @pytest.mark.parametrize("tile_decode_rows", [False, True])
 @pytest.mark.parametrize("longest", [1, 3, 40])
-def test_a_packet_says_what_the_plan_says(longest: int, tile_decode_rows: bool) -> None:
+def test_a_packet_matches_its_plan(longest: int, tile_decode_rows: bool) -> None:
     rng = np.random.default_rng(longest + tile_decode_rows)
     sizes = {"max_rows": MAX_ROWS, "queries_per_tile": PER_TILE, "tile_decode_rows": tile_decode_rows}
     writer, buckets = PacketWriter(block_size=BLOCK, **sizes), Buckets(token_budget=1024, **sizes)
@@ -126,7 +126,7 @@ def test_a_packet_says_what_the_plan_says(longest: int, tile_decode_rows: bool) 
         check(writer, plan, table, padded, tile_decode_rows)
 
 
-def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
+def test_a_padding_only_step_and_one_that_does_not_fit() -> None:
     writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_decode_rows=False)
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
     packet = np.full(4096, 777, np.int32)
@@ -136,12 +136,12 @@ def test_a_step_of_padding_alone_and_one_that_does_not_fit() -> None:
     assert layout.query_starts.of(packet).tolist() == [0, 16, 16, 16, 16, 16]
     assert layout.seq_lens.of(packet).tolist() == [16, 1, 1, 1, 1]
     assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
-    with pytest.raises(ValueError, match="records of rows do not fit"):
+    with pytest.raises(ValueError, match="row records do not fit"):
         writer.write(None, table, bucket, packet[: layout.updates_start + 8], np.zeros((1, 32), np.int32))
 
 
-def test_few_tokens_after_many_known_ones_have_buckets_in_parts() -> None:
-    """And prompts without such a context those that they had, as have steps with single queries and many rows."""
+def test_few_tokens_after_a_long_context_use_split_kv() -> None:
+    """Prompts without a long context, steps with decode rows and steps with many rows do not."""
     sizes = {"max_rows": 64, "token_budget": 8192, "queries_per_tile": 32}
     plain, buckets = (Buckets(**sizes, tile_decode_rows=False, split_heads=heads) for heads in (0, 8))
     assert {bucket.tokens: bucket.parts for bucket in buckets.all_split()} == {16: 8, 32: 8, 64: 8, 128: 4, 256: 2}

@@ -1,4 +1,4 @@
-"""Typed reading of a model's config.json, with the family's own defaults for what is left out."""
+"""Typed access to a model's config.json, with the family's defaults for missing keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from millrace.errors import ModelError
 
 
 class ConfigReader:
-    """A value that has the wrong type or sign is refused by name; an explicit null is a value, not an absence."""
+    """A value of the wrong type or sign raises a ModelError that names its key. A null in the config overrides the
+    family's default, and then counts as missing."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._values = {**(defaults or {}), **config}

@@ -1,6 +1,6 @@
-"""The model families: for each, a short table from its config to a ModelSpec, and what its weights are called.
+"""The model families: for each, how its config becomes a ModelSpec, and the names of its weights.
 
-To add one, add a Family; see docs/adding-a-model-family.md.
+To add a family, see docs/adding-a-model-family.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millrace.ops.base.activation_kind import Activation
 Windows = list[int | None]
 
 MAX_LAYERS = 1024
-"""More is a damaged config, not a model."""
+"""A config with more layers is treated as damaged."""
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -32,7 +32,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Names of modules under `model.layers.<i>.` that differ between families; `{e}` is the expert."""
+    """Names of modules under `model.layers.<i>.` that differ between families; `{e}` is the expert index."""
 
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -52,14 +52,14 @@ class Family:
     traits: Callable[[ConfigReader], dict[str, Any]]
     """ModelSpec fields in which this family differs from a plain Llama."""
     windows: Callable[[ConfigReader, int], Windows]
-    """The attention window of each of so many layers."""
+    """The attention window of each layer; called with the number of layers."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the family's own implementation assumes where config.json says nothing."""
+    """Defaults of the family's original implementation for keys missing in config.json."""
     theta: float = 10_000.0
     names: WeightNames = WeightNames()
 
 
-# --- parts that families share ---
+# --- shared by several families ---
 
 
 def _no_windows(c: ConfigReader, num_layers: int) -> Windows:
@@ -67,13 +67,13 @@ def _no_windows(c: ConfigReader, num_layers: int) -> Windows:
 
 
 def _all_windows(c: ConfigReader, num_layers: int) -> Windows:
-    """One window for all layers, unless the config says which layers slide."""
+    """One window for all layers, unless the config lists the sliding layers."""
     window = c.optional_whole("sliding_window")
     return _by_type(c, num_layers, lambda layer: window is not None)
 
 
 def _opted_windows(c: ConfigReader, num_layers: int) -> Windows:
-    """Qwen: windows only if switched on, and only from `max_window_layers` up."""
+    """Qwen: windows only if enabled, and only from layer `max_window_layers` on."""
     if not c.flag("use_sliding_window"):
         return [None] * num_layers
     first = c.whole("max_window_layers", 28, minimum=0)
@@ -89,7 +89,7 @@ def _by_type(c: ConfigReader, num_layers: int, slides: Callable[[int], bool]) ->
 
 
 def _layer_types(c: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> list[str]:
-    """`layer_types` of the config, or else what the family's rule says of each layer."""
+    """`layer_types` of the config, or else by the family's rule."""
     kinds = c.get("layer_types")
     if kinds is None:
         return ["sliding_attention" if slides(layer) else "full_attention" for layer in range(num_layers)]
@@ -174,7 +174,7 @@ def _gemma3_windows(c: ConfigReader, num_layers: int) -> Windows:
 
 
 def _gemma3_ropes(c: ConfigReader) -> tuple[RopeSpec, RopeSpec]:
-    """The rope of global layers, then that of sliding ones, which is never scaled by `rope_scaling`."""
+    """The rope of global layers, then that of sliding layers, which `rope_scaling` does not affect."""
     head_dim = c.whole("head_dim")
     entries = {key: c.get(key) for key in ("rope_parameters", "max_position_embeddings", "partial_rotary_factor")}
     scaled = {**entries, "rope_theta": c.get("rope_theta"), "rope_scaling": c.get("rope_scaling")}
@@ -187,7 +187,7 @@ def _gemma3_ropes(c: ConfigReader) -> tuple[RopeSpec, RopeSpec]:
 
 def _refuse_bidirectional(c: ConfigReader) -> None:
     if c.flag("use_bidirectional_attention"):
-        raise c.fail("use_bidirectional_attention", "is true: the model embeds text and cannot generate any")
+        raise c.fail("use_bidirectional_attention", "is true: the model is for embeddings and cannot generate text")
 
 
 def _mixtral(c: ConfigReader) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def family_named(name: str) -> Family:
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """By `architectures`, or by `model_type` where a config names no architecture."""
+    """Find the family by `architectures`, or by `model_type` if the config names no architecture."""
     architectures = config.get("architectures") or []
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
@@ -355,20 +355,18 @@ def find_family(config: Mapping[str, Any]) -> Family:
             return family
     named = ", ".join(map(str, architectures)) or f"model_type {kind!r}"
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"The model's architecture is {named}, which cannot be served. Supported: {supported}.")
+    raise ModelError(f"The model's architecture is {named}, which is not supported. Supported: {supported}.")
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a config.json (a nested `text_config` is used in its place), or a ModelError that names the key."""
+    """The spec of a config.json; a nested `text_config` takes precedence. Raises a ModelError that names a bad key."""
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {**config, **{key: value for key, value in text.items() if key != "architectures"}}
     family = find_family(config)
     c = ConfigReader(config, family.defaults)
     if c.has("quantization_config"):
-        raise c.fail(
-            "quantization_config", "says that the weights are quantised; use unquantised weights or a GGUF file"
-        )
+        raise c.fail("quantization_config", "is set: the weights are quantised; use unquantised weights or a GGUF file")
     if c.whole("num_hidden_layers") > MAX_LAYERS:
         raise c.fail("num_hidden_layers", f"is {c.get('num_hidden_layers')}, above the limit of {MAX_LAYERS}")
     fields = {**_common(c, family), **family.traits(c)}
@@ -418,7 +416,7 @@ def _activation(c: ConfigReader) -> Activation:
 
 
 def _max_context(c: ConfigReader, ropes: tuple[RopeSpec, ...]) -> int:
-    """YaRN extends what the model was trained for; some configs state only the latter."""
+    """YaRN extends the trained context; some configs state only the trained one."""
     extended = [int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn"]
     return max(c.whole("max_position_embeddings"), *extended, 1)
 

@@ -1,4 +1,4 @@
-"""Which tensors a spec needs, by their Hugging Face names and shapes, and which of them are fused into one matrix."""
+"""The tensors that a spec needs, by Hugging Face name and shape, and how they are fused into matrices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer: the rows of its parts, one below the other, and likewise the biases (none or one per part)."""
+    """The weight of a linear: its parts stacked by rows, and likewise the biases (none, or one per part)."""
 
     parts: tuple[Part, ...]
     biases: tuple[Part, ...] = ()
@@ -58,7 +58,7 @@ class LayerLayout:
     attention_out_norm: Part | None
     mlp_norm: Part
     mlp: tuple[Matrix, Matrix] | MoeLayout
-    """(gate_up, down), or experts."""
+    """(gate_up, down), or a mixture of experts."""
     mlp_out_norm: Part | None
 
 
@@ -68,7 +68,7 @@ class ModelLayout:
     layers: tuple[LayerLayout, ...]
     final_norm: Part
     head: Matrix | None
-    """None when the head is the embedding."""
+    """The LM head; None if it is tied to the embedding."""
 
 
 def layout_of(spec: ModelSpec) -> ModelLayout:
@@ -123,7 +123,7 @@ def _mlp(spec: ModelSpec, prefix: str) -> tuple[Matrix, Matrix]:
 
 def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
     if spec.moe is None:
-        raise ValueError("a layer is marked as a mixture, but the spec describes none")
+        raise ValueError("a layer has experts, but the spec has no MoeSpec")
     inner, hidden = spec.moe.inner_size, spec.hidden_size
     experts = []
     for expert in range(spec.moe.num_experts):
@@ -132,7 +132,7 @@ def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
     return MoeLayout(_matrix(prefix, {names.router: spec.moe.num_experts}, hidden), tuple(experts))
 
 
-# --- walking a layout ---
+# --- iterating over a layout ---
 
 
 def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
@@ -152,7 +152,7 @@ def norms_of(layer: LayerLayout) -> Iterator[Part]:
 
 
 def all_parts(layout: ModelLayout) -> Iterator[Part]:
-    """Every stored tensor the model needs."""
+    """Every tensor that the model needs."""
     yield layout.embedding
     for layer in layout.layers:
         yield from norms_of(layer)

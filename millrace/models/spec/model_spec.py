@@ -1,4 +1,4 @@
-"""ModelSpec: everything that tells one decoder from another. Plain data; no weights, no tensors."""
+"""ModelSpec: everything in which decoders differ. Plain data; no weights, no tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """One set of rotary frequencies. Fields of other kinds than `kind` are ignored."""
+    """One set of rotary frequencies. Fields that belong to another `kind` are ignored."""
 
     rotary_dim: int
-    """Leading dimensions of a head that are rotated."""
+    """Number of leading dimensions of a head that are rotated."""
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
@@ -28,7 +28,7 @@ class RopeSpec:
     attention_factor: float = 1.0
     """Multiplies the rotated queries and keys (YaRN)."""
     divisors: tuple[float, ...] = ()
-    """Per frequency, what it is divided by."""
+    """Divisor of each frequency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class MoeSpec:
     top_k: int
     inner_size: int
     renormalise: bool
-    """Whether the weights of a token's chosen experts are scaled to sum to one."""
+    """True if the weights of a token's chosen experts are scaled to sum to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     window: int | None = None
-    """A query at p sees keys k with p - k < window; None sees all before it."""
+    """A query at position p sees keys k with p - k < window; None: all keys before it."""
     rope: int | None = 0
-    """Index into ModelSpec.ropes; None rotates nothing."""
+    """Index into ModelSpec.ropes; None: no rotation."""
     is_moe: bool = False
 
 
@@ -55,18 +55,18 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     inner_size: int
-    """Of the dense MLPs."""
+    """Intermediate size of the dense MLPs."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_context: int
-    """Tokens the model was made for, prompt and output together."""
+    """Context length of the model, prompt and output together."""
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeSpec, ...]
     norm_eps: float
     attention_scale: float
     norm_offset: float = 0.0
-    """Added to stored norm weights (Gemma stores w and means 1 + w)."""
+    """Added to stored norm weights (Gemma stores w for a weight of 1 + w)."""
     activation: Activation = "silu"
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -76,7 +76,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     sandwich_norms: bool = False
-    """Whether attention and MLP outputs are normalised before they join the residual."""
+    """True if attention and MLP outputs are normalised before they are added to the residual."""
     tied_head: bool = False
     moe: MoeSpec | None = None
 
@@ -99,17 +99,17 @@ class ModelSpec:
 
     @property
     def rotates_whole_heads(self) -> bool:
-        """Whether every layer rotates all of a head's dimensions, or none."""
+        """True if every layer rotates all dimensions of a head, or none."""
         return all(layer.rope is None or self.ropes[layer.rope].rotary_dim == self.head_dim for layer in self.layers)
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied with in the layers: of the experts, only those it chooses."""
+        """Number of layer weights that one token is multiplied with: of the experts, only the chosen ones."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k
         inner = sum(chosen if layer.is_moe else self.inner_size for layer in self.layers)
         return self.num_layers * attention + 3 * self.hidden_size * inner
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """The shape of one layer's part of the KV pool: 0 is keys, 1 is values."""
+        """Shape of one layer's part of the KV pool; index 0 is keys, 1 is values."""
         return (2, num_blocks, self.num_kv_heads, block_size, self.head_dim)

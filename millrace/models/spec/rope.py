@@ -1,7 +1,7 @@
 """RoPE variants: from a config's rope entries to a RopeSpec, and from a RopeSpec to frequencies.
 
-Frequencies are computed in float32 with the same operations as the reference implementation, since an error in the
-last place grows with the position.
+Frequencies are computed in float32 with the same operations as the reference implementation, because a rounding error
+grows with the position.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _SUPPORTED = "default, linear, dynamic, llama3, yarn, divisors"
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float, layer_type: str = "") -> RopeSpec:
-    """The rope of a layer type, from `rope_parameters` (one for all layers or one per type), or else from
-    `rope_theta` and `rope_scaling`."""
+    """The rope of a layer type, from `rope_parameters` (one for all layers, or one per type), else from `rope_theta`
+    and `rope_scaling`."""
     entries = {**config, **(config.get("rope_scaling") or {}), **_parameters(config, layer_type)}
     reader = ConfigReader(entries)
     theta = reader.positive("rope_theta", default_theta)
     rotary_dim = int(head_dim * reader.positive("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise reader.fail(
-            "partial_rotary_factor", f"makes {rotary_dim} of {head_dim} dimensions rotate, not an even part"
+            "partial_rotary_factor", f"gives {rotary_dim} rotated dimensions of {head_dim}; it must be an even number"
         )
     kind = reader.get("rope_type") or reader.get("type") or "default"
     base = RopeSpec(rotary_dim, theta)
     if kind in ("default", "dynamic"):
-        # Dynamic NTK changes frequencies only beyond max_position_embeddings, which is the most that is served.
+        # Dynamic NTK changes frequencies only beyond max_position_embeddings, the longest context that is served.
         return base
     if kind == "linear":
         return RopeSpec(rotary_dim, theta, "linear", factor=reader.positive("factor"))
@@ -45,7 +45,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float, la
     if kind == "divisors":
         return RopeSpec(rotary_dim, theta, "divisors", divisors=_read_divisors(reader, rotary_dim))
     raise ModelError(
-        f"The model's config asks for rope type {kind!r}, which cannot be served. Supported: {_SUPPORTED}."
+        f"The model's config asks for rope type {kind!r}, which is not supported. Supported: {_SUPPORTED}."
     )
 
 
@@ -88,7 +88,7 @@ def _read_yarn(reader: ConfigReader, base: RopeSpec) -> RopeSpec:
 
 
 def _read_divisors(reader: ConfigReader, rotary_dim: int) -> tuple[float, ...]:
-    """What each frequency is divided by, spelt out one by one."""
+    """The divisor of each frequency."""
     values = reader.get("divisors")
     if not isinstance(values, list) or len(values) != rotary_dim // 2 or not all(float(value) > 0 for value in values):
         raise reader.fail("divisors", f"must be a list of {rotary_dim // 2} numbers above 0")
@@ -121,7 +121,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
     wavelengths = 2 * math.pi / plain
     longest = rope.original_context / rope.low_freq_factor
     shortest = rope.original_context / rope.high_freq_factor
@@ -134,7 +134,7 @@ def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(periods: Tensor, rope: RopeSpec) -> Tensor:
-    """A ramp over the dimensions, from frequencies kept (fast turns) to frequencies slowed by `factor`."""
+    """A ramp over the dimensions, from frequencies kept (high) to frequencies divided by `factor` (low)."""
 
     def dimension_of(turns: float) -> float:
         within = math.log(rope.original_context / (turns * 2 * math.pi))

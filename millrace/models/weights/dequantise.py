@@ -1,8 +1,7 @@
-"""Turns quantised GGUF blocks into floats, bit for bit as the `gguf` package's reference does.
+"""Dequantises GGUF blocks, bit-equal to the reference in the `gguf` package.
 
-A format is a function from raw blocks to small integers with one scale (and, in some, one offset) per group:
-value = integer * scale + offset, each operation rounded to float32 on its own, in that order. Formats without such a
-function here go through the reference itself.
+A format is a function from raw blocks to small integers with one scale (and, in some formats, one offset) per group:
+value = integer * scale + offset, each operation rounded to float32. Formats without such a function use the reference.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from millrace.errors import ModelError
 Bytes = npt.NDArray[np.uint8]
 
 CHUNK_ITEMS = 1 << 19
-"""Items decoded at once: few enough that the intermediates stay in the cache, enough to hide the call overhead."""
+"""Items decoded at once: few enough for the CPU cache, enough to hide the call overhead."""
 
 PLAIN: dict[T, torch.dtype] = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}
 
 
 class Groups(NamedTuple):
-    """Decoded blocks: integers [blocks, groups, items], a scale and perhaps an offset [blocks, groups] in float32."""
+    """Decoded blocks: integers [blocks, groups, items]; scales and optional offsets float32 [blocks, groups]."""
 
     integers: torch.Tensor
     scales: torch.Tensor
@@ -35,12 +34,12 @@ class Groups(NamedTuple):
 
 
 def stored_dtype(kind: T) -> torch.dtype:
-    """The type in which a tensor of this kind is returned when nobody asks for another."""
+    """The default dtype of a tensor of this kind."""
     return PLAIN.get(kind, torch.float32)
 
 
 def check_supported(kind: T, what: str) -> None:
-    """Refuse kinds that the reference cannot decode (intermediate formats, integers)."""
+    """Raise ModelError for kinds that the reference cannot decode (intermediate formats, integers)."""
     if kind in PLAIN or kind in _DECODERS:
         return
     try:
@@ -52,7 +51,7 @@ def check_supported(kind: T, what: str) -> None:
 
 
 def dequantise(raw: Bytes, kind: T, out: torch.Tensor) -> None:
-    """Decode contiguous blocks into the contiguous CPU tensor `out`, rounding once more if it is not float32."""
+    """Decode contiguous blocks into the contiguous CPU tensor `out`; rounded once more if it is not float32."""
     if kind in PLAIN:
         out.view(-1).copy_(_as_tensor(raw.reshape(-1)).view(PLAIN[kind]))
         return
@@ -71,7 +70,7 @@ def dequantise(raw: Bytes, kind: T, out: torch.Tensor) -> None:
 def _decode_chunk(blocks: Bytes, kind: T, floats: torch.Tensor) -> None:
     decode = _DECODERS.get(kind)
     if decode is None:
-        with np.errstate(all="ignore"):  # damaged scales may be infinite; the loader, not NumPy, judges values
+        with np.errstate(all="ignore"):  # damaged scales may be infinite; NumPy should not warn
             one_row = gguf.quants.dequantize(blocks.reshape(1, -1), kind)
         floats.copy_(torch.from_numpy(one_row).view(floats.shape))
         return
@@ -84,12 +83,12 @@ def _decode_chunk(blocks: Bytes, kind: T, floats: torch.Tensor) -> None:
 
 
 def _as_tensor(raw: Bytes) -> torch.Tensor:
-    """A copy, because the memory map is read-only and a tensor over it would not be."""
+    """A copy: the memory map is read-only, and a tensor that shares its memory would be writable."""
     return torch.from_numpy(np.array(raw))
 
 
 def _halves(raw: torch.Tensor) -> torch.Tensor:
-    """Adjacent byte pairs as float16 numbers, widened."""
+    """Byte pairs as float16 numbers, converted to float32."""
     return raw.contiguous().view(torch.float16).float()
 
 
@@ -137,11 +136,12 @@ def _q8_0(blocks: torch.Tensor) -> Groups:
     return Groups(blocks[:, 2:].view(torch.int8).unsqueeze(1), _halves(blocks[:, :2]))
 
 
-# --- blocks of 256, with scales of their own per 16 or 32 ---
+# --- blocks of 256, with a scale per 16 or 32 ---
 
 
 def _six_bit_pairs(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twelve bytes hold eight 6-bit scales and eight 6-bit minima; the last four carry the high ones' low bits."""
+    """Twelve bytes hold eight 6-bit scales and eight 6-bit minima; the last four bytes hold the low bits of the upper
+    four of each."""
     scales, minima, mixed = packed[:, :4], packed[:, 4:8], packed[:, 8:12]
     high_scales = (mixed & 15) | ((scales >> 2) & 48)
     high_minima = (mixed >> 4) | ((minima >> 2) & 48)

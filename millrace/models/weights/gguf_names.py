@@ -1,4 +1,4 @@
-"""Which part of which GGUF tensor is the Hugging Face tensor of a given name."""
+"""Maps Hugging Face tensor names to parts of GGUF tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GEMMA_LAYER = _LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|.+\.(input_scale|scale)")
-"""Positions are in the config; scales are applied with their weight; activation scales are hints for 4-bit kernels."""
+"""Rope factors are in the config; scales are applied with their weight; input scales are hints for 4-bit kernels."""
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_]+)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
 _EXPERT_PARTS = ("ffn_gate", "ffn_up", "ffn_down")
 _PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3")
@@ -43,21 +43,21 @@ _PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows `first_row` to `first_row + num_rows` of a tensor (all its axes but the last flattened), as `shape`."""
+    """Rows `first_row` to `first_row + num_rows` of a tensor, with all axes but the last flattened, seen as `shape`."""
 
     tensor: str
     shape: tuple[int, ...]
     first_row: int
     num_rows: int
     permuted_heads: int = 0
-    """Not 0: each of so many heads has its rotary halves interleaved, and must be put back in order."""
+    """If not 0: number of heads whose rotary halves are interleaved and must be reordered."""
     minus_one: bool = False
     """The file holds weight + 1 (norms of the Gemma family)."""
     expert: int | None = None
 
 
 def parts_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, Part]:
-    """Every Hugging Face tensor in the file. A tensor that has no place in the family is an error, not ignored."""
+    """Every Hugging Face tensor in the file. A tensor that the family does not have is an error."""
     found: dict[str, Part] = {}
     for tensor in model.names():
         if _UNUSED.fullmatch(tensor):
@@ -97,7 +97,7 @@ def _parts_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator
 
 
 def _whole(model: GgufModel, tensor: str) -> Part:
-    """A vector is as many rows of one item, so that its items can be picked like a matrix's rows."""
+    """The whole tensor. A vector counts as rows of one item, so that items can be selected like rows."""
     shape = model.tensor(tensor).shape
     rows = 1
     for size in shape[:-1] if len(shape) > 1 else shape:
@@ -106,7 +106,7 @@ def _whole(model: GgufModel, tensor: str) -> Part:
 
 
 def _heads(config: dict[str, Any], part: str) -> int:
-    """Heads to put in order: the llama architecture stores queries and keys for rotations of adjacent pairs."""
+    """Number of heads to reorder: the llama architecture stores queries and keys for rotation of adjacent pairs."""
     if config["model_type"] not in _PERMUTED_TYPES:
         return 0
     count = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -174,6 +174,6 @@ def _fused_attention(
 
 def _unknown(model: GgufModel, config: dict[str, Any], tensor: str) -> ModelError:
     return ModelError(
-        f"{model.file_of(tensor).path}: tensor '{tensor}' has no place in a {config['model_type']} model,"
-        " so the model would not compute what it was trained to. Use a file of a supported family."
+        f"{model.file_of(tensor).path}: tensor '{tensor}' does not belong to a {config['model_type']} model,"
+        " so the output would be wrong. Use a file of a supported family."
     )

@@ -1,4 +1,4 @@
-"""Weights from GGUF files, dequantised and put back into the Hugging Face convention."""
+"""Weights from GGUF files, dequantised and converted to the Hugging Face convention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.sources.gguf.model import GgufModel
 
 
 class GgufWeights:
-    """Reads each tensor from the memory map when it is asked for; may be used by several threads."""
+    """Reads tensors from the memory map on demand. Thread-safe."""
 
     def __init__(self, model: GgufModel, config: dict[str, Any]) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class GgufWeights:
         part = self._part(name)
         kind = self._model.tensor(part.tensor).type
         scale = self._scale(part)
-        # Anything still to be computed on the values is computed in float32, and rounded to the asked type last.
+        # Corrections are computed in float32; rounding to the requested dtype comes last.
         computed = part.minus_one or scale is not None
         out = torch.empty(part.shape, dtype=torch.float32 if computed else dtype or stored_dtype(kind))
         dequantise(self._rows(part), kind, out)
@@ -49,27 +49,27 @@ class GgufWeights:
         return out.to(device=device, dtype=dtype if dtype is not None else stored_dtype(kind))
 
     def stored_format(self, name: str) -> str | None:
-        """The format of a quantised matrix whose rows mean exactly what their blocks say; None for anything else."""
+        """The format of a quantised matrix whose blocks can be used unchanged; else None."""
         part = self._part(name)
         tensor = self._model.tensor(part.tensor)
         plain = tensor.type in PLAIN or len(part.shape) != 2
         return None if plain or part.minus_one or self._scale(part) is not None else tensor.type.name
 
     def stored_rows(self, name: str) -> Bytes:
-        """A matrix's blocks [rows, bytes] as they are stored, contiguous, in the Hugging Face order of rows."""
+        """The matrix's stored blocks [rows, bytes], contiguous, in the Hugging Face order of rows."""
         return np.ascontiguousarray(self._rows(self._part(name)))
 
     def _part(self, name: str) -> Part:
         part = self._parts.get(name)
         if part is None:
-            raise ModelError(f"{self._model.path} holds no tensor for {name}; the file is not complete.")
+            raise ModelError(f"{self._model.path} has no tensor for {name}; the file is incomplete.")
         return part
 
     def _where(self, part: Part) -> str:
         return f"{self._model.file_of(part.tensor).path}:"
 
     def _rows(self, part: Part) -> Bytes:
-        """The part's raw bytes. Quantisation runs along rows, so whole rows can be reordered before decoding."""
+        """The part's raw bytes. Blocks never span rows, so rows can be reordered before decoding."""
         raw = self._model.data(part.tensor)
         total_rows = self._total_rows(part)
         rows = raw.reshape(total_rows, -1)[part.first_row : part.first_row + part.num_rows]
@@ -83,7 +83,7 @@ class GgufWeights:
         return shape[0] if len(shape) == 1 else int(np.prod(shape[:-1], dtype=np.int64))
 
     def _check_heads(self, part: Part) -> None:
-        """Rows must divide into heads of two halves, and a quantised vector has no rows to pick from."""
+        """Check that rows divide into heads of even size, and that vectors are not quantised."""
         tensor = self._model.tensor(part.tensor)
         if part.permuted_heads and part.num_rows % (2 * part.permuted_heads):
             raise ModelError(
@@ -97,7 +97,7 @@ class GgufWeights:
             )
 
     def _scale(self, part: Part) -> float | None:
-        """Some 4-bit files keep one more factor per tensor (or per expert) in a tensor of its own."""
+        """Some 4-bit files store a further factor per tensor, or per expert, in a separate tensor."""
         name = part.tensor.removesuffix(".weight") + ".scale"
         if name not in self._model:
             return None

@@ -11,7 +11,7 @@ from millrace.sources.resolve import ModelFiles
 
 
 def open_weights(files: ModelFiles, *, seed: int = 0) -> WeightSource:
-    """Open without reading tensors. `seed` matters to random weights only."""
+    """Open the files without reading tensors. `seed` affects only random weights."""
     if files.kind == "gguf":
         return GgufWeights(open_gguf_model(files.path), files.config)
     if files.kind == "safetensors":

@@ -1,8 +1,8 @@
-"""Random weights of the shapes that a config asks for: for benchmarks, where only sizes matter.
+"""Random weights with the shapes of a config, for benchmarks in which only sizes matter.
 
-A tensor's values depend on the seed and its name alone, so any order of asking gives the same model. On the CPU they
-are random bits set into the sign and mantissa of the target type, which is an order of magnitude faster than drawing
-normal numbers: magnitudes lie within one octave around the config's `initializer_range`.
+A tensor's values depend only on the seed and its name, so the order of reading does not matter. On the CPU random bits
+are written into the sign and mantissa, which is about ten times as fast as drawing normal numbers: all magnitudes are
+within a factor of two, around the config's `initializer_range`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RandomWeights:
 
 
 def _fill_with_bits(out: torch.Tensor, std: float, seed: int) -> None:
-    """Random sign and mantissa under one exponent: |value| is uniform in [2^k, 2^(k+1)) with an rms near `std`."""
+    """Random sign and mantissa, fixed exponent: |value| is uniform in [2^k, 2^(k+1)) with an RMS near `std`."""
     mantissa, bias = _MANTISSA_BITS[out.dtype], _EXPONENT_BIAS[out.dtype]
     bits = 8 * out.element_size()
     unsigned = np.dtype(f"<u{out.element_size()}")

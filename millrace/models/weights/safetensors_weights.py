@@ -1,4 +1,4 @@
-"""Weights from safetensors files: one, or shards named by an index."""
+"""Weights from safetensors files: a single file, or shards listed in an index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-"""How multi-modal checkpoints name their text model."""
+"""Prefixes of the text model in multimodal checkpoints."""
 _OTHER_MODALITIES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.")
 _FUSED = re.compile(r"(?P<prefix>model\.layers\.\d+)\.mlp\.experts\.(?P<own>gate_up_proj|down_proj)")
 _MIXTRAL_ROUTER = re.compile(r"(model\.layers\.\d+)\.mlp\.gate\.weight")
@@ -28,7 +28,7 @@ _MIXTRAL_ROUTER = re.compile(r"(model\.layers\.\d+)\.mlp\.gate\.weight")
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a tensor lies: a name in a file, and for stacked experts which expert and which of its rows."""
+    """Where a tensor is stored: a name in a file, and for stacked experts the expert and its first row."""
 
     path: Path
     stored: str
@@ -73,13 +73,13 @@ class SafetensorsWeights:
                 )
             tensor = self._read(handle, piece)
         except SafetensorError as error:
-            raise ModelError(f"{piece.path}: tensor {piece.stored} cannot be read: {error}. Fetch it again.") from error
+            raise ModelError(f"{piece.path}: tensor {piece.stored} cannot be read: {error}. Download again.") from error
         return tensor.to(device=device, dtype=dtype)
 
     def _piece(self, name: str) -> _Piece:
         piece = self._pieces.get(name)
         if piece is None:
-            raise ModelError(f"{self._folder} holds no tensor {name}; a file is missing or of another model.")
+            raise ModelError(f"{self._folder} has no tensor {name}; a file is missing or belongs to another model.")
         return piece
 
     @staticmethod
@@ -111,10 +111,10 @@ class SafetensorsWeights:
         stored = {(piece.path.name, piece.stored) for piece in self._pieces.values()}
         for name, file in weight_map(self._folder).items():
             if (file, name) not in stored and not name.removeprefix("model.").startswith(_OTHER_MODALITIES):
-                raise ModelError(f"{self._folder / file} lacks the tensor {name} that {INDEX} names. Fetch it again.")
+                raise ModelError(f"{self._folder / file} has no tensor {name}, listed in {INDEX}. Download it again.")
 
     def _add_missing_prefix(self) -> None:
-        """Checkpoints of a bare decoder, without its head, leave out the leading `model.`."""
+        """Checkpoints of a decoder without its LM head omit the leading `model.`."""
         if "embed_tokens.weight" in self._pieces:
             self._pieces = {
                 name if name.startswith("lm_head.") else f"model.{name}": piece for name, piece in self._pieces.items()
@@ -125,9 +125,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError as error:
-        raise ModelError(f"There is no file {path}. Fetch the missing file.") from error
+        raise ModelError(f"There is no file {path}. Download the missing file.") from error
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a readable safetensors file: {error}. Fetch it again.") from error
+        raise ModelError(f"{path} is not a readable safetensors file: {error}. Download it again.") from error
 
 
 def _split_experts(

@@ -1,4 +1,4 @@
-"""What every weight format offers: tensors by their Hugging Face name, in the Hugging Face convention."""
+"""The interface of every weight format: tensors by Hugging Face name, in the Hugging Face convention."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 class WeightSource(Protocol):
     def names(self) -> Iterable[str]:
-        """The names that can be asked for. A tied output head is not among them."""
+        """All available names, without a tied LM head."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Known without reading the tensor."""
+        """The tensor's shape, without reading the tensor."""
         ...
 
     def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A fresh tensor, on the CPU unless told otherwise; without `dtype`, float32 if quantised, else as stored."""
+        """A new tensor, by default on the CPU; without `dtype`, float32 if quantised, else the stored dtype."""
         ...
 
     def file_of(self, name: str) -> Path:
-        """The file that holds it, for error messages."""
+        """The file that holds the tensor, for error messages."""
         ...

@@ -1,4 +1,4 @@
-"""A whole step on a CPU in one native call, for steps that only draw tokens: no scores, biases or penalties."""
+"""A whole CPU step in one C++ call, for steps without log-probabilities, biases or penalties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NativeStep:
-    """Addresses that never change are written once; a step's own columns are copied into one array."""
+    """Constant addresses are written once; each step's columns are copied into one array."""
 
     def __init__(
         self, stack: NativeStack, kv: Sequence[Tensor], table: RequestTable, sampler: Sampler, *, max_rows: int
@@ -28,7 +28,7 @@ class NativeStep:
         self._columns = np.zeros((3, max_rows), np.int32)
         self._samples = np.zeros(max_rows, np.uint8)
         self.nanoseconds: Tensor | None = None
-        """int64, one place for each of native_stack.KINDS: where the time spent is added, while it is set."""
+        """int64, one entry per native_stack.KINDS: if set, the time of each kind of work is added here."""
         rows, starts, counts = (part.ctypes.data for part in self._columns)
         self._step = WholeStep(
             rows=rows,
@@ -69,6 +69,6 @@ class NativeStep:
         return drawn
 
     def measure(self) -> Tensor:
-        """From now on count the nanoseconds of each kind of work here."""
+        """Start timing each kind of work; returns the counters, in nanoseconds."""
         self.nanoseconds = torch.zeros(len(KINDS), dtype=torch.int64)
         return self.nanoseconds

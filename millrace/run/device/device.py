@@ -22,7 +22,7 @@ from millrace.config import RunConfig
 from millrace.errors import ConfigError
 from millrace.host.cores import memory_nodes, usable_cores
 from millrace.host.time_slice import ask_for_long_slices
-from millrace.ops.triton.compile.prebuild import hash_ahead
+from millrace.ops.triton.compile.dry_run import prepare_triton_key
 from millrace.run.device.side_stream import SideStream
 
 MIN_CORES_TO_POLL = 4
@@ -128,7 +128,7 @@ class CudaDevice:
         self._copy_stream = SideStream()
         events = [torch.cuda.Event(blocking=self._sleeps) for _ in range(NUM_DONE_EVENTS)]  # type: ignore[no-untyped-call]
         self._done_events = itertools.cycle(events)
-        hash_ahead()
+        prepare_triton_key()
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)

@@ -23,7 +23,7 @@ from millrace.host.early_context import has_gpu
 
 log = logging.getLogger(__name__)
 
-KERNELS = Path(__file__).parents[2] / "ops" / "triton"
+OPS = Path(__file__).parents[2] / "ops"
 
 REPLY_LIMIT_S = 90.0
 KEPT_MARKS = 64
@@ -124,9 +124,9 @@ def start_build_pool(config: Config) -> KernelBuildPool | None:
 
 
 def _fingerprint(config: Config) -> str:
-    """Hash of the settings, the kernel sources and the compiler version."""
+    """Hash of the settings, the kernel sources, their measured tables and the compiler version."""
     digest = hashlib.sha256(json.dumps(as_dict(config), sort_keys=True, default=str).encode())
-    for source in sorted(KERNELS.rglob("*.py")):
+    for source in sorted((*OPS.glob("triton/**/*.py"), *OPS.glob("tuning/**/*.json"))):
         digest.update(source.read_bytes())
     digest.update(f"{sys.version} {metadata.version('triton')}".encode())
     return digest.hexdigest()[:20]

@@ -15,7 +15,7 @@ from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.base.greedy_head import DrawnTokens
-from millrace.ops.triton.sampling import ROW_WORDS
+from millrace.ops.triton.sampling.row_records import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
 from millrace.run.packet.decode_rows import COLUMNS, num_words
@@ -72,12 +72,12 @@ class StepWork:
 
     def drawn(self, count: int) -> Tensor:
         """The first `count` tokens drawn by the last step sent."""
-        return self._drawn.line(self._ring.turn, count)
+        return self._drawn.device_tokens(self._ring.turn, count)
 
     def drawn_on_host(self, count: int) -> tuple[Tensor, Int32s]:
         """The host buffer that these tokens are copied to, as a tensor and as an array."""
         turn = self._ring.turn
-        return self._drawn.host_line(turn, count), self._drawn.host_view(turn, count)
+        return self._drawn.host_tokens(turn, count), self._drawn.host_array(turn, count)
 
     def body(
         self,

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from millrace.ops.triton.compile.prebuild import current_target, dry_run
+from millrace.ops.triton.compile.dry_run import current_target, dry_run
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.graphs.graph_cache import GraphCache, Work
 from millrace.run.graphs.kernel_build_pool import REPLY_LIMIT_S, KernelBuildPool
@@ -104,7 +104,7 @@ class WarmUp:
         try:
             self._capture(bucket)
         except Exception:  # no request depends on it; a step that needs the graph will report the error
-            log.warning("Warm-up stopped: a graph could not be captured ahead of need.", exc_info=True)
+            log.warning("Warm-up stopped: a step could not be run or captured in advance.", exc_info=True)
             self._to_capture.clear()
 
     def _capture(self, bucket: Bucket) -> None:

@@ -1,4 +1,4 @@
-"""What GPU steps look tokens up in by one kernel: the matrix of embeddings, and angles of every position."""
+"""Lookup tables of a GPU step's first kernel: embeddings by token and rotary angles by position."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from millrace.models.decoder import Decoder
 from millrace.ops.triton.step_inputs import TokenTables
 
 ANGLE_BYTES = 1 << 28
-"""The most memory that the angles may take."""
+"""Memory limit of the angle table."""
 
 
 def token_tables(decoder: Decoder, num_positions: int) -> TokenTables:
-    """What steps look tokens up in. There are no angles where ropes differ in width, or where a table of all positions
-    would be too large: then each step computes its own."""
+    """Without an angle table if the ropes differ in width or the table would be too large; each step then computes its
+    angles."""
     ropes = decoder.spec.ropes
     width = {rope.rotary_dim for rope in ropes}
     angles = None

@@ -1,8 +1,7 @@
-"""What the host sends to a GPU for one step: one array of int32, laid out for the bucket that the step is padded to.
+"""The packet: all that the host sends to the GPU for one step, as one int32 array laid out for the step's bucket.
 
-Padding is ordinary work on things that nobody owns: a padded token is token 0 of a row whose block table is all
-scratch. A step in which every row has one token pads with further such rows; any other pads with one row that has all
-the missing tokens.
+Padding is ordinary work on data that no request owns: a padding token is token 0 of a row whose block table holds only
+the scratch block. A decode step is padded with one-token rows; any other step with one row that has all padding tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from millrace.run.packet.decode_rows import MIN_LISTED_ROWS, advance_decode_rows
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 ALIGN = 16
-"""Sections start at multiples of this many words, so that kernels see equally aligned addresses in every bucket."""
+"""Sections start at multiples of this many words, so that kernels see the same alignment in every bucket."""
 KEPT_LAYOUTS = 1024
 FEW_ROWS = 8
-"""Up to so many rows are cheaper to write one by one than as columns."""
+"""Up to this many rows a Python loop beats NumPy calls."""
 FIRST_TILES = 1024
-"""Tiles of one row for which their first queries are at hand."""
+"""Initial length of the table of first queries, in tiles of one row."""
 NO_LIMIT = 1 << 31
 
 
@@ -32,24 +31,25 @@ Integers = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The sizes a step is padded to. Decode: as many tokens as rows, no tiles unless every query is tiled."""
+    """The sizes that a step is padded to. Decode buckets have one token per row, and tiles only in deterministic
+    mode."""
 
     tokens: int
     rows: int
     tiles: int
     is_decode: bool
     long_from: int = 0
-    """Rows with at least this many tokens have no tiles: the library attends to them. 0 for none."""
+    """Rows at least this long use cuDNN attention instead of tiles; 0 for none."""
     shares_prefix: bool = False
-    """Decode: all rows begin with the same blocks, and their keys are read for many rows at once."""
+    """Decode buckets: all rows begin with the same blocks, whose keys are read once for many rows."""
     has_decode_rows: bool = True
-    """Whether rows with one query may be among others; if not, the padding's are tiled whatever their number."""
+    """True if there may be rows with a single query; if not, padding is tiled even if it is one token."""
     context: int = 0
-    """Where one long row is all there is: its tokens before this step's."""
+    """Buckets of one long row: its tokens computed before this step."""
     last_only: bool = False
-    """In the last layer only the last token of each row goes all the way; hidden states are then counted in rows."""
+    """The last layer computes only each row's last token; hidden states are then indexed by row."""
     parts: int = 1
-    """Without decode_rows: programs that share the keys of one tile, where few tokens come after many known ones."""
+    """Split KV, only without decode rows: number of parts of each tile's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Section:
 
 
 class PacketLayout:
-    """Where things are in the packet of one bucket. What is sampled has the same place in all buckets.
+    """The sections of a bucket's packet. Those up to `sample_positions` are at the same place in every bucket.
 
-    Behind the fixed part come the block updates, three words each, and behind these, aligned, the records of new rows.
+    The fixed part is followed by the block-table updates, three words each, and, aligned, the records of new rows.
     """
 
     def __init__(self, bucket: Bucket, max_rows: int) -> None:
@@ -74,9 +74,9 @@ class PacketLayout:
         self.num_records = self._take(1)
         self.shared_len = self._take(1)
         self.drawn_start = self._take(1)
-        """Where in the ring of drawn tokens those of this step go."""
+        """Index in the ring of drawn tokens at which this step's tokens begin."""
         self.sample_states = self._take(max_rows)
-        """Which of the step's hidden states, of tokens or, with `last_only`, of rows, precede a draw."""
+        """Indices of the hidden states to draw from; with `last_only` these are row numbers."""
         self.sample_rows = self._take(max_rows)
         self.sample_positions = self._take(max_rows)
         self.table_rows = self._take(bucket.rows)
@@ -87,15 +87,15 @@ class PacketLayout:
         self.token_rows = self._take(0 if bucket.is_decode else bucket.tokens)
         self.tiles = self._take(2 * bucket.tiles)
         self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
-        lists = bucket.has_decode_rows and not bucket.shares_prefix and bucket.rows >= MIN_LISTED_ROWS
-        self.decode_rows = self._take(num_words(bucket.rows) if lists else 0)
-        """The rows with one query, as `single_queries` lists them."""
+        has_list = bucket.has_decode_rows and not bucket.shares_prefix and bucket.rows >= MIN_LISTED_ROWS
+        self.decode_rows = self._take(num_words(bucket.rows) if has_list else 0)
+        """The list of decode rows, see `decode_rows.py`."""
         self.updates_start = self._end
         self.decode_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
-        """Decode: one for each row, from its first query on, where every query is tiled."""
+        """Tiles of a decode bucket in deterministic mode: one per row, from its first query."""
         self.decode_tiles[1::2] = 0
         self.blank = self._blank(max_rows)
-        """What stands before `tokens_in` where there is no row: writing it first leaves only real rows to fill in."""
+        """The part before `tokens_in` with padding rows only. It is written first; real rows then overwrite it."""
 
     def _take(self, length: int) -> Section:
         section = Section(self._end, length)
@@ -106,7 +106,7 @@ class PacketLayout:
         blank = np.zeros(self.tokens_in.start, np.int32)
         self.sample_rows.of(blank)[:] = -1
         self.table_rows.of(blank)[:] = max_rows
-        self.seq_lens.of(blank)[:] = 1  # a row without queries may still be asked for its last token
+        self.seq_lens.of(blank)[:] = 1  # a row without queries may still be read for its last token
         if self.bucket.is_decode:
             self.query_starts.of(blank)[:] = np.arange(self.bucket.rows + 1)
         else:
@@ -115,18 +115,18 @@ class PacketLayout:
 
 
 class _Template:
-    """The fixed part of the packet of a decode step in which every row draws. A step that repeats it differs in the
-    rows' positions alone."""
+    """The fixed part of the packet of a decode step in which every row draws. A step that repeats it differs only in
+    the rows' positions."""
 
     def __init__(self, layout: PacketLayout, packet: Int32s, num_rows: int, order: Int64s | None) -> None:
         self.layout = layout
         self._words = words = packet[: layout.updates_start].copy()
         self._order = order
-        """Of the list of single queries, while it may be lengthened."""
+        """Order of the list of decode rows, or None if the list cannot be advanced."""
         sections = (layout.starts, layout.seq_lens, layout.sample_positions)
         self._starts, self._ends, self._positions = (section.of(words)[:num_rows] for section in sections)
         self._decode_rows, self._lengths = layout.decode_rows.of(words), layout.seq_lens.of(words)
-        # Tokens that the host gave are behind a row that has drawn.
+        # A row that has drawn has no tokens from the host left.
         layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
 
     def write(self, starts: Int32s, packet: Int32s) -> None:
@@ -151,14 +151,14 @@ class PacketWriter:
         self._tile_decode_rows = tile_decode_rows
         self._layouts: dict[Bucket, PacketLayout] = {}
         self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
-        """First queries of a row's tiles."""
+        """First query of each tile of a row."""
         self._template: _Template | None = None
-        """Of the packet that was written last, if there may be more like it."""
+        """Template of the last packet, if the next step may repeat it."""
 
     def layout(self, bucket: Bucket) -> PacketLayout:
         layout = self._layouts.get(bucket)
         if layout is None:
-            if len(self._layouts) >= KEPT_LAYOUTS:  # uncaptured steps have layouts of their own, any number of them
+            if len(self._layouts) >= KEPT_LAYOUTS:  # each uncaptured step adds a layout
                 self._layouts.clear()
             layout = self._layouts[bucket] = PacketLayout(bucket, self._max_rows)
         return layout
@@ -170,12 +170,12 @@ class PacketWriter:
         return int((-(-tiled // self._queries_per_tile)).sum())
 
     def _is_tiled(self, counts: Int32s, long_from: int) -> Bools:
-        """Rows whose queries are cut into tiles."""
+        """True for rows whose queries are tiled."""
         tiled: Bools = counts > (0 if self._tile_decode_rows else 1)
         return tiled & (counts < long_from) if long_from else tiled
 
     def _tiles_of(self, lengths: list[int], long_from: int, *, decode_rows: bool = False) -> list[tuple[int, int]]:
-        """The same for few rows: each with the number of its tiles. `decode_rows`: those of one query, too."""
+        """(row, number of tiles) of each tiled row, for few rows. `decode_rows`: tile rows with one query too."""
         least, most = 1 if decode_rows or self._tile_decode_rows else 2, long_from or NO_LIMIT
         return [
             (row, -(-length // self._queries_per_tile)) for row, length in enumerate(lengths) if least <= length < most
@@ -190,8 +190,8 @@ class PacketWriter:
         records: Int32s | None = None,
         drawn_start: int = 0,
     ) -> int:
-        """Fill the packet and return the words used. No plan is a step of padding alone. `records` [n, words] are of
-        rows that the step admits."""
+        """Fill the packet and return the number of words used. Without a plan the step holds only padding. `records`
+        [n, words]: those of the rows that the step admits."""
         layout, template = self.layout(bucket), self._template
         if plan is not None and plan.is_repeated_decode and template is not None and template.layout is layout:
             template.write(plan.starts, packet)
@@ -204,7 +204,7 @@ class PacketWriter:
     def _write_rows(
         self, plan: StepPlan | None, table: RequestTable, layout: PacketLayout, packet: Int32s
     ) -> _Template | None:
-        """All that has a fixed place; returns it as a template if the next step may repeat this one."""
+        """Write the fixed part; returns a template of it if the next step may repeat this one."""
         bucket = layout.bucket
         packet[: len(layout.blank)] = layout.blank
         if plan is None:
@@ -230,17 +230,17 @@ class PacketWriter:
         order = _write_decode_rows(layout, packet, counts) if layout.decode_rows.length else None
         if plan is None:
             return None
-        _write_known_tokens(rows, starts, counts, table, query_starts, packet[first:last])
+        _write_host_tokens(rows, starts, counts, table, query_starts, packet[first:last])
         states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
         all_draw = _write_samples(layout, packet, plan.samples, states, rows, ends)
         return _Template(layout, packet, len(rows), order) if bucket.is_decode and all_draw else None
 
     def shared_tokens(self, plan: StepPlan) -> int:
-        """Tokens that all rows share, in the units that attention takes."""
+        """Length of the shared prefix, rounded down to SHARED_UNIT."""
         return plan.shared_blocks * self._block_size // SHARED_UNIT * SHARED_UNIT
 
     def _write_queries(self, layout: PacketLayout, counts: Int32s, packet: Int32s) -> int:
-        """Which token is whose, in a step of chunks; the tokens that are no padding."""
+        """Write query starts, token rows and tiles of a step with chunks; returns the number of real tokens."""
         bucket, num_rows = layout.bucket, len(counts)
         total = _write_query_starts(packet, layout.query_starts.start + 1, counts)
         padding = bucket.tokens - total
@@ -254,7 +254,7 @@ class PacketWriter:
         return total
 
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
-        """(row, first query) of each tile, the padding's row included, the last tiles first; -1 beyond."""
+        """(row, first query) of each tile, padding included, the last tiles first; the rest is -1."""
         tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_decode_rows
         if len(counts) <= FEW_ROWS:
             at = 0
@@ -288,7 +288,7 @@ def _put(packet: Int32s, section: Section, values: Integers) -> None:
 
 
 def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
-    """Where each row ends and the next begins, from the packet's word `start` on; returns where the last ends."""
+    """Write the cumulative ends of the rows at word `start`; returns the last one."""
     if len(counts) > FEW_ROWS:
         ends = packet[start : start + len(counts)]
         counts.cumsum(out=ends)
@@ -301,7 +301,7 @@ def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
 
 
 def _write_decode_rows(layout: PacketLayout, packet: Int32s, counts: Int32s) -> Int64s | None:
-    """Those of padding included, which may be one token; their order, as `write_decode_rows` returns it."""
+    """List the decode rows, a padding row of one token included; returns their order, see `write_decode_rows`."""
     if layout.bucket.is_decode:
         return _list_all_rows(layout, packet)
     single = np.flatnonzero(np.append(counts, layout.bucket.tokens - int(counts.sum())) == 1)
@@ -309,7 +309,7 @@ def _write_decode_rows(layout: PacketLayout, packet: Int32s, counts: Int32s) -> 
 
 
 def _list_all_rows(layout: PacketLayout, packet: Int32s) -> Int64s | None:
-    """All rows are single queries, and so is all that is left."""
+    """List all rows of a decode bucket, padding included."""
     return _list_decode_rows(layout, packet, slice(None))
 
 
@@ -322,7 +322,7 @@ def _list_decode_rows(layout: PacketLayout, packet: Int32s, single: slice | Inte
 def _write_samples(
     layout: PacketLayout, packet: Int32s, samples: Bools, states: Integers, rows: Int32s, positions: Int32s
 ) -> bool:
-    """Returns whether all rows draw."""
+    """Returns True if all rows draw."""
     all_draw = _all(samples)
     if not all_draw:
         states, rows, positions = states[samples], rows[samples], positions[samples]
@@ -345,11 +345,11 @@ def max_of(counts: Int32s) -> int:
 
 
 def _write_updates(layout: PacketLayout, plan: StepPlan | None, packet: Int32s) -> int:
-    """Returns where they end."""
+    """Write the block-table updates; returns the index after the last one."""
     count = 0 if plan is None else len(plan.block_ids)
     end = layout.updates_start + 3 * count
     if end > len(packet):
-        raise ValueError(f"{count} block updates do not fit the packet")
+        raise ValueError(f"{count} block updates do not fit into the packet")
     packet[layout.num_updates.start] = count
     if plan is not None and count:
         updates = packet[layout.updates_start : end].reshape(count, 3)
@@ -365,12 +365,12 @@ def _write_records(layout: PacketLayout, end: int, packet: Int32s, records: Int3
     start = layout.updates_start + _aligned(end - layout.updates_start)
     end = start + records.size
     if end > len(packet):
-        raise ValueError(f"{count} records of rows do not fit the packet")
+        raise ValueError(f"{count} row records do not fit into the packet")
     packet[start:end] = records.reshape(-1)
     return end
 
 
-def _write_known_tokens(
+def _write_host_tokens(
     rows: Int32s,
     starts: Int32s,
     counts: Int32s,
@@ -378,15 +378,15 @@ def _write_known_tokens(
     query_starts: Int32s,
     tokens_in: npt.NDArray[np.int32],
 ) -> None:
-    """Token ids that the host gave at admission; the others were drawn on the device."""
-    for index in _with_given(rows, starts, table):
+    """Write the token ids known to the host since admission; the others were drawn on the device."""
+    for index in _rows_with_host_tokens(rows, starts, table):
         start, count, first = int(starts[index]), int(counts[index]), int(query_starts[index])
-        given = table.tokens[int(rows[index])][start : start + count]
-        tokens_in[first : first + len(given)] = given
+        known = table.tokens[int(rows[index])][start : start + count]
+        tokens_in[first : first + len(known)] = known
 
 
-def _with_given(rows: Int32s, starts: Int32s, table: RequestTable) -> list[int]:
-    """Which of the step's rows begin with tokens that the host gave."""
+def _rows_with_host_tokens(rows: Int32s, starts: Int32s, table: RequestTable) -> list[int]:
+    """Indices of the step's rows that begin with tokens known to the host."""
     if len(rows) > FEW_ROWS:
         at: list[int] = np.flatnonzero(starts < table.num_admitted[rows]).tolist()
         return at

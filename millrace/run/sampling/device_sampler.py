@@ -1,5 +1,4 @@
-"""Draws tokens on a GPU inside a captured graph: same meaning as `sampler.py`, by the kernels of
-ops/triton/sampling.py.
+"""Draws tokens on a GPU inside a captured graph: what `sampler.py` does, by the kernels of ops/triton/sampling.
 
 The kernels know each row by a record of 128 bytes on the device, written when the row is admitted. Rows that need one
 word per token of the vocabulary (adjusted logits, token counts, bias) get vocabulary buffers, whose addresses are in
@@ -16,17 +15,9 @@ import torch
 from torch import Tensor
 
 from millrace.errors import RequestFailed
-from millrace.ops.triton.sampling import (
-    IN_PROMPT,
-    MAX_ENDS,
-    RACE_START,
-    ROW_STRUCT,
-    ROW_WORDS,
-    Cut,
-    draw_full,
-    draw_greedy,
-    scatter_rows,
-)
+from millrace.ops.triton.sampling.draw import Cut, draw_full
+from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
+from millrace.ops.triton.sampling.row_records import IN_PROMPT, MAX_ENDS, ROW_STRUCT, ROW_WORDS, scatter_rows
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
@@ -37,7 +28,7 @@ from millrace.run.table.request_table import RequestTable
 Variant = Literal["greedy", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "full")
 BUFFERS_AT_ONCE = 8
-"""VocabBuffers allocated together: one is 4 bytes per token of the vocabulary, about 0.6 MB for 151,936."""
+"""Buffers allocated together. Each has 4 bytes per token of the vocabulary: about 0.6 MB for 151,936 tokens."""
 _NO_RECORDS = np.zeros((0, ROW_WORDS), np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest few, from raw logits: what the model itself believed."""
+"""Log-probabilities of the chosen tokens and of the top tokens, from raw logits, before bias, penalties or sampling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 PROMPT_SLICE = 256
-"""Prompt positions scored at once: bounds the logits held to this many rows of the vocabulary."""
+"""Prompt positions scored at once: limits the logits held in memory to this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """One line per position. Ranks count from 1."""
+    """One entry per position. Ranks start at 1."""
 
     token_ids: Tensor
     logprobs: Tensor
@@ -31,7 +31,7 @@ class LogprobColumns:
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobColumns:
-    """`logits` [n, vocab] and the token chosen at each of the n positions."""
+    """Score the token chosen at each of n positions; `logits` [n, vocab]."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=1) + 1

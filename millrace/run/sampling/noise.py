@@ -1,4 +1,4 @@
-"""Randomness without state: one uniform number per (seed, position), the same whatever else is in the batch."""
+"""Stateless random numbers: one uniform number per (seed, position), independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """In [0, 1): two rounds of the splitmix64 finaliser over seed and position."""
+    """Numbers in [0, 1): two rounds of the splitmix64 finaliser over seed and position."""
     with np.errstate(over="ignore"):
         state = _mix(seeds + _GOLDEN)
         state = _mix(state ^ (positions * _GOLDEN + _MIX_1))

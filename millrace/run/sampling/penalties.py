@@ -1,4 +1,4 @@
-"""Token counts for rows that ask for penalties. Others cost nothing: counts live in slots taken on demand."""
+"""Token counts of rows with penalties, in slots allocated on demand; other rows cost nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Penalties:
         self._free: list[int] = []
 
     def admit(self, admission: Admission) -> None:
-        """Count a row's tokens anew; a request resumed after preemption brings its output along."""
+        """Count a row's tokens; those of a request resumed after preemption include its output."""
         slot = self._take(admission.row)
         tokens = torch.from_numpy(admission.tokens.copy()).to(self._device).long()
         prompt, output = tokens[: admission.num_prompt], tokens[admission.num_prompt :]
@@ -37,18 +37,18 @@ class Penalties:
             self._free.append(slot)
 
     def apply(self, logits: Tensor, index: int, row: int, params: SamplingParams) -> None:
-        """Change row `index` of the logits in place: repetition first, then presence and frequency."""
+        """Apply the penalties to row `index` of the logits, in place: repetition, then presence and frequency."""
         slot = self._slot_of[row]
-        line, counts = logits[index], self._in_output[slot]
+        values, counts = logits[index], self._in_output[slot]
         produced = counts > 0
         if params.repetition_penalty != 1.0:
             penalty = params.repetition_penalty
-            weakened = torch.where(line > 0, line / penalty, line * penalty)
-            torch.where(produced | self._in_prompt[slot], weakened, line, out=line)
-        line -= params.frequency_penalty * counts + params.presence_penalty * produced
+            weakened = torch.where(values > 0, values / penalty, values * penalty)
+            torch.where(produced | self._in_prompt[slot], weakened, values, out=values)
+        values -= params.frequency_penalty * counts + params.presence_penalty * produced
 
     def count(self, row: int, token: Tensor) -> None:
-        """A token (still on the device) was drawn for the row."""
+        """Count a token drawn for the row; it may still be on the device."""
         self._in_output[self._slot_of[row], token] += 1
 
     def _take(self, row: int) -> int:

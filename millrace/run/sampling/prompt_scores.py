@@ -1,4 +1,4 @@
-"""Scores of prompt tokens, for rows that ask for them: position p of a chunk scores prompt token p + 1."""
+"""Log-probabilities of prompt tokens, for rows that request them: position p of a chunk scores prompt token p + 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.run.table.request_table import RequestTable
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Scores of prompt tokens `first` and following of one request, from the chunk of one step."""
+    """Scores of one request's prompt tokens from `first` on, from the chunk of one step."""
 
     request_id: int
     first: int

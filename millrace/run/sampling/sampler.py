@@ -1,8 +1,8 @@
-"""DrawPlan the next token of every row that is due, on the device.
+"""Draws the next token of every row that is due, on the device.
 
 Order, per row: logit bias, minimum length, penalties, then temperature, top-k, min-p, top-p, and one draw by inverting
-the cumulative distribution at a uniform number keyed by (seed, position). Greedy rows see none of the second half.
-Log-probabilities are those of the raw logits.
+the cumulative distribution at a uniform number keyed by (seed, position). Greedy rows skip everything from temperature
+on. Log-probabilities are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from millrace.run.sampling.penalties import Penalties, wants_penalties
 from millrace.run.table.request_table import RequestTable
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them would overflow."""
+"""Temperatures below this are greedy: dividing by them would overflow."""
 NUCLEUS_GUESS = 512
-"""Tokens sorted at first when looking for a top-p threshold on a CPU."""
+"""Tokens sorted first in the search for a top-p threshold on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Drawn:
     """int64, one per due row."""
     logprobs: LogprobColumns | None
     logprob_index: Int64s
-    """Which of the due rows asked for log-probabilities, and of how many likeliest tokens each."""
+    """Indices of the due rows with log-probabilities; `logprob_counts` has the number of top tokens for each."""
     logprob_counts: Int32s
 
 
@@ -57,7 +57,7 @@ class Sampler:
         self.has_bias = np.zeros(max_rows, np.bool_)
         self.has_penalties = np.zeros(max_rows, np.bool_)
         self.is_special = np.zeros(max_rows, np.bool_)
-        """Rows whose logits are changed or read besides being drawn from."""
+        """Rows with a bias, penalties, a minimum length or log-probabilities: the native step cannot run them."""
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
@@ -82,7 +82,7 @@ class Sampler:
                 self._penalties.release(row)
 
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Drawn:
-        """`logits` [n, vocab] float32, free to change; `positions` are those the new tokens will take."""
+        """`logits` float32 [n, vocab], may be overwritten; `positions`: those of the new tokens."""
         wanted = np.flatnonzero(self.num_logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(wanted).to(logits.device)] if len(wanted) else None
         self._constrain(logits, rows, positions)
@@ -96,23 +96,23 @@ class Sampler:
         return Drawn(tokens, logprobs, wanted, self.num_logprobs[rows[wanted]])
 
     def _constrain(self, logits: Tensor, rows: Int32s, positions: Int32s) -> None:
-        """Bias, minimum length and penalties, for the few rows that have them."""
+        """Apply bias, minimum length and penalties to the few rows that have them."""
         early = positions < self.ends_from[rows]
         touched = self.has_bias[rows] | self.has_penalties[rows] | early
         for index in np.flatnonzero(touched).tolist():
             row = int(rows[index])
-            spec = self._table.params[row]
+            row_params = self._table.params[row]
             if self.has_bias[row]:
-                self._add_bias(logits, index, spec)
-            if early[index] and spec.end_token_ids:
-                logits[index, torch.tensor(spec.end_token_ids, device=logits.device)] = -torch.inf
+                self._add_bias(logits, index, row_params)
+            if early[index] and row_params.end_token_ids:
+                logits[index, torch.tensor(row_params.end_token_ids, device=logits.device)] = -torch.inf
             if self.has_penalties[row]:
-                self._penalties.apply(logits, index, row, spec.params)
+                self._penalties.apply(logits, index, row, row_params.params)
 
-    def _add_bias(self, logits: Tensor, index: int, spec: RowParams) -> None:
-        token_ids, biases = zip(*spec.params.logit_bias, strict=True)
-        place = logits.device
-        logits[index].index_add_(0, torch.tensor(token_ids, device=place), torch.tensor(biases, device=place))
+    def _add_bias(self, logits: Tensor, index: int, row_params: RowParams) -> None:
+        token_ids, biases = zip(*row_params.params.logit_bias, strict=True)
+        device = logits.device
+        logits[index].index_add_(0, torch.tensor(token_ids, device=device), torch.tensor(biases, device=device))
 
     def _choose(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
         if self._draw_native is not None:
@@ -157,7 +157,7 @@ class Sampler:
 
 
 def _keep_nucleus(scaled: Tensor, top_p: Tensor) -> None:
-    """Mask all but the fewest likeliest tokens whose probabilities sum to `top_p`; ties at the edge stay."""
+    """Mask all but the smallest set of most likely tokens whose probabilities sum to `top_p`; ties at the edge stay."""
     probs = torch.softmax(scaled, dim=-1)
     floor = _nucleus_floor(probs, top_p)
     scaled.masked_fill_(probs < floor, -torch.inf)
@@ -176,7 +176,7 @@ def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _edge(descending: Tensor, top_p: Tensor) -> Tensor:
-    """The probability of the last token that is needed to reach `top_p`."""
+    """The probability of the last token needed to reach `top_p`."""
     before = descending.double().cumsum(dim=-1) - descending.double()
     needed = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
     return descending.gather(1, needed - 1)

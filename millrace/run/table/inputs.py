@@ -1,6 +1,6 @@
-"""A step's model inputs, gathered from the request table: one upload of packed columns, the rest on the device.
+"""Gathers a step's model inputs from the request table: one upload of packed columns, the rest on the device.
 
-On a CPU the table is read where it lies, without torch: a step of one token must not cost dozens of tensor ops.
+On a CPU the table is read with NumPy: a step of one token must not cost dozens of tensor ops.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
 
 
 def last_tokens(batch: ForwardBatch, due: Int64s, device: Device) -> LastTokens:
-    """The last tokens of the rows `due`."""
+    """The last tokens of the rows with index `due` in the batch."""
     index = np.asarray(batch.query_starts_host, np.int64)[due + 1] - 1
     chosen, rows = device.upload(np.stack([index, due]).astype(np.int32)).long()
     return LastTokens(
@@ -91,14 +91,14 @@ def last_tokens(batch: ForwardBatch, due: Int64s, device: Device) -> LastTokens:
 
 
 def host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
-    """Token ids the host knows, and ON_DEVICE for rows that read the token drawn in the step before."""
+    """Token ids known to the host; ON_DEVICE for rows that read the token drawn in the previous step."""
     tokens = np.full(int(query_starts[-1]), ON_DEVICE, np.int32)
     from_host = np.flatnonzero(plan.starts < table.num_admitted[plan.rows])
     for index in from_host.tolist():
         start, count = int(plan.starts[index]), int(plan.counts[index])
-        given = table.tokens[int(plan.rows[index])][start : start + count]
+        known = table.tokens[int(plan.rows[index])][start : start + count]
         first = int(query_starts[index])
-        tokens[first : first + len(given)] = given
+        tokens[first : first + len(known)] = known
     return tokens
 
 

@@ -1,7 +1,7 @@
-"""The persistent request table: what the device knows of every running request, by row.
+"""The request table: what the device knows of every running request, by row.
 
-A row is written when its request is admitted and differences arrive with each plan; a step's inputs are gathered from
-it. The newest token of a row lives only here until the host hears of it, and the next step reads it from here.
+A row is written when its request is admitted; each plan brings updates. A row's newest token is only here until the
+host receives it, and the next step reads it from here.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ ON_DEVICE = -1
 class RequestTable:
     def __init__(self, device: Device, *, max_rows: int, max_blocks: int) -> None:
         self._device = device
-        place = device.torch_device
-        self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=place)
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=place)
+        torch_device = device.torch_device
+        self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=torch_device)
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=torch_device)
         self.num_admitted = np.zeros(max_rows, np.int32)
-        """Tokens the host gave at admission; later ones were drawn on the device."""
+        """Number of tokens known to the host at admission; later ones were drawn on the device."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
         self.request_ids = np.zeros(max_rows, np.int64)
         self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
-        """Likeliest tokens wanted at each prompt position; -1 for none at all."""
+        """Number of top tokens requested per prompt position; -1 for no prompt log-probabilities."""
         self._scored: set[int] = set()
-        """Rows that want any: most of the time there are none, and nothing has to be looked up."""
+        """Rows with prompt log-probabilities; usually empty, which makes the check cheap."""
         self.params: list[RowParams] = [RowParams(SamplingParams())] * max_rows
 
     def update(self, plan: StepPlan) -> None:
-        """Take in all that the plan changes."""
+        """Apply the plan's admissions and block-table updates."""
         self.update_host(plan)
         self._send_blocks(plan.block_rows, plan.block_cols, plan.block_ids)
 
     def update_host(self, plan: StepPlan) -> None:
-        """Take in what the host keeps; the plan's blocks reach the device in another way."""
+        """Apply only the admissions; the block-table updates reach the device with the packet."""
         for admission in plan.admitted:
             self._admit(admission)
 
-    def send_excess(self, plan: StepPlan, most: int) -> StepPlan:
-        """Send the plan's blocks ahead if they are more than `most`, and return the plan without them."""
-        if len(plan.block_ids) <= most:
+    def send_excess_blocks(self, plan: StepPlan, limit: int) -> StepPlan:
+        """If the plan has more than `limit` block-table updates, send them now and return the plan without them."""
+        if len(plan.block_ids) <= limit:
             return plan
         self._send_blocks(plan.block_rows, plan.block_cols, plan.block_ids)
         none = np.zeros(0, np.int32)
@@ -71,5 +71,5 @@ class RequestTable:
         (self._scored.discard if wanted is None else self._scored.add)(row)
 
     def scores_prompts(self, rows: Int32s) -> bool:
-        """Whether any of these rows wants its prompt scored."""
+        """True if any of these rows requests prompt log-probabilities."""
         return bool(self._scored) and not self._scored.isdisjoint(rows.tolist())
