@@ -1,3 +1,3 @@
-"""The version: its one owner. Apart from the package, so that no module imports the package to learn it."""
+"""The version, in a module of its own so that nothing imports the package to read it."""
 
 __version__ = "0.1.0"

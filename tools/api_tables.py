@@ -1,6 +1,6 @@
-"""Writes the parameter tables of docs/api.md from the structs that decode requests: `python tools/api_tables.py`.
+"""Writes the parameter tables of docs/api.md from the request schemas: `python tools/api_tables.py`.
 
-What stands between a pair of markers is replaced; the rest of the page is written by hand. `--check` only compares.
+Replaces the text between each pair of markers; the rest of the page is written by hand. `--check` only compares.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> int:
     new = written(text)
     if "--check" in sys.argv:
         if new != text:
-            print("docs/api.md is not what the code says; run: python tools/api_tables.py")
+            print("docs/api.md is out of date. Run: python tools/api_tables.py")
         return int(new != text)
     PAGE.write_text(new, encoding="utf-8")
     return 0

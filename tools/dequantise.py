@@ -1,8 +1,8 @@
-"""Writes a model in a form that engines read which do not read its own: `python tools/dequantise.py MODEL OUT`.
+"""Converts a quantised model to plain weights for engines that cannot read it: `python tools/dequantise.py MODEL OUT`.
 
-MODEL is anything `millrace serve` takes. OUT is a directory, which receives config.json, one safetensors file with all
-weights in the asked number type, and the tokenizer; or, for a MODEL that is a GGUF file, OUT may be a .gguf file, which
-receives the same with every matrix in float16. For comparisons with other engines on equal weights (docs/peers.md).
+MODEL is anything `millrace serve` takes. OUT is a directory for config.json, one safetensors file in the chosen dtype
+and the tokenizer. If MODEL is a GGUF file, OUT may be a .gguf file, which gets all matrices in float16. Used to compare
+engines on equal weights (docs/peers.md).
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("out", type=Path, help="a directory, or a .gguf file")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of a directory"
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", "float32"),
+        help="dtype of the weights in a directory (default: bfloat16)",
     )
     args = parser.parse_args()
     files = resolve_model(args.model)
     if args.out.suffix == ".gguf":
         if files.kind != "gguf":
-            parser.error(f"{args.model} is not a GGUF file; give a directory to write to.")
+            parser.error(f"{args.model} is not a GGUF file; OUT must be a directory.")
         write_gguf(files.path, args.out)
     else:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,7 @@ def write_weights(files: ModelFiles, out: Path, dtype: str) -> None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """Without what a text begins and ends with: the benchmarks send token ids."""
+    """Without added BOS and EOS tokens: the benchmarks send token ids."""
     (out / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     named = {**settings, **tokenizer.special_tokens}
@@ -59,7 +62,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def write_gguf(path: Path, out: Path) -> None:
-    """The same metadata; matrices in float16, vectors in float32, as converters write them."""
+    """Same metadata; matrices in float16, vectors in float32, as converters write them."""
     import gguf
     import numpy as np
 

@@ -1,8 +1,8 @@
-"""Which HTTP server streams cheapest: `python tools/http_servers.py aiohttp-direct aiohttp uvicorn granian hypercorn`.
+"""Compares the streaming cost of HTTP servers: `python tools/http_servers.py aiohttp-direct aiohttp uvicorn granian`.
 
-Each server runs alone in a process of its own with the same application: one ticker makes a server-sent event per
-stream per tick, as an engine's steps do. A client process holds the streams open. The figure is the server process's
-own processor time per event. Needs the named servers installed (uvicorn with uvloop and httptools).
+Each server runs in its own process with the same application: a ticker sends one server-sent event per stream and tick,
+as an engine's steps do. A client process holds the streams open. The figure is the server's CPU time per event. The
+servers must be installed (uvicorn with uvloop and httptools); hypercorn works too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 class Ticker:
-    """Calls every stream once per tick, as the dispatch of one step does."""
+    """Calls every stream once per tick, as the delivery of a step does."""
 
     def __init__(self) -> None:
         self.streams: set[Any] = set()
@@ -48,7 +48,7 @@ ticker = Ticker()
 
 
 async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The application of the ASGI servers: a queue per stream, a `send` per event."""
+    """The application for ASGI servers: one queue per stream, one `send` per event."""
     if scope["type"] != "http":
         return
     ticker.start()
@@ -108,11 +108,11 @@ def serve(name: str, port: int) -> None:
     elif name == "hypercorn":
         os.execvp("hypercorn", ["hypercorn", "-k", "uvloop", "-b", f"127.0.0.1:{port}", "http_servers:asgi"])
     else:
-        raise SystemExit(f"There is no server '{name}' here.")
+        raise SystemExit(f"Unknown server '{name}'.")
 
 
 def cpu_s(pid: int) -> float:
-    """Of the process and its children."""
+    """CPU time of the process and its children."""
     total, tick = 0.0, os.sysconf("SC_CLK_TCK")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

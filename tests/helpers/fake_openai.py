@@ -1,4 +1,4 @@
-"""A tiny OpenAI-compatible server of which each feature can be switched off, to test clients against."""
+"""A tiny OpenAI-compatible server for client tests; each feature can be switched off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class FakeServer:
-    """What it accepts, what it says, and what it was asked."""
+    """The features, the answers, and the requests received."""
 
     models: tuple[str, ...] = ("fake",)
     ignore_eos: bool = True
@@ -25,14 +25,14 @@ class FakeServer:
     token_ids: bool = True
     key: str = ""
     status: int = 0
-    """Answer every completion with this status instead, when it is not 0."""
+    """If not 0, answer every completion with this status."""
     fail_after: int = -1
-    """After this many answered completions, answer with a 500."""
+    """After this many completions, answer with a 500."""
     token_delay_s: float = 0.0
     stop_after: int = 1 << 30
-    """Tokens after which an answer ends by itself, unless `ignore_eos`."""
+    """Tokens after which an answer ends, unless `ignore_eos`."""
     answer: tuple[str, ...] = ()
-    """The words of an answer; " w0", " w1", … when empty."""
+    """The words of an answer; " w0", " w1", … if empty."""
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     disconnects: int = 0

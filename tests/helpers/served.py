@@ -1,4 +1,4 @@
-"""A real `millrace serve` in processes of its own, for tests that kill parts of it."""
+"""A real `millrace serve` in its own processes, for tests that kill some of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Served:
         return Stream(self.port, {"model": MODEL, "prompt": "Once", "stream": True, "ignore_eos": True, **fields})
 
     def child(self, word: str) -> int:
-        """The child process whose command line holds the word."""
+        """The child process whose command line contains `word`."""
         found = [
             pid
             for pid in descendants(self.process.pid)

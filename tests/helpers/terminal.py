@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, typed at and read from, as a person would."""
+"""Runs a program on a pseudo-terminal; tests type into it and read its screen."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Terminal:
 
     @property
     def screen(self) -> str:
-        """Everything shown so far, for the message of a failed test."""
+        """Everything shown so far, for failure messages."""
         return self._raw.decode(errors="replace")
 
     @property
     def _seen(self) -> str:
-        """What the screen shows after the last expected text. Decoded anew, since a read may cut a character."""
+        """The text after the last match of `expect`. Decoded as a whole, since a read may split a character."""
         text = _COLOUR.sub("", self._raw.decode(errors="replace")).replace("\r\n", "\n")
         return text[self._consumed :]
 
