@@ -1,4 +1,4 @@
-"""`bench gpu` on a tiny random model and a CPU: the promised work, honest figures, and a table beside the peer's."""
+"""`bench gpu` on a tiny random model and a CPU: cases, figures, and tables with the peer's figures."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_pace_is_taken_while_all_rows_run() -> None:
     assert pace.all_rows
 
 
-def test_pace_says_when_rows_never_all_ran() -> None:
+def test_pace_reports_a_batch_that_was_never_full() -> None:
     pace = decode_pace([row_with([0.0, 0.1]), row_with([1.0, 1.2, 1.4])])
     assert not pace.all_rows
     assert pace.seconds_per_step == pytest.approx(0.2)
@@ -133,7 +133,7 @@ def test_pace_says_when_rows_never_all_ran() -> None:
         decode_pace([row_with([0.0])])
 
 
-def test_batch_that_ends_early_is_no_figure() -> None:
+def test_batch_that_ends_early_raises() -> None:
     async def ended(reason: Any, tokens: int) -> None:
         batch = Batch([3, 3], TimedRow)
         for row in batch.rows:
@@ -163,7 +163,7 @@ def test_host_time_is_per_step_of_every_counter() -> None:
         host_times(stats(10), stats(10))
 
 
-def test_warmth_is_read_if_the_engine_tells() -> None:
+def test_is_warm_reads_what_the_engine_reports() -> None:
     class Told:
         graphs_left = 2
 
@@ -175,7 +175,7 @@ def test_warmth_is_read_if_the_engine_tells() -> None:
     assert is_warm(Warm()) is True  # type: ignore[arg-type]
 
 
-def test_graphs_are_waited_for_though_the_first_figures_come_after_the_first_token() -> None:
+def test_wait_warm_waits_for_graphs_before_the_first_report() -> None:
     said: list[Any] = [None, None, SimpleNamespace(graphs_left=2), SimpleNamespace(graphs_left=0)]
 
     class Client:
@@ -261,7 +261,7 @@ def test_shapes_directory_adds_names(tmp_path: Path) -> None:
         (["--table", "/no/such/file"], "Cannot read /no/such/file"),
     ],
 )
-def test_nonsense_is_refused_with_the_remedy(
+def test_invalid_options_are_refused_with_the_remedy(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "gpu", *arguments]) == 2
@@ -279,7 +279,7 @@ def test_options_of_this_benchmark_are_not_ignored_by_the_others(
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def test_command_measures_everything_in_an_engine_of_its_own(
+def test_command_measures_every_case_in_its_own_engine(
     shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main([
@@ -302,7 +302,7 @@ def test_command_measures_everything_in_an_engine_of_its_own(
     assert "| tiny-shape | Millrace |" in capsys.readouterr().out
 
 
-def test_figures_hold_together(shape: Path) -> None:
+def test_figures_are_consistent(shape: Path) -> None:
     records = {(record["case"], record.get("batch", record.get("requests", record.get("prompt", 0)))): record
                for record in measure(tiny_model(shape))}  # fmt: skip
     assert not [record for record in records.values() if "error" in record]
@@ -323,7 +323,7 @@ def test_figures_hold_together(shape: Path) -> None:
     assert "1024" in records["ttft", 2048]["skipped"]
 
 
-def test_engine_that_cannot_start_is_one_line_per_figure(shape: Path) -> None:
+def test_engine_that_cannot_start_gives_one_error_per_figure(shape: Path) -> None:
     shape.write_text(json.dumps({**TINY, "model_type": "abacus", "architectures": ["Abacus"]}), encoding="utf-8")
     records = measure(tiny_model(shape), "startup", "ttft")
     assert [record["case"] for record in records] == ["startup", "ttft", "ttft"]
@@ -334,7 +334,7 @@ def test_engine_that_cannot_start_is_one_line_per_figure(shape: Path) -> None:
 def run_with(
     shape: Path, monkeypatch: pytest.MonkeyPatch, breaks: Callable[[Bench], Any], limit_s: float
 ) -> list[dict[str, Any]]:
-    """`ttft` first with a unit that misbehaves, then as it should be."""
+    """`ttft` with a failing unit first, then a correct one."""
 
     def with_a_bad_one(cases: Any, sizes: Sizes, *, quick: bool) -> list[Unit]:
         return [Unit("decode", {"batch": 9}, 1, breaks), *units(["ttft"], sizes, quick=quick)]
@@ -343,7 +343,7 @@ def run_with(
     return measure(tiny_model(shape), "ttft", limit_s=limit_s)
 
 
-def test_figure_that_takes_too_long_is_given_up_and_the_rest_measured(
+def test_figure_over_the_time_limit_fails_and_the_rest_is_measured(
     shape: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def endless(bench: Bench) -> Any:
@@ -420,7 +420,7 @@ def test_table_joins_ours_with_the_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("line", "says"), [("nonsense", "line 2 is not JSON"), ("[1]", "has no 'case'")])
-def test_table_of_something_else_is_refused(tmp_path: Path, line: str, says: str) -> None:
+def test_table_of_invalid_records_is_refused(tmp_path: Path, line: str, says: str) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text(f'{{"case": "decode"}}\n{line}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=says):

@@ -1,4 +1,4 @@
-"""Peers side by side: how they are named, who takes part, in which order, what is judged, and what a dead one does."""
+"""`bench peers`: parsing, selection, order of turns, verdicts, and engines that die."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMOL = BARS["smollm2-135m"]
 
 
 # ── naming ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_peers_are_named_by_address_and_process() -> None:
+def test_peer_is_given_by_url_and_pid() -> None:
     assert parse_peer("vllm=http://h:1/") == PeerSpec("vllm", "http://h:1")
     assert parse_peer("a.b-c=https://h/v1,pid=42") == PeerSpec("a.b-c", "https://h/v1", 42)
 
@@ -44,7 +44,7 @@ def test_peers_are_named_by_address_and_process() -> None:
 @pytest.mark.parametrize(
     "text", ["", "vllm", "=http://h", "a b=http://h", "v=h:1", "v=ftp://h", "v=http://h,pid=x", "v=http://h,port=1"]
 )
-def test_a_peer_that_cannot_be_understood_is_refused_with_the_form(text: str) -> None:
+def test_malformed_peer_is_refused_with_the_expected_form(text: str) -> None:
     with pytest.raises(ConfigError, match="NAME=URL"):
         parse_peer(text)
 
@@ -66,7 +66,7 @@ def selection(**changes: Any) -> EngineSelection:
     return EngineSelection(**{"bars": SMOL, "workloads": (single(), shared_prefix(), mixed()), **changes})
 
 
-def test_each_peer_gets_the_workloads_that_a_bar_asks_of_it() -> None:
+def test_each_peer_gets_the_workloads_its_bars_need() -> None:
     assert selection().workloads_of("llama.cpp") == ("single",)
     assert selection().workloads_of("my-vllm") == ("single", "mixed", "shared-prefix")
     assert (
@@ -78,7 +78,7 @@ def test_each_peer_gets_the_workloads_that_a_bar_asks_of_it() -> None:
     assert wanted_workloads(BARS["qwen2.5-coder-1.5b"], "vllm") == ()
 
 
-def test_only_wanted_and_not_yet_given_peers_are_looked_for() -> None:
+def test_only_wanted_peers_without_a_url_are_looked_for() -> None:
     assert [
         k for k in ("llama.cpp", "vllm", "openvino") if selection(given=[PeerSpec("vllm", "http://h")]).is_wanted(k)
     ] == [
@@ -107,14 +107,14 @@ def test_invalid_selection_is_refused(changes: dict[str, Any], says: str) -> Non
 
 
 def fake_python(folder: Path, **answer: Any) -> str:
-    """An interpreter that says it has these."""
+    """A fake interpreter that reports these packages."""
     script = folder / "python"
     script.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return str(script)
 
 
-def test_installed_peers_are_found_and_missing_ones_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_peers_are_found_and_missing_ones_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     python = fake_python(tmp_path, vllm=True, openvino_genai=True, llama_server="")
     (tmp_path / "llama-server").write_text("#!/bin/sh\n")
@@ -134,12 +134,12 @@ def test_installed_peers_are_found_and_missing_ones_named(tmp_path: Path, monkey
     assert [sentence.split(" ")[0] for sentence in nothing.missing] == ["llama.cpp", "vllm", "openvino"]
 
 
-def test_an_interpreter_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+def test_missing_interpreter_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such interpreter"):
         find_installed([str(tmp_path / "none")], PeerModels())
 
 
-def test_commands_carry_cores_and_room() -> None:
+def test_launch_commands_set_cores_and_slots() -> None:
     vllm = " ".join(vllm_launch("/x/python", "dir", 1, 16).with_port(5))
     assert vllm.startswith("env VLLM_CPU_OMP_THREADS_BIND=")
     assert "--max-num-seqs 16 " in vllm
@@ -156,7 +156,7 @@ def results(**figures: dict[tuple[str, str], list[float]]) -> ResultTable:
     return made
 
 
-def test_medians_are_held_to_the_better_of_the_peers_that_a_bar_names() -> None:
+def test_medians_are_compared_with_the_best_peer_of_the_bar() -> None:
     key = ("mixed", "output")
     full = results(
         millrace={key: [300, 500, 460]}, vllm={key: [250, 220, 230]}, openvino={key: [240]}, llama={key: [999]}
@@ -169,7 +169,7 @@ def test_medians_are_held_to_the_better_of_the_peers_that_a_bar_names() -> None:
     assert cells[2:] == ["460.0 tok/s", "240.0 openvino", "1.92×", "≥ 1.8×", "≥ 3×", "✓", ""]
 
 
-def test_less_is_better_of_times_and_absolute_bars_need_no_peer() -> None:
+def test_lower_times_are_better_and_absolute_bars_need_no_peer() -> None:
     key, start = ("single", "TTFT p50"), ("server", "start to first token")
     small = results(millrace={key: [100.0], start: [5.0]}, vllm={key: [150.0]})
     verdict = small.judge(Bar(*key, "ms", 0.6, 0.4, ("vllm", "openvino")))
@@ -180,7 +180,7 @@ def test_less_is_better_of_times_and_absolute_bars_need_no_peer() -> None:
     assert json.loads(verdict_line(late))["met"] is False
 
 
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+def test_unmeasured_figures_are_neither_met_nor_missed() -> None:
     empty = results(millrace={("mixed", "output"): [float("nan")]})
     for bar in SMOL:
         assert empty.judge(bar).met is None
@@ -193,7 +193,7 @@ def test_bars_follow_from_the_model() -> None:
     assert bars_for("llama-3.1-8b") == ""
 
 
-def test_tables_hold_every_engine_and_bar() -> None:
+def test_tables_contain_every_engine_and_bar() -> None:
     made = results(millrace={("single", "decode"): [100, 120]}, llama={("single", "decode"): [50]})
     out = io.StringIO()
     print_tables(made, [made.judge(bar) for bar in SMOL], ["a note with [brackets]"], out)
@@ -238,7 +238,7 @@ def test_engines_alternate_and_get_the_same_prompts() -> None:
     assert not heard.problems
 
 
-def test_a_peer_that_is_not_there_is_named_and_the_others_go_on() -> None:
+def test_unreachable_peer_is_reported_and_the_others_continue() -> None:
     heard = Heard()
     with running(FakeServer()) as server:
         two = [ComparedEngine("gone", url=f"http://127.0.0.1:{free_port()}"), ComparedEngine("here", url=server.url)]
@@ -252,7 +252,7 @@ def test_a_peer_that_is_not_there_is_named_and_the_others_go_on() -> None:
 
 
 def fake_process(port: int, *, answers: int = 1000) -> ServerProcess:
-    """A server in a process of its own, which ends in the middle of a request of 3 tokens after so many of them."""
+    """A server process that exits during a request of 3 tokens after a number of requests."""
     code = f"""
 import os, sys
 from http.server import ThreadingHTTPServer
@@ -277,7 +277,7 @@ def state_of(pid: int) -> str:
 
 
 @pytest.mark.parametrize("between", ["pause", "keep", "stop"])
-def test_an_engine_started_here_is_out_of_the_way_between_its_turns(between: Any) -> None:
+def test_engine_started_here_uses_no_cpu_between_its_turns(between: Any) -> None:
     async def live() -> None:
         engine = ComparedEngine("own", make=lambda: fake_process(free_port()), between=between)
         figures = await engine.open()
@@ -298,7 +298,7 @@ def test_an_engine_started_here_is_out_of_the_way_between_its_turns(between: Any
     asyncio.run(live())
 
 
-def test_a_process_that_ends_is_said_to_have_ended() -> None:
+def test_process_that_exits_is_reported() -> None:
     heard = Heard()
     dying = ComparedEngine("brief", make=lambda: fake_process(free_port(), answers=2), between="keep")
     with running(FakeServer()) as server:
@@ -311,7 +311,7 @@ def test_a_process_that_ends_is_said_to_have_ended() -> None:
     assert any("brief has exited:" in sentence and "worn out" in sentence for sentence in said)
 
 
-def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_process_that_cannot_start_raises_with_the_reason(tmp_path: Path) -> None:
     async def live() -> None:
         await ComparedEngine("x", make=lambda: ServerProcess([str(tmp_path / "none")], 1)).open()
 
@@ -348,7 +348,7 @@ def test_unrelated_processes_that_use_the_cores_are_reported() -> None:
     assert [figure.value > 15 for _, _, figure in heard.figures if figure.workload == "machine"] == [True]
 
 
-def test_a_round_takes_what_fits_the_time_that_is_left() -> None:
+def test_round_takes_the_workloads_that_fit_the_remaining_time() -> None:
     works = (single(), shared_prefix(), mixed())
     assert workloads_that_fit(works, {}, 0.0) == list(works)
     costs = {"single": 10.0, "shared-prefix": 50.0, "mixed": 100.0}
@@ -358,7 +358,7 @@ def test_a_round_takes_what_fits_the_time_that_is_left() -> None:
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_command_prints_lines_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_json_lines_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as own, running(FakeServer()) as other:
         started = time.monotonic()
         code = main(
@@ -394,13 +394,13 @@ def test_the_command_prints_lines_and_verdicts(capsys: pytest.CaptureFixture[str
         (["gpu", "--rounds", "3"], "--rounds is an option of `millrace bench peers`"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_benchmark_that_is_asked_to_end_leaves_no_server_behind(tmp_path: Path) -> None:
-    """The peer here never becomes ready; it is ended together with the benchmark."""
+def test_terminated_benchmark_leaves_no_server_behind(tmp_path: Path) -> None:
+    """The peer never becomes ready; it is stopped together with the benchmark."""
     (tmp_path / "llama-server").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
     (tmp_path / "llama-server").chmod(0o755)
     (tmp_path / "m.gguf").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""The scheduler's cost is measured on schedules that are what they are said to be."""
+"""`bench plan` measures the scheduler's cost."""
 
 from __future__ import annotations
 

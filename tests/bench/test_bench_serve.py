@@ -1,4 +1,4 @@
-"""The benchmark of a whole server runs against a real one, and what it reports is what happened."""
+"""`bench serve` runs against a real server and reports correct figures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "model"
 
 
-def test_a_shape_has_the_tokenizer_and_the_template_of_the_model_that_they_were_taken_from(folder: Path) -> None:
+def test_shape_model_has_the_tokenizer_and_template_of_its_source(folder: Path) -> None:
     theirs, ours = resolve_model(DEFAULT_MODEL), resolve_model(f"random:{folder}")
     expected, tokenizer = load_tokenizer(theirs), load_tokenizer(ours)
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wörld 12345  it's\t日本\n"}]
@@ -55,7 +55,7 @@ def test_a_shape_has_the_tokenizer_and_the_template_of_the_model_that_they_were_
     assert tokenizer.special_ids == expected.special_ids
 
 
-def test_a_server_under_open_streams_is_measured(folder: Path) -> None:
+def test_server_under_open_streams_is_measured(folder: Path) -> None:
     options = ("--model", f"random:{folder}", "--device", "cpu", "--kv-tokens", "8192", "--fronts", "2")
     # Long enough that a reading which comes late, as on a busy machine, still falls into it.
     bench = ServeBench(options, streams=(6,), tokens=16, seconds=4, warm_up_s=0.5, clients=2)
@@ -82,12 +82,12 @@ def test_sampled_stacks_are_counted_by_function() -> None:
     assert dict(hot.all) == {"main (a.py)": 1.0, "step (b.py)": 1.0, "send (c.py)": 0.25}
 
 
-def test_without_py_spy_the_samples_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_py_spy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert "py-spy" in sample_processes({"engine": 1}, 1.0)["engine"].problem
 
 
-def test_options_that_belong_to_other_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_other_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", "http://127.0.0.1:1"]) == 2
     assert main(["bench", "plan", "--profile-at", "8"]) == 2
     assert main(["bench", "serve", "--streams", "0"]) == 2

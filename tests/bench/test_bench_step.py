@@ -1,4 +1,4 @@
-"""`millrace bench step`: where a step's time goes."""
+"""`millrace bench step`: time of a step by kind of work."""
 
 from __future__ import annotations
 

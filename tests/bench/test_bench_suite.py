@@ -1,4 +1,4 @@
-"""The benchmark against a small fake server: the right load, honest figures, named fallbacks, bounded time."""
+"""The HTTP benchmark against a fake server: load, figures, fallbacks, time limit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def values(figures: list[Figure]) -> dict[tuple[str, str], float]:
     return {(figure.workload, figure.metric): figure.value for figure in figures}
 
 
-def test_workloads_are_the_promised_ones() -> None:
+def test_workloads_have_the_documented_sizes() -> None:
     by_name = {workload.name: workload for workload in suite()}
     assert list(by_name) == [
         "single", "batch-1", "batch-4", "batch-16", "mixed", "shared-prefix", "prefix-cold", "prefix-warm",
@@ -58,7 +58,7 @@ def test_workloads_are_the_promised_ones() -> None:
 
 
 @pytest.mark.parametrize("maker", [IdPrompts(7, tuple(range(50))), TextPrompts(7, 1.3)])
-def test_prompts_follow_the_seed_and_share_what_they_should(maker: IdPrompts | TextPrompts) -> None:
+def test_prompts_follow_the_seed_and_share_prefixes(maker: IdPrompts | TextPrompts) -> None:
     first, second = maker.make(Shape("g", 0, 100, 20, 1)), maker.make(Shape("g", 1, 100, 20, 1))
     assert first == maker.make(Shape("g", 0, 100, 20, 1))
     assert first != second
@@ -101,7 +101,7 @@ def test_full_featured_server_gets_ids_and_ignore_eos() -> None:
         ),
     ],
 )
-def test_what_a_server_lacks_is_named_and_done_without(server: FakeServer, missing: set[str]) -> None:
+def test_missing_server_features_are_reported_and_replaced(server: FakeServer, missing: set[str]) -> None:
     with running(server):
         figures = measure(server, tiny())
     assert {figure.metric for figure in figures if figure.workload == "server"} == missing
@@ -124,7 +124,7 @@ def test_failures_are_counted_and_the_rest_measured() -> None:
     assert noted[0].requests > 0
 
 
-def test_time_limit_ends_a_workload_and_says_what_was_left() -> None:
+def test_time_limit_ends_a_workload_and_reports_the_rest() -> None:
     with running(FakeServer(token_delay_s=0.1)) as server:
         started = time.monotonic()
         figures = measure(server, tiny(requests=50, at_once=1), limit_s=1.2)
@@ -154,7 +154,7 @@ def test_key_and_model_are_passed_on() -> None:
     assert {body["model"] for body in server.requests} == {"b"}
 
 
-def test_nobody_listening_is_a_sentence() -> None:
+def test_unreachable_server_is_one_sentence() -> None:
     with pytest.raises(BenchError, match="Is the server running"):
         measure(FakeServer(url=f"http://127.0.0.1:{free_port()}"), tiny())
 
@@ -165,7 +165,7 @@ def test_invalid_url_is_refused(url: str) -> None:
         Target(url)
 
 
-def test_v1_at_the_end_of_the_address_is_taken_off() -> None:
+def test_v1_suffix_of_the_url_is_removed() -> None:
     assert Target("http://h:1/v1/").url == "http://h:1"
 
 
@@ -222,7 +222,7 @@ def test_command_prints_json_lines_and_a_table(capsys: pytest.CaptureFixture[str
         (["bench", "--url", "nowhere"], "not a server URL"),
     ],
 )
-def test_command_refuses_nonsense(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_invalid_options(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) in (1, 2)
     assert says in capsys.readouterr().err
 
@@ -248,7 +248,7 @@ def test_cpu_use_is_split_by_role() -> None:
     assert front.value == pytest.approx(100.0)
 
 
-def test_a_busy_process_is_seen_and_its_parts_found() -> None:
+def test_cpu_use_of_a_busy_process_and_its_role() -> None:
     code = "import time\nend = time.time() + 30\nwhile time.time() < end: pass"
     with subprocess.Popen([sys.executable, "-c", code, "millrace.supervise.engine_child"]) as busy:
         try:

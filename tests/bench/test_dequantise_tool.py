@@ -1,4 +1,4 @@
-"""tools/dequantise.py: the same model for engines that do not read its file."""
+"""tools/dequantise.py converts a model without changing its values."""
 
 from __future__ import annotations
 

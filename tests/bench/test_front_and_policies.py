@@ -1,4 +1,4 @@
-"""The benchmarks of the front and of the policies run, and their figures are what they say."""
+"""`bench front`, `bench policies` and the channel benchmark run and give plausible figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.cli import main
 from millrace.config import DEFAULT_MODEL
 
 
-def test_the_front_is_measured_over_the_null_engine() -> None:
+def test_front_is_measured_over_the_null_engine() -> None:
     cost = FrontBench(DEFAULT_MODEL, fronts=1, streams=8, tokens=16, seconds=1.0).run()
     assert cost.errors == 0
     assert cost.tokens_per_s > 100
@@ -47,7 +47,7 @@ def test_policies_are_compared_on_a_trace(tmp_path: Path) -> None:
     assert plot_svg(results).count("<polyline") == len(POLICIES)
 
 
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_is_not_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "no.csv"
     file.write_text("a,b\n1,2\n")
     with pytest.raises(BenchError, match="TIMESTAMP"):

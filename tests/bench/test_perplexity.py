@@ -1,4 +1,4 @@
-"""Perplexity through the API: equal to what transformers computes, the same each time, and named when not offered."""
+"""Perplexity through the API: equals transformers, is reproducible, and is reported if the server cannot do it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def measured(url: str, **options: Any) -> Perplexity:
     return asyncio.run(ask())
 
 
-def test_it_is_what_transformers_computes(served: Served, reference: Any) -> None:
+def test_perplexity_equals_transformers(served: Served, reference: Any) -> None:
     own = [int(word[1:]) + 3 for word in TEXT.split()]
     total = 0.0
     for at in range(0, len(own), WINDOW - 1):
@@ -73,12 +73,12 @@ def test_it_is_what_transformers_computes(served: Served, reference: Any) -> Non
     assert found.value == pytest.approx(math.exp(-total / 150), rel=1e-4)
 
 
-def test_it_is_the_same_each_time(served: Served) -> None:
+def test_perplexity_is_reproducible(served: Served) -> None:
     url = f"http://127.0.0.1:{served.port}"
     assert measured(url, text=TEXT, window=WINDOW) == measured(url, text=TEXT, window=WINDOW)
 
 
-def test_a_server_without_prompt_logprobs_is_named(tmp_path: Path) -> None:
+def test_server_without_prompt_logprobs_is_reported(tmp_path: Path) -> None:
     with running(FakeServer()) as server:
         with pytest.raises(NotOffered, match="returns no prompt log-probabilities"):
             measured(server.url, text=TEXT)
@@ -90,7 +90,7 @@ def test_a_server_without_prompt_logprobs_is_named(tmp_path: Path) -> None:
     assert json.loads(figures[-1].as_json())["value"] is None
 
 
-def test_a_server_without_tokenize_is_named() -> None:
+def test_server_without_tokenize_is_reported() -> None:
     with running(FakeServer(tokenize=False)) as server, pytest.raises(NotOffered, match="no /tokenize"):
         measured(server.url)
 

@@ -1,4 +1,4 @@
-"""The command line: instant help, settings as options, one-sentence errors with exit codes, no traceback unasked."""
+"""The command line: fast help, settings as options, one-sentence errors, tracebacks only with --debug."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def processor_seconds_of_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def test_help_teaches_with_examples() -> None:
+def test_help_has_examples() -> None:
     text = top_help()
     assert all(f"  {name} " in text for name in COMMANDS)
     assert "examples:" in text
@@ -54,7 +54,7 @@ def test_help_teaches_with_examples() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
@@ -166,7 +166,7 @@ def test_debug_alone_needs_a_command(capsys: pytest.CaptureFixture[str]) -> None
     assert "--debug needs a command" in capsys.readouterr().err
 
 
-def test_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("millrace.commands.version.run", lambda args: 1 // 0)
     assert main(["version"]) == 1
     err = capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert err.count("\n") == 1
 
 
-def test_debug_may_stand_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_may_come_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--debug", "config", "--port", "abc"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -193,13 +193,13 @@ def test_no_arguments_shows_help_and_fails() -> None:
     assert done.stdout.startswith("usage: millrace COMMAND")
 
 
-def test_reader_that_goes_away_gets_no_traceback() -> None:
+def test_closed_pipe_gives_no_traceback() -> None:
     line = f"{sys.executable} -m millrace config | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
 
 
-def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("millrace ")
@@ -215,7 +215,7 @@ def test_models_lists_the_default_one(capsys: pytest.CaptureFixture[str]) -> Non
     assert "SmolLM2-135M-Instruct" in capsys.readouterr().out
 
 
-def test_models_tells_what_is_cached(tmp_path: Path) -> None:
+def test_models_shows_which_are_downloaded(tmp_path: Path) -> None:
     done = millrace("models", "--json", env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
     assert all(json.loads(line)["cached"] is False for line in done.stdout.splitlines())
 

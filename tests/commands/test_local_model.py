@@ -1,4 +1,4 @@
-"""`chat` and `generate` with the real default model in this process, on a terminal and off."""
+"""`chat` and `generate` with the default model in this process, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def generate(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return capsys.readouterr().out
 
 
-def test_generate_is_repeatable_and_the_forms_agree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_is_reproducible_and_json_equals_text(capsys: pytest.CaptureFixture[str]) -> None:
     ask = ("The capital of France is", "--temperature", "0", "--max-tokens", "12")
     text = generate(capsys, *ask)
     assert "Paris" in text

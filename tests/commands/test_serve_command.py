@@ -1,4 +1,4 @@
-"""`millrace serve` as a program: its last line works when pasted, it drains, it cleans up, it explains what fails."""
+"""`millrace serve` as a program: the curl line works, it drains, it cleans up, errors are one sentence."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def wait_until(condition: Any, what: str, timeout_s: float = 20.0) -> None:
 
 
 def listening(pid: int, url: str) -> bool:
-    """Whether the process holds a listening socket on the port of `url`."""
+    """True if the process listens on the port of `url`."""
     port = int(url.rpartition(":")[2])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
@@ -153,7 +153,7 @@ def test_taken_port_is_refused_before_anything_is_loaded() -> None:
         (("--chat-template", "/no/such/file"), "/no/such/file"),
     ],
 )
-def test_what_cannot_be_served_is_explained_in_one_sentence(options: tuple[str, ...], says: str) -> None:
+def test_start_errors_are_one_sentence(options: tuple[str, ...], says: str) -> None:
     done = run("--port", "0", *options)
     assert done.returncode in (1, 2)
     errors = [line for line in done.stderr.splitlines() if line.startswith("millrace: ")]

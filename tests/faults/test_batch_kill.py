@@ -1,4 +1,4 @@
-"""A server killed in the middle of a batch: started again, it finishes the batch, each line exactly once."""
+"""A server killed during a batch finishes it after a restart, each line exactly once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completed(server: RealServer, batch_id: str) -> int:
     return int(get(server.port, f"/v1/batches/{batch_id}").json["request_counts"]["completed"])
 
 
-def test_killed_and_started_again(tmp_path: Path) -> None:
+def test_batch_continues_after_kill_and_restart(tmp_path: Path) -> None:
     options = (*write_model(tmp_path), "--batch-lines", "2")
     server = RealServer(*options)
     try:

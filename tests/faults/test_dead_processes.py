@@ -1,4 +1,4 @@
-"""The engine is killed, a front is killed, the server is told to stop: who notices what, and what goes on."""
+"""A killed engine, a killed front, and a drained server: what clients see and what continues."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def answer(served: Served) -> int:
     return served.request("POST", "/v1/completions", asked)[0]
 
 
-def test_a_killed_engine_is_replaced_and_every_stream_is_told() -> None:
+def test_killed_engine_is_replaced_and_every_stream_gets_an_error() -> None:
     with serving("--fronts", "2") as served:
         streams = [served.open_stream(max_tokens=2000) for _ in range(4)]
         events = [iter(stream) for stream in streams]
         assert all("choices" in next(stream) for stream in events)
-        os.kill(served.child("millrace.engine.child"), signal.SIGKILL)
+        os.kill(served.child("millrace.supervise.engine_child"), signal.SIGKILL)
         for stream in events:
             last = list(stream)[-1]
             assert last["error"]["code"] == "engine_unavailable"
@@ -45,7 +45,7 @@ def test_a_killed_engine_is_replaced_and_every_stream_is_told() -> None:
 
 
 def kill_a_front(served: Served) -> None:
-    """Its own streams end; the others' go on, another front takes its place, and one scrape shows both."""
+    """Its own streams end, the others continue, it is replaced, and one scrape counts both fronts."""
     wait_until(lambda: served.metric("millrace_fronts_up") == 2, "two fronts")
     dead = served.child("front_child")
     streams = [served.open_stream(max_tokens=40) for _ in range(12)]
@@ -73,7 +73,7 @@ def ends_whole(stream: Stream) -> bool:
 
 
 def drain(served: Served) -> None:
-    """SIGTERM: not ready at once, what runs may end, what is new is refused."""
+    """SIGTERM: not ready at once, running requests may finish, new ones are refused."""
     stream = served.open_stream(max_tokens=100)
     events = iter(stream)
     next(events)

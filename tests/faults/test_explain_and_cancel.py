@@ -11,7 +11,7 @@ from helpers.served import MODEL, serving, wait_until
 from millrace.serve.tenancy.keyring import digest_of
 
 
-def test_a_request_explains_itself_and_can_be_cancelled(tmp_path: Path) -> None:
+def test_request_can_be_explained_and_cancelled(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     lines = [f'[tenants.{name}]\nkeys = ["sha256:{digest_of(name).hex()}"]' for name in ("mine", "other")]
     keys.write_text("\n".join(lines))

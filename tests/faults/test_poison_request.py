@@ -1,4 +1,4 @@
-"""A request whose computation fails takes nobody with it."""
+"""A request whose computation fails does not affect other requests."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert llm.generate([prompts[0]], params)[0].token_ids == expected[0]
 
 
-def test_a_device_that_breaks_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from millrace.run.device import CpuDevice
+def test_device_failure_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from millrace.run.device.device import CpuDevice
 
     def broken(self, plan):
         raise RuntimeError("the device fell over")

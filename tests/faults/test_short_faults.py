@@ -1,4 +1,4 @@
-"""The long fault commands, for a few seconds each: `millrace faults` runs them for minutes."""
+"""Short runs of what `millrace faults` does for minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.faults.disconnects import churn
 from millrace.faults.fuzz import fuzz
 
 
-def test_mutated_requests_and_leaving_clients_break_and_keep_nothing() -> None:
+def test_mutated_requests_and_disconnects_break_and_leak_nothing() -> None:
     with serving("--max-context", "512", "--max-running", "16") as served:
         url = f"http://127.0.0.1:{served.port}"
         fuzzed = asyncio.run(fuzz(url, served.process.pid, 3.0, seed=7))

@@ -1,4 +1,4 @@
-"""An installation without bytecode, in a process that may write none, is compiled once and not at every start."""
+"""An installation without bytecode is compiled once, not at every start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.host import bytecode
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package that comes without bytecode, as an image may hold it."""
+    """A package without bytecode, as in a container image."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     directory = tmp_path / "site" / "heavy_library"
@@ -33,9 +33,7 @@ def compiled(root: Path) -> list[str]:
     return sorted(path.name.split(".")[0] for path in root.rglob("*.pyc") if "heavy_library" in str(path))
 
 
-def test_what_a_process_imports_is_kept_in_our_cache(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytecode_is_kept_in_our_cache(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bytecode, "MIN_CORES_TO_COMPILE", 1 << 10)
     settings = environment(PYTHONDONTWRITEBYTECODE="1")
     assert bytecode.keep_bytecode(settings, "heavy_library") is None
@@ -44,7 +42,7 @@ def test_what_a_process_imports_is_kept_in_our_cache(
     assert not compiled(package)
 
 
-def test_with_cores_to_spare_a_first_start_compiles_ahead(
+def test_first_start_with_many_cores_compiles_ahead(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bytecode, "MIN_CORES_TO_COMPILE", 1)
@@ -58,7 +56,7 @@ def test_with_cores_to_spare_a_first_start_compiles_ahead(
 
 
 @pytest.mark.parametrize("changes", [{}, {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/elsewhere"}])
-def test_where_python_keeps_bytecode_itself_nothing_changes(package: Path, changes: dict[str, str]) -> None:
+def test_nothing_changes_if_python_writes_bytecode_itself(package: Path, changes: dict[str, str]) -> None:
     settings = environment(**changes)
     settings = {name: value for name, value in settings.items() if name in changes or "BYTECODE" not in name}
     before = dict(settings)
@@ -66,7 +64,7 @@ def test_where_python_keeps_bytecode_itself_nothing_changes(package: Path, chang
     assert settings == before
 
 
-def test_a_package_that_is_not_installed_changes_nothing() -> None:
+def test_missing_package_changes_nothing() -> None:
     settings = environment(PYTHONDONTWRITEBYTECODE="1")
     assert bytecode.keep_bytecode(settings, "no_such_library") is None
     assert settings == environment(PYTHONDONTWRITEBYTECODE="1")

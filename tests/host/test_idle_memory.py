@@ -1,4 +1,4 @@
-"""What an idle engine does about garbage."""
+"""Garbage collection of an idle engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _thawed() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_thawed")
 @pytest.mark.parametrize("frozen_before", [False, True])
-def test_what_the_start_left_is_looked_through_once(frozen_before: bool) -> None:
+def test_objects_of_the_start_are_collected_once_and_frozen(frozen_before: bool) -> None:
     if frozen_before:  # as some interpreters begin
         gc.freeze()
     left_by_the_start = [[index] for index in range(10_000)]
@@ -31,7 +31,7 @@ def test_what_the_start_left_is_looked_through_once(frozen_before: bool) -> None
 
 
 @pytest.mark.usefixtures("_thawed")
-def test_garbage_that_came_since_is_found() -> None:
+def test_later_garbage_is_collected() -> None:
     settle = SettledGarbage()
     settle()
     cycle: list[object] = ["to be found"]

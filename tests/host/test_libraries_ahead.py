@@ -1,4 +1,4 @@
-"""What a start will touch of its libraries is brought from disk beforehand: that, no more, and only what is missing."""
+"""Libraries are read ahead of a start: only the touched parts, and only what is not cached."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def library(tmp_path: Path) -> tuple[Path, dict[str, tuple[int, int]]]:
 
 
 def forget(path: Path) -> None:
-    """Have the system drop what it holds of the file; skip where it does not, as for files that live in memory."""
+    """Drop the file from the page cache; skip the test where that has no effect (tmpfs)."""
     for _ in range(40):
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -80,7 +80,7 @@ def forget(path: Path) -> None:
 
 
 def held_pieces(path: Path) -> tuple[set[int], set[int]]:
-    """Which pieces of the file are in memory as a whole, and which in part, as the kernel says without reading any."""
+    """The pieces of the file that are fully and partly in memory (mincore, reads nothing)."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
         first = ctypes.c_char.from_buffer(view)
         num_pages = -(-len(view) // mmap.PAGESIZE)
@@ -107,7 +107,7 @@ def touched_pieces(at: dict[str, tuple[int, int]], head_bytes: int) -> set[int]:
     return pieces_of(*((begin, min(end, begin + head_bytes)) for begin, end in places), *tails)
 
 
-def test_of_a_library_the_heads_of_its_sections_and_their_ends_are_touched(
+def test_touched_spans_are_heads_and_tails_of_sections(
     library: tuple[Path, dict[str, tuple[int, int]]],
 ) -> None:
     path, at = library
@@ -127,7 +127,7 @@ def test_of_a_library_the_heads_of_its_sections_and_their_ends_are_touched(
     ], "no binaries for the GPU, nothing that is not loaded, nothing twice"
 
 
-def test_what_is_missing_is_read_and_no_more(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
+def test_only_missing_parts_are_read(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
     path, at = library
     forget(path)
     num_bytes = page_reader.read_ahead(str(path), 2 * MB, 2 * MB)
@@ -139,7 +139,7 @@ def test_what_is_missing_is_read_and_no_more(library: tuple[Path, dict[str, tupl
     assert num_bytes == len(touched) * page_reader.PIECE_BYTES
 
 
-def test_what_is_in_memory_is_not_read(
+def test_cached_parts_are_not_read(
     library: tuple[Path, dict[str, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, at = library
@@ -156,7 +156,7 @@ def test_what_is_in_memory_is_not_read(
     assert asked == [offset for pair in ends for offset in pair]
 
 
-def test_a_page_that_was_read_is_in_memory(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
+def test_read_page_is_in_memory(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
     file = os.open(library[0], os.O_RDONLY)
     try:
         os.pread(file, 1, MB)
@@ -168,7 +168,7 @@ def test_a_page_that_was_read_is_in_memory(library: tuple[Path, dict[str, tuple[
     assert not page_reader.is_in_memory(file, MB), "a file that cannot be asked"
 
 
-def test_a_whole_file_and_no_more_than_allowed(
+def test_whole_file_is_read_up_to_the_limit(
     library: tuple[Path, dict[str, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = library
@@ -179,14 +179,14 @@ def test_a_whole_file_and_no_more_than_allowed(
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 100, b"\x7fELF\x01\x01" + b"\0" * 100])
-def test_of_what_is_no_library_nothing_is_read(tmp_path: Path, content: bytes) -> None:
+def test_nothing_is_read_of_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "libodd.so"
     path.write_bytes(content)
     assert page_reader.read_ahead(str(path), MB, MB) == 0
 
 
 def broken_libraries(folder: Path) -> list[Path]:
-    """Files that begin like a library: nonsense behind that, and sections that cannot be."""
+    """Files with an ELF header but invalid content or sections."""
     chance, paths = random.Random(5), []
     for number in range(24):
         header = bytearray(b"\x7fELF\x02\x01" + chance.randbytes(58))
@@ -197,9 +197,7 @@ def broken_libraries(folder: Path) -> list[Path]:
     return paths
 
 
-def test_the_script_passes_over_what_it_cannot_read(
-    library: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path
-) -> None:
+def test_script_skips_unreadable_files(library: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path) -> None:
     path, at = library
     forget(path)
     if page_reader.available_bytes() < page_reader.MIN_AVAILABLE_BYTES:
@@ -213,7 +211,7 @@ def test_the_script_passes_over_what_it_cannot_read(
     assert touched_pieces(at, MB) <= held_pieces(path)[0]
 
 
-def test_nothing_is_read_where_memory_is_short(
+def test_nothing_is_read_with_little_available_memory(
     library: tuple[Path, dict[str, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = library
@@ -233,7 +231,7 @@ def test_nothing_is_read_where_memory_is_short(
     assert asked == [str(path)]
 
 
-def test_libraries_beside_a_package_come_without_its_import(
+def test_libraries_next_to_a_package_are_read_without_importing_it(
     library: tuple[Path, dict[str, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, at = library
@@ -253,12 +251,12 @@ def test_libraries_beside_a_package_come_without_its_import(
     assert pieces_of(at[".text"], at[".data"]) <= held_pieces(path)[0]
 
 
-def test_a_package_that_is_not_there_needs_no_libraries() -> None:
+def test_missing_package_reads_no_libraries() -> None:
     assert libraries_ahead.read_libraries_ahead("no_such_package_at_all") is None
 
 
 @pytest.mark.parametrize(("device", "has_gpu", "expected"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
-def test_only_an_engine_on_a_gpu_asks_for_them(
+def test_libraries_are_read_only_for_a_gpu_engine(
     monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, expected: int
 ) -> None:
     calls: list[str] = []

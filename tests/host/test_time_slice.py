@@ -1,4 +1,4 @@
-"""Threads that answer ask for short slices; threads that compute do not inherit them."""
+"""Latency-bound threads ask for short slices; compute threads do not inherit them."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def usual() -> int:
     return before
 
 
-def test_a_thread_asks_for_itself(usual: int) -> None:
+def test_slice_is_set_for_one_thread(usual: int) -> None:
     assert in_thread(ask_for_short_slices) == [usual, SHORT_NS]
 
     def there_and_back() -> None:
@@ -47,8 +47,8 @@ def test_a_thread_asks_for_itself(usual: int) -> None:
     assert own_slice_ns() == usual
 
 
-def test_threads_that_compute_have_long_slices(usual: int) -> None:
-    """Longer than those of all who ask for none, also when the thread that starts them has short ones."""
+def test_compute_threads_have_long_slices(usual: int) -> None:
+    """Longer than the default, also if the thread that starts them has short slices."""
     assert usual < LONG_NS
     device = CpuDevice(1)
     found: list[int | None] = []
@@ -62,7 +62,7 @@ def test_threads_that_compute_have_long_slices(usual: int) -> None:
     device.close()
 
 
-def test_the_policy_and_niceness_of_the_user_stay() -> None:
+def test_policy_and_niceness_are_kept() -> None:
     code = (
         "import os; os.nice(5); os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0));"
         "from millrace.host.time_slice import ask_for_short_slices; ask_for_short_slices();"

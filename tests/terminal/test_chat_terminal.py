@@ -1,4 +1,4 @@
-"""The chat as a person meets it: on a terminal, with keys. The answers come from a small fake server."""
+"""The chat on a pseudo-terminal; answers come from a fake server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         assert t.wait() == 0, t.screen
 
 
-def test_ctrl_c_twice_at_the_prompt_leaves_and_once_does_not() -> None:
+def test_ctrl_c_twice_at_the_prompt_exits_and_once_does_not() -> None:
     with running(FakeServer(answer=("Yes",))) as server, on_terminal(["chat", "--url", server.url]) as t:
         t.expect(PROMPT)
         t.ctrl_c()
@@ -136,7 +136,7 @@ def test_line_editing_continuation_and_history() -> None:
         assert contents(server)[-1] == "world"
 
 
-def test_server_error_is_said_and_the_chat_goes_on() -> None:
+def test_server_error_is_shown_and_the_chat_continues() -> None:
     with running(FakeServer(answer=("Fine",))) as server, on_terminal(["chat", "--url", server.url]) as t:
         t.expect(PROMPT)
         server.status = 429

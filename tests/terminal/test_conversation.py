@@ -16,14 +16,14 @@ from millrace.terminal.remote_backend import RemoteBackend
 from millrace.terminal.sampling_options import AnswerStats
 
 
-def test_question_without_answer_is_taken_back() -> None:
+def test_message_without_answer_is_removed() -> None:
     conversation = Conversation()
     conversation.ask("a")
     conversation.answered("")
     assert conversation.messages == []
 
 
-def test_save_as_text_and_where_it_cannot(tmp_path: Path) -> None:
+def test_save_as_text_and_save_errors(tmp_path: Path) -> None:
     conversation = Conversation("sys")
     conversation.ask("q")
     conversation.answered("a")

@@ -1,4 +1,4 @@
-"""The progress bar of a fetch."""
+"""The progress bar of a download."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def show(monkeypatch: pytest.MonkeyPatch, reports: list[tuple[str, int, int]]) -
     return screen.getvalue()
 
 
-def test_what_happens_and_how_far_it_is_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_shows_task_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     text = show(monkeypatch, [("fetching toy", 0, 2_000_000), ("fetching toy", 1_500_000, 2_000_000)])
     assert "fetching toy" in text
     assert "1.5/2.0 MB" in text
 
 
-def test_a_new_step_replaces_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_task_replaces_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     text = show(monkeypatch, [("fetching toy", 5, 5), ("assembling toy", 1, 9), ("assembling toy", 9, 9)])
     assert "9/9 bytes" in text.rpartition("assembling")[2]
 
 
-def test_an_unknown_total_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_total_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "from the hub" in show(monkeypatch, [("fetching org/name from the hub", 0, 0)])
 
 

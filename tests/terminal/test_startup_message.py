@@ -1,4 +1,4 @@
-"""What serve says: a memory plan that adds up, a line a shell accepts, a status line that cleans up after itself."""
+"""What `millrace serve` prints: memory plan, curl line, warnings, status line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READY = EngineReady(
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_curl_line_is_one_line_that_a_shell_splits_as_meant(is_chat: bool) -> None:
+def test_curl_line_is_one_valid_shell_line(is_chat: bool) -> None:
     line = curl_line("it's a model", "http://127.0.0.1:1", is_chat=is_chat)
     assert "\n" not in line
     words = shlex.split(line)
@@ -89,7 +89,7 @@ def test_memory_table_lists_every_part() -> None:
         ("10.0.0.1", "http://10.0.0.1:5"),
     ],
 )
-def test_url_can_be_reached_from_here(host: str, url: str) -> None:
+def test_url_is_reachable_from_this_machine(host: str, url: str) -> None:
     assert reachable_url(host, 5) == url
 
 
@@ -119,7 +119,7 @@ def test_status_line_is_redrawn_and_removed() -> None:
     assert "\n" not in out.getvalue()
 
 
-def test_status_line_elsewhere_says_each_thing_once() -> None:
+def test_status_line_without_terminal_prints_each_task_once() -> None:
     out = io.StringIO()
     with StatusLine(out) as line:
         for done in range(5):
