@@ -242,9 +242,9 @@ def test_unknown_tensors_and_wrong_sizes_are_refused(tmp_path: Path) -> None:
     row = np.zeros(64, dtype=np.float32)
     cases = [
         ("llama", add("blk.0.attn_sub_norm.weight", row), "attn_sub_norm.weight' does not belong to a llama model"),
-        ("llama", add("blk.0.post_ffw_norm.weight", row), "no place"),
-        ("llama", add("v.patch_embd.weight", row), "no place"),
-        ("llama", add("blk.0.attn_q.3.weight", row), "no place"),
+        ("llama", add("blk.0.post_ffw_norm.weight", row), "does not belong"),
+        ("llama", add("v.patch_embd.weight", row), "does not belong"),
+        ("llama", add("blk.0.attn_q.3.weight", row), "does not belong"),
         ("llama", add("blk.0.attn_q.weight", np.zeros((63, 64), np.float32)), "not 4 heads of an even size"),
         ("mixtral", add("blk.0.ffn_up_exps.weight", np.zeros((3, 96, 64), np.float32)), "4 experts need 4"),
         ("llama", add("blk.0.ffn_up.weight", (np.zeros((96, 584), np.uint8), T.Q8_K)), "has the type Q8_K"),
