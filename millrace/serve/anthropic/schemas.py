@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's API: what its clients send, as strict structs, and what they receive."""
+"""Requests and answers of Anthropic's API. Requests are strict: an unknown field is an error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from millrace.serve.http.error_bodies import ErrorBody
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
 CacheControl = Annotated[
-    Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, with or without it.")
+    Raw | UnsetType, described("Accepted, without effect: equal prompt prefixes are always reused.")
 ]
 
 
-# ── what clients send ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class TextBlock(Strict, kw_only=True, tag_field="type", tag="text"):
     """A piece of text."""
 
@@ -25,7 +25,7 @@ class TextBlock(Strict, kw_only=True, tag_field="type", tag="text"):
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
-    """Not supported yet: this server takes text only. So it is with the blocks below."""
+    """Not supported yet."""
 
 
 class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
@@ -76,12 +76,12 @@ class AnthropicMetadata(Strict, kw_only=True):
 class CountTokensRequest(Strict, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
+    model: Annotated[str, described("Name of the served model, as in `/v1/models`.")]
     messages: Annotated[
         list[AnthropicMessage],
-        described("The conversation; a final message of the assistant is continued.", minItems=1),
+        described("The conversation; a final assistant message is continued.", minItems=1),
     ]
-    system: Annotated[str | list[Block] | None, described("How the model should behave.")] = None
+    system: Annotated[str | list[Block] | None, described("System prompt.")] = None
     cache_control: CacheControl = UNSET
     thinking: Annotated[Refused, unsupported('null and {"type": "disabled"} are accepted.')] = UNSET
     tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
@@ -95,12 +95,12 @@ class CountTokensRequest(Strict, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The body of POST /v1/messages."""
 
-    max_tokens: Annotated[int, described("Most tokens to generate.", minimum=1)]
-    stop_sequences: Annotated[list[str] | None, described("Generation ends before these texts.")] = None
-    stream: Annotated[bool | None, described("Send typed events as tokens come.")] = None
+    max_tokens: Annotated[int, described("Maximum number of output tokens.", minimum=1)]
+    stop_sequences: Annotated[list[str] | None, described("Stop strings: generation ends before them.")] = None
+    stream: Annotated[bool | None, described("Stream typed events as tokens are generated.")] = None
     temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=1)] = None
     top_p: Annotated[float | None, described("Nucleus sampling.", exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 keeps all.", minimum=0)] = None
+    top_k: Annotated[int | None, described("Sample from the k likeliest tokens; 0 = all.", minimum=0)] = None
     metadata: Annotated[AnthropicMetadata | None, described("Labels; no effect on generation.")] = None
     service_tier: Annotated[Refused, unsupported('null, "auto" and "standard_only" are accepted.')] = UNSET
     container: Annotated[Refused, unsupported("null is accepted.")] = UNSET
@@ -127,7 +127,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# ── what they receive ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class OutputTextBlock(msgspec.Struct):
     type: Literal["text"]
     text: str
@@ -135,7 +135,7 @@ class OutputTextBlock(msgspec.Struct):
 
 class AnthropicUsage(msgspec.Struct):
     input_tokens: int
-    """Prompt tokens that were computed; those found in the prefix cache count apart."""
+    """Prompt tokens that were computed, without those from the prefix cache."""
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
     output_tokens: int
@@ -158,7 +158,7 @@ class MessageAnswer(msgspec.Struct):
 
 
 class MessageEvent(msgspec.Struct):
-    """One event of a streamed message; `type` says which further fields it has."""
+    """One event of a streamed message; its other fields depend on `type`."""
 
     type: Literal[
         "message_start",
@@ -176,7 +176,7 @@ class CountTokensAnswer(msgspec.Struct):
 
 
 class AnthropicErrorAnswer(msgspec.Struct):
-    """Every error of /v1/messages: Anthropic's shape with OpenAI's fields in it."""
+    """Errors of /v1/messages: Anthropic's format, with OpenAI's fields added."""
 
     type: Literal["error"]
     error: ErrorBody

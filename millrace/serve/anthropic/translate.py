@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and its token count translated into work and conversations."""
+"""Translates the bodies of /v1/messages and /v1/messages/count_tokens into work and conversations."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ async def _respond(
 def _load(
     request: web.Request, body: OllamaCommon, message: OllamaAnswerMessage | UnsetType, response: str | UnsetType
 ) -> web.Response:
-    """In Ollama a request without a prompt loads the model. Here it is loaded already."""
+    """A request without a prompt: Ollama loads the model; here it is already loaded."""
     header_deadline(request, 0.0)
     check_sampling(body)
     model_name = request.app[STATE].model_name

@@ -1,4 +1,4 @@
-"""The bodies of Ollama's API: what its clients send, as strict structs, and what they receive."""
+"""Requests and answers of Ollama's API. Requests are strict: an unknown field is an error."""
 
 from __future__ import annotations
 
@@ -11,25 +11,32 @@ from millrace.serve.generate.logprobs import TokenLogprob
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
 
-# ── what clients send ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class OllamaOptions(Strict, kw_only=True):
-    """Sampling. What steers Ollama's own runner is refused by name."""
+    """Sampling. Options of Ollama's own runner are refused by name."""
 
     temperature: Annotated[float | None, described("0 is greedy; default 0.8.", minimum=0, maximum=100)] = None
     top_k: Annotated[int | None, described("Default 40; 0 keeps all.", minimum=-1)] = None
     top_p: Annotated[float | None, described("Default 0.9.", exclusiveMinimum=0, maximum=1)] = None
     min_p: Annotated[float | None, described("Default 0.", minimum=0, maximum=1)] = None
-    seed: Annotated[int | None, described("Same seed, same text; -1 is a random one.")] = None
+    seed: Annotated[int | None, described("The same seed gives the same text; -1 = random.")] = None
     num_predict: Annotated[
-        int | None, described("Most tokens; -1 or -2: to the end of the context.", minimum=-2, **{"not": {"const": 0}})
+        int | None,
+        described(
+            "Maximum number of output tokens; -1 or -2: up to the end of the context.",
+            minimum=-2,
+            **{"not": {"const": 0}},
+        ),
     ] = None
-    num_ctx: Annotated[int | None, described("Most tokens of prompt and answer; never above the model's.")] = None
-    stop: Annotated[str | list[str] | None, described("Generation ends before these texts.")] = None
+    num_ctx: Annotated[int | None, described("Maximum tokens of prompt and answer; at most the model's context.")] = (
+        None
+    )
+    stop: Annotated[str | list[str] | None, described("Stop strings: generation ends before them.")] = None
     repeat_penalty: Annotated[
-        float | None, described("Over prompt and output; default off.", minimum=0.01, maximum=100)
+        float | None, described("Applies to prompt and output tokens; default off.", minimum=0.01, maximum=100)
     ] = None
-    presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
+    presence_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
     repeat_last_n: Annotated[Refused, unsupported("null and -1, the whole context, are accepted.")] = UNSET
     typical_p: Annotated[Refused, unsupported("null and 1 are accepted.")] = UNSET
     tfs_z: Annotated[Refused, unsupported("null and 1 are accepted.")] = UNSET
@@ -62,14 +69,16 @@ class OllamaMessage(Strict, kw_only=True):
 
 
 class OllamaCommon(Strict, kw_only=True):
-    model: Annotated[str, described("The served model's name; `:latest` may follow.")]
-    stream: Annotated[bool | None, described("Send JSON lines as tokens come; default true.")] = None
+    model: Annotated[str, described("Name of the served model, with or without `:latest`.")]
+    stream: Annotated[bool | None, described("Stream JSON lines as tokens are generated; default true.")] = None
     options: OllamaOptions | None = None
     logprobs: Annotated[bool | None, described("Return the log-probability of every token.")] = None
-    top_logprobs: Annotated[int | None, described("And of this many likeliest tokens.", minimum=0, maximum=20)] = None
-    keep_alive: Annotated[
-        str | float | None, described("Accepted: the model stays loaded. 0 asks to unload it, which is refused.")
+    top_logprobs: Annotated[
+        int | None, described("Also for this many likeliest tokens; needs `logprobs`.", minimum=0, maximum=20)
     ] = None
+    keep_alive: Annotated[str | float | None, described("Accepted: the model stays loaded. 0 (unload) is refused.")] = (
+        None
+    )
     format: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
     think: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
     truncate: Annotated[Refused, unsupported("a prompt is never truncated; null and false are accepted.")] = UNSET
@@ -79,16 +88,18 @@ class OllamaCommon(Strict, kw_only=True):
 class OllamaChatRequest(OllamaCommon, kw_only=True):
     """The body of POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage] | None, described("The conversation; none only checks the model.")] = None
+    messages: Annotated[
+        list[OllamaMessage] | None, described("The conversation; without messages the request only checks the model.")
+    ] = None
     tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
 
 
 class OllamaGenerateRequest(OllamaCommon, kw_only=True):
     """The body of POST /api/generate."""
 
-    prompt: Annotated[str | None, described("What the user says; none only checks the model.")] = None
-    system: Annotated[str | None, described("How the model should behave.")] = None
-    raw: Annotated[bool | None, described("Give the prompt to the model without its chat template.")] = None
+    prompt: Annotated[str | None, described("The user's prompt; without one the request only checks the model.")] = None
+    system: Annotated[str | None, described("System prompt.")] = None
+    raw: Annotated[bool | None, described("Use the prompt without the chat template.")] = None
     suffix: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
     template: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
     context: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
@@ -101,9 +112,9 @@ class OllamaGenerateRequest(OllamaCommon, kw_only=True):
 class OllamaShowRequest(Strict, kw_only=True):
     """The body of POST /api/show."""
 
-    model: Annotated[str | None, described("The served model's name.")] = None
-    name: Annotated[str | None, described("The older name of `model`.")] = None
-    verbose: Annotated[bool | None, described("Accepted; there is nothing more to say.")] = None
+    model: Annotated[str | None, described("Name of the served model.")] = None
+    name: Annotated[str | None, described("Older name of `model`.")] = None
+    verbose: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -138,14 +149,14 @@ MESSAGE_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# ── what they receive ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class OllamaAnswerMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str
 
 
 class OllamaAnswer(msgspec.Struct):
-    """A whole answer, or one line of its stream: /api/chat fills `message`, /api/generate `response`."""
+    """A whole answer or one line of a stream. /api/chat sets `message`, /api/generate `response`."""
 
     model: str
     created_at: str
@@ -155,7 +166,7 @@ class OllamaAnswer(msgspec.Struct):
     done: bool = False
     done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
-    """Durations are in nanoseconds."""
+    """Nanoseconds, like all durations."""
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
@@ -180,7 +191,7 @@ class OllamaModel(msgspec.Struct):
     digest: str
     details: OllamaDetails
     context_length: int | UnsetType = UNSET
-    """With `size_vram` and `expires_at` in /api/ps only."""
+    """This and the two fields below: /api/ps only."""
     size_vram: int | UnsetType = UNSET
     expires_at: str | UnsetType = UNSET
 
@@ -204,7 +215,7 @@ class OllamaVersion(msgspec.Struct):
 
 
 class OllamaErrorAnswer(msgspec.Struct):
-    """Every error of /api/…: Ollama's `error` is a text; OpenAI's fields stand beside it."""
+    """Errors of /api/…: Ollama's `error` text, with OpenAI's fields beside it."""
 
     error: str
     message: str

@@ -1,4 +1,4 @@
-"""The bodies of /api/chat and /api/generate translated into generations."""
+"""Translates the bodies of /api/chat and /api/generate into generations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from millrace.serve.ollama.schemas import (
 from millrace.serve.state import FrontState
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""As Ollama documents them."""
+"""Ollama's documented defaults."""
 LATEST = ":latest"
 _SAME_NAME = (*DEFAULTS, "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTION_NAMES = {
@@ -54,8 +54,7 @@ def check_body(body: OllamaCommon, state: FrontState) -> None:
     refuse_unsupported(body, NOT_SUPPORTED, "")
     if body.keep_alive is not None and str(body.keep_alive).rstrip("hms") in ("0", "0.0"):
         raise BadRequest(
-            f"keep_alive is {body.keep_alive!r}, which asks to unload the model; this server keeps it loaded, remove"
-            " it.",
+            f"keep_alive is {body.keep_alive!r}, which would unload the model; this server keeps it loaded. Remove it.",
             param="keep_alive",
             code="unsupported_parameter",
         )
@@ -167,7 +166,7 @@ def _within_num_ctx(state: FrontState, params: SamplingParams, num_prompt: int, 
     max_context = state.require_engine().max_context
     if not 1 <= num_ctx <= max_context:
         raise BadRequest(
-            f"num_ctx is {num_ctx}; the served model's context is {max_context}, send at most that.",
+            f"num_ctx is {num_ctx}; it must be between 1 and {max_context}, the model's context.",
             param="options.num_ctx",
         )
     asked = params.max_tokens

@@ -39,7 +39,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     body = decode_response(data)
     if body.background:
         _check_background(body)
-        # What would fail is refused now, while somebody hears it.
+        # Validate now, while the client waits for the answer.
         work = await prepare_response(state, data, received, owner)
         queued = await _queue(state, data, body, owner, work.generation.answer_id)
         request.app[BACKGROUND].wake()
@@ -56,8 +56,7 @@ def _check_background(body: ResponsesRequest) -> None:
         )
     if body.store is False:
         raise BadRequest(
-            "'background' is true and 'store' is false, but a response that nobody waits for must be stored; set"
-            " store to true.",
+            "'background' is true and 'store' is false, but a background response must be stored; set store to true.",
             param="store",
         )
 

@@ -1,4 +1,4 @@
-"""The bodies of /v1/responses: what clients send, as strict structs, and what they receive."""
+"""Requests and answers of /v1/responses. Requests are strict: an unknown field is an error."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class InputTextPart(Strict, kw_only=True, tag_field="type", tag="input_text"):
 
     text: str
     prompt_cache_breakpoint: Annotated[
-        Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, wherever they end.")
+        Raw | UnsetType, described("Accepted, without effect: equal prompt prefixes are always reused.")
     ] = UNSET
 
 
 class OutputTextPart(Strict, kw_only=True, tag_field="type", tag="output_text"):
-    """A piece of an earlier answer, as it was given."""
+    """Text of an earlier answer."""
 
     text: str
-    annotations: Annotated[Raw | UnsetType, described("Accepted; an answer's text has none here.")] = UNSET
-    logprobs: Annotated[Raw | UnsetType, described("Accepted; the text is what is read.")] = UNSET
+    annotations: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
+    logprobs: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
 
 
 class InputImagePart(msgspec.Struct, tag_field="type", tag="input_image"):
@@ -59,7 +59,7 @@ class ResponseInputMessage(Strict, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ResponsePart]
     type: Literal["message"] = "message"
-    id: Annotated[str | None, described("Accepted; items are numbered anew.")] = None
+    id: Annotated[str | None, described("Accepted; items get new ids.")] = None
     status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, described("Accepted.")] = None
     phase: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
@@ -82,16 +82,16 @@ class ResponseStreamOptions(Strict, kw_only=True):
 
 
 class _ResponseInput(Strict, kw_only=True):
-    model: Annotated[str | None, described("The served model's name; default: that one.")] = None
+    model: Annotated[str | None, described("Name of the served model; may be left out.")] = None
     input: Annotated[Raw, described("A text, or a list of messages.", **_INPUT_SCHEMA)]
-    instructions: Annotated[str | None, described("A system message before everything else.")] = None
+    instructions: Annotated[str | None, described("A system message before all others.")] = None
     previous_response_id: Annotated[str | None, described("Continue the conversation of a stored response.")] = None
     text: ResponseText | None = None
     truncation: Annotated[Refused, unsupported('null and "disabled" are accepted.')] = UNSET
     tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     tool_choice: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
-    parallel_tool_calls: Annotated[Refused, unsupported("null, true and false mean nothing without tools.")] = UNSET
-    reasoning: Annotated[Refused, unsupported("null, {} and one with null fields are accepted.")] = UNSET
+    parallel_tool_calls: Annotated[Refused, unsupported("null, true and false are accepted.")] = UNSET
+    reasoning: Annotated[Refused, unsupported("null, {} and an object of nulls are accepted.")] = UNSET
     conversation: Annotated[Refused, unsupported("null is accepted; see `previous_response_id`.")] = UNSET
 
 
@@ -102,12 +102,14 @@ class InputTokensRequest(_ResponseInput, kw_only=True):
 class ResponsesRequest(_ResponseInput, kw_only=True):
     """The body of POST /v1/responses."""
 
-    stream: Annotated[bool | None, described("Send typed events as tokens come.")] = None
+    stream: Annotated[bool | None, described("Stream typed events as tokens are generated.")] = None
     stream_options: ResponseStreamOptions | None = None
-    store: Annotated[bool | None, described("Keep the response for 30 days; default true.")] = None
-    background: Annotated[bool | None, described("Answer at once and generate later; not with `stream`.")] = None
+    store: Annotated[bool | None, described("Store the response for 30 days; default true.")] = None
+    background: Annotated[
+        bool | None, described("Return at once and generate in the background; not with `stream`.")
+    ] = None
     max_output_tokens: Annotated[
-        int | None, described("Most tokens to generate; default: to the end of the context.", minimum=1)
+        int | None, described("Maximum number of output tokens; default: up to the end of the context.", minimum=1)
     ] = None
     temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=100)] = None
     top_p: Annotated[float | None, described("Nucleus sampling; default 1.", exclusiveMinimum=0, maximum=1)] = None
@@ -115,10 +117,10 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
         int | None, described(f"Log-probabilities; needs `include` {LOGPROBS}.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None
     include: Annotated[list[str] | None, described(f"Only {LOGPROBS}.")] = None
-    metadata: Annotated[dict[str, str] | None, described("Labels, given back with the response.")] = None
+    metadata: Annotated[dict[str, str] | None, described("Labels, returned with the response.")] = None
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
-    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused here.")] = None
+    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused.")] = None
     prompt_cache_retention: Annotated[Refused, unsupported('null and "in_memory" are accepted.')] = UNSET
     prompt_cache_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     service_tier: Annotated[Refused, unsupported('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
@@ -127,30 +129,35 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     prompt: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
-    presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
-    seed: Annotated[int | None, described("Same seed, prompt and parameters: same text.")] = None
-    stop: Annotated[str | list[str] | None, described("Generation ends before these texts.")] = None
-    top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 or -1 keeps all.", minimum=-1)] = None
+    presence_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
+    seed: Annotated[int | None, described("The same seed, prompt and parameters give the same text.")] = None
+    stop: Annotated[str | list[str] | None, described("Stop strings: generation ends before them.")] = None
+    top_k: Annotated[int | None, described("Sample from the k likeliest tokens; 0 or -1 = all.", minimum=-1)] = None
     min_p: Annotated[
-        float | None, described("Drop tokens below this share of the likeliest.", minimum=0, maximum=1)
+        float | None,
+        described("Drop tokens below this fraction of the likeliest one's probability.", minimum=0, maximum=1),
     ] = None
     repetition_penalty: Annotated[
-        float | None, described("Over prompt and output; 1 is off.", minimum=0.01, maximum=100)
+        float | None, described("Applies to prompt and output tokens; 1 = off.", minimum=0.01, maximum=100)
     ] = None
-    ignore_eos: Annotated[bool | None, described("Do not end at the model's end tokens.")] = None
-    min_tokens: Annotated[int | None, described("End tokens are impossible before this many.", minimum=0)] = None
+    ignore_eos: Annotated[bool | None, described("Ignore the model's end tokens.")] = None
+    min_tokens: Annotated[int | None, described("No end token before this many output tokens.", minimum=0)] = None
     stop_token_ids: Annotated[
-        list[int] | None, described("Generation ends at these tokens.", maxItems=MAX_STOP_TOKEN_IDS)
+        list[int] | None, described("Generation ends at these token ids.", maxItems=MAX_STOP_TOKEN_IDS)
     ] = None
-    include_stop_str_in_output: Annotated[bool | None, described("Keep the stop text.")] = None
-    skip_special_tokens: Annotated[bool | None, described("Leave special tokens out; default true.")] = None
+    include_stop_str_in_output: Annotated[bool | None, described("Include the stop string in the answer.")] = None
+    skip_special_tokens: Annotated[bool | None, described("Omit special tokens from the text; default true.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("Variables for the chat template.")] = None
     priority: Annotated[
-        PriorityClass | int | None, described("The class in the queue; 0 interactive, 1 standard (default), 2 batch.")
+        PriorityClass | int | None, described("Priority class: 0 interactive, 1 standard (default), 2 batch.")
     ] = None
-    cache_salt: Annotated[str | None, described("Share cached prefixes only with equal salts.", maxLength=1024)] = None
-    timeout: Annotated[float | None, described("Seconds until it is given up.", exclusiveMinimum=0)] = None
+    cache_salt: Annotated[
+        str | None, described("Cached prefixes are shared only between requests with the same salt.", maxLength=1024)
+    ] = None
+    timeout: Annotated[
+        float | None, described("Seconds until the request is ended with an error.", exclusiveMinimum=0)
+    ] = None
 
 
 _NO_REASONING = tuple(
@@ -254,7 +261,7 @@ ResponseStatus = Literal["completed", "failed", "in_progress", "cancelled", "que
 
 
 class ResponseAnswer(msgspec.Struct, kw_only=True):
-    """A response, at whatever stage it is."""
+    """A response, in any state."""
 
     id: str
     object: Literal["response"] = "response"
@@ -300,7 +307,7 @@ class InputTokensAnswer(msgspec.Struct):
 
 
 class ResponseEvent(msgspec.Struct):
-    """One event of a stream; `type` says which further fields it has."""
+    """One event of a stream; its other fields depend on `type`."""
 
     type: str
     sequence_number: int

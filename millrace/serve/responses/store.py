@@ -24,7 +24,7 @@ _messages = msgspec.json.Decoder(list[OutputMessage])
 def add_response(
     database: sqlite3.Connection, answer: ResponseAnswer, owner: str, items: list[InputItem], request: bytes | None
 ) -> None:
-    """`request` is kept while it is yet to be generated (background)."""
+    """`request` is set only for a background response that is still to be generated."""
     database.execute(
         "INSERT OR REPLACE INTO responses (id, owner, created_at, previous_id, status, background, body, input,"
         " output, request) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -37,7 +37,7 @@ def add_response(
 
 
 def end_response(database: sqlite3.Connection, answer: ResponseAnswer) -> None:
-    """How a background response ended; nothing where it was deleted meanwhile."""
+    """Store the end of a background response; no effect if it was deleted meanwhile."""
     database.execute(
         "UPDATE responses SET status = ?, body = ?, output = ?, request = NULL WHERE id = ? AND request IS NOT NULL",
         (answer.status, msgspec.json.encode(answer), msgspec.json.encode(answer.output), answer.id),
@@ -50,7 +50,7 @@ def _row(database: sqlite3.Connection, response_id: str, owner: str, param: str 
     ).fetchone()
     if row is None:
         raise NotFound(
-            f"There is no stored response {response_id[:200]!r}: it was deleted, not stored, or never made.",
+            f"There is no stored response {response_id[:200]!r}: it was deleted, not stored, or never created.",
             param=param,
         )
     return row
@@ -75,26 +75,26 @@ def cancel_response(database: sqlite3.Connection, response_id: str, owner: str) 
     if row["status"] == "cancelled":
         return bytes(row["body"])
     raise Conflict(
-        f"The response {response_id!r} is {row['status']}; only one made with 'background' that still runs can be"
-        " cancelled. DELETE /v1/requests/<id> ends any request that runs.",
+        f"The response {response_id!r} is {row['status']}; only a running response created with 'background' can be"
+        " cancelled here. DELETE /v1/requests/<id> cancels any running request.",
         param="response_id",
     )
 
 
 def conversation(database: sqlite3.Connection, response_id: str, owner: str) -> list[Message]:
-    """Everything said up to and with a response, oldest first."""
+    """All messages up to and including a response, oldest first."""
     turns: list[list[Message]] = []
     wanted: str | None = response_id
     while wanted is not None:
         row = _row(database, wanted, owner, "previous_response_id")
         if row["request"] is not None:
             raise Conflict(
-                f"The response {wanted!r} is still being generated; wait for its end before continuing it.",
+                f"The response {wanted!r} is still being generated; continue it when it has ended.",
                 param="previous_response_id",
             )
         if len(turns) == MAX_TURNS:
             raise BadRequest(
-                f"The conversation has more than {MAX_TURNS} turns; begin a new one.", param="previous_response_id"
+                f"The conversation has more than {MAX_TURNS} turns; start a new one.", param="previous_response_id"
             )
         messages: list[InputItem | OutputMessage] = [*_items.decode(row["input"]), *_messages.decode(row["output"])]
         turns.append([message_of(message) for message in messages])
@@ -103,7 +103,7 @@ def conversation(database: sqlite3.Connection, response_id: str, owner: str) -> 
 
 
 def message_of(item: InputItem | OutputMessage) -> Message:
-    """An item in the internal form; a developer is the template's system."""
+    """An item in the internal form; the role `developer` becomes `system`."""
     texts = [part.text for part in item.content]
     return Message("system" if item.role == "developer" else item.role, texts[0] if len(texts) == 1 else texts)
 
@@ -115,7 +115,7 @@ def input_items(database: sqlite3.Connection, response_id: str, owner: str, page
     if page.after is not None:
         ids = [item.id for item in items]
         if page.after not in ids:
-            raise BadRequest(f"after is {page.after[:200]!r}, which is no item of this response.", param="after")
+            raise BadRequest(f"after is {page.after[:200]!r}, which is not an item of this response.", param="after")
         items = items[ids.index(page.after) + 1 :]
     shown = items[: page.limit]
     first, last = (shown[0].id, shown[-1].id) if shown else ("", "")
@@ -130,7 +130,7 @@ class OpenResponse:
     owner: str
     request: bytes
     answer: ResponseAnswer
-    """As it stands."""
+    """Its present state."""
 
 
 def open_responses(database: sqlite3.Connection) -> list[OpenResponse]:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses translated into work, with the stored conversation that it continues."""
+"""Translates the body of POST /v1/responses into work, with the stored conversation that it continues."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def input_items(raw: msgspec.Raw) -> list[InputItem]:
     try:
         given = msgspec.json.decode(raw, type=str | list[msgspec.Raw])
     except msgspec.ValidationError:
-        raise BadRequest("'input' is neither a text nor a list of messages; send one of them.", param="input") from None
+        raise BadRequest("'input' must be a text or a list of messages.", param="input") from None
     if not given:
         raise BadRequest("'input' is empty; send a text or at least one message.", param="input")
     if isinstance(given, str):
@@ -193,7 +193,7 @@ async def _generation(
 
 
 async def _conclude(state: FrontState, items: list[InputItem], owner: str, is_queued: bool, job: Job) -> bytes:
-    """Store the response before its client can ask for it."""
+    """Store the response before the client learns its end and can ask for it."""
     writer = job.writer
     assert isinstance(writer, ResponseWriter)
     final = writer.final(job.usage())
@@ -230,7 +230,7 @@ def _logprobs(body: ResponsesRequest) -> int | None:
     for name in body.include or ():
         if name != LOGPROBS:
             raise BadRequest(
-                f"'include' holds {name[:80]!r}, which is not supported yet; only {LOGPROBS!r} is.", param="include"
+                f"'include' contains {name[:80]!r}, which is not supported yet; only {LOGPROBS!r} is.", param="include"
             )
     if body.stream_options is not None:
         if not body.stream:
@@ -242,7 +242,7 @@ def _logprobs(body: ResponsesRequest) -> int | None:
     if not body.include:
         if body.top_logprobs:
             raise BadRequest(
-                f"top_logprobs is {body.top_logprobs}, which needs 'include' to hold {LOGPROBS!r}; add it.",
+                f"top_logprobs is {body.top_logprobs}, which needs {LOGPROBS!r} in 'include'; add it.",
                 param="top_logprobs",
             )
         return None

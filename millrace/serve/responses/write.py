@@ -1,4 +1,4 @@
-"""How /v1/responses writes its answers: one response, or typed events with running numbers."""
+"""Writes the answers of /v1/responses: one response, or typed events with sequence numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ResponseWriter:
         )
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        raise AssertionError("events are numbered, so no two have the same frame")
+        raise AssertionError("every event has its own sequence number")
 
     def prompt_frame(self, choice: DetailedChoice) -> bytes:
         return b""
@@ -84,7 +84,7 @@ class ResponseWriter:
         return self._event(f"response.{final.status}", response=final)
 
     def error_frames(self, error: MillraceError) -> bytes:
-        """The response's own end, and an event that clients raise."""
+        """`response.failed`, then an `error` event, which clients raise."""
         said = {"code": error.code, "message": error.message, "param": error.param}
         body = ErrorBody(error.message, error.type, error.param, error.code)
         return self._event("response.failed", response=failed(self._opening, error)) + self._event(

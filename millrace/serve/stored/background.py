@@ -32,6 +32,7 @@ EXPIRY_CHECK_S = 3600.0
 MAX_BATCHES = 8
 """Batches that run at once; the others wait."""
 MAX_TASKS = 64
+"""Background responses that run at once."""
 LOCK = "background.lock"
 
 log = logging.getLogger("millrace.serve")
@@ -53,7 +54,7 @@ class BackgroundRunner:
     def __init__(self, state: FrontState, endpoints: Mapping[str, Prepare], open_tasks: OpenTasks) -> None:
         self._state = state
         self.endpoints = endpoints
-        """The endpoints that a batch may be for."""
+        """The endpoints that a batch can call, each with the function that prepares a request."""
         self._open_tasks = open_tasks
         self._wakeup = asyncio.Event()
         self._lock: FileLock | None = None

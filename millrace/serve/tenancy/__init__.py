@@ -1,5 +1,5 @@
 """Who may use the server, and how much: API keys and tenants, quotas, admission control, audit log.
 
-Imports `http` of `serve`, and `link` for the engine's stats; no dialect, nothing of `generate`.
+Imports `http`, `link` for the engine's stats and `observe` for the audit log; no dialect, nothing of `generate`.
 Start with `keyring` (tenants), then `quotas` and `admission`. `generate.gate` applies them to every request.
 """
