@@ -24,6 +24,9 @@ from millrace.serve.stored import routes_files as files
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_RESPONSE = r"/v1/responses/{response_id:(?!(?:input_tokens|compact)$)[^/]+}"
+"""Without the two names that are endpoints of their own, so that a 405 lists only the methods of those."""
+
 POST: dict[str, Handler] = {
     "/v1/chat/completions": openai.chat_completions,
     "/v1/completions": openai.completions,
@@ -45,7 +48,7 @@ POST: dict[str, Handler] = {
 GET: dict[str, Handler] = {
     "/v1/models": info.list_models,
     "/v1/models/{model:.+}": info.get_model,
-    "/v1/responses/{response_id}": responses.retrieve,
+    _RESPONSE: responses.retrieve,
     "/v1/responses/{response_id}/input_items": responses.list_input_items,
     "/v1/files": files.listing,
     "/v1/files/{file_id}": files.describe,
@@ -60,7 +63,7 @@ GET: dict[str, Handler] = {
     "/api/version": ollama.version,
 }
 DELETE: dict[str, Handler] = {
-    "/v1/responses/{response_id}": responses.delete,
+    _RESPONSE: responses.delete,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
 }

@@ -169,7 +169,7 @@ async def drain(state: FrontState) -> None:
     state.draining = True
     limit_s = state.config.server.drain_timeout_s
     if state.jobs:
-        log.info("Draining: %d requests may take up to %g s to finish.", len(state.jobs), limit_s)
+        log.debug("Draining: %d requests may take up to %g s to finish.", len(state.jobs), limit_s)
         waits = [asyncio.ensure_future(_ended(job.done)) for job in state.jobs]
         await asyncio.wait(waits, timeout=limit_s)
         for wait in waits:

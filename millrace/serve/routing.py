@@ -13,13 +13,13 @@ from millrace.serve.describe import routes_absent, routes_info
 from millrace.serve.describe.openapi import docs_page, openapi_document
 from millrace.serve.http.app_keys import DOCS, FINISH_REASON, OPENAPI, REQUEST_ID
 from millrace.serve.http.body import check_headers
-from millrace.serve.http.error_bodies import error_body, error_response, from_aiohttp
+from millrace.serve.http.error_bodies import AllowedMethods, error_body, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
 from millrace.serve.responses.background import open_tasks
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.stored.background import BACKGROUND, BackgroundRunner, run_background
 from millrace.serve.stored.routes_files import UPLOAD_PATH, check_upload
-from millrace.serve.tenancy.access import authorise, cross_origin
+from millrace.serve.tenancy.access import authorise, cross_origin, is_preflight
 from millrace.serve.tenancy.auditing import audit
 
 log = logging.getLogger("millrace.serve")
@@ -79,7 +79,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(error, web.HTTPException) and error.status < 400:
             status = error.status
             raise
-        shown = error if isinstance(error, MillraceError) else from_aiohttp(error, request, _paths(request.app))
+        shown = error if isinstance(error, MillraceError) else _in_our_words(error, request)
         status = shown.status
         return error_response(shown, request_id, _error_writer(request.path))
     except ConnectionError:
@@ -96,6 +96,16 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_REASON, "")).inc()
 
 
+def _in_our_words(error: web.HTTPException, request: web.Request) -> MillraceError:
+    if isinstance(error, web.HTTPMethodNotAllowed) and is_preflight(request):
+        origin = request.headers.get("Origin", "")[:200]
+        return AllowedMethods(
+            f"This server does not allow cross-origin requests from {origin!r}; start it with --cors-origins {origin}.",
+            sorted(error.allowed_methods),
+        )
+    return from_aiohttp(error, request, [resource.canonical for resource in request.app.router.resources()])
+
+
 def _error_writer(path: str) -> Callable[[MillraceError], bytes]:
     """The error shape of the dialect that the path belongs to."""
     for prefix, write in api_routes.ERROR_BODIES.items():
@@ -108,10 +118,6 @@ def _route_of(request: web.Request) -> str:
     """The route's pattern; one word for everything unmatched, so that scanners cannot grow the metrics."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unmatched"
-
-
-def _paths(app: web.Application) -> list[str]:
-    return [resource.canonical for resource in app.router.resources()]
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:

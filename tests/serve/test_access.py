@@ -214,7 +214,11 @@ def test_browsers_of_allowed_origins_may_call_and_no_others() -> None:
         stranger = post(front.port, COMPLETIONS, body(), {"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in stranger.headers
     with running_front(saying("ok")) as front:
-        assert request(front.port, "OPTIONS", CHAT, headers=ask).status == 405
+        refused = request(front.port, "OPTIONS", CHAT, headers=ask)
+        assert refused.status == 405
+        assert refused.headers["allow"] == "POST"
+        assert "--cors-origins https://a.example" in refused.error["message"]
+        assert "--cors-origins" not in request(front.port, "OPTIONS", CHAT).error["message"]
 
 
 # ── the audit log ─────────────────────────────────────────────────────────────────────────────────────────────────────

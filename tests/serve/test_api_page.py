@@ -23,7 +23,7 @@ def test_the_tables_are_those_of_the_structs() -> None:
 
 @pytest.mark.parametrize("path", sorted({*api_routes.POST, *api_routes.GET, *api_routes.DELETE}))
 def test_every_endpoint_is_named(path: str) -> None:
-    parts = re.sub(r"\{[a-z_]+(:\.\+)?\}", "{id}", path).replace("/v1/models/{id}", "/v1/models/{model}")
+    parts = re.sub(r"\{[a-z_]+(:[^}]+)?\}", "{id}", path).replace("/v1/models/{id}", "/v1/models/{model}")
     head, _, tail = parts.rpartition("{id}")
     assert parts in PAGE or (f"{head}{{id}}" in PAGE and f"…{tail}" in PAGE)
 

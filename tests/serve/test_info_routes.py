@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,4 +161,15 @@ def test_every_route_is_in_the_document(front: Front) -> None:
     documented = get(front.port, "/openapi.json").json["paths"]
     for method, routes in (("post", api_routes.POST), ("get", api_routes.GET), ("delete", api_routes.DELETE)):
         for path in routes:
-            assert method in documented[path.replace(":.+}", "}")], (method, path)
+            assert method in documented[re.sub(r":[^}]+}", "}", path)], (method, path)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_input_tokens_is_not_taken_for_a_response(front: Front, method: str) -> None:
+    reply = request(front.port, method, "/v1/responses/input_tokens")
+    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+
+
+def test_a_response_allows_get_and_delete(front: Front) -> None:
+    reply = request(front.port, "PUT", "/v1/responses/resp_1")
+    assert (reply.status, reply.headers["allow"]) == (405, "DELETE, GET, HEAD")

@@ -163,7 +163,6 @@ class PlainChoice(Choice):
         "_most_chars",
         "_out",
         "_prefix",
-        "_protocol",
         "_suffix",
         "_suffix_line",
         "_write",
@@ -182,7 +181,6 @@ class PlainChoice(Choice):
         super().__init__(job, index, prompt, params, text)
         self._out = out
         self._write = out.write
-        self._protocol = out.protocol
         self._prefix, self._suffix = frame
         self._suffix_line = self._suffix + b"\r\n"
         self._fixed_bytes = len(self._prefix) + len(self._suffix)
@@ -201,8 +199,6 @@ class PlainChoice(Choice):
                     data = encode(text) if text.isascii() else escape_text(text)
                     size_line = _SIZE_LINES[self._fixed_bytes + len(data)]
                     self._write(b"".join((size_line, self._prefix, data, self._suffix_line)))
-                    if self._protocol._paused:
-                        self._out.check_pause()
                 else:
                     self._show(text)
             if self._watches and self.text.stopped_by is not None:

@@ -160,7 +160,7 @@ def _explain(problem: str, parsed: Any, struct: type[msgspec.Struct]) -> BadRequ
     missing = re.fullmatch(r"Object missing required field `(.*)`", what)
     if missing:
         name = f"{param}.{missing[1]}" if param else missing[1]
-        return BadRequest(f"'{name}' is missing; it is required, add it.", param=name, code="missing_field")
+        return BadRequest(f"'{name}' is required.", param=name, code="missing_field")
     shown = _value_at(parsed, path)
     name = f"'{param}'" if param else "The body"
     expected = re.fullmatch(r"Expected `(.*?)`(?:, got `(.*)`)?", what)

@@ -1,10 +1,8 @@
-"""One streamed answer on one connection: events, written straight to the transport as they are made.
+"""One streamed answer: frames written directly to the connection's transport.
 
-While the client keeps up, a frame costs one write and no task switch. When it does not (the transport's buffer is
-above its mark), text is held as text: many tokens become one frame once the buffer has drained. A client that lets
-more than its share pile up is dropped.
-
-aiohttp serves the connection; this file is the only one that reaches behind its response objects.
+While the client keeps up, a frame costs one write and no task switch. When the write buffer passes its high-water mark,
+text is held back as text, and many tokens become one frame once the buffer has drained. A client that leaves more than
+`limit_bytes` unread is disconnected.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 
+from millrace.serve.http.connection import AlreadySent, FrontProtocol
+
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 LAST_CHUNK = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -25,14 +25,14 @@ JSON_LINES = "application/x-ndjson"
 
 
 class TextHolder(Protocol):
-    """Whoever keeps text back while its stream is paused."""
+    """Holds text back while its stream is paused."""
 
     def take_held(self) -> bytes:
-        """The held text as one frame, or nothing; it is not held any longer."""
+        """Stop holding the text and return it as one frame; empty if there is none."""
 
 
 class EventStream:
-    """The HTTP head goes out with the first frame, so until then an error can still be a plain response."""
+    """The HTTP head is sent with the first frame; until then an error can still be a plain response."""
 
     __slots__ = (
         "_chunked",
@@ -44,13 +44,13 @@ class EventStream:
         "_num_held",
         "_on_slow",
         "_preamble",
+        "_protocol",
         "_resumer",
         "_tail",
         "_transport",
         "closed",
         "direct",
         "paused",
-        "protocol",
         "write",
     )
 
@@ -66,7 +66,9 @@ class EventStream:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has gone.")
-        self.protocol = request.protocol
+        protocol = request.protocol
+        assert isinstance(protocol, FrontProtocol)
+        self._protocol = protocol
         self._transport = transport
         self._chunked = request.version == HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
@@ -83,8 +85,9 @@ class EventStream:
         self.closed = False
         self.paused = False
         self.direct = False
-        """Whether frames may go straight to `write`, each as one HTTP chunk, followed by `check_pause`."""
+        """True while frames may be passed straight to `write`, each as one HTTP chunk."""
         transport.set_write_buffer_limits(high=limit_bytes // 4)
+        protocol.stream = self
 
     @property
     def started(self) -> bool:
@@ -96,8 +99,8 @@ class EventStream:
         return self.closed or self._transport.is_closing()
 
     def begin_with(self, frames: bytes, holders: list[TextHolder], on_slow: Callable[[int], None]) -> None:
-        """`frames` precede whatever is sent first; `holders` are asked for held text after a pause; `on_slow` hears
-        how many bytes a client had left unread when it was cut off."""
+        """`frames` precede the first frame sent. `holders` are asked for held text after a pause. `on_slow` is called
+        with the number of unread bytes when a slow client is disconnected."""
         self._preamble = frames
         self._holders = holders
         self._on_slow = on_slow
@@ -119,7 +122,7 @@ class EventStream:
         self.direct = False
 
     def hold(self, num_bytes: int) -> None:
-        """Account for what is kept back in this process; too much of it ends the connection."""
+        """Count bytes that are held back in this process; too many end the connection."""
         self._num_held += num_bytes
         if self._num_held + self._transport.get_write_buffer_size() > self._limit_bytes:
             self._drop()
@@ -130,27 +133,34 @@ class EventStream:
         self._transport.abort()
         self._on_slow(unread)
 
-    def check_pause(self) -> None:
-        if self.protocol._paused and not self.paused:
+    def on_pause(self) -> None:
+        """The write buffer is above its high-water mark: hold frames until it has drained."""
+        self.direct = False
+        if not self.paused and not self.closed:
             self.paused = True
-            self.direct = False
             if self._resumer is None:
                 self._resumer = asyncio.get_running_loop().create_task(self._resume())
 
     def close(self) -> None:
-        """Nothing more is written; the connection's end is somebody else's business."""
+        """Write nothing more. The connection itself stays open."""
         self.closed = True
         self.direct = False
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._protocol.stream is self:
+            self._protocol.stream = None
 
     async def finish(self, grace_s: float) -> None:
-        """Wait until the client has taken everything; when it has not within `grace_s`, it is cut off."""
+        """Wait until everything is sent; disconnect a client that has not read it within `grace_s`."""
         try:
             async with asyncio.timeout(grace_s):
                 if self._resumer is not None:
                     await self._resumer
+                self._detach()
                 if self._transport.get_write_buffer_size():
                     self._transport.set_write_buffer_limits(high=0)
-                    await self._drained()
+                    await self._protocol.drained()
         except TimeoutError:
             self._drop()
         else:
@@ -158,8 +168,8 @@ class EventStream:
                 self._transport.set_write_buffer_limits()
 
     def sent_response(self) -> web.StreamResponse:
-        """What the handler returns to aiohttp, which must not write anything itself."""
-        return _AlreadySent(self._keep_alive)
+        """What the handler returns to aiohttp."""
+        return AlreadySent(keep_alive=self._keep_alive)
 
     def _emit(self, frames: bytes) -> None:
         if self._head:
@@ -171,15 +181,16 @@ class EventStream:
         if self._head:
             data = self._head + data
             self._head = b""
-        self.write(data)
         self.direct = self._chunked and not self._ended
-        self.check_pause()
+        self.write(data)
+        if self._protocol.writing_paused:  # Also if an earlier answer on this connection filled the buffer.
+            self.on_pause()
 
     async def _resume(self) -> None:
-        """Once the buffer has drained, send what was held; again, if that filled it again."""
+        """When the buffer has drained, send what was held; repeat if that filled it again."""
         try:
             while self.paused and not self.closed:
-                await self._drained()
+                await self._protocol.drained()
                 self.paused = False
                 self._num_held = 0
                 frames = b"".join([*(holder.take_held() for holder in self._holders), *self._tail])
@@ -187,30 +198,15 @@ class EventStream:
                 if frames and not self.closed:
                     self._emit(frames)
                 else:
-                    self.direct = self._chunked and not self._ended and not self.closed
+                    self.direct = self._chunked and self.started and not self._ended and not self.closed
         except ConnectionError:
             self.close()
         finally:
             self._resumer = None
 
-    async def _drained(self) -> None:
-        await self.protocol._drain_helper()
-
 
 def _ignore(unread_bytes: int) -> None:
     pass
-
-
-class _AlreadySent(web.StreamResponse):
-    def __init__(self, keep_alive: bool) -> None:
-        super().__init__(status=200)
-        self._keep_alive = keep_alive
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        return None
 
 
 def _head(request_id: str, media_type: str, headers: Mapping[str, str], *, chunked: bool, keep_alive: bool) -> bytes:
