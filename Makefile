@@ -100,7 +100,7 @@ $(VENV)/.millrace: $(VENV)/.requirements pyproject.toml
 # Without a compiler this prints that torch's own operations are used, and is done.
 $(VENV)/.kernels: $(VENV)/.millrace $(wildcard millrace/ops/cpp/*.[ch]* millrace/ops/cpp/*/*.[ch]*)
 	@echo "── set-up 5/5: the kernels for this processor, compiled once"
-	@$(BIN)/python -m millrace.ops.native && touch $@
+	@$(BIN)/python -m millrace.ops.cpp.native && touch $@
 
 $(VENV)/.requirements-dev: $(VENV)/.requirements requirements-dev.txt
 	@echo "── set-up: the pinned requirements of the checks"

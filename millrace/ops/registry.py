@@ -1,4 +1,4 @@
-"""All ops with their versions, best first, and the choice between them: made once, when a model is loaded."""
+"""Lists every op with its versions, best first, and chooses one of them when a model is loaded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from millrace.errors import ConfigError
-from millrace.ops import activation, attention, norm
-from millrace.ops.head import embedding, softcap
-from millrace.ops.linear import dense, fp8, gated, qkv, stored
+from millrace.ops import attention
+from millrace.ops.attention import qkv
+from millrace.ops.base.version import Choice, Version, dtype_name
+from millrace.ops.elementwise import activation, norm, softcap
+from millrace.ops.head import embedding
+from millrace.ops.linear import dense, fp8, gated, stored
 from millrace.ops.moe import experts, router
-from millrace.ops.version import Choice, Version, short_name
 
 OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
     {
@@ -37,18 +39,19 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
 TYPICAL_SHAPE: Mapping[str, int] = types.MappingProxyType(
     {"in_features": 2048, "out_features": 2048, "inner_features": 2048, "head_dim": 128}
 )
-"""Sizes that most models have, for showing which versions would be chosen when there is no model at hand."""
+"""Typical sizes, used to show which versions would be chosen when no model is loaded."""
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype, deterministic: bool = False, **shape: Any) -> Choice:
-    """The first version of `op` that can run here on these sizes. Deterministic takes batch-invariant ones only."""
-    passed_over: list[tuple[Version, str]] = []
+    """The first version of `op` that supports this device, dtype and shape; if `deterministic`, batch-invariant ones
+    only."""
+    rejected: list[tuple[Version, str]] = []
     for version in OPS[op]:
-        objection = version.objection(device, dtype, deterministic, shape)
-        if not objection:
-            return Choice(version, tuple(passed_over))
-        passed_over.append((version, objection))
-    reasons = "; ".join(f"{version.name} {why}" for version, why in passed_over)
+        reject_reason = version.reject_reason(device, dtype, deterministic, shape)
+        if not reject_reason:
+            return Choice(version, tuple(rejected))
+        rejected.append((version, reject_reason))
+    reasons = "; ".join(f"{version.name} {reason}" for version, reason in rejected)
     mode = "deterministic " if deterministic else ""
     remedy = "Turn run.deterministic off, or run on another device." if deterministic else "Choose another dtype."
-    raise ConfigError(f"No {mode}version of {op} runs on {device.type} in {short_name(dtype)}: {reasons}. {remedy}")
+    raise ConfigError(f"No {mode}version of {op} runs on {device.type} in {dtype_name(dtype)}: {reasons}. {remedy}")

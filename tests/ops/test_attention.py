@@ -1,4 +1,4 @@
-"""Every attention version against the reference: ragged rows, odd sizes, windows, soft-caps, unread places NaN."""
+"""Every attention version against the reference: ragged rows, odd sizes, windows, soft caps; unused slots are NaN."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 16, "block_size"
 
 @pytest.mark.parametrize("name", FAST)
 @settings(max_examples=60)
-@example(  # keys of three blocks that lie as if they followed each other
+@example(  # three blocks with consecutive ids
     rows=[(1, 49)],
     kv_heads=2,
     group=1,
@@ -115,7 +115,7 @@ def test_long_context(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_rows_without_queries_are_left_out(name: str) -> None:
+def test_rows_without_queries_are_skipped(name: str) -> None:
     compare(name, [(2, 9), (0, 5), (1, 4)], **SIZES)
 
 
@@ -127,10 +127,8 @@ def test_large_scores_do_not_overflow(name: str) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_result_depends_on_nothing_but_the_query(
-    dtype: torch.dtype, softcap: float | None, window: int | None
-) -> None:
-    """Bit for bit the same in one piece, token by token, in company, and under another block size."""
+def test_native_result_depends_only_on_the_query(dtype: torch.dtype, softcap: float | None, window: int | None) -> None:
+    """Bit-identical in one chunk, token by token, in a batch, and with another block size."""
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 40, "dtype": dtype}
     attention = NativeAttention(6, 2, 40, 0.2, softcap)
     length = 150
@@ -157,7 +155,7 @@ def test_native_result_depends_on_nothing_but_the_query(
     ("head_dim", "group", "window", "softcap", "scale"),
     [
         (64, 3, None, None, 0.125),
-        (64, 3, None, None, 4.0),  # largest scores keep growing, and with them what weights are relative to
+        (64, 3, None, None, 4.0),  # the largest score keeps growing, and the base of the weights with it
         (64, 1, 100, None, 0.5),
         (128, 4, None, 20.0, 0.3),
         (128, 2, 33, None, 2.0),
@@ -165,10 +163,10 @@ def test_native_result_depends_on_nothing_but_the_query(
         (256, 2, None, None, 0.3),
     ],
 )
-def test_native_prompt_is_the_same_in_any_chunks(
+def test_native_prompt_does_not_depend_on_chunking(
     head_dim: int, group: int, window: int | None, softcap: float | None, scale: float
 ) -> None:
-    """Bit for bit, for chunks from one token, which shares its unit with other heads, to more than one unit."""
+    """Bit-identical for chunks from one token, whose unit has several heads, to several units."""
     sizes: dict[str, Any] = {"heads": 3 * group, "kv_heads": 3, "head_dim": head_dim, "dtype": torch.bfloat16}
     attention = NativeAttention(3 * group, 3, head_dim, scale, softcap)
     queries, kv, batch = make_attention_case([(330, 330)], block_size=16, **sizes)
@@ -183,7 +181,7 @@ def test_native_prompt_is_the_same_in_any_chunks(
 
 @pytest.mark.parametrize("scale", [0.02, 0.125, 0.6])
 def test_native_weights_are_as_good_as_bfloat16(scale: float) -> None:
-    """Beside the rounding of its weights and results, native attention adds hardly any error."""
+    """Apart from rounding weights and results to bfloat16, native attention adds hardly any error."""
     queries, kv, batch = make_attention_case(
         [(200, 200)], heads=6, kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16
     )
@@ -196,7 +194,7 @@ def test_native_weights_are_as_good_as_bfloat16(scale: float) -> None:
 
 
 def test_batched_copies_no_more_of_the_cache_than_it_reads() -> None:
-    """Two small rows in a cache of 4096 blocks: what is allocated on the way stays small."""
+    """Two small rows in a cache of 4096 blocks: temporary allocations stay small."""
     attention = BatchedAttention(4, 2, 64, 0.1)
     kv = torch.zeros(2, 4096, 2, 16, 64)
     batch = make_batch([([0], 20, [5, 9]), ([0], 30, [4000, 7])], 16)

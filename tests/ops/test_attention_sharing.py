@@ -1,4 +1,4 @@
-"""Rows whose tables begin with the same blocks read them together, and find bit for bit what each finds alone."""
+"""Rows that share leading blocks read them together; results are bit-identical to those of each row alone."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace.ops import native
 from millrace.ops.attention import NativeAttention, ReferenceAttention
+from millrace.ops.cpp import native
 
 pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 Path = Sequence[tuple[int, int]]
-"""(name, tokens) of each piece of a row's text: rows that begin with the same pieces share the blocks these fill."""
+"""(name, tokens) of each piece of a row's text. Rows that start with the same pieces share the blocks they fill."""
 
 
-class Crowd:
-    """Rows over one cache. What no row has written is NaN."""
+class SharingCase:
+    """Rows over one cache. Slots that no row has written are NaN."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Crowd:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """`counts` are the rows' new tokens, `sizes` heads, KV heads and head_dim."""
+        """`counts`: new tokens per row; `sizes`: heads, KV heads and head_dim."""
         torch.manual_seed(len(paths))
         heads, kv_heads, head_dim = sizes
         places = [self._places(number, path, block_size) for number, path in enumerate(paths)]
@@ -54,13 +54,13 @@ class Crowd:
 
     @staticmethod
     def _places(number: int, path: Path, block_size: int) -> list[tuple[object, ...]]:
-        """A name for each block: its pieces so far where it is full of them, the row's own where it is not."""
+        """A name for each block: its pieces so far if they fill it, otherwise one of the row's own."""
         pieces: list[tuple[int, int]] = []
         for name, tokens in path:
             pieces += [(name, i) for i in range(tokens)]
         names: list[tuple[object, ...]] = []
         for end in range(block_size, len(pieces) + block_size, block_size):
-            full = end < len(pieces)  # the last block is written by its row alone
+            full = end < len(pieces)  # the last block is written only by its row
             names.append((0, *[name for name, _ in pieces[:end]], end) if full else (1, number, end))
         return names
 
@@ -78,14 +78,14 @@ class Crowd:
         return list(torch.split(out, [self.counts[row] for row in rows]))
 
 
-def check(crowd: Crowd, sizes: tuple[int, int, int], window: int | None, softcap: float | None) -> None:
+def check(case: SharingCase, sizes: tuple[int, int, int], window: int | None, softcap: float | None) -> None:
     native_one, reference = NativeAttention(*sizes, 0.2, softcap), ReferenceAttention(*sizes, 0.2, softcap)
-    everyone = range(len(crowd.lengths))
-    together = crowd.attend(native_one, window, everyone)
-    expected = crowd.attend(reference, window, everyone)
-    tolerance = TOLERANCE[crowd.kv.dtype]
-    for row in everyone:
-        assert torch.equal(together[row], crowd.attend(native_one, window, [row])[0]), row
+    all_rows = range(len(case.lengths))
+    together = case.attend(native_one, window, all_rows)
+    expected = case.attend(reference, window, all_rows)
+    tolerance = TOLERANCE[case.kv.dtype]
+    for row in all_rows:
+        assert torch.equal(together[row], case.attend(native_one, window, [row])[0]), row
         torch.testing.assert_close(together[row].float(), expected[row].float(), atol=tolerance, rtol=tolerance)
 
 
@@ -128,7 +128,7 @@ ROOT, BRANCH, OWN = 0, 1, 100
     softcap=st.sampled_from([None, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_rows_that_share_blocks_find_what_they_find_alone(
+def test_rows_that_share_blocks_get_the_results_of_each_alone(
     rows: list[tuple[int, int, int]],
     root: int,
     branch: int,
@@ -139,56 +139,56 @@ def test_rows_that_share_blocks_find_what_they_find_alone(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> None:
-    """Rows are (which branch, own tokens, new tokens)."""
+    """Rows are (branch, own tokens, new tokens)."""
     paths = [
         [(ROOT, root), (BRANCH + which, branch * which), (OWN + number, own)]
         for number, (which, own, _) in enumerate(rows)
     ]
     sizes = (2 * group, 2, head_dim)
-    crowd = Crowd(paths, [count for _, _, count in rows], sizes, block_size, dtype)
-    check(crowd, sizes, window, softcap)
+    case = SharingCase(paths, [count for _, _, count in rows], sizes, block_size, dtype)
+    check(case, sizes, window, softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows_share_a_long_beginning(dtype: torch.dtype) -> None:
+def test_many_rows_share_a_long_prefix(dtype: torch.dtype) -> None:
     sizes = (9, 3, 64)
     paths = [[(ROOT, 640), (BRANCH + number // 20, 128), (OWN + number, 1 + 7 * number)] for number in range(50)]
-    check(Crowd(paths, [1] * 50, sizes, 16, dtype), sizes, None, None)
+    check(SharingCase(paths, [1] * 50, sizes, 16, dtype), sizes, None, None)
 
 
-def spared(paths: Sequence[Path], counts: Sequence[int], block_size: int = 16) -> int:
-    crowd = Crowd(paths, counts, (1, 1, 1), block_size, torch.float32)
+def tiles_saved(paths: Sequence[Path], counts: Sequence[int], block_size: int = 16) -> int:
+    case = SharingCase(paths, counts, (1, 1, 1), block_size, torch.float32)
     batch = make_batch(
         [
             ([0] * count, length - count, table)
-            for count, length, table in zip(crowd.counts, crowd.lengths, crowd.tables, strict=True)
+            for count, length, table in zip(case.counts, case.lengths, case.tables, strict=True)
         ],
         block_size,
     )
     columns = (batch.query_starts, batch.seq_lens, batch.block_tables)
-    found: int = native.native().quick.tiles_spared(
+    found: int = native.native().with_gil.tiles_saved(
         *(column.data_ptr() for column in columns), len(paths), batch.block_tables.shape[1], block_size
     )
     return found
 
 
-def test_only_whole_tiles_in_the_same_blocks_are_read_together() -> None:
+def test_only_whole_tiles_in_the_same_blocks_are_shared() -> None:
     eight = [[(ROOT, 1024), (OWN + number, 32)] for number in range(8)]
-    assert spared(eight, [1] * 8) == 7 * 16
-    assert spared(eight, [1] * 7 + [2]) == 6 * 16  # a row with several new tokens reads for itself
-    assert spared([[(OWN + number, 1056)] for number in range(8)], [1] * 8) == 0
-    assert spared([[(ROOT, 1030), (OWN + number, 100)] for number in range(8)], [1] * 8) == 7 * 16
-    assert spared([[(ROOT, 1020), (OWN + number, 100)] for number in range(8)], [1] * 8) == 7 * 15
-    assert spared([[(ROOT, 1024), (OWN + number, 1)] for number in range(8)], [1] * 8) == 7 * 16
-    assert spared([[(ROOT, 63), (OWN + number, 900)] for number in range(8)], [1] * 8) == 0
+    assert tiles_saved(eight, [1] * 8) == 7 * 16
+    assert tiles_saved(eight, [1] * 7 + [2]) == 6 * 16  # a row with several new tokens does not share
+    assert tiles_saved([[(OWN + number, 1056)] for number in range(8)], [1] * 8) == 0
+    assert tiles_saved([[(ROOT, 1030), (OWN + number, 100)] for number in range(8)], [1] * 8) == 7 * 16
+    assert tiles_saved([[(ROOT, 1020), (OWN + number, 100)] for number in range(8)], [1] * 8) == 7 * 15
+    assert tiles_saved([[(ROOT, 1024), (OWN + number, 1)] for number in range(8)], [1] * 8) == 7 * 16
+    assert tiles_saved([[(ROOT, 63), (OWN + number, 900)] for number in range(8)], [1] * 8) == 0
 
 
-def test_rows_that_share_more_after_a_common_beginning() -> None:
+def test_groups_of_rows_share_more_after_a_common_prefix() -> None:
     tree = [[(ROOT, 256), (BRANCH + number % 2, 512), (OWN + number, 20)] for number in range(8)]
-    assert spared(tree, [1] * 8) == 7 * 4 + 6 * 8
+    assert tiles_saved(tree, [1] * 8) == 7 * 4 + 6 * 8
     stray = [[(ROOT, 64), (OWN, 1000)]] + [[(ROOT, 64), (BRANCH, 960), (OWN + number, 9)] for number in range(1, 8)]
-    assert spared(stray, [1] * 8) == 7 * 1 + 6 * 15
+    assert tiles_saved(stray, [1] * 8) == 7 * 1 + 6 * 15
 
 
-def test_too_little_is_not_worth_a_meeting() -> None:
-    assert spared([[(ROOT, 64), (OWN + number, 100)] for number in range(3)], [1] * 3) == 0
+def test_too_few_shared_tiles_are_not_worth_a_barrier() -> None:
+    assert tiles_saved([[(ROOT, 64), (OWN + number, 100)] for number in range(3)], [1] * 3) == 0

@@ -1,4 +1,4 @@
-"""The native draw against the sampler's torch code, which defines its meaning."""
+"""Native drawing against the sampler's torch code, which is the reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from millrace.config import RunConfig
-from millrace.ops import native
+from millrace.ops.cpp import native
 from millrace.ops.head.draw import NativeDraw
-from millrace.run.device import open_device
+from millrace.run.device.device import open_device
 from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.sampler import Sampler
 from millrace.run.table.request_table import RequestTable
@@ -39,7 +39,7 @@ def torch_sampler(rows: int, vocab: int) -> Sampler:
 
 @pytest.mark.parametrize("coarse", [False, True], ids=["", "with many equal"])
 @pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (15, 1.0), (97, 3.0), (1500, 0.1), (1500, 5.0), (5003, 2.0)])
-def test_draws_what_the_torch_code_draws(coarse: bool, vocab: int, spread: float) -> None:
+def test_draws_the_same_tokens_as_torch(coarse: bool, vocab: int, spread: float) -> None:
     rows = len(LIMITS)
     sampler = torch_sampler(rows, vocab)
     sampler.temperature[:], sampler.top_k[:], sampler.top_p[:], sampler.min_p[:] = zip(*LIMITS, strict=True)
@@ -58,17 +58,17 @@ def test_draws_what_the_torch_code_draws(coarse: bool, vocab: int, spread: float
         assert drawn.tolist() == expected.tolist()
 
 
-def test_the_first_of_equals_is_the_likeliest_and_nan_is_none() -> None:
+def test_greedy_takes_the_first_of_equals_and_ignores_nan() -> None:
     draw, zero, one = NativeDraw(), np.zeros(1, np.float32), np.ones(1, np.float32)
 
-    def likeliest(logits: torch.Tensor) -> int:
+    def greedy(logits: torch.Tensor) -> int:
         return int(draw(logits[None], zero, np.zeros(1, np.int64), one, zero, np.zeros(1)))
 
     for vocab in (3, 16, 70):
         logits = torch.zeros(vocab)
-        assert likeliest(logits) == 0
+        assert greedy(logits) == 0
         logits[vocab - 2 :] = 2.0
-        assert likeliest(logits) == vocab - 2
+        assert greedy(logits) == vocab - 2
         logits[0] = float("nan")
-        assert likeliest(logits) == vocab - 2
-        assert likeliest(torch.full((vocab,), -torch.inf)) == 0
+        assert greedy(logits) == vocab - 2
+        assert greedy(torch.full((vocab,), -torch.inf)) == 0

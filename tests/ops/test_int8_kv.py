@@ -1,4 +1,4 @@
-"""The cache in whole numbers of eight bits: what it keeps, and that every kernel writes and reads it as defined."""
+"""The int8 KV cache: its precision, and that every kernel writes and reads it as defined."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace.ops import native
 from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceAttention
+from millrace.ops.attention.qkv import NativePrepareQkv, TorchPrepareQkv
+from millrace.ops.cpp import native
+from millrace.ops.elementwise.rope import rope_rows
 from millrace.ops.kv.cache import SCALE_BYTES, int8_parts, read_kv, write_kv
-from millrace.ops.linear.qkv import NativePrepareQkv, TorchPrepareQkv
-from millrace.ops.rope import rope_rows
 
 needs_native = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
@@ -27,8 +27,8 @@ def empty(shape: tuple[int, ...]) -> Tensor:
     return torch.full((*shape[:4], shape[4] + SCALE_BYTES), -1, dtype=torch.int8)
 
 
-def narrowed(kv: Tensor) -> Tensor:
-    """A wide cache, whose unwritten places are NaN, in eight bits."""
+def to_int8(kv: Tensor) -> Tensor:
+    """A plain cache, whose unused slots are NaN, converted to int8."""
     narrow = empty(tuple(kv.shape))
     block_ids, offsets = (~kv[0, :, 0, :, 0].isnan()).nonzero(as_tuple=True)
     write_kv(kv[:, block_ids, :, offsets], narrow, block_ids, offsets)
@@ -47,7 +47,7 @@ def test_an_item_is_off_by_at_most_half_a_step() -> None:
     assert torch.equal(found.abs().amax(-1) > 0, torch.ones(20, 2, 3, dtype=torch.bool))
 
 
-def test_zeros_stay_zeros_and_the_layout_is_as_described() -> None:
+def test_zeros_stay_zeros_and_layout_is_as_documented() -> None:
     kv = empty((2, 3, 2, 4, 16))
     write_kv(torch.zeros(1, 2, 2, 16), kv, torch.tensor([1]), torch.tensor([2]))
     items, scales = int8_parts(kv)
@@ -61,7 +61,7 @@ def test_zeros_stay_zeros_and_the_layout_is_as_described() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32), (128, 0)])
 @pytest.mark.parametrize("norms", [False, True])
-def test_the_native_write_is_the_reference(dtype: torch.dtype, head_dim: int, rotary: int, norms: bool) -> None:
+def test_native_write_equals_the_reference(dtype: torch.dtype, head_dim: int, rotary: int, norms: bool) -> None:
     torch.manual_seed(1)
     weights = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if norms else (None, None)
     qkv = torch.randn(37, (6 + 4) * head_dim).to(dtype)
@@ -74,7 +74,7 @@ def test_the_native_write_is_the_reference(dtype: torch.dtype, head_dim: int, ro
     (items, scales), (expected_items, expected_scales) = (int8_parts(kv) for kv in reversed(caches))
     difference = (items[:, blocks, :, offsets].int() - expected_items[:, blocks, :, offsets].int()).abs()
     assert int(difference.max()) <= 1
-    assert float((difference > 0).float().mean()) < 0.01  # where a key's last bit differs it may be rounded elsewhere
+    assert float((difference > 0).float().mean()) < 0.01  # where the last bit of a key differs it may round differently
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(scales, expected_scales, rtol=tolerance, atol=0, equal_nan=True)
     values = qkv.view(37, 10, head_dim)[:, 8:].float()
@@ -94,7 +94,7 @@ def test_the_native_write_is_the_reference(dtype: torch.dtype, head_dim: int, ro
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-def test_attention_reads_it_as_defined(
+def test_attention_agrees_with_the_reference(
     rows: list[tuple[int, int]],
     kv_heads: int,
     group: int,
@@ -109,7 +109,7 @@ def test_attention_reads_it_as_defined(
     lengths = [(queries, queries + before) for queries, before in rows]
     queries, kv, batch = make_attention_case(lengths, block_size=block_size, dtype=dtype, seed=seed, **sizes)
     arguments = (kv_heads * group, kv_heads, head_dim, head_dim**-0.5, softcap)
-    narrow = narrowed(kv)
+    narrow = to_int8(kv)
 
     def attend(version: Any) -> Tensor:
         result: Tensor = version(queries, narrow, version.prepare(batch, block_size, window))
@@ -122,13 +122,13 @@ def test_attention_reads_it_as_defined(
 
 @needs_native
 @pytest.mark.parametrize("scale", [0.01, 0.2, 40.0])
-def test_the_kernel_is_nearer_than_its_dtype(scale: float) -> None:
-    """Queries and weights are not rounded to eight bits with the keys and values."""
+def test_error_is_smaller_than_with_int8_queries(scale: float) -> None:
+    """Queries and weights are not rounded to eight bits; only keys and values are."""
     queries, kv, batch = make_attention_case(
         [(1, 900), (30, 300)], heads=9, kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16
     )
     kv *= torch.rand(kv.shape[:4]).mul(6).exp()[..., None].to(kv.dtype)
-    narrow = narrowed(kv)
+    narrow = to_int8(kv)
     found, expected = (
         version(queries, narrow, version.prepare(batch, 16, None)).float()
         for version in (NativeAttention(9, 3, 64, scale), ReferenceAttention(9, 3, 64, scale))
@@ -141,15 +141,13 @@ def test_the_kernel_is_nearer_than_its_dtype(scale: float) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_result_depends_on_nothing_but_the_query(
-    dtype: torch.dtype, softcap: float | None, window: int | None
-) -> None:
-    """Bit for bit the same in one piece, token by token, in company, and under another block size."""
+def test_result_depends_only_on_the_query(dtype: torch.dtype, softcap: float | None, window: int | None) -> None:
+    """Bit-identical in one chunk, token by token, in a batch, and with another block size."""
     attention, length = NativeAttention(6, 2, 48, 0.2, softcap), 150
     queries, kv, batch = make_attention_case(
         [(length, length)], heads=6, kv_heads=2, head_dim=48, block_size=16, dtype=dtype
     )
-    narrow = narrowed(kv)
+    narrow = to_int8(kv)
     whole = attention(queries, narrow, attention.prepare(batch, 16, window))
     table = batch.block_tables[0].tolist()
     for first, count in ((0, 1), (63, 2), (64, 1), (100, 37), (149, 1), (5, 145)):
@@ -164,4 +162,4 @@ def test_the_result_depends_on_nothing_but_the_query(
     other = torch.full((2, 60, 2, 3, 48), float("nan"), dtype=dtype)
     other[:, 1:51] = flat.view(2, 50, 3, 2, 48).transpose(2, 3)
     rows = make_batch([([0] * length, 0, list(range(1, 51)))], 3)
-    assert torch.equal(attention(queries, narrowed(other), attention.prepare(rows, 3, window)), whole)
+    assert torch.equal(attention(queries, to_int8(other), attention.prepare(rows, 3, window)), whole)

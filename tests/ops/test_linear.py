@@ -1,4 +1,4 @@
-"""Linear layers: every version against float64, and those that say so independent of the number of rows."""
+"""Linear layers: every version against float64; batch-invariant ones do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.ops.base.version import Version
 from millrace.ops.head import embedding
 from millrace.ops.linear import dense as linear
 from millrace.ops.linear.dense import NativeLinear
-from millrace.ops.version import Version
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Relative to the size of the sums' terms."""
+"""Relative to the magnitude of the summed terms."""
 
 
 def runnable(versions: tuple[Version, ...], dtype: torch.dtype, k: int, n: int) -> list[Version]:
     shape = {"in_features": k, "out_features": n}
-    return [version for version in versions if not version.objection(CPU, dtype, False, shape)]
+    return [version for version in versions if not version.reject_reason(CPU, dtype, False, shape)]
 
 
 def tensors(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,18 +56,18 @@ def test_every_version_agrees_with_float64(k: int, n: int, dtype: torch.dtype) -
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     with_bias=st.booleans(),
 )
-def test_native_takes_any_size(rows: int, k: int, n: int, dtype: torch.dtype, with_bias: bool) -> None:
+def test_native_supports_any_size(rows: int, k: int, n: int, dtype: torch.dtype, with_bias: bool) -> None:
     version = next(version for version in linear.VERSIONS if version.name == "native")
     check(version, rows, k, n, dtype, with_bias)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("k", "n"), [(576, 960), (1536, 576), (576, 3072), (2048, 640)])
-def test_versions_that_say_so_do_not_depend_on_the_batch(k: int, n: int, dtype: torch.dtype) -> None:
+def test_batch_invariant_versions_do_not_depend_on_the_batch(k: int, n: int, dtype: torch.dtype) -> None:
     x, weight, _ = tensors(300, k, n, dtype)
     checked = 0
     for version in runnable(linear.VERSIONS, dtype, k, n):
-        if not version.batch_invariant(CPU):
+        if not version.is_batch_invariant(CPU):
             continue
         layer = version.make(weight, None)
         whole = layer(x)
@@ -88,7 +88,7 @@ def test_native_reads_rows_with_any_stride(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("vocabulary", "hidden"), [(64, 64), (97, 48), (50, 31)])
-def test_tied_embeddings_are_rows_and_head_of_one_matrix(vocabulary: int, hidden: int, dtype: torch.dtype) -> None:
+def test_tied_embedding_looks_up_rows_and_computes_logits(vocabulary: int, hidden: int, dtype: torch.dtype) -> None:
     x, weight, _ = tensors(5, hidden, vocabulary, dtype)
     ids = torch.tensor([0, vocabulary - 1, 3, 3])
     for version in runnable(embedding.TIED_VERSIONS, dtype, hidden, vocabulary):
@@ -101,7 +101,7 @@ def test_tied_embeddings_are_rows_and_head_of_one_matrix(vocabulary: int, hidden
             tied.rows(torch.tensor([-1]))
 
 
-def test_bytes_held_are_counted() -> None:
+def test_num_bytes() -> None:
     weight, bias = torch.randn(64, 128), torch.randn(64)
     for version in runnable(linear.VERSIONS, torch.float32, 128, 64):
         assert version.make(weight, bias).num_bytes == weight.nbytes + bias.nbytes
@@ -109,7 +109,7 @@ def test_bytes_held_are_counted() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 140])
-def test_wide_sums_are_what_a_call_rounds(rows: int, dtype: torch.dtype) -> None:
+def test_rounded_float32_results_equal_those_of_a_call(rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = tensors(rows, 576, 97, dtype)
     native = NativeLinear(weight, bias)
     wide = native.wide(x)
@@ -120,7 +120,7 @@ def test_wide_sums_are_what_a_call_rounds(rows: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_version_of_a_head_has_wide_sums(dtype: torch.dtype) -> None:
+def test_every_lm_head_has_float32_results(dtype: torch.dtype) -> None:
     x, weight, bias = tensors(3, 64, 128, dtype)
     for version in runnable(linear.VERSIONS, dtype, 64, 128):
         head = version.make(weight, bias)

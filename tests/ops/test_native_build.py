@@ -1,4 +1,4 @@
-"""Building the kernels: once, into the cache, with a clear reason where that cannot be."""
+"""Building the C++ kernels: once, into the cache, with a clear reason if that is impossible."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.ops import native as native_module
-from millrace.ops.native import NativeUnavailable, build, native, native_missing
+from millrace.ops.cpp import native as native_module
+from millrace.ops.cpp.native import NativeUnavailable, build, native, native_missing
 
 
-def test_the_second_build_finds_the_first() -> None:
+def test_second_build_uses_the_cache() -> None:
     path = native().path
     assert native_missing(torch.device("cpu")) == ""
     before = path.stat().st_mtime_ns
@@ -21,13 +21,13 @@ def test_the_second_build_finds_the_first() -> None:
     assert path.stat().st_mtime_ns == before
 
 
-def test_old_objects_are_not_kept_for_ever(tmp_path: Path) -> None:
+def test_old_objects_are_deleted(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"kernels-old{number}.so").touch()
     path = build(tmp_path)
     found = list(tmp_path.iterdir())
     assert path in found
-    assert len(found) == native_module.KEPT_OBJECTS
+    assert len(found) == native_module.MAX_CACHED_OBJECTS
 
 
 def test_without_a_compiler_the_reason_is_given(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_without_a_compiler_the_reason_is_given(tmp_path: Path) -> None:
         build(tmp_path, compilers=("no-such-compiler",))
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_compiler_error_is_quoted_and_leaves_no_files(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'error: out of ideas' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -58,8 +58,8 @@ def test_ops_fall_back_to_torch_and_say_why(monkeypatch: pytest.MonkeyPatch) -> 
         choose("attention", cpu, torch.bfloat16, deterministic=True, **TYPICAL_SHAPE)
 
 
-def test_helpers_follow_torch_and_survive_a_fork(tmp_path: Path) -> None:
-    """As many threads as torch, none more; a forked child computes the same with helpers of its own."""
+def test_pool_has_as_many_threads_as_torch_and_works_after_a_fork(tmp_path: Path) -> None:
+    """The pool has as many threads as torch. A forked child starts its own threads and computes the same."""
     script = """
 import os, threading, torch
 torch.set_num_threads(3)
@@ -85,7 +85,7 @@ assert all(results)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
-def test_helpers_sleep_when_there_is_nothing_to_do() -> None:
+def test_idle_threads_sleep() -> None:
     script = """
 import time, torch
 torch.set_num_threads(4)

@@ -1,4 +1,4 @@
-"""Products of a prompt's many rows, and gated MLPs in one go: bit for bit what few rows and single ops give."""
+"""Products of many rows and fused gated MLPs: bit-identical to few rows and separate ops."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 import torch
 from helpers.stored_blocks import random_blocks
 
-from millrace.ops.activation import NATIVE_NUMBERS, Activation
-from millrace.ops.activation import VERSIONS as GATED
+from millrace.ops.base.activation_kind import Activation
+from millrace.ops.cpp.native import native, native_missing
+from millrace.ops.elementwise.activation import ACTIVATION_CODES
+from millrace.ops.elementwise.activation import VERSIONS as GATED
 from millrace.ops.linear.dense import NativeLinear, NativeParts
 from millrace.ops.linear.stored import StoredLinear, StoredPart, StoredWeight, pack_stored
-from millrace.ops.native import native, native_missing
 
 pytestmark = pytest.mark.skipif(bool(native_missing(torch.device("cpu"))), reason="no native kernels here")
 
 MANY = 65
-"""As few rows as take the kernels made for many."""
+"""The smallest number of rows that uses the kernels for many rows."""
 
 
 def plain(outputs: int, inputs: int, with_bias: bool = False) -> NativeLinear:
@@ -37,7 +38,7 @@ def stored(kinds: list[str], sizes: list[int], inputs: int, with_bias: bool = Fa
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("rows", [MANY, 160, 161, 1100])
-def test_many_rows_are_what_they_are_one_by_one(rows: int, threads: int) -> None:
+def test_many_rows_equal_single_rows(rows: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -62,20 +63,20 @@ def test_many_rows_are_what_they_are_one_by_one(rows: int, threads: int) -> None
 
 def gated_mlp(gate_up: NativeParts, down: NativeParts, kind: Activation, x: torch.Tensor) -> torch.Tensor | None:
     out = torch.empty(x.shape[0], down.out_features, dtype=x.dtype)
-    at = (ctypes.addressof(gate_up.native), ctypes.addressof(down.native), NATIVE_NUMBERS[kind])
-    done = native().slow.gated_mlp(*at, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0])
+    at = (ctypes.addressof(gate_up.native), ctypes.addressof(down.native), ACTIVATION_CODES[kind])
+    done = native().without_gil.gated_mlp(*at, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0])
     return out if done else None
 
 
-def one_by_one(gate_up: NativeParts, down: NativeParts, kind: Activation, x: torch.Tensor) -> torch.Tensor:
+def separate_ops(gate_up: NativeParts, down: NativeParts, kind: Activation, x: torch.Tensor) -> torch.Tensor:
     gated = next(version for version in GATED if version.name == "native").make(kind)
     return down(gated(gate_up(x)))
 
 
-@pytest.mark.parametrize("kind", sorted(NATIVE_NUMBERS))
+@pytest.mark.parametrize("kind", sorted(ACTIVATION_CODES))
 @pytest.mark.parametrize("rows", [MANY, 192, 333])
-def test_a_gated_mlp_in_one_go_is_what_its_parts_give(rows: int, kind: Activation) -> None:
-    if not native().quick.has_amx():
+def test_fused_gated_mlp_equals_separate_ops(rows: int, kind: Activation) -> None:
+    if not native().with_gil.has_amx():
         pytest.skip("this machine has no matrix unit")
     pairs: list[tuple[NativeParts, NativeParts]] = [
         (plain(192, 96, with_bias=True), plain(50, 96, with_bias=True)),
@@ -91,11 +92,11 @@ def test_a_gated_mlp_in_one_go_is_what_its_parts_give(rows: int, kind: Activatio
             assert found is None
             continue
         assert found is not None
-        assert torch.equal(found, one_by_one(gate_up, down, kind, x)), (gate_up.out_features, down.in_features)
+        assert torch.equal(found, separate_ops(gate_up, down, kind, x)), (gate_up.out_features, down.in_features)
 
 
-def test_a_gated_mlp_with_more_inputs_than_a_cache_holds() -> None:
-    if not native().quick.has_amx():
+def test_fused_gated_mlp_with_more_inputs_than_fit_into_cache() -> None:
+    if not native().with_gil.has_amx():
         pytest.skip("this machine has no matrix unit")
     pairs: list[tuple[NativeParts, NativeParts]] = [
         (stored(["Q4_1", "Q4_1"], [608, 608], 1056, with_bias=True), stored(["Q4_0"], [48], 608)),
@@ -106,16 +107,16 @@ def test_a_gated_mlp_with_more_inputs_than_a_cache_holds() -> None:
         rows = x[:, : gate_up.in_features]
         found = gated_mlp(gate_up, down, "silu", rows)
         assert found is not None
-        assert torch.equal(found, one_by_one(gate_up, down, "silu", rows)), gate_up.in_features
+        assert torch.equal(found, separate_ops(gate_up, down, "silu", rows)), gate_up.in_features
 
 
-def test_what_cannot_be_done_in_one_go_is_left_alone() -> None:
+def test_gated_mlp_is_not_fused_if_layers_do_not_fit() -> None:
     x = torch.randn(200, 64).bfloat16()
     few = (stored(["Q4_1"], [192], 64), stored(["Q4_1"], [64], 96))
     assert gated_mlp(*few, "silu", x[:3]) is None
     for gate_up, down in (
         (stored(["Q4_1", "Q4_0"], [96, 96], 64), stored(["Q4_1"], [64], 96)),  # two formats
-        (stored(["Q4_1"], [192], 64), plain(64, 96)),  # two kinds
+        (stored(["Q4_1"], [192], 64), plain(64, 96)),  # quantised and plain
         (plain(80, 64), plain(64, 40)),  # not whole tiles
     ):
         assert gated_mlp(gate_up, down, "silu", x) is None

@@ -1,4 +1,4 @@
-"""Linear layers over quantised weights: exactly what the dequantised weights give, for every format and size."""
+"""Linear layers over stored weights: bit-identical to dequantised weights, for every format and size."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from helpers.stored_blocks import dequantised, random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.ops.cpp.native import native
 from millrace.ops.head.embedding import NativeTiedEmbedding
 from millrace.ops.linear.dense import NativeLinear
 from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored, packed_bytes
-from millrace.ops.native import native
 
 ROWS = (1, 2, 7, 16, 17, 32, 33, 100, 150)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def pair(
     kinds: list[str], sizes: list[int], columns: int, dtype: torch.dtype, with_bias: bool = False, seed: int = 0
 ) -> tuple[StoredLinear, NativeLinear, torch.Tensor]:
-    """The same layer over stored and over dequantised weights, and the latter."""
+    """The same layer over stored and over dequantised weights, and the dequantised weights."""
     blocks = [random_blocks(kind, n, columns, seed + i) for i, (kind, n) in enumerate(zip(kinds, sizes, strict=True))]
     parts = [
         StoredPart(kind, n, pack_stored(kind, own, n, columns))
@@ -72,7 +72,7 @@ def test_any_size(kind: str, blocks: int, outputs: int, rows: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_rows_are_the_dequantised_ones_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
+def test_rows_equal_the_dequantised_ones(kind: str, dtype: torch.dtype) -> None:
     stored, _, weight = pair([kind], [45], 512, dtype)
     ids = torch.tensor([44, 0, 7, 7, 31, 16])
     assert torch.equal(stored.take_rows(ids).view(torch.uint8), weight[ids].view(torch.uint8))
@@ -82,7 +82,7 @@ def test_rows_are_the_dequantised_ones_bit_for_bit(kind: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_in_different_formats_are_one_layer(dtype: torch.dtype) -> None:
+def test_parts_in_different_formats_form_one_layer(dtype: torch.dtype) -> None:
     kinds, sizes = ["Q4_K", "Q6_K", "Q8_0", "Q5_1"], [96, 33, 7, 64]
     stored, plain, weight = pair(kinds, sizes, 512, dtype, with_bias=True)
     assert stored.out_features == 200
@@ -94,7 +94,7 @@ def test_parts_in_different_formats_are_one_layer(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_a_row_does_not_depend_on_its_company(kind: str) -> None:
+def test_a_row_does_not_depend_on_the_batch(kind: str) -> None:
     stored, _, _ = pair([kind], [576], 1536, torch.bfloat16)
     x = torch.randn(300, 1536).bfloat16()
     whole = stored(x)
@@ -105,12 +105,12 @@ def test_a_row_does_not_depend_on_its_company(kind: str) -> None:
 def test_rows_of_any_stride() -> None:
     for dtype in DTYPES:
         stored, plain, _ = pair(["Q5_K"], [40], 256, dtype)
-        for width in (257, 300):  # an odd stride leaves rows of bfloat16 unaligned
+        for width in (257, 300):  # rows of bfloat16 with an odd stride are not aligned
             x = torch.randn(20, width).to(dtype)[:, :256]
             assert torch.equal(stored(x), plain(x.contiguous()))
 
 
-def test_large_layers_are_shared_between_threads() -> None:
+def test_large_layers_use_several_threads() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -124,7 +124,7 @@ def test_large_layers_are_shared_between_threads() -> None:
         native()
 
 
-def test_a_tied_embedding_reads_rows_and_gives_logits() -> None:
+def test_tied_embedding_looks_up_rows_and_computes_logits() -> None:
     blocks = random_blocks("Q6_K", 97, 256)
     weight = dequantised("Q6_K", blocks, 256, torch.bfloat16)
     part = StoredPart("Q6_K", 97, pack_stored("Q6_K", blocks, 97, 256))
@@ -135,14 +135,14 @@ def test_a_tied_embedding_reads_rows_and_gives_logits() -> None:
     assert torch.equal(tied.head(x), NativeLinear(weight)(x))
 
 
-def test_bytes_are_those_of_the_file_but_for_padding() -> None:
+def test_packed_bytes_are_those_of_the_file_plus_padding() -> None:
     for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
         assert packed_bytes(kind, 64, 1024) == random_blocks(kind, 64, 1024).nbytes
     for kind in ("Q4_K", "Q5_K", "Q6_K"):
         assert packed_bytes(kind, 64, 1024) <= 1.03 * random_blocks(kind, 64, 1024).nbytes
 
 
-def test_what_the_kernels_read_is_described() -> None:
+def test_descriptor_lists_the_parts() -> None:
     stored, _, _ = pair(["Q4_1", "Q8_0"], [32, 17], 64, torch.bfloat16, with_bias=True)
     desc = stored.native
     assert (desc.n, desc.k, desc.num_parts, desc.dtype) == (49, 64, 2, 1)
@@ -150,16 +150,16 @@ def test_what_the_kernels_read_is_described() -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other instruction sets of x86-64 are compiled for")
-def test_machines_without_avx512_compute_the_same_as_dequantised(tmp_path: Path) -> None:
+def test_without_avx512_results_equal_dequantised_weights(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-import millrace.ops.native as module
+import millrace.ops.cpp.native as module
 sys.path.insert(0, "tests")
 module.FLAGS = ("-march=x86-64-v3", *(flag for flag in module.FLAGS if flag not in ("-march=native", "-O2")), "-O1")
 library = module.Native(module.build(Path(sys.argv[1])))
 module._native_or_reason = lambda: library
-assert not library.quick.has_amx()
+assert not library.with_gil.has_amx()
 import torch
 from helpers.stored_blocks import dequantised, random_blocks
 from millrace.ops.linear.dense import NativeLinear

@@ -1,4 +1,4 @@
-"""Choosing versions: by device, dtype, sizes and determinism; with reasons; and the table that shows it."""
+"""Choosing a version by device, dtype, sizes and determinism, the reasons given, and the table of `millrace ops`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_op_has_a_version_everywhere(op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_names_are_unique_and_sentences_are_there(op: str) -> None:
+def test_names_are_unique_and_versions_described(op: str) -> None:
     names = [version.name for version in OPS[op]]
     assert len(set(names)) == len(names)
     assert all(version.when and version.op == op for version in OPS[op])
@@ -32,9 +32,9 @@ def test_names_are_unique_and_sentences_are_there(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_is_deterministic_by_default(op: str, dtype: torch.dtype) -> None:
-    """The version taken without asking for determinism is one that has it."""
-    assert choose(op, CPU, dtype, **TYPICAL_SHAPE).version.batch_invariant(CPU)
-    assert choose(op, CPU, dtype, deterministic=True, **TYPICAL_SHAPE).version.batch_invariant(CPU)
+    """The default version is batch-invariant even without `deterministic`."""
+    assert choose(op, CPU, dtype, **TYPICAL_SHAPE).version.is_batch_invariant(CPU)
+    assert choose(op, CPU, dtype, deterministic=True, **TYPICAL_SHAPE).version.is_batch_invariant(CPU)
 
 
 def test_a_missing_deterministic_version_is_an_error_that_says_what_to_do() -> None:
@@ -43,14 +43,14 @@ def test_a_missing_deterministic_version_is_an_error_that_says_what_to_do() -> N
     text = str(error.value)
     assert "attention" in text
     assert "cpu" in text
-    assert "depends on the batch" in text
+    assert "is not batch-invariant" in text
     assert "run.deterministic" in text
 
 
-def test_sizes_decide() -> None:
+def test_choice_depends_on_sizes() -> None:
     large = choose("attention", CPU, torch.float32, head_dim=512)
     assert large.version.name == "batched"
-    assert "does not take these sizes" in large.reason
+    assert "does not support these sizes" in large.reason
 
 
 def test_table_shows_versions_choice_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,9 +60,9 @@ def test_table_shows_versions_choice_and_reason(capsys: pytest.CaptureFixture[st
         assert op in text
         assert all(version.name in text for version in versions)
     assert text.count("*") >= len(OPS)
-    assert "not here: runs on cuda" in text
+    assert "unavailable: runs only on cuda" in text
 
 
-def test_table_admits_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_says_when_no_version_fits(capsys: pytest.CaptureFixture[str]) -> None:
     print_ops(CPU, torch.float16, deterministic=True)
-    assert "no version of attention can run so" in capsys.readouterr().out
+    assert "no version of attention supports these settings" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Norms, activations, RoPE, cache writes and soft-caps: each version against its reference over odd sizes."""
+"""Norms, activations, RoPE, cache writes and soft caps: each version against its reference over odd sizes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.ops import activation, norm
-from millrace.ops.head.softcap import softcap
+from millrace.ops.attention import qkv
+from millrace.ops.base.version import Version
+from millrace.ops.elementwise import activation, norm
+from millrace.ops.elementwise.rope import rope, rope_rows
+from millrace.ops.elementwise.softcap import softcap
 from millrace.ops.kv.cache import cache_places, write_kv
-from millrace.ops.linear import qkv
-from millrace.ops.rope import rope, rope_rows
-from millrace.ops.version import Version
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -22,7 +22,7 @@ DTYPES = st.sampled_from(list(TOLERANCE))
 
 
 def runnable(versions: tuple[Version, ...], dtype: torch.dtype) -> list[Version]:
-    return [version for version in versions if not version.objection(CPU, dtype, False, {"head_dim": 64})]
+    return [version for version in versions if not version.reject_reason(CPU, dtype, False, {"head_dim": 64})]
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ def test_norms(rows: int, dim: int, dtype: torch.dtype, eps: float) -> None:
         assert torch.equal(found_total, total)
 
 
-def test_norm_is_what_its_formula_says() -> None:
+def test_norm_follows_its_formula() -> None:
     x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
     expected = torch.tensor([[3.0, 8.0]]) / (12.5 + 0.5) ** 0.5
     torch.testing.assert_close(norm.rms_norm(x, weight, 0.5), expected)
@@ -105,7 +105,7 @@ def test_qkv(
         close(kv, results[0][1])
 
 
-def test_rope_rotates_pairs_of_halves() -> None:
+def test_rope_rotates_pairs() -> None:
     rows = rope_rows(torch.tensor([0, 2]), torch.tensor([0.5, 0.25]), 1.0)
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 7.0]]]).expand(2, 1, 5)
     turned = rope(x, rows)
@@ -116,7 +116,7 @@ def test_rope_rotates_pairs_of_halves() -> None:
     assert turned[1, 0, 4] == 7.0
 
 
-def test_write_kv_touches_only_its_places() -> None:
+def test_write_kv_changes_only_its_slots() -> None:
     kv = torch.zeros(2, 4, 2, 3, 5)
     keys_values = torch.randn(2, 2, 2, 5)
     write_kv(keys_values, kv, *cache_places(torch.tensor([4, 11]), 3))

@@ -1,7 +1,8 @@
-"""Attention with the library's own kernels: rows with equally many queries go together, long rows go in pieces.
+"""Attention with torch's scaled_dot_product_attention: rows with equally many queries form a group, long rows are
+split.
 
-Keys and values of a group are gathered once per layer into [rows, kv_heads, keys, head_dim]; the query heads of one
-KV head are laid side by side as further queries, so KV is never repeated. The host reads only the host's own lists.
+Keys and values of a group are gathered per layer into [rows, kv_heads, keys, head_dim]. The query heads of a KV head
+are treated as further queries, so that KV is never repeated. Control flow reads only host copies, never the device.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.attention.rows import Rows
-from millrace.ops.head.softcap import softcap as apply_softcap
-from millrace.ops.kv.cache import has_eight_bits, read_kv
+from millrace.ops.elementwise.softcap import softcap as apply_softcap
+from millrace.ops.kv.cache import is_eight_bit, read_kv
 
 MAX_SCORES = 1 << 26
-"""Most scores per KV head in one piece; bounds the memory of masks and of the float32 path."""
+"""Maximum scores per KV head in one piece; bounds the memory of masks and of the float32 path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Consecutive rows with `num_queries` queries each, taken from the middle or end of their rows."""
+    """Consecutive rows with `num_queries` queries each, or a range of the queries of one row."""
 
     first_token: int
     num_rows: int
@@ -31,11 +32,11 @@ class Group:
     block_ids: Tensor
     """int64 [rows · blocks]"""
     num_keys: int
-    """Keys per row, gathered and cut to this."""
+    """Keys per row after gathering."""
     hidden: Tensor | None
-    """bool [rows, 1, queries · group, keys], true where a query does not see a key; None: plainly causal."""
+    """bool [rows, 1, queries · group, keys], true where a query must not see a key; None for a plain causal mask."""
     stale: Tensor | None
-    """bool [rows, 1, keys, 1], true for places that hold no key of the row and may hold anything at all."""
+    """bool [rows, 1, keys, 1], true where no key of the row is stored; such slots may hold anything, NaN included."""
 
 
 class BatchedAttention:
@@ -55,7 +56,7 @@ class BatchedAttention:
         ]
 
     def _pieces(self, rows: Rows) -> Iterator[tuple[int, int, int, int]]:
-        """(first row, rows, queries of it left out in front, queries per row), in the order of the tokens."""
+        """(first row, number of rows, queries skipped at its start, queries per row), in the order of the tokens."""
         starts, lens = rows.query_starts_host, rows.seq_lens_host
         row = 0
         while row < len(lens):
@@ -139,15 +140,15 @@ class BatchedAttention:
         return self._unpack(attended, group)
 
     def _gather(self, kv: Tensor, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Blocks of keys and of values, [n, kv_heads, block_size, head_dim] each."""
-        if has_eight_bits(kv):
+        """Blocks of keys and of values, each [n, kv_heads, block_size, head_dim]."""
+        if is_eight_bit(kv):
             keys, values = read_kv(kv, group.block_ids).to(dtype)
             return keys, values
-        # Selecting from a transposed view of the cache would make torch copy the whole cache first.
+        # Indexing a transposed view would make torch copy the whole cache first.
         return kv[0].index_select(0, group.block_ids), kv[1].index_select(0, group.block_ids)
 
     def _lay_out(self, blocks: Tensor, group: Group) -> Tensor:
-        """[rows, kv_heads, keys, head_dim], zero where the place is stale: a masked NaN would still spread."""
+        """[rows, kv_heads, keys, head_dim], zero in stale slots: a masked NaN would still spread."""
         rows = blocks.view(group.num_rows, -1, *blocks.shape[1:])
         found = rows.transpose(1, 2).flatten(2, 3)[:, :, : group.num_keys]
         return found if group.stale is None else found.masked_fill(group.stale, 0)

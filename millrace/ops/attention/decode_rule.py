@@ -17,7 +17,7 @@ from millrace.ops.kv.cache import CacheFormat
 from millrace.ops.tuning.load import num_multiprocessors, rule_table
 
 if TYPE_CHECKING:
-    from millrace.ops.triton.attention.prompt import DecodeTuning, HeadShape
+    from millrace.ops.triton.attention.prefill import DecodeTuning, HeadShape
 
 SPLIT_CELLS = 2048
 """Splits of all rows and KV heads together that the split workspace has room for."""
@@ -81,7 +81,7 @@ def takes_list(streams: int, held: CacheFormat, device: torch.device) -> bool:
 def decode_tuning(
     shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, held: CacheFormat, listed: bool
 ) -> DecodeTuning:
-    from millrace.ops.triton.attention.prompt import DecodeTuning
+    from millrace.ops.triton.attention.prefill import DecodeTuning
 
     table, streams = decode_table(device), num_rows * shape.num_kv_heads
     splits, min_keys = (table.listed_parts, 1) if listed else _splits(table, streams, held)

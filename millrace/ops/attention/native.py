@@ -1,4 +1,4 @@
-"""Attention by the C++ kernel (cpp/attention/attention.cpp): one pass over the paged cache, no gathered copies."""
+"""Attention in C++ (cpp/attention/attention.cpp): one pass over the paged cache, without gathering it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from millrace.ops.attention.rows import Rows
-from millrace.ops.native import DTYPES, KV_DTYPES, native
+from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native
 
 MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedNative:
-    """The tensors behind the addresses are kept, so that the addresses stay good."""
+    """`tensors` keeps the memory of `addresses` alive."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
     addresses: tuple[int, int, int]
@@ -29,7 +29,7 @@ class NativeAttention:
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, softcap: float | None = None
     ) -> None:
-        self._attention = native().slow.attention
+        self._attention = native().without_gil.attention
         self._sizes = (num_heads, num_kv_heads, head_dim)
         self._scale = scale
         self._softcap = softcap or 0.0

@@ -1,4 +1,4 @@
-"""Attention as it is meant: one row at a time, its blocks gathered, everything in float32."""
+"""The reference for attention: gathers the blocks of one row at a time and computes in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.attention.rows import Rows
-from millrace.ops.head.softcap import softcap as apply_softcap
+from millrace.ops.elementwise.softcap import softcap as apply_softcap
 from millrace.ops.kv.cache import read_kv
 
 
@@ -43,7 +43,7 @@ class ReferenceAttention:
         return output.flatten(1)
 
     def _gather(self, kv: Tensor, block_ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, seq_len, head_dim] in float32, KV heads repeated for their query heads."""
+        """Keys and values, float32 [heads, seq_len, head_dim]; each KV head is repeated for its query heads."""
         blocks = read_kv(kv, block_ids).permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :seq_len]
         keys, values = blocks.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
         return keys, values
@@ -58,5 +58,5 @@ class ReferenceAttention:
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= query_positions - key_positions >= window
-        shares = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-        return torch.einsum("hqk,hkd->qhd", shares, values).to(queries.dtype)
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        return torch.einsum("hqk,hkd->qhd", weights, values).to(queries.dtype)

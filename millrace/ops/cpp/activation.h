@@ -1,9 +1,9 @@
-// Activation functions, sixteen numbers at a time, and rounding to the type that they are kept in.
+// Activation functions on vectors, and rounding to the dtype in which results are stored.
 #pragma once
 
 #include "vec.h"
 
-// As it will be once it is kept in the model's dtype.
+// The value after storing it in the model's dtype.
 inline vf rounded(vf v, float) { return v; }
 inline vf rounded(vf v, bf16) { return widen(to_bf16(v)); }
 
@@ -19,7 +19,7 @@ inline vf inverse(vf x) {
 #endif
 }
 
-// x / (1 + e^-x) in three steps, each of which waits for the one before only: between them other work may be done.
+// x / (1 + e^-x) in three dependent steps, between which other work can be scheduled.
 struct Silu {
     vf x, n, r;
 
@@ -27,8 +27,8 @@ struct Silu {
         x = input;
         split_exp(-x, n, r);
     }
-    // Powers below e^-87 need not be 0 here: beside 1 they are nothing anyhow.
-    void go_on() { n = times_power(exp_of_rest(r), n); }
+    // Powers below e^-87 need not become 0 here: they vanish when added to 1.
+    void advance() { n = times_power_of_two(exp_of_remainder(r), n); }
     vf end() const { return x * inverse(1.0f + n); }
 };
 
@@ -36,7 +36,7 @@ inline vf activate(vf x, int kind) {
     if (kind == SILU) {
         Silu silu;
         silu.begin(x);
-        silu.go_on();
+        silu.advance();
         return silu.end();
     }
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));

@@ -1,4 +1,4 @@
-// The AMX matrix unit: 8 tiles of 16 rows of 64 bytes, one instruction for 16 x 16 x 32 bfloat16 products.
+// The AMX matrix unit: 8 tile registers of 16 rows of 64 bytes; one instruction does 16 x 16 x 32 bfloat16 products.
 #pragma once
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-// The system grants the unit's state to a process once it asks.
+// Linux lets a process use AMX after it has asked for permission once.
 inline bool use_amx() {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -30,13 +30,14 @@ struct TileConfig {
     }
 };
 
-// The whole structure is named as an operand: the compiler's own function names its first bytes only, and what is written
-// behind them may then come too late.
+// The whole structure is an operand of the asm. The compiler's intrinsic names only its first bytes, so stores to the
+// others may be moved behind it.
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 
-// Tile loads do not say which memory they read. What was written before this is there for those after it.
+// Compiler barriers, because tile loads and stores do not tell the compiler which memory they access.
+// Stores before this are visible to the tile loads after it.
 inline void before_tile_loads() { asm volatile("" ::: "memory"); }
-// Nor do tile stores say what they write. What is read after this is what they wrote before it.
+// Loads after this see what the tile stores before it wrote.
 inline void after_tile_stores() { asm volatile("" ::: "memory"); }
 
 #else

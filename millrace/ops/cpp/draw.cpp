@@ -1,5 +1,5 @@
-// Drawing tokens from logits: the likeliest one, or one by temperature, top-k, min-p and top-p, in that order, at the
-// place where the cumulative distribution reaches a given uniform number. Each row by itself, in one order of sums.
+// Draws tokens from logits: greedily, or by temperature, top-k, min-p and top-p, applied in that order, at the position
+// where the cumulative distribution reaches a given uniform number. Each row on its own, in a fixed order of summation.
 #include "pool.h"
 #include "vec.h"
 
@@ -9,12 +9,12 @@
 namespace {
 
 constexpr int64_t BLOCK = 256;             // tokens whose weights are summed together
-constexpr int64_t PART = 64;               // tokens that are passed over together when none of them is heavy enough
-constexpr int64_t MIN_PARALLEL = 1 << 16;  // logits below which other threads are not worth involving
+constexpr int64_t PART = 64;               // tokens that are skipped together if no weight is large enough
+constexpr int64_t MIN_PARALLEL = 1 << 16;  // minimum number of logits for which other threads are used
 
-struct Limits {
-    float temperature;  // 0 for the likeliest token
-    int64_t top_k;      // 0 for all
+struct Sampling {
+    float temperature;  // 0: greedy
+    int64_t top_k;      // 0: all
     float top_p, min_p;
     double uniform;
 };
@@ -26,11 +26,11 @@ bool any(vi mask) {
     return found != 0;
 }
 
-// The first of the largest.
-int64_t likeliest(const float* logits, int64_t count) {
+// Index of the first largest logit.
+int64_t argmax(const float* logits, int64_t count) {
     vf top = splat(-INFINITY);
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) top = max(load(logits + i), top);  // a NaN is passed over
+    for (; i + LANES <= count; i += LANES) top = max(load(logits + i), top);  // ignores NaN
     float largest = max_lanes(top);
     for (int64_t rest = i; rest < count; rest++) largest = logits[rest] > largest ? logits[rest] : largest;
     for (i = 0; i + LANES <= count; i += LANES) {
@@ -44,21 +44,21 @@ int64_t likeliest(const float* logits, int64_t count) {
     return 0;
 }
 
-// What one thread needs to draw from one row.
-struct Bench {
+// Buffers of one thread for drawing from one row.
+struct Scratch {
     std::vector<float> scaled, weights, picked;
-    std::vector<double> sums;  // of the weights of each block
+    std::vector<double> sums;  // sum of the weights of each block
     std::vector<int64_t> tokens;
 };
 
 class Draw {
   public:
-    Draw(Bench& bench, const float* logits, int64_t count, const Limits& limits)
-        : b(bench), count(count), limits(limits), blocks((count + BLOCK - 1) / BLOCK) {
+    Draw(Scratch& scratch, const float* logits, int64_t count, const Sampling& sampling)
+        : b(scratch), count(count), sampling(sampling), blocks((count + BLOCK - 1) / BLOCK) {
         b.scaled.resize(blocks * BLOCK);
         b.weights.resize(blocks * BLOCK);
         b.sums.resize(blocks);
-        vf inverse = splat(1.0f / limits.temperature), top = splat(-INFINITY);
+        vf inverse = splat(1.0f / sampling.temperature), top = splat(-INFINITY);
         for (int64_t i = 0; i < blocks * BLOCK; i += LANES) {
             int left = std::clamp<int64_t>(count - i, 0, LANES);
             vf x = left == LANES ? load(logits + i) * inverse : padded(logits + i, left) * inverse;
@@ -71,20 +71,20 @@ class Draw {
 
     int64_t token() {
         float floor = -INFINITY;
-        if (limits.top_k > 0 && limits.top_k < count) floor = kth_largest(limits.top_k);
-        if (limits.min_p > 0) floor = std::max(floor, largest + logf(limits.min_p));
-        double total = weigh(floor);
-        if (limits.top_p < 1) {
-            float least = nucleus(total);
-            return in_nucleus(least);
+        if (sampling.top_k > 0 && sampling.top_k < count) floor = kth_largest(sampling.top_k);
+        if (sampling.min_p > 0) floor = std::max(floor, largest + logf(sampling.min_p));
+        double total = compute_weights(floor);
+        if (sampling.top_p < 1) {
+            float least = nucleus_threshold(total);
+            return draw_from_nucleus(least);
         }
-        return reach(limits.uniform * total);
+        return find_at(sampling.uniform * total);
     }
 
   private:
-    Bench& b;
+    Scratch& b;
     int64_t count;
-    const Limits& limits;
+    const Sampling& sampling;
     int64_t blocks;
     float largest;
 
@@ -100,9 +100,9 @@ class Draw {
         return top;
     }
 
-    // Call f(i) for every i with values[i] >= least, in order.
+    // Calls f(i) for every i with values[i] >= least, in order.
     template <typename F>
-    static void for_heavy(const std::vector<float>& values, float least, F f) {
+    static void for_each_from(const std::vector<float>& values, float least, F f) {
         for (size_t part = 0; part < values.size(); part += PART) {
             if (!any(largest_of(&values[part]) >= least)) continue;
             for (size_t i = part; i < part + PART; i++)
@@ -110,23 +110,23 @@ class Draw {
         }
     }
 
-    // The k-th largest of the parts' largest is no more than the k-th largest of all, and few are above it.
+    // The k-th largest of the maxima of all parts is a lower bound of the k-th largest value; few values are above it.
     float kth_largest(int64_t k) {
         b.picked.clear();
         for (size_t i = 0; i < b.scaled.size(); i += PART) b.picked.push_back(max_lanes(largest_of(&b.scaled[i])));
-        float bound = int64_t(b.picked.size()) >= k ? nth(k) : -INFINITY;
+        float bound = int64_t(b.picked.size()) >= k ? nth_largest(k) : -INFINITY;
         b.picked.clear();
-        for_heavy(b.scaled, bound, [&](int64_t i) { b.picked.push_back(b.scaled[i]); });
-        return nth(k);
+        for_each_from(b.scaled, bound, [&](int64_t i) { b.picked.push_back(b.scaled[i]); });
+        return nth_largest(k);
     }
 
-    float nth(int64_t k) {
+    float nth_largest(int64_t k) {
         std::nth_element(b.picked.begin(), b.picked.begin() + k - 1, b.picked.end(), std::greater<float>());
         return b.picked[k - 1];
     }
 
-    // Each token's weight relative to the likeliest, 0 below the floor; their sum.
-    double weigh(float floor) {
+    // Computes each token's weight relative to the likeliest, 0 below `floor`. Returns the sum of the weights.
+    double compute_weights(float floor) {
         float base = largest == -INFINITY ? 0.0f : largest;
         double total = 0;
         for (int64_t block = 0; block < blocks; block++) {
@@ -143,15 +143,15 @@ class Draw {
         return total;
     }
 
-    // The weight of the last of the fewest likeliest tokens that sum to top_p of the total. Lighter tokens than an
-    // equal share of what may be left out cannot be among them. The tokens that may be are kept, in order.
-    float nucleus(double total) {
+    // Smallest weight in the nucleus: the fewest likeliest tokens whose weights sum to top_p of the total. A token with
+    // less than an equal share of the remaining 1 - top_p cannot be in it. Stores the candidates, in order.
+    float nucleus_threshold(double total) {
         constexpr int ROUNDS = 10;
-        double wanted = std::max(limits.top_p * total, 1e-30), before = 0;
-        float low = std::max<float>((1.0f - limits.top_p) * total / count, 1e-38f), high = 2.0f;
-        for (int round = 0; round < ROUNDS; round++) {  // tokens from `high` on do not reach what is wanted
+        double wanted = std::max(sampling.top_p * total, 1e-30), before = 0;
+        float low = std::max<float>((1.0f - sampling.top_p) * total / count, 1e-38f), high = 2.0f;
+        for (int round = 0; round < ROUNDS; round++) {  // weights from `high` on sum to less than `wanted`
             float middle = sqrtf(low) * sqrtf(high);
-            double sum = sum_from(middle);
+            double sum = sum_of_weights_from(middle);
             if (sum >= wanted) {
                 low = middle;
             } else {
@@ -161,14 +161,14 @@ class Draw {
         }
         b.tokens.clear();
         b.picked.clear();
-        for_heavy(b.weights, low, [&](int64_t i) {
+        for_each_from(b.weights, low, [&](int64_t i) {
             b.tokens.push_back(i);
             if (b.weights[i] < high) b.picked.push_back(b.weights[i]);
         });
-        return b.picked.empty() ? high : edge(wanted - before);
+        return b.picked.empty() ? high : threshold(wanted - before);
     }
 
-    double sum_from(float least) const {
+    double sum_of_weights_from(float least) const {
         double total = 0;
         for (int64_t block = 0; block < blocks; block++) {
             if (b.sums[block] < least) continue;
@@ -182,8 +182,8 @@ class Draw {
         return total;
     }
 
-    // Halve the candidates until one is left: the heavier half reaches what is wanted, or is taken whole.
-    float edge(double wanted) {
+    // Halves the candidates until one is left: if the larger half reaches `wanted` continue in it, else in the other.
+    float threshold(double wanted) {
         auto first = b.picked.begin(), last = b.picked.end();
         while (last - first > 1) {
             auto middle = first + (last - first) / 2;
@@ -200,7 +200,7 @@ class Draw {
         return *first;
     }
 
-    int64_t in_nucleus(float least) {
+    int64_t draw_from_nucleus(float least) {
         double total = 0, sum = 0;
         int64_t found = 0;
         for (int64_t token : b.tokens)
@@ -209,13 +209,13 @@ class Draw {
             if (b.weights[token] < least) continue;
             found = token;
             sum += b.weights[token];
-            if (sum > limits.uniform * total) break;
+            if (sum > sampling.uniform * total) break;
         }
         return found;
     }
 
-    // The first token with which the sum of weights exceeds the target; the last with any weight if none does.
-    int64_t reach(double target) {
+    // The first token at which the cumulative weight exceeds the target, or else the last one with a weight.
+    int64_t find_at(double target) {
         double sum = 0;
         int64_t found = 0;
         for (int64_t block = 0; block < blocks; block++) {
@@ -237,17 +237,17 @@ class Draw {
     }
 };
 
-int64_t draw(const float* logits, int64_t count, const Limits& limits) {
-    if (limits.temperature <= 0) return likeliest(logits, count);
-    static thread_local Bench bench;
-    return Draw(bench, logits, count, limits).token();
+int64_t draw(const float* logits, int64_t count, const Sampling& sampling) {
+    if (sampling.temperature <= 0) return argmax(logits, count);
+    static thread_local Scratch scratch;
+    return Draw(scratch, logits, count, sampling).token();
 }
 
 }  // namespace
 
 extern "C" {
 
-// The number in [0, 1) that run/sampling/noise.py gives a seed and a position.
+// The same number in [0, 1) for a seed and position as in run/sampling/noise.py.
 double millrace_uniform(uint64_t seed, uint64_t position) {
     constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, MIX_1 = 0xBF58476D1CE4E5B9u, MIX_2 = 0x94D049BB133111EBu;
     auto mix = [](uint64_t x) {
@@ -259,12 +259,12 @@ double millrace_uniform(uint64_t seed, uint64_t position) {
     return double(state >> 11) * 0x1p-53;
 }
 
-// tokens[i] for each row of logits [rows, vocab], whose rows follow each other.
+// Draws tokens[i] from row i of the contiguous logits [rows, vocab].
 void millrace_draw(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k,
                    const float* top_p, const float* min_p, const double* uniform, int64_t* tokens) {
     pool::for_each(rows, rows * vocab >= MIN_PARALLEL, [&](int64_t row) {
-        Limits limits{temperature[row], top_k[row], top_p[row], min_p[row], uniform[row]};
-        tokens[row] = draw(logits + row * vocab, vocab, limits);
+        Sampling sampling{temperature[row], top_k[row], top_p[row], min_p[row], uniform[row]};
+        tokens[row] = draw(logits + row * vocab, vocab, sampling);
     });
 }
 }

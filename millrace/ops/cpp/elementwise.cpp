@@ -1,16 +1,16 @@
-// Per-token kernels: RMS norm with and without the residual sum, gated activations, and the step from the fused
-// projection to attention's inputs (QK-norm, RoPE, cache write).
+// Per-token kernels: RMS norm with and without the residual sum, gated activation, and the op between the QKV
+// projection and attention (QK norm, RoPE, cache write).
 #include "activation.h"
 #include "pool.h"
 #include "vec.h"
 
 namespace {
 
-// Work below this many items is not worth involving other threads; an item of a rotation or an activation takes longer.
+// Minimum number of items for which other threads are used; lower for rotations and activations, which cost more.
 constexpr int64_t MIN_PARALLEL = 1 << 15, MIN_PARALLEL_SLOW = 1 << 13;
 constexpr int64_t ROWS_PER_PIECE = 16;
 
-// Call f(row) for all rows, in pieces of up to 16, several for each thread.
+// Calls f(row) for all rows, in tasks of up to 16 rows, several per thread.
 template <typename F>
 void for_rows(int64_t rows, int64_t width, int64_t enough, F f) {
     int64_t size = rows / (2 * pool::threads());
@@ -21,7 +21,7 @@ void for_rows(int64_t rows, int64_t width, int64_t enough, F f) {
     });
 }
 
-// Widths that are whole vectors, as nearly all are, need no look at what is left.
+// WHOLE: the width is a multiple of 16, as it nearly always is, so there is no partial vector.
 template <bool WHOLE, typename T>
 inline vf load_lanes(const T* p, int n) {
     return WHOLE ? load(p) : load_upto(p, n);
@@ -32,7 +32,7 @@ inline void store_lanes(T* p, vf v, int n) {
     WHOLE ? store(p, v) : store_upto(p, v, n);
 }
 
-// Keep a number, and go on with what is kept.
+// Stores a vector and returns its stored value, rounded to the dtype.
 template <bool WHOLE>
 inline vf keep_lanes(float* p, vf v, int n) {
     store_lanes<WHOLE>(p, v, n);
@@ -48,7 +48,7 @@ inline vf keep_lanes(bf16* p, vf v, int n) {
 
 template <bool WHOLE, bool SUM, typename T>
 void norm_row(const T* x, const T* residual, const float* weight, T* out, T* total, int64_t dim, float eps) {
-    constexpr int SUMS = 4;  // independent ones, so that none waits for the one before
+    constexpr int SUMS = 4;  // independent sums, so that none waits for the previous one
     vf squares[SUMS] = {};
     auto add = [&](int64_t i, vf& sum) {
         vf v = load_lanes<WHOLE>(x + i, dim - i);
@@ -106,13 +106,13 @@ struct QkvShape {
     float eps;
 };
 
-// The two halves of a vector of pairs, rotated.
+// Rotates pairs (a, b).
 inline void rotate(vf a, vf b, vf cosine, vf sine, vf& first, vf& second) {
     first = fma(a, cosine, -b * sine);
     second = fma(b, cosine, a * sine);
 }
 
-// The most common head, which is rotated as a whole and has no norm.
+// The common case: the whole head is rotated, without a norm.
 template <typename T>
 void rotate_head(const T* x, T* out, const float* angles, int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
@@ -123,7 +123,7 @@ void rotate_head(const T* x, T* out, const float* angles, int64_t half) {
     }
 }
 
-// Norm and rotate one head into `out`, which may be `x` itself.
+// Normalises and rotates one head into `out`, which may be `x` itself.
 template <typename T>
 void prepare_head(const T* x, T* out, const float* weight, const float* angles, const QkvShape& s) {
     if (!weight && angles && s.rotary_dim == s.head_dim && s.head_dim % (2 * LANES) == 0)
@@ -153,7 +153,7 @@ void prepare_head(const T* x, T* out, const float* weight, const float* angles, 
     for (int64_t i = 0; i < s.head_dim; i += LANES) store_upto(out + i, load(head + i), s.head_dim - i);
 }
 
-// A head in eight bits: its largest item takes 127, and what it has to be multiplied with is its scale.
+// Quantises a head to int8: value = item * scale; the largest item is 127.
 template <typename T>
 void quantise_head(const T* x, int8_t* out, float* scale, int64_t dim) {
     vf largest = {};
@@ -163,7 +163,7 @@ void quantise_head(const T* x, int8_t* out, float* scale, int64_t dim) {
     }
     float top = max_lanes(largest);
     *scale = top > 0 ? top / 127 : 1;
-    constexpr float NEAREST = 12582912.0f;  // 1.5 x 2^23: what is added to it is rounded to a whole number, ties to even
+    constexpr float NEAREST = 12582912.0f;  // 1.5 x 2^23: adding it rounds to an integer, ties to even
     for (int64_t i = 0; i < dim; i += LANES) {
         vf number = (load_upto(x + i, dim - i) / *scale + NEAREST) - NEAREST;
         vb items = __builtin_convertvector(min(max(number, splat(-127.0f)), splat(127.0f)), vb);
@@ -171,7 +171,7 @@ void quantise_head(const T* x, int8_t* out, float* scale, int64_t dim) {
     }
 }
 
-// Puts keys and values at their places in a cache of the model's own items.
+// Writes keys and values to a cache in the model's dtype.
 template <typename T>
 struct WideCache {
     T* kv;
@@ -186,7 +186,7 @@ struct WideCache {
     }
 };
 
-// The same in eight bits. A key is rounded to the model's items first: what is kept is what would be in the wide cache.
+// The same for an int8 cache. A key is first rounded to the model's dtype: the cache holds the quantised plain cache.
 template <typename T>
 struct NarrowCache {
     int8_t* kv;
@@ -234,7 +234,7 @@ void prepare_qkv(int kv_dtype, T* qkv, const float* rows, const float* q_norm, c
 
 extern "C" {
 
-// In place: each item times a number, rounded once.
+// x *= by, in place, rounded once.
 void millrace_scale(int dtype, void* x, int64_t count, float by) {
     for (int64_t i = 0; i < count; i += LANES) {
         int n = count - i;

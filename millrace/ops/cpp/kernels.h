@@ -1,4 +1,4 @@
-// The kernels that other files call: the same functions that Python calls, with the meaning that their files give them.
+// Kernels that other C++ files call. Python calls the same functions; each is described where it is defined.
 #pragma once
 
 #include "attention/attention_sharing.h"
@@ -30,7 +30,7 @@ void millrace_draw(const float* logits, int64_t rows, int64_t vocab, const float
 double millrace_uniform(uint64_t seed, uint64_t position);
 }
 
-// millrace_attention with what the step's rows share, which is the same for all of its layers.
+// millrace_attention with a precomputed `sharing`, which is the same for all layers of a step.
 void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
                     void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
                     int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,

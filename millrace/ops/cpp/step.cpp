@@ -1,5 +1,5 @@
-// All layers of a step in one call, or the whole step from token ids to drawn tokens: the kernels of the other files, in
-// the order in which the Python decoder calls them, over buffers that stay allocated from step to step.
+// Runs all layers of a step in one call, or a whole step from token ids to drawn tokens: calls the other kernels in the
+// order in which the Python decoder does, over buffers that stay allocated between steps.
 #include "kernels.h"
 #include "linear/linear.h"
 
@@ -14,66 +14,66 @@ namespace {
 
 constexpr int64_t MAX_ROPES = 8;
 
-// The structs below are mirrored, field by field, in models/native_stack.py.
+// models/native_stack.py mirrors the structs below field by field.
 
-struct LayerAt {
+struct LayerDesc {
     const LinearDesc *qkv, *out, *gate_up, *down;
     const float *input_norm, *mlp_norm;
     const float *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm;  // or null
-    int64_t rope;                                                      // which of the step's angles; -1 for none
-    int64_t window;                                                    // 0 for none
+    int64_t rope;                                                      // index into the step's angles; -1: no rotation
+    int64_t window;                                                    // 0: none
 };
 
 struct Shape {
     int64_t dtype, layers, hidden, inner, heads, kv_heads, head_dim, activation, ropes;
     const int64_t* rotary_dims;  // per rope
-    const LinearDesc* head;      // or null; a whole step needs it, as the matrix of embeddings too
-    int64_t decodes_apart;       // whether rows that decode go through kernels of their own (see `linear`)
+    const LinearDesc* head;      // LM head, or null. A whole step needs it and also reads embeddings from it
+    int64_t use_decode_kernels;       // whether decode rows use `decode` of `linear`
     float eps, scale, softcap, embedding_scale;
 };
 
 struct Inputs {
-    const int64_t* slots;  // block id * block size + offset of each token, in the cache
+    const int64_t* slots;  // of each token in the cache: block id * block size + offset
     const int32_t *query_starts, *seq_lens, *tables;
-    const int64_t* positions;    // of the tokens
+    const int64_t* positions;    // of each token
     const float* const* angles;  // per rope [positions, rotary_dim]: cosines, then sines
     void* const* kv;             // per layer
-    void* residual;              // [tokens, hidden]: the embedded tokens; overwritten
+    void* residual;              // [tokens, hidden]: token embeddings; overwritten
     void* out;                   // [tokens, hidden] after the final norm
-    int64_t* nanoseconds;        // by kind of work, added to; or null
+    int64_t* nanoseconds;        // time per kind of work is added to it; or null
     int64_t tokens, rows, table_width, num_blocks, block_size, kv_dtype;
-    // The only tokens whose output is wanted, in rising order, each the last of its row, and those rows' lengths and
-    // tables: `out` has `lasts` rows then. -1 of them: all tokens are wanted.
+    // If `lasts` >= 0: the only tokens whose output is needed, ascending, each the last of its row, with the lengths
+    // and block tables of those rows; `out` then has `lasts` rows. If -1: all tokens are needed.
     const int64_t* last_tokens;
     const int32_t *last_lens, *last_tables;
     int64_t lasts;
-    const uint8_t* decodes;  // [tokens]: whether it is behind its row's prompt; null where none is
+    const uint8_t* decodes;  // [tokens]: whether the token comes after its row's prompt; null if none does
 };
 
-// A step as the runner knows it: rows of the request table and how their tokens are drawn.
+// A step as the runner describes it: rows of the request table and their sampling parameters.
 struct WholeStep {
-    const int32_t *rows, *starts, *counts;  // [num_rows]: row of the table, first position, tokens
+    const int32_t *rows, *starts, *counts;  // [num_rows]: table row, first position, number of tokens
     const uint8_t* samples;                 // [num_rows]: whether a token is drawn
-    const int32_t* tokens;                  // [tokens]: given ids, -1 for the row's last drawn token; null: all drawn
+    const int32_t* tokens;                  // [tokens]: token ids; -1: last drawn token of the row; null: -1 for all
     const int32_t* tables;                  // [table rows, table_stride]: block ids
-    const int32_t* prompts;                 // [table rows]: tokens of the prompt
+    const int32_t* prompts;                 // [table rows]: length of the prompt
     int64_t* last_tokens;                   // [table rows]
-    const float *temperature, *top_p, *min_p;  // [table rows], as all below
+    const float *temperature, *top_p, *min_p;  // [table rows], like top_k and seeds
     const int64_t* top_k;
     const uint64_t* seeds;
     const float* const* angles;
     void* const* kv;
-    int64_t* drawn;        // [rows that are sampled]
+    int64_t* drawn;        // [rows with samples set]
     int64_t* nanoseconds;  // or null
     int64_t num_rows, table_stride, num_blocks, block_size, kv_dtype;
 };
 
 enum Kind { QKV, PREPARE, ATTENTION, OUT, GATE_UP, GATED, DOWN, NORM, HEAD, DRAW, OTHER, KINDS };
 
-// Adds the time since the last mark to a kind of work.
-class Watch {
+// Adds the time since the last mark to one kind of work.
+class Timer {
   public:
-    explicit Watch(int64_t* nanoseconds) : spent_(nanoseconds), last_(nanoseconds ? now() : 0) {}
+    explicit Timer(int64_t* nanoseconds) : spent_(nanoseconds), last_(nanoseconds ? now() : 0) {}
 
     void mark(Kind kind) {
         if (!spent_) return;
@@ -82,7 +82,7 @@ class Watch {
         last_ = time;
     }
 
-    // Forget the time since the last mark: others have counted it.
+    // Discards the time since the last mark, which was counted elsewhere.
     void skip() {
         if (spent_) last_ = now();
     }
@@ -101,7 +101,7 @@ struct Free {
     void operator()(void* memory) const { free(memory); }
 };
 
-// Grows to the largest step seen; what it held before is not kept.
+// Memory that grows to the largest step. Growing loses the content.
 class Buffer {
   public:
     void* of(int64_t bytes) {
@@ -119,7 +119,7 @@ class Buffer {
     int64_t size_ = 0;
 };
 
-// Tokens one after the other that are multiplied alike.
+// Consecutive tokens that use the same kernels.
 struct Span {
     int64_t first, count;
     bool decodes;
@@ -127,34 +127,34 @@ struct Span {
 
 struct Stack {
     Shape s;
-    std::unique_ptr<LayerAt[]> layers;
+    std::unique_ptr<LayerDesc[]> layers;
     const float* final_norm;
     Buffer hidden, qkv, attended, gate_up, inner, places, rotations, inputs, embedded, logits;
-    bool splits = false;  // rows that decode from others
-    std::vector<Span> spans;  // of the tokens at hand
+    bool split_decode = false;  // decode rows use other kernels than the others
+    std::vector<Span> spans;  // of the current tokens
 
     int item() const { return s.dtype == 0 ? 4 : 2; }
 
-    const void* from(const void* rows, int64_t row, int64_t width) const {
+    const void* row_at(const void* rows, int64_t row, int64_t width) const {
         return static_cast<const char*>(rows) + row * width * item();
     }
-    void* from(void* rows, int64_t row, int64_t width) const { return static_cast<char*>(rows) + row * width * item(); }
+    void* row_at(void* rows, int64_t row, int64_t width) const { return static_cast<char*>(rows) + row * width * item(); }
 
     void multiply(const LinearDesc* layer, const void* x, void* out) const {
         for (const Span& span : spans)
-            linear(*layer, from(x, span.first, layer->k), layer->k, from(out, span.first, layer->n), span.count, false,
+            linear(*layer, row_at(x, span.first, layer->k), layer->k, row_at(out, span.first, layer->n), span.count, false,
                    span.decodes);
     }
 
-    // Whether any layer multiplies rows that decode in a way of their own.
-    bool knows_kinds() const {
+    // Whether any linear has a kernel for decode rows.
+    bool any_decode_kernel() const {
         for (int64_t i = 0; i < s.layers; i++)
             for (const LinearDesc* layer : {layers[i].qkv, layers[i].out, layers[i].gate_up, layers[i].down})
-                if (decodes_apart(*layer)) return true;
+                if (has_decode_kernel(*layer)) return true;
         return false;
     }
 
-    // `decodes` of a token, by its number.
+    // `decodes(token)`: whether it is a decode row's.
     template <typename F>
     void find_spans(int64_t tokens, F decodes) {
         spans.clear();
@@ -168,7 +168,7 @@ struct Stack {
         if (weight) millrace_norm(s.dtype, x, nullptr, weight, x, nullptr, rows, s.hidden, s.eps);
     }
 
-    // out = norm(x + residual), and the sum replaces the residual.
+    // residual += x; out = norm(residual).
     void add_norm(const void* x, void* residual, const float* weight, void* out, int64_t rows) const {
         millrace_norm(s.dtype, x, residual, weight, out, residual, rows, s.hidden, s.eps);
     }
@@ -178,69 +178,69 @@ struct Stack {
         void* x = hidden.of(size * s.hidden);
         void* projected = qkv.of(size * (s.heads + 2 * s.kv_heads) * s.head_dim);
         void* heads = attended.of(size * s.heads * s.head_dim);
-        auto* at = static_cast<int64_t*>(places.of(2 * in.tokens * sizeof(int64_t)));
+        auto* cache_places = static_cast<int64_t*>(places.of(2 * in.tokens * sizeof(int64_t)));
         const float* angles[MAX_ROPES];
-        if (!x || !projected || !heads || !at || !find_angles(in, angles)) return false;
+        if (!x || !projected || !heads || !cache_places || !gather_angles(in, angles)) return false;
         for (int64_t token = 0; token < in.tokens; token++) {
-            at[token] = in.slots[token] / in.block_size;
-            at[in.tokens + token] = in.slots[token] % in.block_size;
+            cache_places[token] = in.slots[token] / in.block_size;
+            cache_places[in.tokens + token] = in.slots[token] % in.block_size;
         }
-        bool split = splits && in.decodes;
+        bool split = split_decode && in.decodes;
         find_spans(in.tokens, [&](int64_t token) { return split && in.decodes[token]; });
-        Watch watch(in.nanoseconds);
-        Sharing sharing = shared_by(in);
-        watch.mark(ATTENTION);
+        Timer timer(in.nanoseconds);
+        Sharing sharing = find_shared(in);
+        timer.mark(ATTENTION);
         millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
-        watch.mark(NORM);
+        timer.mark(NORM);
         for (int64_t i = 0; i < s.layers; i++) {
-            const LayerAt& layer = layers[i];
+            const LayerDesc& layer = layers[i];
             bool last = i + 1 == s.layers;
-            project(in, i, at, angles, x, projected, watch);
+            project(in, i, cache_places, angles, x, projected, timer);
             if (last && in.lasts >= 0) {
                 if (!in.lasts) return true;
                 if (!keep_last(in, projected)) return false;
                 find_spans(in.lasts, [&](int64_t i) { return split && in.decodes[in.last_tokens[i]]; });
-                sharing = shared_by(in);
+                sharing = find_shared(in);
             }
             attend(in, layer, in.kv[i], projected, heads, sharing);
-            watch.mark(ATTENTION);
+            timer.mark(ATTENTION);
             multiply(layer.out, heads, x);
-            watch.mark(OUT);
+            timer.mark(OUT);
             norm(x, layer.attention_out_norm, in.tokens);
             add_norm(x, in.residual, layer.mlp_norm, x, in.tokens);
-            watch.mark(NORM);
+            timer.mark(NORM);
             for (const Span& span : spans)
-                if (!mlp(layer, from(x, span.first, s.hidden), span, watch)) return false;
+                if (!run_mlp(layer, row_at(x, span.first, s.hidden), span, timer)) return false;
             norm(x, layer.mlp_out_norm, in.tokens);
             add_norm(x, in.residual, last ? final_norm : layers[i + 1].input_norm, last ? in.out : x, in.tokens);
-            watch.mark(NORM);
+            timer.mark(NORM);
         }
         return true;
     }
 
-    // The gated MLP of one span's x, in its place; false when there is no memory.
-    bool mlp(const LayerAt& layer, void* x, const Span& span, Watch& watch) {
+    // The gated MLP of one span, in place; false if out of memory.
+    bool run_mlp(const LayerDesc& layer, void* x, const Span& span, Timer& timer) {
         int64_t tokens = span.count;
-        void* one = inner.of(std::max(tokens * s.inner * item(), laid_out_bytes(*layer.down, tokens)));
-        if (!one) return false;
-        if (!span.decodes && gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, one)) {
-            watch.mark(GATE_UP);
-            linear_laid_out(*layer.down, one, x, tokens);
+        void* gated = inner.of(std::max(tokens * s.inner * item(), input_tiles_bytes(*layer.down, tokens)));
+        if (!gated) return false;
+        if (!span.decodes && gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, gated)) {
+            timer.mark(GATE_UP);
+            linear_from_tiles(*layer.down, gated, x, tokens);
         } else {
-            void* both = gate_up.of(tokens * 2 * s.inner * item());
-            if (!both) return false;
-            linear(*layer.gate_up, x, s.hidden, both, tokens, false, span.decodes);
-            watch.mark(GATE_UP);
-            millrace_gated(s.dtype, s.activation, both, one, tokens, s.inner);
-            watch.mark(GATED);
-            linear(*layer.down, one, s.inner, x, tokens, false, span.decodes);
+            void* gate_and_up = gate_up.of(tokens * 2 * s.inner * item());
+            if (!gate_and_up) return false;
+            linear(*layer.gate_up, x, s.hidden, gate_and_up, tokens, false, span.decodes);
+            timer.mark(GATE_UP);
+            millrace_gated(s.dtype, s.activation, gate_and_up, gated, tokens, s.inner);
+            timer.mark(GATED);
+            linear(*layer.down, gated, s.inner, x, tokens, false, span.decodes);
         }
-        watch.mark(DOWN);
+        timer.mark(DOWN);
         return true;
     }
 
-    // The tokens' rows of each table of angles, one after the other.
-    bool find_angles(const Inputs& in, const float** angles) {
+    // Gathers the tokens' rows of each table of angles.
+    bool gather_angles(const Inputs& in, const float** angles) {
         int64_t width = 0;
         for (int64_t rope = 0; rope < s.ropes; rope++) width += s.rotary_dims[rope];
         auto* target = static_cast<float*>(rotations.of((in.tokens * width + 1) * sizeof(float)));
@@ -254,13 +254,13 @@ struct Stack {
         return true;
     }
 
-    static Sharing shared_by(const Inputs& in) {
+    static Sharing find_shared(const Inputs& in) {
         return find_sharing(in.query_starts, in.seq_lens, in.tables, in.rows, in.table_width, in.block_size);
     }
 
     int64_t qkv_width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
 
-    // From here on the step has the last tokens alone, each a row of one query.
+    // Reduces the step to the last tokens, each a row of one query.
     bool keep_last(Inputs& in, void* projected) {
         auto* starts = static_cast<int32_t*>(places.of((in.lasts + 1) * sizeof(int32_t)));
         if (!starts) return false;
@@ -279,19 +279,20 @@ struct Stack {
         if (to != from) memcpy(start + to * bytes, start + from * bytes, bytes);
     }
 
-    void project(const Inputs& in, int64_t index, const int64_t* at, const float* const* angles, const void* x,
-                 void* projected, Watch& watch) const {
-        const LayerAt& layer = layers[index];
+    void project(const Inputs& in, int64_t index, const int64_t* cache_places, const float* const* angles, const void* x,
+                 void* projected, Timer& timer) const {
+        const LayerDesc& layer = layers[index];
         multiply(layer.qkv, x, projected);
-        watch.mark(QKV);
-        bool rotates = layer.rope >= 0;
-        millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, rotates ? angles[layer.rope] : nullptr, layer.q_norm,
-                             layer.k_norm, in.kv[index], at, at + in.tokens, in.tokens, s.heads, s.kv_heads,
-                             s.head_dim, rotates ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
-        watch.mark(PREPARE);
+        timer.mark(QKV);
+        bool has_rope = layer.rope >= 0;
+        millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, has_rope ? angles[layer.rope] : nullptr, layer.q_norm,
+                             layer.k_norm, in.kv[index], cache_places, cache_places + in.tokens, in.tokens, s.heads,
+                             s.kv_heads,
+                             s.head_dim, has_rope ? s.rotary_dims[layer.rope] : 0, in.num_blocks, in.block_size, s.eps);
+        timer.mark(PREPARE);
     }
 
-    void attend(const Inputs& in, const LayerAt& layer, const void* kv, const void* projected, void* heads,
+    void attend(const Inputs& in, const LayerDesc& layer, const void* kv, const void* projected, void* heads,
                 Sharing& sharing) const {
         attend_sharing(s.dtype, in.kv_dtype, projected, qkv_width(), kv, heads, in.query_starts, in.seq_lens, in.tables,
                        in.rows, in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks, in.block_size,
@@ -300,7 +301,7 @@ struct Stack {
 
     // --- a whole step ---
 
-    // What the layers need to know, gathered from the request table, and the tokens' ids; null when there is no memory.
+    // Fills `in` from the request table and returns the token ids; null if out of memory.
     const int64_t* gather(const WholeStep& w, Inputs& in) {
         int64_t longest = 0;
         in.tokens = 0;
@@ -356,8 +357,8 @@ struct Stack {
         return true;
     }
 
-    int draw_tokens(const WholeStep& w, const Inputs& in, Watch& watch) {
-        int64_t due = 0, vocab = s.head->n;
+    int draw_tokens(const WholeStep& w, const Inputs& in, Timer& timer) {
+        int64_t num_drawn = 0, vocab = s.head->n;
         auto* columns = static_cast<double*>(places.of(w.num_rows * 6 * sizeof(double)));
         if (!columns) return NO_MEMORY;
         double* uniform = columns;
@@ -367,32 +368,32 @@ struct Stack {
         for (int64_t i = 0; i < w.num_rows; i++) {
             if (!w.samples[i]) continue;
             int64_t row = w.rows[i];
-            temperature[due] = w.temperature[row], top_p[due] = w.top_p[row], min_p[due] = w.min_p[row];
-            top_k[due] = w.top_k[row];
-            uniform[due++] = millrace_uniform(w.seeds[row], in.seq_lens[i]);
+            temperature[num_drawn] = w.temperature[row], top_p[num_drawn] = w.top_p[row], min_p[num_drawn] = w.min_p[row];
+            top_k[num_drawn] = w.top_k[row];
+            uniform[num_drawn++] = millrace_uniform(w.seeds[row], in.seq_lens[i]);
         }
-        if (!due) return 0;
-        void* scores = logits.of(due * vocab * sizeof(float));
+        if (!num_drawn) return 0;
+        void* scores = logits.of(num_drawn * vocab * sizeof(float));
         if (!scores) return NO_MEMORY;
-        linear(*s.head, in.out, s.hidden, scores, due, true, s.decodes_apart);
-        watch.mark(HEAD);
-        millrace_draw(static_cast<float*>(scores), due, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
+        linear(*s.head, in.out, s.hidden, scores, num_drawn, true, s.use_decode_kernels);
+        timer.mark(HEAD);
+        millrace_draw(static_cast<float*>(scores), num_drawn, vocab, temperature, top_k, top_p, min_p, uniform, w.drawn);
         for (int64_t i = 0, at = 0; i < w.num_rows; i++)
             if (w.samples[i]) w.last_tokens[w.rows[i]] = w.drawn[at++];
-        watch.mark(DRAW);
+        timer.mark(DRAW);
         return 0;
     }
 
     int step(const WholeStep& w) {
-        Watch watch(w.nanoseconds);
+        Timer timer(w.nanoseconds);
         Inputs in{};
         const int64_t* ids = gather(w, in);
         if (!ids) return NO_MEMORY;
         if (!embed(in, ids)) return BAD_TOKEN;
-        watch.mark(OTHER);
+        timer.mark(OTHER);
         if (!run(in)) return NO_MEMORY;
-        watch.skip();
-        return draw_tokens(w, in, watch);
+        timer.skip();
+        return draw_tokens(w, in, timer);
     }
 
     enum { NO_MEMORY = 1, BAD_TOKEN = 2 };
@@ -402,19 +403,19 @@ struct Stack {
 
 extern "C" {
 
-// A stack over weights that stay where they are for as long as it lives. Calls must not overlap.
-void* millrace_stack_new(const Shape* shape, const LayerAt* layers, const float* final_norm) {
-    auto* stack = new Stack{*shape, std::make_unique<LayerAt[]>(shape->layers), final_norm};
-    memcpy(stack->layers.get(), layers, shape->layers * sizeof(LayerAt));
-    stack->splits = shape->decodes_apart && stack->knows_kinds();
+// The weights must stay at their addresses as long as the stack exists. Calls must not overlap.
+void* millrace_stack_new(const Shape* shape, const LayerDesc* layers, const float* final_norm) {
+    auto* stack = new Stack{*shape, std::make_unique<LayerDesc[]>(shape->layers), final_norm};
+    memcpy(stack->layers.get(), layers, shape->layers * sizeof(LayerDesc));
+    stack->split_decode = shape->use_decode_kernels && stack->any_decode_kernel();
     return stack;
 }
 
 void millrace_stack_free(void* stack) { delete static_cast<Stack*>(stack); }
 
-// 0, or 1 when there is no memory for its buffers.
+// Returns 0, or 1 if out of memory.
 int millrace_stack_run(void* stack, const Inputs* inputs) { return static_cast<Stack*>(stack)->run(*inputs) ? 0 : 1; }
 
-// Ids to drawn tokens. 0; 1 as above; 2 when an id is outside the vocabulary.
+// From token ids to drawn tokens. Returns 0, 1 if out of memory, 2 if an id is outside the vocabulary.
 int millrace_stack_step(void* stack, const WholeStep* step) { return static_cast<Stack*>(stack)->step(*step); }
 }

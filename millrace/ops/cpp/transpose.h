@@ -1,12 +1,12 @@
-// Transposing blocks of 16 x 16 words of 32 bits.
+// Transposes 16 x 16 matrices of 32-bit words.
 #pragma once
 
 #include "vec.h"
 
 #if defined(__AVX512F__)
 
-// A 16 x 16 matrix is turned in two rounds of four independent steps. The first gathers, from rows 4 i to 4 i + 3 of which
-// it takes the place, items c, c + 4, c + 8 and c + 12 of those rows in its register c.
+// A transposition takes two rounds of four independent steps. Step i of the first round works in place on rows 4 i to
+// 4 i + 3: its register c then holds items c, c + 4, c + 8 and c + 12 of those rows.
 inline __attribute__((always_inline)) void gather_four(__m512i (&a)[4]) {
     __m512i low = _mm512_unpacklo_epi32(a[0], a[1]), high = _mm512_unpackhi_epi32(a[0], a[1]);
     __m512i later_low = _mm512_unpacklo_epi32(a[2], a[3]), later_high = _mm512_unpackhi_epi32(a[2], a[3]);
@@ -16,7 +16,7 @@ inline __attribute__((always_inline)) void gather_four(__m512i (&a)[4]) {
     a[3] = _mm512_unpackhi_epi64(high, later_high);
 }
 
-// The second takes register c of all four steps, and gives rows c, c + 4, c + 8 and c + 12 of the result.
+// Step c of the second round takes register c of all four steps and returns rows c, c + 4, c + 8 and c + 12.
 inline __attribute__((always_inline)) void spread_four(__m512i (&a)[4]) {
     __m512i upper_even = _mm512_shuffle_i32x4(a[0], a[1], 0x88);  // columns c and c + 8 of rows 0 to 7
     __m512i upper_odd = _mm512_shuffle_i32x4(a[0], a[1], 0xdd);   // c + 4 and c + 12

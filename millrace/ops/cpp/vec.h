@@ -1,9 +1,9 @@
-// Sixteen floats at a time, in portable vector types: the compiler lowers them to AVX-512, AVX2, NEON or scalar code.
+// Vectors of sixteen floats in portable vector types: the compiler lowers them to AVX-512, AVX2, NEON or scalar code.
 //
-// Kernels built on this keep one rule: the operations on a token, and their order, never depend on how many other
-// tokens there are or on where in a tile it lies. That is what makes results independent of the batch, bit for bit.
-// Compilers may fuse a multiplication with an addition in one loop and not in the next, so they are told not to
-// (-ffp-contract=off), and `fma` says where it is wanted.
+// All kernels keep one rule: the operations on a token, and their order, never depend on the number of other tokens or
+// on the token's place in a tile. This makes results bit-identical whatever the batch. A compiler may fuse a
+// multiplication and an addition in one loop but not in another, so it is told not to (-ffp-contract=off); `fma` is
+// used where fusing is wanted.
 #pragma once
 
 #include <cmath>
@@ -28,13 +28,14 @@ struct bf16 {
     uint16_t bits;
 };
 
-// Values of the `dtype` and `kv_dtype` arguments; the same numbers as in ops/native.py. Only a cache has the last one.
+// Values of the `dtype` and `kv_dtype` arguments; the same numbers as in ops/cpp/native.py. INT8 is for a KV cache
+// only.
 enum { F32 = 0, BF16 = 1, INT8 = 2 };
 
 inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-// a * b + c, rounded once where the machine can do that with few instructions: on others the compiler would pass the parts
-// of a vector through memory.
+// a * b + c. Rounded once with AVX-512 or FMA; elsewhere twice, because the compiler would move a fused operation
+// through memory.
 inline vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -82,7 +83,7 @@ inline vf load(const int8_t* p) {
 
 inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 
-// Round to nearest even; a NaN stays one.
+// Rounds to nearest even; NaN stays NaN.
 inline vh to_bf16(vf v) {
 #if defined(__AVX512BF16__)
     return (vh)_mm512_cvtneps_pbh((__m512)v);
@@ -98,7 +99,7 @@ inline void store(bf16* p, vf v) {
     memcpy(p, &h, sizeof h);
 }
 
-// The first n lanes; the others are zero and untouched.
+// Only the first n lanes: the others are loaded as zero and not stored.
 template <typename T>
 inline vf load_some(const T* p, int n) {
     T padded[LANES] = {};
@@ -126,7 +127,7 @@ inline void store_upto(T* p, vf v, int n) {
         store_some(p, v, n);
 }
 
-// The lanes i and i + WIDTH together, for all i below WIDTH.
+// Swaps lanes i and i ^ WIDTH.
 template <int WIDTH>
 inline vf other_lanes(vf v) {
     const vi index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -152,8 +153,8 @@ inline float max_lanes(vf v) {
     return v[0];
 }
 
-// e^x to about one unit in the last place; exactly 0 below -87, so that what is masked counts for nothing. In two halves,
-// between which other work may be done: x = n ln 2 + r with a whole n, and the power of two times e^r.
+// e^x to about one unit in the last place; exactly 0 below -87, so that masked scores have weight 0. Computed in two
+// halves, between which other work can be scheduled: x = n ln 2 + r with an integer n, then 2^n e^r.
 inline void split_exp(vf x, vf& n, vf& r) {
     x = min(max(x, splat(-87.0f)), splat(88.0f));
     n = fma(x, 1.44269504f, splat(12582912.0f)) - 12582912.0f;
@@ -161,7 +162,7 @@ inline void split_exp(vf x, vf& n, vf& r) {
 }
 
 // e^r for the r of `split_exp`.
-inline vf exp_of_rest(vf r) {
+inline vf exp_of_remainder(vf r) {
     vf y = splat(1.9875691500e-4f);
     y = fma(y, r, splat(1.3981999507e-3f));
     y = fma(y, r, splat(8.3334519073e-3f));
@@ -171,8 +172,8 @@ inline vf exp_of_rest(vf r) {
     return fma(y, r * r, r) + 1.0f;
 }
 
-// y times two to the power of the whole number n, from -126 to 127.
-inline vf times_power(vf y, vf n) {
+// y * 2^n for an integer n from -126 to 127.
+inline vf times_power_of_two(vf y, vf n) {
 #if defined(__AVX512F__)
     return (vf)_mm512_scalef_ps((__m512)y, (__m512)n);
 #else
@@ -181,7 +182,7 @@ inline vf times_power(vf y, vf n) {
 #endif
 }
 
-inline vf join_exp(vf x, vf n, vf r) { return x < -87.0f ? vf{} : times_power(exp_of_rest(r), n); }
+inline vf join_exp(vf x, vf n, vf r) { return x < -87.0f ? vf{} : times_power_of_two(exp_of_remainder(r), n); }
 
 inline vf exp(vf x) {
     vf n, r;

@@ -1,6 +1,6 @@
-"""Drawing tokens from logits by the C++ kernel (cpp/draw.cpp): each row in a pass or two, without temporaries.
+"""Draws tokens from logits with the C++ kernel (cpp/draw.cpp): one or two passes per row, without temporary tensors.
 
-The meaning is that of the torch code in run/sampling/sampler.py, which is what runs where there is no compiler.
+The reference is the torch code in run/sampling/sampler.py, which also runs where there is no compiler.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millrace.ops.native import native, native_missing
+from millrace.ops.cpp.native import native, native_missing
 
 __all__ = ["NativeDraw", "native_missing"]
 
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 
 class NativeDraw:
     def __init__(self) -> None:
-        self._draw = native().slow.draw
+        self._draw = native().without_gil.draw
 
     def __call__(
         self,
@@ -30,8 +30,9 @@ class NativeDraw:
         min_p: Floats,
         uniforms: npt.NDArray[np.float64],
     ) -> Tensor:
-        """int64 [n] of float32 logits [n, vocab]. A temperature of 0 takes the likeliest, the first of
-        equals; a top_k of 0 keeps all; `uniforms` in [0, 1) say where in the cumulative distribution to draw."""
+        """Token ids, int64 [n], from float32 logits [n, vocab]. Temperature 0 is greedy: the first token with the
+        highest logit. top_k 0 keeps all tokens. `uniforms` in [0, 1) select the position in the cumulative
+        distribution."""
         logits = logits.contiguous()
         rows, vocab = logits.shape
         columns = [np.ascontiguousarray(part) for part in (temperature, top_k, top_p, min_p, uniforms)]

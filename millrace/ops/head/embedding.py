@@ -1,9 +1,9 @@
-"""Token embeddings, and the output head of models that share one matrix for both.
+"""Token embeddings, alone or tied: sharing one matrix with the LM head.
 
-embedding:       make(weight) -> Embedding.
-tied_embedding:  make(weight) -> TiedEmbedding: `rows(ids)` looks tokens up, `head` is the Linear over the same memory.
+embedding:       make(weight) -> Embedding
+tied_embedding:  make(weight) -> TiedEmbedding: `rows(ids)` looks tokens up, `head` is the LM head over the same memory
 
-The weight is a Tensor, or for native versions, where the shape says `stored`, a `StoredWeight`.
+The weight is a Tensor; for native versions with `stored` in the shape, a `StoredWeight`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops.base.version import Version
+from millrace.ops.cpp.native import DTYPES, native_missing
 from millrace.ops.linear.dense import Head, InvariantLinear, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.linear.stored import StoredLinear, StoredWeight, native_linear
-from millrace.ops.native import DTYPES, native_missing
 from millrace.ops.triton import hopper_missing, triton_missing
-from millrace.ops.version import Version
 
 Embedding = Callable[[Tensor], Tensor]
 
@@ -33,7 +33,7 @@ class TiedEmbedding(Protocol):
 
 
 class PlainEmbedding:
-    """Rows of a plain matrix, which may also be read by others."""
+    """Rows of a plain matrix, which is not copied."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -43,7 +43,7 @@ class PlainEmbedding:
 
 
 class NativeTiedEmbedding:
-    """One packed matrix, read by rows for tokens and as a linear layer for logits."""
+    """One packed matrix, read by rows for embeddings and as a linear layer for logits."""
 
     def __init__(self, weight: Tensor | StoredWeight) -> None:
         self.head = native_linear(weight)
@@ -63,7 +63,7 @@ VERSIONS = (
         op="embedding",
         name="native",
         make=lambda weight: StoredLinear(weight).take_rows,
-        when="for a matrix kept as its file stores it: the tokens' rows are unpacked as they are read",
+        when="for a stored matrix: rows are unpacked as they are read",
         devices=("cpu",),
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
@@ -74,7 +74,7 @@ VERSIONS = (
         op="embedding",
         name="torch",
         make=PlainEmbedding,
-        when="for a plain matrix: a copy of the tokens' rows",
+        when="for a plain matrix: copies the tokens' rows",
         invariant_on=("cpu", "cuda"),
     ),
 )
@@ -84,7 +84,7 @@ TIED_VERSIONS = (
         op="tied_embedding",
         name="native",
         make=NativeTiedEmbedding,
-        when="C++ over one packed matrix, which is also read back by rows",
+        when="C++: one packed matrix for both the lookup and the LM head",
         devices=("cpu",),
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
@@ -94,7 +94,7 @@ TIED_VERSIONS = (
         op="tied_embedding",
         name="tuned",
         make=lambda weight: PlainTiedEmbedding(weight, TunedLinear),
-        when="one plain matrix read by rows and by the tuned linear",
+        when="one plain matrix; the LM head is the tuned linear",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
         missing=hopper_missing,
@@ -103,13 +103,13 @@ TIED_VERSIONS = (
         op="tied_embedding",
         name="reference",
         make=PlainTiedEmbedding,
-        when="defines the meaning: one plain matrix read by rows and by the library's linear",
+        when="defines the meaning: one plain matrix; the LM head is torch's linear",
     ),
     Version(
         op="tied_embedding",
         name="tiles",
         make=lambda weight: PlainTiedEmbedding(weight, lambda plain: TiledLinear(PlainLinear(plain))),
-        when="as the reference, the head in fixed tiles of rows: the same sums whatever the batch",
+        when="the reference with the LM head in fixed tiles of rows: same sums whatever the batch",
         devices=("cpu",),
         invariant_on=("cpu",),
     ),
@@ -117,7 +117,7 @@ TIED_VERSIONS = (
         op="tied_embedding",
         name="invariant",
         make=lambda weight: PlainTiedEmbedding(weight, InvariantLinear),
-        when="one plain matrix read by rows and by the invariant linear: the same sums whatever the batch",
+        when="one plain matrix; the LM head is the invariant linear: same sums whatever the batch",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=triton_missing,

@@ -1,14 +1,14 @@
-"""bfloat16 numbers in twelve bits: what a GPU's cache of keys and values holds by default.
+"""The packed format: bfloat16 numbers in twelve bits, the default of a GPU's KV cache.
 
-Of a vector's numbers, each keeps its sign, its seven bits of mantissa, and in four bits how far its exponent is below
-the largest of the vector, whose power of two is kept beside it. Nothing is rounded: a number comes back as it was if it
-is at least 2^-15 of the largest power of two in its vector, and as 2^-15 of it, with its sign, if it is smaller. That
-is a 128th of what bfloat16 itself may round off the largest. Only numbers below 2^-126, which have no exponent of their
-own, may be off by as much in a vector that is nearly as small. Infinity or NaN makes all of its vector infinite.
+Each number of a vector keeps its sign, its seven mantissa bits and, in four bits, the distance of its exponent from the
+largest exponent of the vector, which is stored as a scale. Nothing is rounded: a number of at least 2^-15 times the
+vector's largest power of two is exact; a smaller one becomes 2^-15 times that power, with its sign. That is 1/128 of
+bfloat16's own rounding error at the largest number. Only subnormals (below 2^-126) can be off by as much, in a vector
+whose largest number is nearly as small. Infinity or NaN makes the whole vector infinite.
 
-A vector of D numbers is 3D/4 words of sixteen bits. Its first three quarters have a word each, with the sign and the
-eleven lowest bits where bfloat16 has them; the four bits that are left carry, nibble by nibble, the twelve bits of the
-number in the last quarter. So three quarters are read with one bit operation, and nothing moves between lanes.
+A vector of D numbers takes 3D/4 16-bit words. Each number of the first three quarters has a word, with its sign and
+lowest eleven bits where bfloat16 has them; the four remaining bits of three words hold the twelve bits of a number of
+the last quarter, as nibbles. So three quarters are decoded with one bit operation, and nothing moves between lanes.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 SIGN, MANTISSA_BITS, KEPT = 0x8000, 7, 0x07FF
-"""Of bfloat16: the sign; bits of mantissa; the mantissa and four bits of exponent."""
+"""bfloat16: sign bit; number of mantissa bits; mask of the mantissa and four exponent bits."""
 NIBBLE_AT = 11
 FLOAT32_MANTISSA = 23
 ONE = 0x3800
-"""What the four bits between sign and exponent become, so that the largest numbers of a vector are from 1 to 2."""
+"""Set in the four bits between sign and exponent when unpacking, so that a vector's largest numbers are in [1, 2)."""
 FURTHEST = 15
-"""The lowest exponent that is kept, below the largest."""
+"""Largest distance of an exponent from the vector's largest that is kept."""
 
 
 def can_pack(head_dim: int) -> bool:
-    """A quarter is what a matrix unit multiplies at once."""
+    """A quarter of a head must be a size that the matrix unit multiplies at once."""
     return head_dim in (64, 128, 256)
 
 
 def packed_items(head_dim: int) -> int:
-    """Words of a vector."""
+    """16-bit words per vector."""
     return head_dim * 3 // 4
 
 
 def pack(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """bfloat16 [..., D] as int16 [..., 3D/4], and the scales float32 [...], powers of two or zero."""
+    """Pack bfloat16 [..., D] into int16 [..., 3D/4] and float32 scales [...], which are powers of two or zero."""
     bits = numbers.view(torch.int16).int() & 0xFFFF
     sizes = bits & (SIGN - 1)
     top = sizes.amax(dim=-1) >> MANTISSA_BITS
@@ -49,7 +49,7 @@ def pack(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(words: Tensor, scales: Tensor) -> Tensor:
-    """float32 [..., D] of what `pack` gave."""
+    """The inverse of `pack`: float32 [..., D]."""
     first = [word & (SIGN | KEPT) for word in (words.int() & 0xFFFF).chunk(3, dim=-1)]
     nibbles = [word >> NIBBLE_AT & 15 for word in (words.int() & 0xFFFF).chunk(3, dim=-1)]
     last = nibbles[0] | nibbles[1] << 4 | (nibbles[2] & 7) << 8 | (nibbles[2] >> 3) * SIGN

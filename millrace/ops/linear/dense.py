@@ -1,6 +1,6 @@
-"""A linear layer: y = x W^T + b, with the weight [N, K] in whatever form its version likes to read.
+"""A linear layer: y = x W^T + b.
 
-make(weight, bias) -> Linear. The weight is plain, contiguous and in the model's dtype; a version that repacks it keeps
+make(weight, bias) -> Linear. The weight [N, K] is contiguous and in the model's dtype; a version that repacks it keeps
 no reference to it.
 """
 
@@ -14,64 +14,64 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.head.drawing_head import DrawnTokens
-from millrace.ops.linear import cublaslt_table
-from millrace.ops.native import DTYPES, LinearDesc, LinearPart, native, native_missing
+from millrace.ops.base.greedy_head import DrawnTokens
+from millrace.ops.base.version import FLOATS, Shape, Version
+from millrace.ops.cpp.native import DTYPES, LinearDesc, LinearPart, native, native_missing
+from millrace.ops.linear.cublaslt import measured_product
 from millrace.ops.triton import hopper_missing, triton_missing
-from millrace.ops.version import Shape, Version
 
 if TYPE_CHECKING:
     from millrace.ops.triton.gemm.choice import TilesByRows
 
 PACK_ROWS_HINT = 16
-"""Rows of x that the packed layout is laid out for; measured to be good from 1 to 512."""
-PANELS = 32
-"""The C++ kernels pack outputs in pairs of panels of 16, the last pair padded."""
+"""Number of rows that oneDNN lays the packed weight out for; measured to be good from 1 to 512 rows."""
+PANEL_PAIR = 32
+"""Outputs are padded to a multiple of this: the C++ kernels read panels of 16 outputs in pairs."""
 TILE_ROWS = 32
-"""Fixed number of rows where a library's result depends on how many there are."""
-ADDS_FROM = 1024
-"""Rows from which it pays that a product adds to the residual, instead of the norm after it: 0 to 0.7% of a step of
-1,024 tokens, 0.7 to 1% of one of 8,192, nothing that could be told apart of one of 512 (8B and 0.6B, H200)."""
+"""Rows per call of a kernel whose result depends on the number of rows."""
+MIN_ROWS_TO_ADD = 1024
+"""From this many rows on, the matrix product adds to the residual, instead of the norm after it. Saves 0 to 0.7% of a
+step of 1,024 tokens, 0.7 to 1% at 8,192, nothing measurable at 512 (8B and 0.6B models, H200)."""
 
 
 class Linear(Protocol):
     num_bytes: int
-    """Bytes held by weight, scales and bias; counters and other scratch of a few KiB are left out."""
+    """Bytes of weight, scales and bias, without a few KiB of counters and scratch."""
 
     @property
     def takes_fp8(self) -> bool:
-        """Whether it would rather have its input as `Quantised`."""
+        """True if the input should be `Quantised`."""
         ...
 
     def __call__(self, x: Any) -> Tensor:
-        """[T, K] -> [T, N]. The input is a Tensor or, only where it says so, `Quantised`."""
+        """[T, K] -> [T, N]. The input is a Tensor or, if `takes_fp8`, `Quantised`."""
         ...
 
 
 class Head(Linear, Protocol):
-    """A linear whose outputs are scores: two that differ must not become equal by being rounded."""
+    """The LM head. Its logits are float32: rounding to the model's dtype could make different ones equal."""
 
     def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As a call, in float32: the sums themselves, where the version can, not rounded to the model's dtype.
-        `out`, float32 [T, N], is written where the version can write it; what is returned counts."""
+        """Same as a call, but in float32, without rounding to the model's dtype where the version can avoid it.
+        A version may write to `out`, float32 [T, N], or ignore it; use the returned tensor."""
         ...
 
 
 @runtime_checkable
-class Adding(Protocol):
-    """What can add its result to what is there already, instead of leaving that to the norm after it."""
+class ResidualAdder(Protocol):
+    """A linear that can add its result to the residual, so that the norm after it need not."""
 
     def adds(self, rows: int) -> bool:
-        """Whether that takes less time for so many rows."""
+        """True if that is faster for this number of rows."""
         ...
 
     def add_to(self, x: Any, total: Tensor) -> None:
-        """total [T, N] += the result of a call, where `adds` says yes: in float32, rounded once."""
+        """total [T, N] += self(x), added in float32 and rounded once. Only if `adds` returned true."""
         ...
 
 
 class PlainLinear:
-    """The reference: the library's own linear over the plain weight."""
+    """The reference: torch's own linear."""
 
     takes_fp8 = False
 
@@ -84,11 +84,11 @@ class PlainLinear:
         return F.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return multiply_wide(x, self.weight, self.bias, out)
+        return linear_float32(x, self.weight, self.bias, out)
 
 
-def multiply_wide(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """The library's product in float32. On a CPU it can only be rounded first, or else it takes ten times as long."""
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x W^T + b in float32. On a CPU it is rounded to x's dtype first: torch's float32 output is ten times slower."""
     if not x.is_cuda or x.dtype == torch.float32:
         return F.linear(x, weight, bias).float()
     if out is None:
@@ -98,23 +98,23 @@ def multiply_wide(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | 
 
 
 class NativeParts:
-    """Parts that are packed for the C++ kernels, one below the other, as one linear layer: each weight is read once per
-    call, and each output is summed in one order whatever the number of rows."""
+    """A linear layer in C++ over packed parts, consecutive along the outputs. Each weight is read once per call, and
+    the order of summation does not depend on the number of rows."""
 
     takes_fp8 = False
 
     def __init__(
         self, parts: Sequence[tuple[int, int, Tensor]], in_features: int, dtype: torch.dtype, bias: Tensor | None
     ) -> None:
-        """`parts`: (format, outputs, packed) each, with the formats of cpp/linear/linear.h."""
-        library = native()
-        self._linear, self._take_rows = library.slow.linear, library.quick.take_rows
+        """`parts`: (format, number of outputs, packed weight); formats as in cpp/linear/linear.h."""
+        kernels = native()
+        self._linear, self._take_rows = kernels.without_gil.linear, kernels.with_gil.take_rows
         self.in_features, self.out_features = in_features, sum(count for _, count, _ in parts)
         self.dtype = dtype
-        self._held = [packed for _, _, packed in parts]
+        self._packed = [packed for _, _, packed in parts]  # kept alive for the addresses below
         self._bias = None if bias is None else bias.float()
         self._parts = (LinearPart * len(parts))(
-            *(LinearPart(packed.data_ptr(), count, number) for number, count, packed in parts)
+            *(LinearPart(packed.data_ptr(), count, format) for format, count, packed in parts)
         )
         self.native = LinearDesc(
             parts=self._parts,
@@ -124,18 +124,18 @@ class NativeParts:
             k=in_features,
             dtype=DTYPES[dtype],
         )
-        """What the kernels read; valid as long as this object lives."""
-        self._native_at = ctypes.addressof(self.native)
-        self.num_bytes = sum(packed.nbytes for packed in self._held) + (0 if bias is None else bias.nbytes)
-        self.decodes_apart = bool(library.quick.decodes_apart(self._native_at))
-        """Whether `decode` has results of its own."""
+        """Descriptor that the kernels read; valid as long as this object lives."""
+        self._address = ctypes.addressof(self.native)
+        self.num_bytes = sum(packed.nbytes for packed in self._packed) + (0 if bias is None else bias.nbytes)
+        self.has_decode_kernel = bool(kernels.with_gil.has_decode_kernel(self._address))
+        """True if `decode` gives other results than a call."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiply(x, self.dtype, False)
 
     def decode(self, x: Tensor) -> Tensor:
-        """The same for rows that decode: they are multiplied with quantised weights as in linear_decode.h, faster
-        where they are few, and with less rounding, so with results that are not those of a call."""
+        """The product for decode rows. Over quantised weights it uses the kernel of cpp/linear/linear_decode.h: faster
+        for few rows, and it rounds less, so results differ from those of a call."""
         return self._multiply(x, self.dtype, True)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
@@ -147,42 +147,39 @@ class NativeParts:
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=dtype)
         is_wide = dtype is torch.float32
-        self._linear(self._native_at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, is_wide, decode)
+        self._linear(self._address, x.data_ptr(), x.stride(0), out.data_ptr(), rows, is_wide, decode)
         return out
 
     def take_rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, by index."""
+        """Rows of the weight by index, for an embedding lookup."""
         ids = ids.contiguous()
         out = torch.empty((ids.shape[0], self.in_features), dtype=self.dtype)
-        wrong = self._take_rows(self._native_at, out.data_ptr(), ids.data_ptr(), ids.shape[0])
-        if wrong >= 0:
-            raise IndexError(f"token id {int(ids[wrong])} is outside the vocabulary of {self.out_features}")
+        invalid = self._take_rows(self._address, out.data_ptr(), ids.data_ptr(), ids.shape[0])
+        if invalid >= 0:
+            raise IndexError(f"token id {int(ids[invalid])} is outside the vocabulary of {self.out_features}")
         return out
 
 
 class NativeLinear(NativeParts):
-    """One plain weight in the model's dtype."""
+    """A linear layer in C++ over one unquantised weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         outputs, inputs = weight.shape
-        number = DTYPES[weight.dtype]
-        packed = pack_plain(weight)
-        super().__init__([(number, outputs, packed)], inputs, weight.dtype, bias)
+        super().__init__([(DTYPES[weight.dtype], outputs, pack_plain(weight))], inputs, weight.dtype, bias)
 
 
 def pack_plain(weight: Tensor) -> Tensor:
-    """The weight in panels for the C++ kernels."""
+    """Pack an unquantised weight into panels for the C++ kernels."""
     outputs, inputs = weight.shape
-    number = DTYPES[weight.dtype]
-    library = native()
-    padded = library.quick.padded_inputs(number, inputs)
-    packed = torch.empty(-(-outputs // PANELS) * PANELS * padded, dtype=weight.dtype)
-    library.slow.pack(number, weight.contiguous().data_ptr(), packed.data_ptr(), outputs, inputs)
+    code, kernels = DTYPES[weight.dtype], native()
+    padded = kernels.with_gil.padded_inputs(code, inputs)
+    packed = torch.empty(-(-outputs // PANEL_PAIR) * PANEL_PAIR * padded, dtype=weight.dtype)
+    kernels.without_gil.pack(code, weight.contiguous().data_ptr(), packed.data_ptr(), outputs, inputs)
     return packed
 
 
 class PackedLinear:
-    """oneDNN over a weight in its own blocked layout: no reordering per call, about twice as fast for few rows."""
+    """oneDNN over a weight in oneDNN's blocked layout: no reordering per call, about twice as fast for few rows."""
 
     takes_fp8 = False
 
@@ -200,7 +197,7 @@ class PackedLinear:
 
 
 class TiledLinear:
-    """Another linear, always called with exactly `TILE_ROWS` rows, so that a row's sum never changes its order."""
+    """Calls another linear with exactly `TILE_ROWS` rows at a time, so that the order of summation never changes."""
 
     takes_fp8 = False
 
@@ -219,24 +216,23 @@ class TiledLinear:
 
 
 class TunedLinear:
-    """For each number of rows what was measured to be fastest for this size: a kernel of ours and its tiles, or the
-    library, with an algorithm that was measured or with its own choice."""
+    """Uses what was measured fastest for this weight size and number of rows: a Triton kernel with given tiles, or
+    cuBLASLt with a given algorithm. Falls back to torch's linear."""
 
     takes_fp8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, tiles: TilesByRows | None = None) -> None:
         from millrace.ops.triton.gemm import choice as gemm_choice
         from millrace.ops.triton.gemm import product as gemm
-        from millrace.ops.triton.gemm import table as gemm_table
 
         self.weight = weight
         self.bias = bias
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._multiply = gemm.multiply
-        self._tiles = tiles or gemm_choice.measured(gemm_table.BF16, weight)
+        self._tiles = tiles or gemm_choice.measured("bf16", weight)
         self._counters = self._tiles.counters(weight.shape[0], weight.device)
-        self._chosen = cublaslt_table.measured(weight, bias)
-        self._chosen_wide = cublaslt_table.measured(weight, bias, wide=True)
+        self._chosen = measured_product(weight, bias)
+        self._chosen_wide = measured_product(weight, bias, wide=True)
         self._head_tiles = gemm_choice.measured_head(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -247,7 +243,7 @@ class TunedLinear:
         return F.linear(x, self.weight, self.bias) if out is None else out
 
     def adds(self, rows: int) -> bool:
-        return rows >= ADDS_FROM and self.bias is None and self._tiles.of(rows) is None
+        return rows >= MIN_ROWS_TO_ADD and self.bias is None and self._tiles.of(rows) is None
 
     def add_to(self, x: Tensor, total: Tensor) -> None:
         if not self._chosen.add_to(x, total):
@@ -260,13 +256,13 @@ class TunedLinear:
                 x, self.weight, tiles, bias=self.bias, counters=self._counters, out_dtype=torch.float32, out=out
             )
         made = self._chosen_wide(x, out)
-        return multiply_wide(x, self.weight, self.bias, out) if made is None else made
+        return linear_float32(x, self.weight, self.bias, out) if made is None else made
 
     def draws(self, rows: int) -> bool:
         return self._head_tiles.of(rows) is not None
 
     def draw(self, x: Tensor, vocab_size: int, to: DrawnTokens) -> None:
-        from millrace.ops.triton.gemm.greedy_head import HeadTile, greedy_head  # what it needs takes a while to import
+        from millrace.ops.triton.gemm.greedy_head import HeadTile, greedy_head  # slow to import
 
         tile = self._head_tiles.of(x.shape[0])
         assert tile is not None
@@ -274,7 +270,8 @@ class TunedLinear:
 
 
 class InvariantLinear:
-    """A kernel whose sums are cut by the weight's size alone, so that a row's result does not depend on the others."""
+    """A Triton kernel that splits sums by the weight's size only, so that a row's result does not depend on the
+    batch."""
 
     takes_fp8 = False
 
@@ -301,16 +298,23 @@ def make_packed_tiles(weight: Tensor, bias: Tensor | None = None) -> TiledLinear
     return TiledLinear(PackedLinear(weight, bias))
 
 
-def _can_pack(device: torch.device) -> str:
+def _packed_dtypes() -> tuple[torch.dtype, ...]:
+    """oneDNN raises an error for float16 weights on processors without float16 instructions."""
+    has_check = hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
+    has_float16 = has_check and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return FLOATS if has_float16 else (torch.float32, torch.bfloat16)
+
+
+def _onednn_missing(device: torch.device) -> str:
     has_ops = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if not (has_ops and torch._C._has_mkldnn):
         return "needs a torch built with oneDNN"
     has_kernels = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "" if has_kernels else "needs a processor for which oneDNN has kernels of bfloat16"
+    return "" if has_kernels else "needs a processor for which oneDNN has bfloat16 kernels"
 
 
 def _whole_blocks(shape: Shape) -> bool:
-    """oneDNN pads to whole blocks of 64; sizes that are whole blocks take exactly the plain weight's bytes."""
+    """oneDNN pads to blocks of 64: only multiples of 64 need no more memory than the plain weight."""
     return bool(shape["in_features"] % 64 == 0 and shape["out_features"] % 64 == 0)
 
 
@@ -319,7 +323,7 @@ VERSIONS = (
         op="linear",
         name="native",
         make=NativeLinear,
-        when="C++ over a packed weight, with AMX where there is one: fast at few rows and many, one order of summation",
+        when="C++ over a packed weight, using AMX if available: fast for few rows and many, fixed order of summation",
         devices=("cpu",),
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
@@ -331,25 +335,27 @@ VERSIONS = (
         make=PackedLinear,
         when="oneDNN with a prepacked weight; its order of summation changes with the number of rows",
         devices=("cpu",),
+        dtypes=_packed_dtypes(),
         fits=_whole_blocks,
-        missing=_can_pack,
+        missing=_onednn_missing,
     ),
     Version(
         op="linear",
         name="packed_tiles",
         make=make_packed_tiles,
-        when=f"as packed in fixed tiles of {TILE_ROWS} rows: the same sums whatever the batch, slower at many rows",
+        when=f"packed, in fixed tiles of {TILE_ROWS} rows: same sums whatever the batch, slower for many rows",
         devices=("cpu",),
+        dtypes=_packed_dtypes(),
         invariant_on=("cpu",),
         fits=_whole_blocks,
-        missing=_can_pack,
+        missing=_onednn_missing,
     ),
     Version(
         op="linear",
         name="tuned",
         make=TunedLinear,
-        when="by tables measured for each size and number of rows: Triton kernels made for few rows, or the library, "
-        "with the algorithm that was fastest",
+        when="by tables measured for each size and number of rows: Triton kernels for few rows, or cuBLASLt with the "
+        "fastest algorithm",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
         missing=hopper_missing,
@@ -358,13 +364,13 @@ VERSIONS = (
         op="linear",
         name="reference",
         make=PlainLinear,
-        when="defines the meaning; the library chooses its kernel by the number of rows",
+        when="defines the meaning; torch chooses its kernel by the number of rows",
     ),
     Version(
         op="linear",
         name="tiles",
         make=lambda weight, bias=None: TiledLinear(PlainLinear(weight, bias)),
-        when=f"the reference in fixed tiles of {TILE_ROWS} rows: the same sums whatever the batch",
+        when=f"the reference in fixed tiles of {TILE_ROWS} rows: same sums whatever the batch",
         devices=("cpu",),
         invariant_on=("cpu",),
     ),
@@ -372,7 +378,7 @@ VERSIONS = (
         op="linear",
         name="invariant",
         make=InvariantLinear,
-        when="Triton with sums cut by the weight's size alone: the same whatever the batch, slower at many rows",
+        when="Triton, sums split by the weight's size only: same sums whatever the batch, slower for many rows",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=triton_missing,

@@ -1,8 +1,8 @@
-"""A linear layer whose weight is held in eight bits, one scale per output: y = (x W^T) * scales + b.
+"""A linear layer with an FP8 weight, one scale per output: y = (x W^T) * scales + b.
 
-make(weight, bias) -> Linear. The weight comes in the model's dtype and is quantised here; no reference to it is kept.
-Inputs are `Quantised` from the op before where that fuses it, else a Tensor that is quantised first; kernels made for
-one row take it as it is.
+make(weight, bias) -> Linear. The weight is given in the model's dtype and quantised here; no reference to it is kept.
+Inputs are `Quantised` if the op before fuses quantisation, else a Tensor that is quantised first; kernels for a single
+row take it unquantised.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops.base.quantised import Quantised, quantise_rows, quantise_weight
+from millrace.ops.base.version import Shape, Version
 from millrace.ops.linear.dense import TILE_ROWS
-from millrace.ops.linear.quantised import Quantised, quantise_rows, quantise_weight
 from millrace.ops.triton import hopper_missing, triton_missing
-from millrace.ops.version import Shape, Version
 
 if TYPE_CHECKING:
     from millrace.ops.triton.gemm.choice import Fp8Tiles
     from millrace.ops.triton.gemm.product import Tiles
 
 FP8_CAPABILITY = (8, 9)
-"""The first GPUs with matrix products in eight bits."""
+"""First compute capability with FP8 matrix products."""
 
 
 class Fp8Weight:
-    """What all versions hold."""
+    """Base of all versions: the quantised weight."""
 
     takes_fp8 = True
 
@@ -39,7 +39,7 @@ class Fp8Weight:
 
 
 class Fp8Reference(Fp8Weight):
-    """Both operands widened to float32 and multiplied there, in fixed tiles of rows."""
+    """Widens both operands to float32 and multiplies them in fixed tiles of rows."""
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         wide = (quantise_rows(x) if isinstance(x, Tensor) else x).widen()
@@ -50,8 +50,8 @@ class Fp8Reference(Fp8Weight):
         return torch.cat([F.linear(tile, weight, bias) for tile in tiles])[:rows].to(self.dtype)
 
 
-class Fp8Library(Fp8Weight):
-    """The library's scaled product."""
+class Fp8ScaledMm(Fp8Weight):
+    """torch._scaled_mm."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -59,9 +59,9 @@ class Fp8Library(Fp8Weight):
         self._right_scales = self.weight.scales[None, :]
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
-        return self._library(quantise_rows(x) if isinstance(x, Tensor) else x)
+        return self._scaled_mm(quantise_rows(x) if isinstance(x, Tensor) else x)
 
-    def _library(self, x: Quantised) -> Tensor:
+    def _scaled_mm(self, x: Quantised) -> Tensor:
         out: Tensor = torch._scaled_mm(
             x.values,
             self._right,
@@ -73,12 +73,12 @@ class Fp8Library(Fp8Weight):
         return out if self.bias is None else out.add_(self.bias)
 
 
-class Fp8Tuned(Fp8Library):
-    """For each number of rows what was measured to be fastest: the library's scaled product, or a Triton kernel."""
+class Fp8Tuned(Fp8ScaledMm):
+    """Uses what was measured fastest for the number of rows: torch._scaled_mm or a Triton kernel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, tiles: Fp8Tiles | None = None) -> None:
+        from millrace.ops.triton import quantise as fp8
         from millrace.ops.triton.gemm import choice as gemm_choice
-        from millrace.ops.triton.gemm import fp8
         from millrace.ops.triton.gemm import product as gemm
 
         super().__init__(weight, bias)
@@ -95,7 +95,7 @@ class Fp8Tuned(Fp8Library):
                 return self._product(x, None, tiles)
             x = self._quantise(x)
         tiles = self._tiles.rows.of(rows)
-        return self._library(x) if tiles is None else self._product(x.values, x.scales, tiles)
+        return self._scaled_mm(x) if tiles is None else self._product(x.values, x.scales, tiles)
 
     def _product(self, x: Tensor, scales: Tensor | None, tiles: Tiles) -> Tensor:
         return self._multiply(
@@ -110,11 +110,11 @@ class Fp8Tuned(Fp8Library):
 
 
 class Fp8Invariant(Fp8Weight):
-    """A Triton kernel for any size, with sums cut by the weight's size alone."""
+    """A Triton kernel for any size that splits sums by the weight's size only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        from millrace.ops.triton import quantise as fp8
         from millrace.ops.triton.gemm import choice as gemm_choice
-        from millrace.ops.triton.gemm import fp8
         from millrace.ops.triton.gemm import product as gemm
 
         super().__init__(weight, bias)
@@ -137,10 +137,8 @@ class Fp8Invariant(Fp8Weight):
 
 
 def fp8_missing(device: torch.device) -> str:
-    """What the device lacks for matrix products in eight bits, as a clause."""
-    if device.type != "cuda":
-        return "needs a GPU"
-    if not torch.cuda.is_available():
+    """What the device lacks for FP8 matrix products, as a clause."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return "needs a GPU"
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return "needs compute capability 8.9"
@@ -155,7 +153,7 @@ def _triton_missing(device: torch.device) -> str:
     return fp8_missing(device) or triton_missing(device)
 
 
-def _library_sizes(shape: Shape) -> bool:
+def _scaled_mm_sizes(shape: Shape) -> bool:
     return bool(shape["in_features"] % 16 == 0 and shape["out_features"] % 16 == 0)
 
 
@@ -164,17 +162,17 @@ VERSIONS = (
         op="fp8_linear",
         name="tuned",
         make=Fp8Tuned,
-        when="by a table measured for each size and number of rows: the library's scaled product, or Triton kernels",
+        when="by a table measured for each size and number of rows: torch._scaled_mm or Triton kernels",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
-        fits=_library_sizes,
+        fits=_scaled_mm_sizes,
         missing=_tuned_missing,
     ),
     Version(
         op="fp8_linear",
         name="invariant",
         make=Fp8Invariant,
-        when="Triton for any size, with sums cut by the weight's size alone: the same whatever the batch",
+        when="Triton for any size, sums split by the weight's size only: same sums whatever the batch",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=_triton_missing,

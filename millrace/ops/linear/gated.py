@@ -1,8 +1,7 @@
 """The first half of a gated MLP: act(x Wg^T + bg) · (x Wu^T + bu), where the weight [2 I, K] holds Wg above Wu.
 
-make(weight, bias, activation, linear, gated) -> GatedLinear, where `linear` makes a Linear of a weight and bias, and
-`gated` is the op of that name for the same activation: what the composed version consists of. That version takes as a
-weight whatever `linear` does.
+make(weight, bias, activation, linear, gated) -> GatedLinear. `linear` makes a Linear from a weight and bias, `gated` is
+the op of that name for the same activation; the composed version calls both and accepts any weight that `linear` does.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from millrace.ops.activation import Activation
+from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.quantised import Quantised
+from millrace.ops.base.version import Shape, Version
 from millrace.ops.linear.dense import Linear, NativeParts
 from millrace.ops.linear.fp8 import fp8_missing
-from millrace.ops.linear.quantised import Quantised
 from millrace.ops.triton import hopper_missing
-from millrace.ops.version import Shape, Version
 
 if TYPE_CHECKING:
     from millrace.ops.triton.gemm.choice import TilesByRows
 
 MakeLinear = Callable[[Any, Tensor | None], Linear]
 Gated = Callable[..., Any]
-"""(gate_up [T, 2 I], quantise=False) -> [T, I], as a Tensor or as Quantised"""
+"""(gate_up [T, 2 I], quantise=False) -> [T, I] as Tensor or Quantised"""
 
 
 class GatedLinear(Protocol):
@@ -35,13 +34,13 @@ class GatedLinear(Protocol):
     def takes_fp8(self) -> bool: ...
 
     def __call__(self, x: Any, quantise: bool = False) -> Tensor | Quantised:
-        """[T, K] -> [T, I]. With `quantise` the result is for a linear that takes FP8: `Quantised`, or a Tensor where
-        it is faster to let that linear quantise it."""
+        """[T, K] -> [T, I]. With `quantise` the result is for an FP8 linear: `Quantised`, or a Tensor where it is
+        faster to let that linear quantise it."""
         ...
 
 
 class ComposedGatedLinear:
-    """The reference: a linear layer, then the gated activation of what it gives."""
+    """The reference: a linear layer, then the gated activation."""
 
     def __init__(
         self, weight: Any, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
@@ -54,14 +53,13 @@ class ComposedGatedLinear:
         return self._gated(self.linear(x), quantise=quantise)
 
     def decode(self, x: Tensor) -> Any:
-        """The same for rows that decode."""
+        """The same for decode rows."""
         linear = self.linear
         return self._gated(linear.decode(x) if isinstance(linear, NativeParts) else linear(x))
 
 
 class TunedGatedLinear:
-    """One kernel that computes matching gates and ups and writes their product, where that was measured faster: one for
-    few rows, another for many."""
+    """One fused kernel where that was measured faster: one for few rows, another for many."""
 
     takes_fp8 = False
 
@@ -76,13 +74,12 @@ class TunedGatedLinear:
     ) -> None:
         from millrace.ops.triton.gemm import choice as gemm_choice
         from millrace.ops.triton.gemm import product as gemm
-        from millrace.ops.triton.gemm import table as gemm_table
 
         self._weight, self._bias, self._activation = weight, bias, activation
         self._linear, self._gated = linear(weight, bias), gated
         self.num_bytes = self._linear.num_bytes
         self._multiply = gemm.multiply
-        self._tiles = tiles or gemm_choice.measured(gemm_table.GATED, weight)
+        self._tiles = tiles or gemm_choice.measured("gated", weight)
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
         self._many_tiles = gemm_choice.measured_many(weight, bias, activation)
 
@@ -98,14 +95,14 @@ class TunedGatedLinear:
         return self._gated(self._linear(x)) if many is None else self._gated_many(x, many)
 
     def _gated_many(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
-        from millrace.ops.triton.gemm.gated_many import gated_many  # what it needs takes a while to import
+        from millrace.ops.triton.gemm.gated_many import gated_many  # slow to import
 
         return gated_many(x, self._weight, self._activation, tile)
 
 
 class TunedFp8GatedLinear:
-    """The same over a weight in eight bits. One kernel's result is in the model's dtype, since no program of it knows
-    the largest of a row; where that was not measured faster, parts make it, the second of which quantises."""
+    """The same over an FP8 weight. The fused kernel returns the model's dtype, because none of its programs sees a
+    whole row and could compute its scale. Elsewhere linear and gated run one after the other, and gated quantises."""
 
     takes_fp8 = True
 
@@ -120,14 +117,13 @@ class TunedFp8GatedLinear:
     ) -> None:
         from millrace.ops.triton.gemm import choice as gemm_choice
         from millrace.ops.triton.gemm import product as gemm
-        from millrace.ops.triton.gemm import table as gemm_table
 
         made: Any = linear(weight, bias)
         self._linear, self._gated, self._activation = made, gated, activation
         self._dtype, self._weight, self._bias = weight.dtype, made.weight, bias
         self.num_bytes = made.num_bytes
         self._multiply, self._new_scales = gemm.multiply, gemm.Scales
-        self._tiles = tiles or gemm_choice.measured(gemm_table.FP8_GATED, weight)
+        self._tiles = tiles or gemm_choice.measured("fp8_gated", weight)
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
@@ -159,7 +155,7 @@ VERSIONS = (
         op="gated_linear",
         name="tuned_fp8",
         make=TunedFp8GatedLinear,
-        when="over a weight in eight bits, by a table measured for each size and number of rows",
+        when="over an FP8 weight, by a table measured for each size and number of rows",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
         fits=_fp8_sizes,
@@ -169,7 +165,7 @@ VERSIONS = (
         op="gated_linear",
         name="tuned",
         make=TunedGatedLinear,
-        when="by a table measured for each size and number of rows: one Triton kernel for all of it, or its parts",
+        when="by a table measured for each size and number of rows: one fused Triton kernel, or linear and gated",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
         fits=lambda shape: not shape.get("quantised", False),
@@ -179,7 +175,7 @@ VERSIONS = (
         op="gated_linear",
         name="composed",
         make=ComposedGatedLinear,
-        when="defines the meaning: the ops linear and gated one after the other, as invariant as they are",
+        when="defines the meaning: the ops linear and gated in sequence; batch-invariant if they are",
         invariant_on=("cpu", "cuda"),
     ),
 )

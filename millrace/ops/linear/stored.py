@@ -1,8 +1,8 @@
-"""A linear layer whose weight stays in the small integers and scales of the GGUF file it came from.
+"""A linear layer whose weight stays in the quantised format of its GGUF file.
 
-make(weight, bias) -> Linear, where `weight` is a `StoredWeight` if the chosen version keeps it so (`keeps_stored`), and
-else a plain Tensor. What a number means is what dequantising gives, rounded to the model's dtype: results are those of
-the op linear over the dequantised weight, bit for bit.
+make(weight, bias) -> Linear. `weight` is a `StoredWeight` if the chosen version keeps that format (`keeps_stored`),
+else a dequantised Tensor. A weight's value is its dequantised number rounded to the model's dtype, so results are
+bit-identical to the op linear over the dequantised weight.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from millrace.ops.base.version import Choice, Version
+from millrace.ops.cpp.native import native, native_missing
 from millrace.ops.linear.dense import NativeLinear, NativeParts, PlainLinear, TiledLinear
-from millrace.ops.native import native, native_missing
-from millrace.ops.version import Choice, Version
 
 FORMATS: Final = {
     "Q4_0": 2,
@@ -29,14 +29,14 @@ FORMATS: Final = {
     "Q5_K": 10,
     "Q6_K": 11,
 }
-"""GGUF formats that the kernels read, and their numbers there; the same as in cpp/linear/linear.h."""
-LAYOUT: Final = 1
-"""Changes whenever packing gives other bytes, so that packed weights kept on disk are made anew."""
+"""GGUF formats that the C++ kernels read, and their codes; the same as in cpp/linear/linear.h."""
+LAYOUT_VERSION: Final = 1
+"""Increase when the packed bytes change, so that packed weights cached on disk are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Consecutive outputs of a weight, all in one format, packed by `pack_stored`."""
+    """Consecutive outputs of a weight in one format, packed by `pack_stored`."""
 
     format: str
     out_features: int
@@ -45,7 +45,8 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight [outputs, inputs] made of parts, one below the other. `dtype` is what its numbers are rounded to."""
+    """A weight [outputs, inputs] as consecutive parts along the outputs. `dtype`: what dequantised numbers are rounded
+    to."""
 
     parts: tuple[StoredPart, ...]
     in_features: int
@@ -57,14 +58,14 @@ class StoredWeight:
 
 
 def packed_bytes(kind: str, rows: int, columns: int) -> int:
-    """What `pack_stored` needs for a weight of these sizes: the file's bytes but for padding to whole panels."""
-    return int(native().quick.quantised_bytes(FORMATS[kind], rows, columns))
+    """Size of what `pack_stored` returns: the bytes in the file, padded to whole panels."""
+    return int(native().with_gil.quantised_bytes(FORMATS[kind], rows, columns))
 
 
 def pack_stored(kind: str, blocks: Any, rows: int, columns: int) -> Tensor:
-    """Pack rows of blocks, a contiguous array of bytes as the file has them."""
+    """Pack rows of GGUF blocks, given as the contiguous bytes of the file."""
     packed = torch.empty(packed_bytes(kind, rows, columns), dtype=torch.uint8)
-    native().slow.quantised_pack(FORMATS[kind], blocks.ctypes.data, packed.data_ptr(), rows, columns)
+    native().without_gil.quantised_pack(FORMATS[kind], blocks.ctypes.data, packed.data_ptr(), rows, columns)
     return packed
 
 
@@ -75,7 +76,7 @@ class StoredLinear(NativeParts):
 
 
 def native_linear(weight: Tensor | StoredWeight, bias: Tensor | None = None) -> NativeParts:
-    """The C++ kernels over a weight of either kind."""
+    """A linear in C++ over a plain or a stored weight."""
     return StoredLinear(weight, bias) if isinstance(weight, StoredWeight) else NativeLinear(weight, bias)
 
 
@@ -92,10 +93,10 @@ VERSIONS = (
         op="stored_linear",
         name="native",
         make=StoredLinear,
-        when="C++ over a GGUF file's own quantised numbers, unpacked on the way: fewer bytes to read, the same results;"
-        " tokens after a prompt are rounded less, unless deterministic",
+        when="C++ over the quantised weights of a GGUF file, unpacked on the fly: fewer bytes to read, same results;"
+        " decode rows use kernels that round less, unless deterministic",
         devices=("cpu",),
-        # In float32 unpacking costs more than reading: few rows were 1.1 to 1.5 times as slow.
+        # In float32 unpacking costs more than the reads it saves: few rows were 1.1 to 1.5 times slower.
         dtypes=(torch.bfloat16,),
         invariant_on=("cpu",),
         missing=native_missing,
@@ -104,7 +105,7 @@ VERSIONS = (
         op="stored_linear",
         name="dequantised",
         make=make_dequantised,
-        when="defines the meaning: weights are dequantised when a model is loaded, which then takes the op linear",
+        when="defines the meaning: weights are dequantised at load, then used by the op linear",
         invariant_on=("cpu",),
     ),
 )

@@ -1,8 +1,8 @@
-"""The experts of a mixture: each token's k chosen MLPs, weighted and summed.
+"""The experts of a mixture: the k chosen MLPs of each token, weighted and summed.
 
-make(weights, activation, linear) -> Experts, where `weights` yields (gate_up [2 I, H], down [H, I]) expert by expert
-and `linear` makes a Linear. A version that stacks or packs them holds at most one expert twice while it does so.
-Each token's k results are summed in the order of its choices, so the batch cannot change the order of a sum.
+make(weights, activation, linear) -> Experts. `weights` yields (gate_up [2 I, H], down [H, I]) expert by expert,
+`linear` makes a Linear. A version that stacks or packs weights holds at most one expert twice while it does so. The k
+outputs of a token are summed in the order in which they were chosen, whatever the batch.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.activation import Activation, activate
+from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.unsummed import Unsummed
+from millrace.ops.base.version import Version
+from millrace.ops.elementwise.activation import activate
 from millrace.ops.linear.dense import Linear
-from millrace.ops.linear.unsummed import Unsummed
 from millrace.ops.triton import triton_missing
-from millrace.ops.version import Version
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of one layer, to be read once, in order."""
+    """The experts of one layer; `pairs` is read once, in order."""
 
     count: int
     pairs: Iterable[tuple[Any, Any]]
-    """Tensors, or whatever else `linear` takes where the version makes linears of them."""
+    """(gate_up, down): Tensors, or any weight that `linear` accepts if the version calls it."""
 
 
 class Experts(Protocol):
     num_bytes: int
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """x [T, H], weights float32 [T, k], expert_ids int32 or int64 [T, k], each row's distinct -> [T, H]"""
+        """x [T, H], weights float32 [T, k], expert_ids int32 or int64 [T, k], distinct within a row -> [T, H]"""
         ...
 
 
 @runtime_checkable
 class RoutingExperts(Protocol):
-    """Experts that also route, in fewer kernels than a router before them."""
+    """Experts that also do the routing, in fewer kernels than a separate router."""
 
     def routed(
         self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, unsummed: bool = False
     ) -> Tensor | Unsummed:
-        """x [T, H], the router's logits [T, E] -> [T, H]. With `unsummed` the sums may be left to a norm after it."""
+        """x [T, H], router logits [T, E] -> [T, H]. With `unsummed` the sums may be left to the norm that follows."""
         ...
 
 
@@ -59,16 +60,16 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Bring expert outputs [T k, H], sorted by `order`, back to their tokens and add each token's k of them."""
+    """Undo the sorting `order` of expert outputs [T k, H], and compute the weighted sum of each token's k outputs."""
     num_tokens, top_k = weights.shape
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    own = outputs[inverse].view(num_tokens, top_k, -1)
-    return (own.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
+    by_token = outputs[inverse].view(num_tokens, top_k, -1)
+    return (by_token.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
 
 
 class LoopExperts:
-    """One expert after the other over the tokens that chose it. How many those are is read on the host."""
+    """The reference: one expert after the other. The host reads how many tokens chose each."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         self.experts = [(linear(gate_up, None), linear(down, None)) for gate_up, down in weights.pairs]
@@ -92,7 +93,7 @@ class LoopExperts:
 
 
 class StackedExperts:
-    """Base of the versions that keep all experts in two tensors, [E, 2 I, H] and [E, H, I]."""
+    """Base of the versions that stack all experts into two tensors, [E, 2 I, H] and [E, H, I]."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         self.activation: Activation = activation
@@ -109,12 +110,12 @@ def _stack(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
         for stack, part in zip(stacks, pair, strict=True):
             stack[index] = part
     if stacks is None:
-        raise ValueError("a mixture needs at least one expert")
+        raise ValueError("a mixture of experts needs at least one expert")
     return stacks
 
 
 class GroupedExperts(StackedExperts):
-    """Two grouped matrix products whose group limits stay on the device, so the host never waits for them."""
+    """Two grouped matrix products; group boundaries stay on the device, so that the host never waits."""
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         flat = expert_ids.flatten()
@@ -131,20 +132,20 @@ def _group_ends(flat: Tensor, num_experts: int) -> Tensor:
 
 
 class DenseExperts(StackedExperts):
-    """Every expert over every token, the unchosen weighted by zero: wasteful, but nothing is read on the host."""
+    """Every expert over every token, unchosen ones with weight zero: wasteful, but the host never waits."""
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        shares = torch.zeros((x.shape[0], self.gate_up.shape[0]), device=x.device)
-        shares.scatter_(1, expert_ids.long(), weights)
+        expert_weights = torch.zeros((x.shape[0], self.gate_up.shape[0]), device=x.device)
+        expert_weights.scatter_(1, expert_ids.long(), weights)
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in range(self.gate_up.shape[0]):
             hidden = gate(F.linear(x, self.gate_up[expert]), self.activation)
-            total += F.linear(hidden, self.down[expert]).float() * shares[:, expert, None]
+            total += F.linear(hidden, self.down[expert]).float() * expert_weights[:, expert, None]
         return total.to(x.dtype)
 
 
 class TritonExperts(StackedExperts):
-    """Products that gather each expert's tokens, in tiles that suit the number of tokens."""
+    """Triton products that gather each expert's tokens; tile sizes depend on the number of tokens."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         from millrace.ops.triton.moe import config as moe_config
@@ -168,8 +169,7 @@ class TritonExperts(StackedExperts):
 
 
 class FixedTritonExperts(StackedExperts):
-    """The same with one tile for every number of tokens: a row of a product is added up alike whatever else is in the
-    step."""
+    """The same with one tile size for any number of tokens, so that a token's sums do not depend on the batch."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         from millrace.ops.triton.moe import config as moe_config
@@ -194,7 +194,7 @@ VERSIONS = (
         op="experts",
         name="triton",
         make=TritonExperts,
-        when="no permutation: two products that gather an expert's tokens, tiles to suit the number of tokens",
+        when="no permutation: two products that gather an expert's tokens; tile sizes depend on the number of tokens",
         devices=("cuda",),
         missing=triton_missing,
     ),
@@ -202,7 +202,7 @@ VERSIONS = (
         op="experts",
         name="triton_fixed",
         make=FixedTritonExperts,
-        when="the same with one tile for every number of tokens, so that a batch cannot change a token's result",
+        when="the same with one tile size, so that the batch cannot change a token's result",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=triton_missing,
@@ -211,7 +211,7 @@ VERSIONS = (
         op="experts",
         name="grouped",
         make=GroupedExperts,
-        when="tokens sorted by expert, two grouped products, no host in between",
+        when="tokens sorted by expert, two grouped products, no wait on the host",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
         fits=lambda shape: bool(shape["in_features"] % 8 == 0 and shape["inner_features"] % 8 == 0),
@@ -221,14 +221,14 @@ VERSIONS = (
         op="experts",
         name="dense",
         make=DenseExperts,
-        when="every expert over every token, so that the host never waits for the routing",
+        when="every expert over every token; the host never waits for the routing",
         devices=("cuda",),
     ),
     Version(
         op="experts",
         name="loop",
         make=LoopExperts,
-        when="defines the meaning: tokens sorted by expert, one expert after the other",
+        when="defines the meaning: tokens sorted by expert, then one expert after the other",
         devices=("cpu",),
         invariant_on=("cpu",),
     ),

@@ -1,7 +1,7 @@
-"""Routing tokens to experts: softmax over all experts, then the k likeliest.
+"""Routing tokens to experts: softmax over all experts, then the top k.
 
-make() -> function (logits [T, E], top_k, renormalise) -> (weights [T, k] float32, expert ids [T, k] int32 or int64),
-a token's choices from the likeliest down. Which of equally likely experts come first is a version's own affair.
+make() -> function (logits [T, E], top_k, renormalise) -> (weights float32 [T, k], expert ids int32 or int64 [T, k]),
+each token's experts by falling probability. The order of equally likely experts is up to the version.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from millrace.ops.base.version import Version
 from millrace.ops.triton import triton_missing
-from millrace.ops.version import Version
 
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Renormalised weights sum to one; otherwise they are the experts' shares of the whole softmax."""
+    """Renormalised weights sum to one; otherwise they are the softmax probabilities."""
     probabilities = torch.softmax(logits.float(), dim=-1)
     weights, expert_ids = torch.topk(probabilities, top_k, dim=-1)
     if renormalise:
@@ -37,7 +37,7 @@ VERSIONS = (
         op="router",
         name="triton",
         make=make_triton,
-        when="one kernel: softmax, choice and renormalisation of a token in one warp's registers",
+        when="one kernel: softmax, top-k and renormalisation of a token in the registers of one warp",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=triton_missing,
@@ -46,7 +46,7 @@ VERSIONS = (
         op="router",
         name="torch",
         make=lambda: route,
-        when="defines the meaning: a softmax and a top-k over each token's own logits",
+        when="defines the meaning: softmax and top-k over each token's logits",
         invariant_on=("cpu",),
     ),
 )

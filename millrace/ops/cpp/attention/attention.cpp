@@ -1,8 +1,8 @@
 // Causal attention over the paged cache in one pass, with an online softmax.
 //
-// The unit of work is up to 16 query vectors of one row (a decoding row has as many as heads) against tiles of 64 keys.
-// A query's sums run over the same tiles, in the same order, whatever block size, chunk or batch it comes in. This file
-// holds the version in plain vectors, with one KV head per unit; attention_amx.cpp that on the matrix unit.
+// The unit of work is up to 16 query vectors of one row (a decode row has one per head) against tiles of 64 keys. A
+// query sums over the same tiles in the same order, whatever the block size, chunking or batch. This file is the
+// version with plain vectors and one KV head per unit; attention_amx.cpp is the version for the matrix unit.
 #include "attention/attention.h"
 #include "kernels.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int ROWS = 4;  // query vectors held in registers at once
 constexpr int KEY_VECTORS = KEYS / LANES;
-constexpr int64_t MIN_PARALLEL = 1 << 15;  // multiplications below which other threads are not worth involving
+constexpr int64_t MIN_PARALLEL = 1 << 15;  // minimum number of multiplications for which other threads are used
 
 struct Scratch {
     alignas(64) float queries[QUERIES][MAX_HEAD];
@@ -23,11 +23,11 @@ struct Scratch {
 };
 
 #if defined(__aarch64__)
-// out[row] = sum of vectors[i] * scalars[row][i], of ROWS rows and LANES columns, on top of `out` if it `adds`. Sums of vectors
-// of sixteen would not stay in registers of four.
+// out[row] = sum of vectors[i] * scalars[row][i], for ROWS rows and LANES columns; added to `out` if `adds`. For NEON,
+// whose registers hold four floats: sums of vectors of sixteen would not stay in registers.
 void sum_products(float* out, int64_t out_stride, const float* vectors, int64_t vector_stride, const float* scalars,
                   int64_t scalar_stride, int64_t n, bool adds) {
-    // Every loop over an array of sums is unrolled: else it would live in memory.
+    // Every loop over an array of sums must be unrolled; otherwise it stays in memory.
     float32x4_t sums[ROWS][4];
 #pragma GCC unroll 4
     for (int row = 0; row < ROWS; row++)
@@ -67,10 +67,10 @@ struct Attention : UnitRows<T, C> {
         this->begin(unit);
         clear(unit);
         int64_t first_tile = this->lowest / KEYS * KEYS;
-        this->find(unit, unit.kv_head, first_tile, *next);
+        this->locate(unit, unit.kv_head, first_tile, *next);
         for (int64_t tile = first_tile; tile < this->highest; tile += KEYS) {
             std::swap(now, next);
-            this->find(unit, unit.kv_head, tile + KEYS, *next);
+            this->locate(unit, unit.kv_head, tile + KEYS, *next);
             transpose_keys();
             for (int first = 0; first < count; first += ROWS) score(first);
             for (int i = 0; i < count; i++) weigh(i, tile);
@@ -80,7 +80,8 @@ struct Attention : UnitRows<T, C> {
         finish(unit);
     }
 
-    static constexpr int64_t STATE = MAX_HEAD + 2 * LANES;  // floats of a query: sums, parts of its weight, its largest
+    // Floats per query: sums, partial sums of its weights, largest score.
+    static constexpr int64_t STATE = MAX_HEAD + 2 * LANES;
 
     void clear(const Unit& unit) {
         memset(m.queries, 0, sizeof m.queries);
@@ -91,17 +92,17 @@ struct Attention : UnitRows<T, C> {
             m.weights[i] = vf{};
             for (int64_t d = 0; d < s.head_dim; d += LANES)
                 store(&m.queries[i][d], load_upto(this->query(unit, i) + d, s.head_dim - d) * s.scale);
-            if (unit.from) resume(i, state_of(s, unit, i, STATE));
+            if (unit.from) restore_state(i, state_of(s, unit, i, STATE));
         }
     }
 
-    void resume(int i, const float* state) {
+    void restore_state(int i, const float* state) {
         memcpy(m.sums[i], state, sizeof m.sums[i]);
         m.weights[i] = load(state + MAX_HEAD);
         m.largest[i] = state[MAX_HEAD + LANES];
     }
 
-    void leave(int i, float* state) const {
+    void save_state(int i, float* state) const {
         memcpy(state, m.sums[i], sizeof m.sums[i]);
         store(state + MAX_HEAD, m.weights[i]);
         state[MAX_HEAD + LANES] = m.largest[i];
@@ -138,7 +139,7 @@ struct Attention : UnitRows<T, C> {
 #endif
     }
 
-    // Turn a query's scores into weights relative to its largest so far, and rescale what was summed before.
+    // Turns a query's scores into weights relative to the largest so far, and rescales the earlier sums.
     void weigh(int i, int64_t tile) {
         const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const vf hidden = splat(-INFINITY);
@@ -153,7 +154,7 @@ struct Attention : UnitRows<T, C> {
             top = max(top, scores[v]);
         }
         float largest = std::max(m.largest[i], max_lanes(top));
-        float base = largest == -INFINITY ? 0.0f : largest;  // nothing seen yet: all weights are 0
+        float base = largest == -INFINITY ? 0.0f : largest;  // no key seen yet: all weights are 0
         float shrink = exp(splat(m.largest[i] - base))[0];
         m.largest[i] = largest;
         vf total = m.weights[i] * shrink;
@@ -206,8 +207,8 @@ struct Attention : UnitRows<T, C> {
 
     void finish(const Unit& unit) {
         for (int i = 0; i < count; i++) {
-            if (unit.members) {
-                leave(i, state_of(s, unit, i, STATE));
+            if (unit.shared_rows) {
+                save_state(i, state_of(s, unit, i, STATE));
                 continue;
             }
             float scale = 1.0f / sum_lanes(m.weights[i]);
@@ -217,14 +218,14 @@ struct Attention : UnitRows<T, C> {
     }
 };
 
-bool is_worth_sharing(const Step& s, int64_t num_rows) {
+bool is_worth_threads(const Step& s, int64_t num_rows) {
     int64_t work = 0;
     for (int64_t row = 0; row < num_rows; row++)
         work += int64_t(s.query_starts[row + 1] - s.query_starts[row]) * s.seq_lens[row] * s.heads * s.head_dim;
     return work >= MIN_PARALLEL;
 }
 
-// The units of a step, of one KV head each.
+// The units of a step, with one KV head each.
 std::vector<Unit> units_of(const Step& s, int64_t num_rows) {
     std::vector<Unit> units;
     for (int64_t row = 0; row < num_rows; row++) {
@@ -257,11 +258,11 @@ void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_
                     int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
                     int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
                     Sharing& sharing) {
-    // A row that a window keeps from its first keys begins at a tile of its own.
+    // With a window shorter than the row, a row starts at its own tile, so nothing is shared.
     bool shares = !sharing.levels.empty() && (!window || sharing.longest <= window);
     Step s{heads,        kv_heads, head_dim, heads / kv_heads, query_stride, num_blocks, block_size, table_width,
            query_starts, seq_lens, tables,   window,           scale,        softcap,    shares ? &sharing : nullptr};
-    bool parallel = is_worth_sharing(s, num_rows);
+    bool parallel = is_worth_threads(s, num_rows);
     if (dtype == F32 && kv_dtype == INT8)
         attend(s, (const float*)queries, (const int8_t*)kv, (float*)out, num_rows, parallel);
     else if (dtype == F32)

@@ -1,4 +1,4 @@
-// What the attention kernels share: the facts of a step, its units of work, and where a unit's keys and values lie.
+// Shared by the attention kernels: the parameters of a step, its units of work, and the addresses of keys and values.
 #pragma once
 
 #include "attention/attention_sharing.h"
@@ -9,37 +9,39 @@
 #include <algorithm>
 #include <vector>
 
-constexpr int QUERIES = 16;  // query vectors per unit of work
+constexpr int QUERIES = 16;  // query vectors per group
 constexpr int MAX_HEAD = 256;
-constexpr int UNIT_HEADS = 8;  // most KV heads in one unit
+constexpr int UNIT_HEADS = 8;  // maximum number of KV heads in a unit
 
 struct Step {
     int64_t heads, kv_heads, head_dim, group;
     int64_t query_stride, num_blocks, block_size, table_width;
     const int32_t *query_starts, *seq_lens, *tables;
-    int64_t window;  // keys a query sees, itself included; 0 for all
+    int64_t window;  // number of keys a query sees, including its own; 0: all
     float scale, softcap;
     Sharing* sharing;  // or null
 };
 
-// Up to 16 query vectors of one row. Those that share a KV head are numbered: vector v is token v / group and head
-// v % group of the KV head's group. A unit has `each` of them, from `first` on, for each of `heads` KV heads, from
-// `kv_head` on: its query i is vector first + i % each of KV head kv_head + i / each.
+// A unit of work: query vectors of one row. The vectors of a KV head are numbered: vector v is token v / group and head
+// v % group of the KV head's group. A unit has `per_head` vectors, from `first` on, of each of `heads` KV heads, from
+// `kv_head` on: its query i is vector first + i % per_head of KV head kv_head + i / per_head.
 //
-// Where rows share tiles, vector v is that of member v / group; `row` is the first of them. Such a unit ends at `to` and
-// leaves its sums as they are by then; a unit with a `from` goes on with what has been left.
+// In a unit of rows that share tiles, vector v belongs to shared_rows[v / group], and `row` is the first of these rows.
+// It ends at `to` and saves its partial sums; a unit with `from` > 0 restores them and continues.
 struct Unit {
-    int64_t row, kv_head, heads, first, each;
-    const int32_t* members = nullptr;  // rows; or null
+    int64_t row, kv_head, heads, first, per_head;
+    const int32_t* shared_rows = nullptr;  // or null
     int64_t from = 0, to = INT64_MAX;
 
-    int64_t count() const { return each * heads; }
-    int64_t row_of(const Step& s, int64_t i) const { return members ? members[(first + i % each) / s.group] : row; }
+    int64_t count() const { return per_head * heads; }
+    int64_t row_of(const Step& s, int64_t i) const {
+        return shared_rows ? shared_rows[(first + i % per_head) / s.group] : row;
+    }
     int64_t head_of(const Step& s, int64_t i) const {
-        return (kv_head + i / each) * s.group + (first + i % each) % s.group;
+        return (kv_head + i / per_head) * s.group + (first + i % per_head) % s.group;
     }
     int64_t token_of(const Step& s, int64_t i) const {
-        return members ? s.query_starts[row_of(s, i)] : s.query_starts[row] + (first + i % each) / s.group;
+        return shared_rows ? s.query_starts[row_of(s, i)] : s.query_starts[row] + (first + i % per_head) / s.group;
     }
     int64_t position_of(const Step& s, int64_t i) const {
         int64_t own = row_of(s, i);
@@ -47,14 +49,14 @@ struct Unit {
     }
 };
 
-// Where a cache of items C has the keys and values of a head. In eight bits the items of a head's part of a block are
-// followed by the float scales of its tokens.
+// Addresses in a KV cache of items C. In an int8 cache the items of a head in a block are followed by the float32
+// scales of its tokens.
 template <typename C>
 struct Cache {
     const C* kv;
     int64_t kv_heads, block_size, head_dim;
-    int64_t head_items;  // of a head's part of a block
-    int64_t values_at;   // how far behind its key a value is
+    int64_t head_items;  // items of a head in a block, scales included
+    int64_t values_at;   // distance from a key to its value
 
     Cache(const Step& s, const C* kv) : kv(kv), kv_heads(s.kv_heads), block_size(s.block_size), head_dim(s.head_dim) {
         constexpr int64_t SCALE = sizeof(C) == 1 ? sizeof(float) : 0;
@@ -72,11 +74,11 @@ struct Cache {
     const float* value_scale(const float* key_scale) const { return key_scale + values_at / sizeof(float); }
 };
 
-// Where the keys and values of a tile lie, and which of its positions are seen at all: from <= k < to.
+// Addresses of the keys and values of a tile, and the positions that some query sees: from <= k < to.
 template <typename C>
 struct TileRows {
     const C *keys[KEYS], *values[KEYS];
-    float key_scales[KEYS], value_scales[KEYS];  // with eight bits
+    float key_scales[KEYS], value_scales[KEYS];  // int8 cache only
     int64_t from, to;
 };
 
@@ -88,7 +90,7 @@ struct UnitRows {
     T* out;
     int32_t positions[QUERIES];
     int64_t lowest, highest;  // positions that some query of the unit sees: lowest <= k < highest
-    int count;                // query vectors
+    int count;                // number of query vectors
 
     const T* query(const Unit& unit, int i) const {
         return queries + unit.token_of(s, i) * s.query_stride + unit.head_of(s, i) * s.head_dim;
@@ -104,9 +106,9 @@ struct UnitRows {
         lowest = std::max(unit.from, s.window ? positions[0] - s.window + 1 : 0);
     }
 
-    // Point at a tile's keys and values of a head. Places that no query of the unit sees are not read: they may hold
-    // anything.
-    void find(const Unit& unit, int64_t kv_head, int64_t tile, TileRows<C>& rows) const {
+    // Fills `rows` with the addresses of a tile's keys and values of one head. Slots that no query of the unit sees are
+    // replaced by zeros: they may hold anything.
+    void locate(const Unit& unit, int64_t kv_head, int64_t tile, TileRows<C>& rows) const {
         static const C zeros[MAX_HEAD] = {};
         const int32_t* table = s.tables + unit.row * s.table_width;
         rows.from = std::max(tile, lowest);
@@ -132,7 +134,7 @@ struct UnitRows {
         }
     }
 
-    // Bring one key and value of the next tile closer. Spread over a tile's work, so that memory is never waited for.
+    // Prefetches one key and value of the next tile. Calls are spread over a tile's work to hide memory latency.
     void prefetch(const TileRows<C>& next, int k) const {
         for (int64_t d = 0; d < s.head_dim; d += 64 / sizeof(C)) {
             __builtin_prefetch(next.keys[k] + d);
@@ -141,7 +143,7 @@ struct UnitRows {
     }
 };
 
-// A 16 x 16 matrix of 32-bit items: four perfect shuffles of its rows are a transposition.
+// Transposes a 16 x 16 matrix of 32-bit items, by four perfect shuffles of its rows.
 inline void transpose(vf* rows) {
 #if defined(__AVX512F__)
     return transpose16((const uint32_t*)rows, LANES, (uint32_t*)rows, LANES);
@@ -161,12 +163,12 @@ inline void transpose(vf* rows) {
     }
 }
 
-// What a unit's query has summed when the unit ends before its last key: `size` floats for each query of the step.
+// Saved partial sums of query i of a unit: `size` floats per query of the step.
 inline float* state_of(const Step& s, const Unit& unit, int64_t i, int64_t size) {
     return s.sharing->state.data() + (unit.row_of(s, i) * s.heads + unit.head_of(s, i)) * size;
 }
 
-// The units of tiles that rows share: of up to `max_groups` sixteens of queries, so long as each thread has one.
+// Units for shared tiles, of up to `max_groups` groups of 16 queries, but at least one unit per thread if possible.
 inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTiles>& level, int64_t max_groups) {
     int64_t groups = 0;
     for (const SharedTiles& shared : level)
@@ -183,16 +185,15 @@ inline std::vector<Unit> shared_units(const Step& s, const std::vector<SharedTil
     return units;
 }
 
-// Call run(unit, following) for each unit; `following`, or null, is the one that the same thread is likely to run next.
+// Calls run(unit, following) for each unit; `following`, or null, is the unit that the same thread likely runs next.
 template <typename F>
 void run_units(const std::vector<Unit>& units, bool parallel, F run) {
     pool::for_each(units.size(), parallel,
                    [&](size_t i) { run(units[i], i + 1 < units.size() ? &units[i + 1] : nullptr); });
 }
 
-// The same for the units of all levels of tiles that rows share, level after level, then for the rows' `own`.
-// `max_groups` is how many sixteens of queries a unit of a level has at most, `state_size` how many floats a query's sums
-// take.
+// Runs the units of all shared levels, level by level, then the rows' `own` units. `max_groups`: maximum number of
+// groups of 16 queries in a unit of a level; `state_size`: floats of a query's partial sums.
 template <typename F>
 void run_levels(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t max_groups, int64_t state_size,
                 bool parallel, F run) {
@@ -204,6 +205,6 @@ void run_levels(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t 
     run_units(own, parallel, run);
 }
 
-// bfloat16 on the AMX unit, over a cache in bfloat16 or in eight bits; false where there is none.
+// Attention in bfloat16 on the AMX unit, over a bfloat16 or int8 cache; false if there is no AMX.
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel);
 bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out, int64_t num_rows, bool parallel);

@@ -1,12 +1,12 @@
 // Attention for bfloat16 on the AMX unit, over the same tiles of 64 keys as attention.cpp.
 //
-// Scores are computed transposed, keys by queries: keys then come straight from the cache, and the softmax runs down
-// the vectors with one query per lane. Weights are rounded to bfloat16 before they multiply the values.
+// Scores are computed transposed, keys by queries: keys are loaded directly from the cache, and the softmax works on
+// vectors with one query per lane. Weights are rounded to bfloat16 before they are multiplied with the values.
 //
 // A unit of work has either up to 192 queries of one KV head, in groups of 16 lanes that share each tile of keys and
-// values while it is in the first-level cache; or few queries of each of several KV heads, which share the lanes of one
-// group: each head's products are added to the scores with zeros for the queries of the others, and of each head's sums
-// only the rows of its own queries are used.
+// values while it is in the L1 cache; or few queries of each of several KV heads, which share the lanes of one group:
+// each head's products are added to the scores with zeros for the queries of other heads, and only the rows of its own
+// queries are used from each head's sums.
 #include "attention/attention_amx.h"
 #include "attention/attention_weights.h"
 
@@ -14,33 +14,33 @@
 
 namespace {
 
-constexpr int CHUNK = 32;  // inner items of one tile product
+constexpr int CHUNK = 32;  // inner dimension of one tile product
 constexpr int MAX_CHUNKS = MAX_HEAD / CHUNK;
-constexpr int SLOTS = 16;  // parts into which a pair's products are divided
+constexpr int SLOTS = 16;  // steps into which a pair's products are divided
 
 struct Scratch {
     alignas(64) bf16 queries[PARTS][MAX_CHUNKS][16][CHUNK];  // [group or head][chunk][pair of dimensions][query][2]
-    alignas(64) bf16 keys[KEYS][MAX_HEAD];                   // where they cannot be read in place
-    alignas(64) float scores[2][KEYS][QUERIES];  // [turn]
+    alignas(64) bf16 keys[KEYS][MAX_HEAD];                   // used if they cannot be read in place
+    alignas(64) float scores[2][KEYS][QUERIES];  // [buffer]
     alignas(64) bf16 weights[2][KEYS / CHUNK][QUERIES][CHUNK];
-    // [turn][pair of keys][chunk][half][dimension][2], without gaps between the pairs however many chunks there are
+    // [buffer][pair of keys][chunk][half][dimension][2], contiguous for any number of chunks
     alignas(64) bf16 values[2][KEYS / 2 * MAX_CHUNKS * 2 * CHUNK];
-    alignas(64) Sums sums[PARTS];  // the vectors are halves of chunks
+    alignas(64) Sums sums[PARTS];  // vectors are halves of chunks
 };
 
-// Sixteen consecutive positions of one head. Of them from <= k < to are seen by some query; all others may hold
-// anything, and there is nothing at all to read where `to` is 0.
+// Sixteen consecutive positions of one head. Some query sees from <= k < to; the others may hold anything. If `to` is 0
+// there is nothing to read.
 struct Run {
     const bf16 *keys, *values;
     int from, to;
 };
 
-// Of a head of CHUNKS chunks, or, where that is 0, of any.
+// CHUNKS: chunks of a head, or 0 for any number.
 template <int CHUNKS>
 struct AmxAttention : AmxUnit<bf16> {
     Scratch& m;
     const int64_t any_chunks;
-    Run now[UNIT_HEADS][RUNS];  // those of the tile at hand, by head
+    Run now[UNIT_HEADS][RUNS];  // runs of the current tile, by head
 
     static int64_t chunks_of(const Step& s) { return (s.head_dim + CHUNK - 1) / CHUNK; }
     static int64_t vectors_of(const Step& s) { return 2 * chunks_of(s); }
@@ -53,18 +53,18 @@ struct AmxAttention : AmxUnit<bf16> {
 
     int64_t num_chunks() const { return CHUNKS ? CHUNKS : any_chunks; }
 
-    // --- which queries, and where their keys are ---
+    // --- queries, and addresses of their keys ---
 
-    void find_all(const Unit& unit, int64_t tile) {
+    void locate_all(const Unit& unit, int64_t tile) {
         for (int head = 0; head < unit.heads; head++)
-            for (int run = 0; run < RUNS; run++) now[head][run] = find(unit, unit.kv_head + head, tile + run * RUN);
+            for (int run = 0; run < RUNS; run++) now[head][run] = locate(unit, unit.kv_head + head, tile + run * RUN);
     }
 
-    Run find(const Unit& unit, int64_t kv_head, int64_t position) const {
+    Run locate(const Unit& unit, int64_t kv_head, int64_t position) const {
         int64_t from = std::max(position, lowest), to = std::min(position + RUN, highest);
         if (from >= to) return {nullptr, nullptr, 0, 0};
-        // Where runs are read in place, the address of the run; else that of the first key, to be looked up one by one.
-        const bf16* keys = in_place ? place(unit, kv_head, position) : nullptr;
+        // The address of the run if it is read in place; otherwise keys are looked up one by one.
+        const bf16* keys = in_place ? key_at(unit, kv_head, position) : nullptr;
         return {keys, keys + cache.values_at, int(from - position), int(to - position)};
     }
 
@@ -76,17 +76,17 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     void load_queries(const Unit& unit) {
-        int64_t count = unit.count(), each = unit.heads > 1 ? unit.each : QUERIES;
-        for (int64_t first = 0, part = 0; first < count; first += each, part++) {
-            const bf16* rows[QUERIES] = {};  // null where there is none
-            int64_t lane = unit.heads > 1 ? first : 0, end = std::min(first + each, count);
+        int64_t count = unit.count(), per_head = unit.heads > 1 ? unit.per_head : QUERIES;
+        for (int64_t first = 0, part = 0; first < count; first += per_head, part++) {
+            const bf16* rows[QUERIES] = {};  // null: no query
+            int64_t lane = unit.heads > 1 ? first : 0, end = std::min(first + per_head, count);
             for (int64_t i = first; i < end; i++) rows[lane + i - first] = query(i);
-            for (int64_t chunk = 0; chunk < num_chunks(); chunk++) turn_queries(rows, chunk, m.queries[part][chunk]);
+            for (int64_t chunk = 0; chunk < num_chunks(); chunk++) transpose_queries(rows, chunk, m.queries[part][chunk]);
         }
     }
 
-    void turn_queries(const bf16* const (&rows)[QUERIES], int64_t chunk, bf16 (*target)[CHUNK]) const {
-        __m512i a[4][4];  // as transpose.h says
+    void transpose_queries(const bf16* const (&rows)[QUERIES], int64_t chunk, bf16 (*target)[CHUNK]) const {
+        __m512i a[4][4];  // see transpose.h
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
 #pragma GCC unroll 4
@@ -96,53 +96,53 @@ struct AmxAttention : AmxUnit<bf16> {
         }
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
-            __m512i turned[4] = {a[0][c], a[1][c], a[2][c], a[3][c]};
-            spread_four(turned);
+            __m512i transposed[4] = {a[0][c], a[1][c], a[2][c], a[3][c]};
+            spread_four(transposed);
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) _mm512_store_si512(target[c + 4 * j], turned[j]);
+            for (int j = 0; j < 4; j++) _mm512_store_si512(target[c + 4 * j], transposed[j]);
         }
     }
 
-    // The sums of groups begin in tiles.
+    // With several groups the sums start in tile registers, so memory need not be cleared.
     void clear(const Unit& unit) {
         if (num_groups == 1 || unit.from) AmxUnit::clear(unit);
     }
 
-    // --- units of one group, of one head or several: tile after tile ---
+    // --- units of one group, of one or several heads: tile by tile ---
 
-    // A step that decodes comes here with nothing in the caches, not even instructions: there are few of them.
+    // Decode steps come here with cold caches, instructions included, so the code is kept short.
 
     void one_group(const Unit& unit, const Unit* following) {
         for (int64_t tile = first_tile(); tile < highest; tile += KEYS) {
-            find_all(unit, tile);
-            expect_after(unit, tile, following);
+            locate_all(unit, tile);
+            plan_prefetch_after(unit, tile, following);
             clear_scores();
             for (int head = 0; head < unit.heads; head++) multiply_keys(unit, tile, head, m.queries[head]);
-            pair_values(unit, tile, m.values[0], 0);  // keeps the vector units busy while the products are computed
+            interleave_values(unit, tile, m.values[0], 0);  // vector work while the matrix unit computes the products
             store_scores(0);
-            shape_scores(groups[0], tile, m.scores[0], KEYS);
+            cap_and_mask(groups[0], tile, m.scores[0], KEYS);
             __m512 shrink = _mm512_set1_ps(1.0f);
-            if (follow(groups[0], m.scores[0], KEYS, unit_scale(), shrink))
+            if (update_base(groups[0], m.scores[0], KEYS, unit_scale(), shrink))
                 for (int head = 0; head < unit.heads; head++)
-                    rescale(shrink, m.sums[head], head * unit.each, (head + 1) * unit.each);
+                    rescale(shrink, m.sums[head], head * unit.per_head, (head + 1) * unit.per_head);
             weigh(groups[0], m.scores[0], unit_scale(), KEYS / CHUNK, m.weights[0], [](int, int) {});
             before_tile_loads();
             for (int head = 0; head < unit.heads; head++) {
-                if (head + 1 < unit.heads) pair_values(unit, tile, m.values[(head + 1) % 2], head + 1);
+                if (head + 1 < unit.heads) interleave_values(unit, tile, m.values[(head + 1) % 2], head + 1);
                 before_tile_loads();
                 add(m.sums[head], m.values[head % 2], 0);
             }
         }
     }
 
-    // --- units of several groups: pairs of a tile of keys and a group that sees some of it, tile after tile ---
+    // --- units of several groups: pairs of a tile of keys and a group that sees part of it, tile by tile ---
 
     struct Pair {
         int64_t tile;
         int group;
     };
 
-    // The next pair; false where there is none.
+    // Moves to the next pair; false if there is none.
     bool advance(Pair& pair) const {
         do {
             if (++pair.group == num_groups) pair = {pair.tile + KEYS, 0};
@@ -153,54 +153,54 @@ struct AmxAttention : AmxUnit<bf16> {
 
     bf16* values_of(const Pair& pair) { return m.values[pair.tile / KEYS % 2]; }
 
-    // What the matrix unit has to do while the vector units weigh a pair: the scores of the pair after it, and the sums
-    // of the pair before it.
+    // Products for the matrix unit while the vector units weigh a pair: the scores of the next pair, and the sums of
+    // the previous one.
     struct Products {
-        const bf16 (*queries)[16][CHUNK] = nullptr;  // null where there is no pair after it
+        const bf16 (*queries)[16][CHUNK] = nullptr;  // null if there is no next pair
         const bf16* keys[RUNS];
         int64_t key_stride;
-        float (*sums)[QUERIES][LANES] = nullptr;  // null where there is no pair before it
+        float (*sums)[QUERIES][LANES] = nullptr;  // null if there is no previous pair
         const bf16* values;
-        bool fresh;        // the sums begin here
-        int halves, turn;  // of the weights; the scores go to the same turn
+        bool is_first;        // the sums start at zero
+        int halves, buffer;  // of the weights; the scores use the same buffer index
     };
 
     void several_groups(const Unit& unit, const Unit* following) {
         Pair now{first_tile(), -1}, next = now;
         Products products;
         bool more = advance(next);
-        enter(unit, next.tile, following);
+        enter_tile(unit, next.tile, following);
         plan_scores(products, unit, next, 0);
         for (int slot = 0; slot < SLOTS / 2; slot++) multiply(products, slot);
         store_last_scores(products);
-        for (int turn = 0; more; turn ^= 1) {
+        for (int buffer = 0; more; buffer ^= 1) {
             bool entered = next.tile != now.tile || now.group < 0;
             now = next;
-            if (entered) pair_values(unit, now.tile, values_of(now), 0);
+            if (entered) interleave_values(unit, now.tile, values_of(now), 0);
             more = advance(next);
             products.queries = nullptr;
-            if (more && next.tile != now.tile) enter(unit, next.tile, following);
-            if (more) plan_scores(products, unit, next, turn ^ 1);
+            if (more && next.tile != now.tile) enter_tile(unit, next.tile, following);
+            if (more) plan_scores(products, unit, next, buffer ^ 1);
             before_tile_loads();
-            weigh_pair(now, turn, products);
+            weigh_and_multiply(now, buffer, products);
         }
         before_tile_loads();
         for (int slot = SLOTS / 2; slot < SLOTS; slot++) multiply(products, slot);
         store_last_sums(products);
     }
 
-    void enter(const Unit& unit, int64_t tile, const Unit* following) {
-        find_all(unit, tile);
-        expect_after(unit, tile, following);
+    void enter_tile(const Unit& unit, int64_t tile, const Unit* following) {
+        locate_all(unit, tile);
+        plan_prefetch_after(unit, tile, following);
     }
 
-    // Weigh a pair while the products are computed; then they have its own sums ahead.
-    __attribute__((always_inline)) void weigh_pair(const Pair& pair, int turn, Products& products) {
+    // Weighs a pair while the matrix unit computes `products`, then sets them up for the sums of this pair.
+    __attribute__((always_inline)) void weigh_and_multiply(const Pair& pair, int buffer, Products& products) {
         Group& group = groups[pair.group];
         int halves = groups[pair.group].highest - pair.tile > CHUNK ? 2 : 1;
         __m512 shrink = _mm512_set1_ps(1.0f);
-        shape_scores(group, pair.tile, m.scores[turn], halves * CHUNK);
-        bool shrinks = follow(group, m.scores[turn], halves * CHUNK, unit_scale(), shrink);
+        cap_and_mask(group, pair.tile, m.scores[buffer], halves * CHUNK);
+        bool shrinks = update_base(group, m.scores[buffer], halves * CHUNK, unit_scale(), shrink);
         auto between = [&](int half, int eighth) __attribute__((always_inline)) {
             if (halves == 1) {
                 multiply(products, 2 * eighth);
@@ -211,29 +211,28 @@ struct AmxAttention : AmxUnit<bf16> {
                 multiply(products, SLOTS / 2 + eighth);
             }
         };
-        weigh(group, m.scores[turn], unit_scale(), halves, m.weights[turn], between);
+        weigh(group, m.scores[buffer], unit_scale(), halves, m.weights[buffer], between);
         store_last_sums(products);
-        if (shrinks && group.begun) rescale(shrink, m.sums[pair.group], 0, group.count);
+        if (shrinks && group.has_sums) rescale(shrink, m.sums[pair.group], 0, group.count);
         products.sums = m.sums[pair.group];
         products.values = values_of(pair);
-        products.fresh = !group.begun;
+        products.is_first = !group.has_sums;
         products.halves = halves;
-        products.turn = turn;
-        group.begun = true;
+        products.buffer = buffer;
+        group.has_sums = true;
     }
 
-    void plan_scores(Products& products, const Unit& unit, const Pair& pair, int turn) {
+    void plan_scores(Products& products, const Unit& unit, const Pair& pair, int buffer) {
         products.queries = m.queries[pair.group];
-        products.turn = turn;
+        products.buffer = buffer;
         products.key_stride = in_place ? s.head_dim * 2 : MAX_HEAD * 2;
         for (int run = 0; run < RUNS; run++)
             products.keys[run] =
                 pair.tile + run * RUN < groups[pair.group].highest ? keys_at(unit, pair.tile, 0, run) : nullptr;
     }
 
-    // The part of the products that belongs to a slot: in the first half of them scores, two slots for each run of keys;
-    // in the second half sums. What is complete is stored a slot later, and a little at a time: stores wait in a queue,
-    // in which there is room for seven tiles.
+    // The products of one slot: the first half of the slots computes scores, two slots per run of keys, the second half
+    // sums. Results are stored one slot later and a little at a time: the store queue has room for seven tiles.
     __attribute__((always_inline)) void multiply(const Products& p, int slot) {
         if (slot < SLOTS / 2) {
             if (p.queries) multiply_scores(p, slot / 2, slot % 2);
@@ -241,12 +240,12 @@ struct AmxAttention : AmxUnit<bf16> {
             if (slot == SLOTS / 2 && p.queries) store_last_scores(p);
             if (p.sums) multiply_sums(p, slot - SLOTS / 2);
         }
-        fetch(8);
+        prefetch_lines(8);
     }
 
     __attribute__((always_inline)) void multiply_scores(const Products& p, int run, int part) {
         int64_t middle = (num_chunks() + 1) / 2, first = part ? middle : 0, end = part ? num_chunks() : middle;
-        bool reload = run == 0 || num_chunks() > 2;  // two chunks of queries stay in tiles
+        bool reload = run == 0 || num_chunks() > 2;  // two chunks of queries stay in tile registers
         if (part == 0 && run % 2 == 0) _tile_zero(0);
         if (part == 0 && run % 2 == 1) _tile_zero(1);
         for (int64_t chunk = first; chunk < end; chunk++) {
@@ -270,18 +269,18 @@ struct AmxAttention : AmxUnit<bf16> {
         }
         if (part == 1 || run == 0) return;
         if (run % 2 == 0)
-            _tile_stored(1, m.scores[p.turn][(run - 1) * RUN], 64);
+            _tile_stored(1, m.scores[p.buffer][(run - 1) * RUN], 64);
         else
-            _tile_stored(0, m.scores[p.turn][(run - 1) * RUN], 64);
+            _tile_stored(0, m.scores[p.buffer][(run - 1) * RUN], 64);
     }
 
-    void store_last_scores(const Products& p) { _tile_stored(1, m.scores[p.turn][(RUNS - 1) * RUN], 64); }
+    void store_last_scores(const Products& p) { _tile_stored(1, m.scores[p.buffer][(RUNS - 1) * RUN], 64); }
 
     __attribute__((always_inline)) void multiply_sums(const Products& p, int slot) {
         int64_t stride = num_chunks() * 2 * CHUNK * sizeof(bf16), later = KEYS / 4 * num_chunks() * 2 * CHUNK;
         if (slot == 0) {
-            _tile_loadd(6, m.weights[p.turn][0], 64);
-            if (p.halves > 1) _tile_loadd(7, m.weights[p.turn][1], 64);
+            _tile_loadd(6, m.weights[p.buffer][0], 64);
+            if (p.halves > 1) _tile_loadd(7, m.weights[p.buffer][1], 64);
         }
         for (int64_t i = slot * num_chunks() / 2; i < (slot + 1) * num_chunks() / 2; i++) {
             int64_t v = i / 2;
@@ -296,9 +295,9 @@ struct AmxAttention : AmxUnit<bf16> {
         }
     }
 
-    // The first and the second 32 keys of a vector of sums, which is in tile 0 or 1. The vector before it is stored.
+    // First and second 32 keys of a vector of sums, in tile register 0 or 1. Then the previous vector is stored.
     __attribute__((always_inline)) void begin_even(const Products& p, int64_t v) {
-        if (p.fresh)
+        if (p.is_first)
             _tile_zero(0);
         else
             _tile_loadd(0, p.sums[v], 64);
@@ -306,7 +305,7 @@ struct AmxAttention : AmxUnit<bf16> {
     }
 
     __attribute__((always_inline)) void begin_odd(const Products& p, int64_t v) {
-        if (p.fresh)
+        if (p.is_first)
             _tile_zero(1);
         else
             _tile_loadd(1, p.sums[v], 64);
@@ -329,7 +328,7 @@ struct AmxAttention : AmxUnit<bf16> {
 
     // --- one tile of keys ---
 
-    // A run of keys as the rows of tiles: in place, or copied together. What is not seen is masked later.
+    // A run of keys as rows of a tile: in place or copied. Keys that are not seen are masked later.
     const bf16* keys_at(const Unit& unit, int64_t tile, int head, int run) {
         const Run& r = now[head][run];
         bf16(*copied)[MAX_HEAD] = m.keys + run * RUN;
@@ -337,7 +336,7 @@ struct AmxAttention : AmxUnit<bf16> {
         if (in_place) return r.keys;
         for (int k = 0; k < RUN; k++) {
             bool seen = k >= r.from && k < r.to;
-            const bf16* row = seen ? place(unit, unit.kv_head + head, tile + run * RUN + k) : nullptr;
+            const bf16* row = seen ? key_at(unit, unit.kv_head + head, tile + run * RUN + k) : nullptr;
             for (int64_t chunk = 0; chunk < num_chunks(); chunk++)
                 _mm512_store_si512(copied[k] + chunk * CHUNK, seen ? load_chunk(row, chunk) : _mm512_setzero_si512());
         }
@@ -364,45 +363,45 @@ struct AmxAttention : AmxUnit<bf16> {
                 _tile_loadd(5, keys[0] + chunk * CHUNK, strides[0]);
                 _tile_dpbf16ps(0, 5, 4);
             }
-            fetch(8);
+            prefetch_lines(8);
             if (keys[1]) {
                 _tile_loadd(6, keys[1] + chunk * CHUNK, strides[1]);
                 _tile_dpbf16ps(1, 6, 4);
             }
-            fetch(8);
+            prefetch_lines(8);
             if (keys[2]) {
                 _tile_loadd(5, keys[2] + chunk * CHUNK, strides[2]);
                 _tile_dpbf16ps(2, 5, 4);
             }
-            fetch(8);
+            prefetch_lines(8);
             if (keys[3]) {
                 _tile_loadd(6, keys[3] + chunk * CHUNK, strides[3]);
                 _tile_dpbf16ps(3, 6, 4);
             }
-            fetch(8);
+            prefetch_lines(8);
         }
     }
 
-    void store_scores(int turn) {
-        _tile_stored(0, m.scores[turn][0], 64);
-        _tile_stored(1, m.scores[turn][16], 64);
-        _tile_stored(2, m.scores[turn][32], 64);
-        _tile_stored(3, m.scores[turn][48], 64);
+    void store_scores(int buffer) {
+        _tile_stored(0, m.scores[buffer][0], 64);
+        _tile_stored(1, m.scores[buffer][16], 64);
+        _tile_stored(2, m.scores[buffer][32], 64);
+        _tile_stored(3, m.scores[buffer][48], 64);
     }
 
-    // Values of two keys interleaved, as the unit wants them. The halves of a chunk hold every other four dimensions.
-    // Those that are not seen count as zeros.
-    void pair_values(const Unit& unit, int64_t tile, bf16* to, int head) {
+    // Interleaves the values of two keys, as the AMX unit requires. The halves of a chunk hold alternating groups of
+    // four dimensions. Values of unseen keys are zeros.
+    void interleave_values(const Unit& unit, int64_t tile, bf16* to, int head) {
         for (int run = 0; run < RUNS; run++) {
             const Run& r = now[head][run];
             bool whole = in_place && r.from == 0 && r.to == RUN;
             for (int pair = 0; pair < RUN / 2; pair++) {
                 bf16* target = to + (run * RUN / 2 + pair) * num_chunks() * 2 * CHUNK;
-                fetch(2 * num_chunks());
+                prefetch_lines(2 * num_chunks());
                 if (whole)
-                    pair_up(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
+                    interleave_pair(r.values + 2 * pair * s.head_dim, r.values + (2 * pair + 1) * s.head_dim, target);
                 else
-                    pair_up(value_at(unit, tile, head, run, 2 * pair), value_at(unit, tile, head, run, 2 * pair + 1),
+                    interleave_pair(value_at(unit, tile, head, run, 2 * pair), value_at(unit, tile, head, run, 2 * pair + 1),
                             target);
             }
         }
@@ -412,10 +411,10 @@ struct AmxAttention : AmxUnit<bf16> {
         static const bf16 zeros[MAX_HEAD] = {};
         const Run& r = now[head][run];
         if (k < r.from || k >= r.to) return zeros;
-        return place(unit, unit.kv_head + head, tile + run * RUN + k) + cache.values_at;
+        return key_at(unit, unit.kv_head + head, tile + run * RUN + k) + cache.values_at;
     }
 
-    void pair_up(const bf16* first, const bf16* second, bf16* target) const {
+    void interleave_pair(const bf16* first, const bf16* second, bf16* target) const {
         for (int64_t chunk = 0; chunk < num_chunks(); chunk++, target += 2 * CHUNK) {
             __m512i even = load_chunk(first, chunk), odd = load_chunk(second, chunk);
             _mm512_store_si512(target, _mm512_unpacklo_epi16(even, odd));
@@ -423,27 +422,27 @@ struct AmxAttention : AmxUnit<bf16> {
         }
     }
 
-    void add(float (*sums)[QUERIES][LANES], const bf16* values, int turn) {
+    void add(float (*sums)[QUERIES][LANES], const bf16* values, int buffer) {
         int64_t stride = num_chunks() * 2 * CHUNK * sizeof(bf16);
-        const bf16* later = values + KEYS / 4 * num_chunks() * 2 * CHUNK;  // of the second 32 keys
-        _tile_loadd(4, m.weights[turn][0], 64);
-        _tile_loadd(5, m.weights[turn][1], 64);
+        const bf16* later = values + KEYS / 4 * num_chunks() * 2 * CHUNK;  // values of the second 32 keys
+        _tile_loadd(4, m.weights[buffer][0], 64);
+        _tile_loadd(5, m.weights[buffer][1], 64);
         for (int64_t chunk = 0; chunk < num_chunks(); chunk++, sums += 2) {
             int64_t at = chunk * 2 * CHUNK;
             _tile_loadd(0, sums[0], 64);
             _tile_loadd(1, sums[1], 64);
             _tile_loadd(6, values + at, stride);
             _tile_dpbf16ps(0, 4, 6);
-            fetch(8);
+            prefetch_lines(8);
             _tile_loadd(7, values + at + CHUNK, stride);
             _tile_dpbf16ps(1, 4, 7);
-            fetch(8);
+            prefetch_lines(8);
             _tile_loadd(6, later + at, stride);
             _tile_dpbf16ps(0, 5, 6);
-            fetch(8);
+            prefetch_lines(8);
             _tile_loadd(7, later + at + CHUNK, stride);
             _tile_dpbf16ps(1, 5, 7);
-            fetch(8);
+            prefetch_lines(8);
             _tile_stored(0, sums[0], 64);
             _tile_stored(1, sums[1], 64);
         }
@@ -475,7 +474,7 @@ struct AmxAttention : AmxUnit<bf16> {
 }  // namespace
 
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel) {
-    switch (s.head_dim) {  // the commonest sizes have code of their own
+    switch (s.head_dim) {  // specialised for the most common sizes
         case 2 * CHUNK:
             return attend_units<AmxAttention<2>, Scratch>(s, queries, kv, out, num_rows, parallel);
         case 4 * CHUNK:

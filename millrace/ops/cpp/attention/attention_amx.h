@@ -1,4 +1,4 @@
-// What attention on the AMX unit shares between caches of different items: lanes of queries, and memory ahead of its use.
+// Attention on the AMX unit, shared by the bfloat16 and int8 caches: queries in lanes, prefetching, partial sums.
 #pragma once
 
 #include "amx.h"
@@ -6,18 +6,18 @@
 
 #if HAS_AMX
 
-constexpr int RUN = 16;  // keys of one tile row block: they lie in one block of the cache, or are copied together
+constexpr int RUN = 16;  // consecutive keys that form the rows of one AMX tile: in one cache block, or copied
 constexpr int RUNS = KEYS / RUN;
-constexpr int MAX_GROUPS = 12;  // of 16 queries in a unit
+constexpr int MAX_GROUPS = 12;  // maximum number of groups of 16 queries in a unit
 constexpr int PARTS = MAX_GROUPS > UNIT_HEADS ? MAX_GROUPS : UNIT_HEADS;
 constexpr float LOG2E = 1.44269504f;
 
-typedef float Sums[MAX_HEAD / LANES][QUERIES][LANES];  // [vector][query][dimension], of a group or head
+typedef float Sums[MAX_HEAD / LANES][QUERIES][LANES];  // [vector][query][dimension], per group or head
 
-// 2^x, and exactly 0 where that would be denormal.
+// 2^x; exactly 0 where the result would be subnormal.
 inline __m512 exp2(__m512 x) {
     __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
-    __m512 r = _mm512_reduce_ps(x, 0);  // x less the nearest whole number
+    __m512 r = _mm512_reduce_ps(x, 0);  // x minus the nearest integer
     __m512 y = _mm512_set1_ps(1.3333558e-3f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.6181291e-3f));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.5504109e-2f));
@@ -27,52 +27,52 @@ inline __m512 exp2(__m512 x) {
     return _mm512_maskz_scalef_ps(normal, y, _mm512_sub_ps(x, r));
 }
 
-// Sixteen lanes of queries and what they have summed so far.
+// Sixteen queries in lanes, and their partial sums.
 struct Group {
-    alignas(64) int32_t positions[QUERIES];  // -1 for lanes without a query
+    alignas(64) int32_t positions[QUERIES];  // -1: lane without a query
     int count;
     int64_t lowest, highest;  // positions that some of its queries see: lowest <= k < highest
-    bool begun;               // there is something in its sums
-    __m512 base, total;       // per query: what its weights are relative to, in units of log2; and their sum
+    bool has_sums;               // its sums are not empty
+    __m512 base, total;       // per query: base of its weights, in log2, and sum of the weights
 };
 
-// A unit in lanes, over a cache of items C.
+// A unit of work over a cache of items C.
 template <typename C>
 struct AmxUnit {
     const Step& s;
     const bf16* queries;
     const Cache<C> cache;
     bf16* out;
-    Sums* sums;       // of each group or head
-    int64_t vectors;  // of sums that a query has
-    bool in_place;    // runs of keys can be multiplied where they lie
+    Sums* sums;       // per group or head
+    int64_t vectors;  // number of vectors of a query's sums
+    bool in_place;    // runs of keys can be loaded directly from the cache
     Group groups[MAX_GROUPS];
     int num_groups;
     int64_t lowest, highest;
-    // Runs of keys and values that come next, in the order in which they will be read, and how far they are fetched.
-    const C* coming[2 * UNIT_HEADS * RUNS];
-    int num_coming = 0, fetching = 0;
-    int64_t fetched = 0;
+    // Runs of keys and values to prefetch, in reading order, and how far prefetching has got.
+    const C* prefetch_runs[2 * UNIT_HEADS * RUNS];
+    int num_prefetch_runs = 0, prefetch_run = 0;
+    int64_t prefetch_offset = 0;
 
     AmxUnit(const Step& s, const bf16* queries, const C* kv, bf16* out, Sums* sums, int64_t vectors, bool in_place)
         : s(s), queries(queries), cache(s, kv), out(out), sums(sums), vectors(vectors), in_place(in_place) {}
 
-    // --- which queries, and where their keys are ---
+    // --- queries, and addresses of their keys ---
 
-    // Query i of the unit: its place among the step's queries, and its position in its row.
+    // Query i of the unit: its token and head in the step, and its position in its row.
     struct Lane {
         int64_t token, head, position;
     };
     Lane lanes[MAX_GROUPS * QUERIES];
 
-    // What Unit says of its queries, for all of them: counted, since to divide for each takes longer than its tile.
+    // Fills `lanes` for all queries of the unit, by counting: a division per query would take longer than its tile.
     void list_lanes(const Unit& unit) {
         Lane* lane = lanes;
         for (int64_t head = unit.kv_head; head < unit.kv_head + unit.heads; head++) {
             int64_t index = unit.first / s.group, in_group = unit.first % s.group;
-            for (int64_t i = 0; i < unit.each; i++, lane++) {
-                int64_t row = unit.members ? unit.members[index] : unit.row;
-                lane->token = s.query_starts[row] + (unit.members ? 0 : index);
+            for (int64_t i = 0; i < unit.per_head; i++, lane++) {
+                int64_t row = unit.shared_rows ? unit.shared_rows[index] : unit.row;
+                lane->token = s.query_starts[row] + (unit.shared_rows ? 0 : index);
                 lane->head = head * s.group + in_group;
                 lane->position = s.seq_lens[row] - (s.query_starts[row + 1] - lane->token);
                 if (++in_group == s.group) in_group = 0, index++;
@@ -91,11 +91,11 @@ struct AmxUnit {
                 group.positions[i] = i < group.count ? lanes[index * QUERIES + i].position : -1;
             group.highest = std::min<int64_t>(unit.to, group.positions[group.count - 1] + 1);
             group.lowest = std::max(unit.from, s.window ? group.positions[0] - s.window + 1 : 0);
-            // Lanes without a query have a base that their scores, of zeros, are near to.
+            // Lanes without a query have scores of zero and get the base 0.
             __mmask16 used = (1 << group.count) - 1;
             group.base = _mm512_mask_mov_ps(_mm512_setzero_ps(), used, _mm512_set1_ps(-INFINITY));
             group.total = _mm512_setzero_ps();
-            group.begun = unit.from > 0;
+            group.has_sums = unit.from > 0;
         }
         lowest = groups[0].lowest;
         highest = groups[num_groups - 1].highest;
@@ -103,7 +103,7 @@ struct AmxUnit {
 
     int64_t first_tile() const { return lowest / KEYS * KEYS; }
 
-    const C* place(const Unit& unit, int64_t kv_head, int64_t position) const {
+    const C* key_at(const Unit& unit, int64_t kv_head, int64_t position) const {
         int64_t block = s.tables[unit.row * s.table_width + position / s.block_size];
         return cache.key(block, kv_head, position % s.block_size);
     }
@@ -114,22 +114,22 @@ struct AmxUnit {
 
     bf16* target(int64_t i) const { return out + (lanes[i].token * s.heads + lanes[i].head) * s.head_dim; }
 
-    // Where the sums of a unit begin: at nothing, or at what another unit has left.
+    // Initialises the sums of a unit: zero, or the saved ones of an earlier unit.
     void clear(const Unit& unit) {
         int parts = unit.heads > 1 ? unit.heads : num_groups;
         for (int part = 0; part < parts; part++) memset(sums[part], 0, vectors * sizeof sums[part][0]);
-        if (unit.from) resume(unit);
+        if (unit.from) restore_state(unit);
     }
 
-    // --- sums that another unit goes on with: of each query its base, its total, and the vectors of its sums ---
+    // --- saved partial sums: base, total and sums of each query ---
 
     int64_t state_size() const { return (1 + vectors) * LANES; }
 
-    // Where query i of a unit is among its sums.
-    static int64_t part_of(const Unit& unit, int64_t i) { return unit.heads > 1 ? i / unit.each : i / QUERIES; }
+    // Index into `sums` of query i of a unit.
+    static int64_t part_of(const Unit& unit, int64_t i) { return unit.heads > 1 ? i / unit.per_head : i / QUERIES; }
     Group& group_of(const Unit& unit, int64_t i) { return groups[unit.heads > 1 ? 0 : i / QUERIES]; }
 
-    void resume(const Unit& unit) {
+    void restore_state(const Unit& unit) {
         for (int64_t i = 0; i < unit.count(); i++) {
             const float* state = state_of(s, unit, i, state_size());
             Group& group = group_of(unit, i);
@@ -141,7 +141,7 @@ struct AmxUnit {
         }
     }
 
-    void leave(const Unit& unit) {
+    void save_state(const Unit& unit) {
         for (int64_t i = 0; i < unit.count(); i++) {
             float *state = state_of(s, unit, i, state_size()), base[LANES], total[LANES];
             const Group& group = group_of(unit, i);
@@ -155,53 +155,54 @@ struct AmxUnit {
         }
     }
 
-    // --- memory ahead of its use ---
+    // --- prefetching ---
 
-    // From now on `fetch` brings the keys and values of a tile closer, as far as positions below `end` go.
-    void expect(const Unit& unit, int64_t tile, int64_t end) {
-        num_coming = fetching = fetched = 0;
+    // Makes `prefetch_lines` fetch the keys and values of a tile, for positions below `end`.
+    void plan_prefetch(const Unit& unit, int64_t tile, int64_t end) {
+        num_prefetch_runs = prefetch_run = prefetch_offset = 0;
         if (!in_place) return;
         for (int64_t values = 0; values < 2; values++)
             for (int head = 0; head < unit.heads; head++)
                 for (int64_t position = tile; position < std::min(tile + KEYS, end); position += RUN)
-                    coming[num_coming++] = place(unit, unit.kv_head + head, position) + values * cache.values_at;
+                    prefetch_runs[num_prefetch_runs++] =
+                        key_at(unit, unit.kv_head + head, position) + values * cache.values_at;
     }
 
-    void expect_unit(const Unit* unit) {
-        num_coming = fetching = 0;
+    void plan_prefetch_unit(const Unit* unit) {
+        num_prefetch_runs = prefetch_run = 0;
         if (!unit) return;
         int64_t first = unit->position_of(s, 0), last = unit->position_of(s, unit->count() - 1);
         int64_t start = std::max(unit->from, s.window ? first - s.window + 1 : 0);
-        expect(*unit, start / KEYS * KEYS, std::min(unit->to, last + 1));
+        plan_prefetch(*unit, start / KEYS * KEYS, std::min(unit->to, last + 1));
     }
 
-    // What comes after a tile of a unit; `following`, or null, is likely to be this thread's next unit. Many queries
-    // compute for longer than they read.
-    void expect_after(const Unit& unit, int64_t tile, const Unit* following) {
+    // Plans prefetching of what follows a tile; `following`, or null, is likely this thread's next unit. Units with
+    // many queries are limited by computation and do not prefetch.
+    void plan_prefetch_after(const Unit& unit, int64_t tile, const Unit* following) {
         if (num_groups > 2) return;
         if (tile + KEYS < highest)
-            expect(unit, tile + KEYS, highest);
+            plan_prefetch(unit, tile + KEYS, highest);
         else
-            expect_unit(following);
+            plan_prefetch_unit(following);
     }
 
-    // A few lines; beyond the end of a run they are for nothing, and harmless. Called all through a tile's work: memory
-    // that is asked for in one go is waited for, and stands still during the rest of the work.
-    void fetch(int lines) {
-        if (fetching == num_coming) return;
-        const char* line = (const char*)coming[fetching] + fetched;
-        for (int i = 0; i < lines; i++) _mm_prefetch(line + i * 64, _MM_HINT_T1);  // a tile may be all of the first level
-        fetched += lines * 64;
-        if (fetched < RUN * s.head_dim * int64_t(sizeof(C))) return;
-        fetched = 0;
-        fetching++;
+    // Prefetches a few cache lines; lines beyond the end of a run are useless but harmless. Called throughout a tile's
+    // work: a burst of prefetches would stall, and leave memory idle for the rest of the time.
+    void prefetch_lines(int lines) {
+        if (prefetch_run == num_prefetch_runs) return;
+        const char* line = (const char*)prefetch_runs[prefetch_run] + prefetch_offset;
+        for (int i = 0; i < lines; i++) _mm_prefetch(line + i * 64, _MM_HINT_T1);  // a tile may fill the L1 cache
+        prefetch_offset += lines * 64;
+        if (prefetch_offset < RUN * s.head_dim * int64_t(sizeof(C))) return;
+        prefetch_offset = 0;
+        prefetch_run++;
     }
 
     // --- scores and sums ---
 
-    // Cap and mask the scores where they need it. What is left to multiply them with, to have them in units of log2, is
-    // returned by `scale_of`. None of the queries sees more than `keys` of the tile.
-    void shape_scores(const Group& group, int64_t tile, float (*scores)[QUERIES], int keys) const {
+    // Applies the soft cap and the mask to the scores, if needed. `scale_of` is the remaining factor that converts
+    // scores to log2. No query sees more than the first `keys` keys of the tile.
+    void cap_and_mask(const Group& group, int64_t tile, float (*scores)[QUERIES], int keys) const {
         int32_t first = group.positions[0], last = group.positions[group.count - 1];
         bool all_seen = tile + KEYS - 1 <= first && (!s.window || last - tile < s.window);
         if (all_seen && s.softcap <= 0) return;
@@ -229,8 +230,8 @@ struct AmxUnit {
     }
 };
 
-// Rows with few queries put several KV heads into one unit; those with many, up to twelve groups of 16 of one head. There
-// are several units per thread where there is work for that, and those with most keys come first.
+// A unit has several KV heads of a row with few queries, or up to twelve groups of 16 queries of one head. There are
+// several units per thread if there is enough work; within a row those with most keys come first.
 inline std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
     int64_t enough = pool::threads(), tokens = s.query_starts[num_rows];
     int64_t most = std::clamp<int64_t>((s.kv_heads * num_rows + enough - 1) / enough, 1, UNIT_HEADS);
@@ -247,7 +248,7 @@ inline std::vector<Unit> amx_units(const Step& s, int64_t num_rows) {
     return units;
 }
 
-// One unit, tile after tile; `following`, or null, is likely to be this thread's next one.
+// Runs one unit tile by tile; `following`, or null, is likely this thread's next unit.
 template <typename A>
 void attend_unit(A& a, const Unit& unit, const Unit* following) {
     a.begin(unit);
@@ -257,13 +258,13 @@ void attend_unit(A& a, const Unit& unit, const Unit* following) {
         a.one_group(unit, following);
     else
         a.several_groups(unit, following);
-    if (unit.members)
-        a.leave(unit);
+    if (unit.shared_rows)
+        a.save_state(unit);
     else
         a.finish(unit);
 }
 
-// All units of a step by attention A, which works in memory S; false where there is no matrix unit.
+// Runs all units of a step with attention class A and scratch memory S; false if there is no AMX.
 template <typename A, typename S, typename C>
 bool attend_units(const Step& s, const bf16* queries, const C* kv, bf16* out, int64_t num_rows, bool parallel) {
     if (!use_amx()) return false;

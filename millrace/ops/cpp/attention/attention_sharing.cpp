@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int64_t MIN_SAVED = 6;  // tiles of a row that a level must spare, to be worth the threads' meeting after it
+constexpr int64_t MIN_SAVED = 6;  // tile reads that a level must save to outweigh the barrier after it
 constexpr size_t MAX_LEVELS = 4;
 
 struct Finder {
@@ -15,14 +15,14 @@ struct Finder {
     const int32_t* table(int32_t row) const { return tables + row * width; }
     int64_t whole_tiles(int32_t row) const { return seq_lens[row] / KEYS * KEYS; }
 
-    // Positions, in whole tiles that both see all of, up to which two rows have the same blocks; `from` is known.
+    // End of the common prefix of two rows, rounded down to whole tiles of both; they agree below `from`.
     int64_t common(int32_t a, int32_t b, int64_t from) const {
         int64_t most = std::min(whole_tiles(a), whole_tiles(b)), block = from / block_size;
         while (block * block_size < most && table(a)[block] == table(b)[block]) block++;
         return std::min(most, block * block_size / KEYS * KEYS);
     }
 
-    // Of rows that have the positions below `from` in common, those that have the next tile in common as well.
+    // Splits rows that share the positions below `from` into groups that also share the next tile.
     void split(std::vector<int32_t> rows, int64_t from, std::vector<SharedTiles>& found) const {
         std::erase_if(rows, [&](int32_t row) { return whole_tiles(row) < from + KEYS; });
         int64_t last = (from + KEYS - 1) / block_size;
@@ -32,7 +32,7 @@ struct Finder {
             SharedTiles shared{{rows[first]}, from, whole_tiles(rows[first])};
             for (end = first + 1; end < rows.size() && block(rows[end]) == block(rows[first]); end++) {
                 int64_t to = common(rows[first], rows[end], from);
-                if (to == from) continue;  // other blocks within the tile
+                if (to == from) continue;  // an earlier block of the tile differs
                 shared.rows.push_back(rows[end]);
                 shared.to = std::min(shared.to, to);
             }
@@ -76,8 +76,8 @@ Sharing find_sharing(const int32_t* query_starts, const int32_t* seq_lens, const
 
 extern "C" {
 
-// Tiles of 64 keys that rows of a step need not read by themselves, since they are read once for several.
-int64_t millrace_tiles_spared(const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
+// Number of reads of tiles of 64 keys that sharing saves in a step.
+int64_t millrace_tiles_saved(const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
                               int64_t num_rows, int64_t table_width, int64_t block_size) {
     int64_t tiles = 0;
     for (const auto& level : find_sharing(query_starts, seq_lens, tables, num_rows, table_width, block_size).levels)

@@ -1,14 +1,15 @@
-// How scores become weights on the way to the matrix unit: sixteen queries side by side, in lanes.
+// Turns scores into softmax weights for the matrix unit; sixteen queries in the lanes of a vector.
 #pragma once
 
 #include "attention/attention_amx.h"
 
 #if HAS_AMX
 
-// 2^x from z = x + EXP2_AT, to 2^-13 of it, and exactly 0 for x < -127 or a NaN: for weights that become bfloat16. Of such
-// a sum the last eight bits of the exponent to be, and 15 bits of what is left of x, are the last 23; x must be below 129.
-// While the matrix unit is in use, the second of two ports has neither products nor maxima of floats: they are few here.
-constexpr float EXP2_AT = 256 + 127;
+// 2^x from z = x + EXP2_BIAS, with relative error 2^-13, exactly 0 for x < -127 or NaN; for weights that become
+// bfloat16. The low 23 bits of z hold the eight exponent bits of the result and 15 bits of the fraction of x; x must be
+// below 129. While the matrix unit is busy, the second vector port does no float products or maxima, so few are used
+// here.
+constexpr float EXP2_BIAS = 256 + 127;
 
 inline __attribute__((always_inline)) __m512 exp2_of_sum(__m512 z) {
     __mmask16 normal = _mm512_cmp_ps_mask(z, _mm512_set1_ps(256.0f), _CMP_GE_OQ);
@@ -24,7 +25,7 @@ inline __attribute__((always_inline)) __m512 exp2_of_sum(__m512 z) {
     return _mm512_mul_ps(y, power);
 }
 
-// Each query's largest score.
+// Largest score of each query.
 inline __m512 largest(const float (*scores)[QUERIES], int keys) {
     __m512 top[4];
     for (__m512& part : top) part = _mm512_set1_ps(-INFINITY);
@@ -34,7 +35,7 @@ inline __m512 largest(const float (*scores)[QUERIES], int keys) {
     return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
 }
 
-// Whether no score of a query is above its limit.
+// Whether every score is at most the limit of its query.
 inline bool all_within(const float (*scores)[QUERIES], int keys, __m512 limit) {
     __mmask16 within[4] = {0xffff, 0xffff, 0xffff, 0xffff};
     for (int k = 0; k < keys; k += 16)
@@ -44,10 +45,10 @@ inline bool all_within(const float (*scores)[QUERIES], int keys, __m512 limit) {
     return (within[0] & within[1] & within[2] & within[3]) == 0xffff;
 }
 
-// A query's weights are relative to its base, a whole number near a score that it has seen, which follows its largest
-// once that is far above. True where a base has moved; then the sums so far have to `shrink`.
-inline bool follow(Group& group, const float (*scores)[QUERIES], int keys, float scale, __m512& shrink) {
-    const __m512 far = _mm512_set1_ps(8.0f);  // weights are at most 2^8, which costs them no precision
+// A query's weights are relative to its base, an integer near one of its scores. The base is raised when the largest
+// score exceeds it by far. Returns true if a base changed; the sums so far must then be multiplied by `shrink`.
+inline bool update_base(Group& group, const float (*scores)[QUERIES], int keys, float scale, __m512& shrink) {
+    const __m512 far = _mm512_set1_ps(8.0f);  // weights are at most 2^8, without loss of precision
     __m512 limit = _mm512_mul_ps(_mm512_add_ps(group.base, far), _mm512_set1_ps(1 / scale));
     if (all_within(scores, keys, limit)) [[likely]]
         return false;
@@ -61,21 +62,21 @@ inline bool follow(Group& group, const float (*scores)[QUERIES], int keys, float
     return true;
 }
 
-// Turn the scores into weights relative to each query's base, in bfloat16, query by query, and add them to its total. Keys
-// from the end of `halves` of 32 on are not seen. After every four keys `between(half, eighth)` is called, for work of the
-// matrix unit: a core looks some hundred instructions ahead, and what comes in one go afterwards is waited for.
+// Turns the scores into bfloat16 weights relative to each query's base, transposed to one row per query, and adds them
+// to its total. Only the first `halves` * 32 keys are used. Calls `between(half, eighth)` after every four keys, to
+// interleave work of the matrix unit: a core looks only some hundred instructions ahead.
 template <typename F>
 inline __attribute__((always_inline)) void weigh(Group& group, const float (*scores)[QUERIES], float scale, int halves,
                                                  bf16 (*weights)[QUERIES][32], F between) {
-    const __m512 by = _mm512_set1_ps(scale), offset = _mm512_sub_ps(_mm512_set1_ps(EXP2_AT), group.base);
-    const __m512i half_bit = _mm512_set1_epi32(0x8000);  // of what bfloat16 does not keep
+    const __m512 by = _mm512_set1_ps(scale), offset = _mm512_sub_ps(_mm512_set1_ps(EXP2_BIAS), group.base);
+    const __m512i half_bit = _mm512_set1_epi32(0x8000);  // half a unit in the last place of bfloat16
     __m512 sum[4] = {group.total, _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-    // Where the bytes of the upper halves of words are in each sixteen.
+    // Byte positions of the upper halves of words in each 16 bytes.
     const vu word = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
     const __m512i upper = (__m512i)(word * 0x0404 + 0x0302);
     constexpr __mmask64 LOWER = 0x3333333333333333;
     for (int half = 0; half < halves; half++) {
-        __m512i turning[4][4];  // as transpose.h says
+        __m512i partial[4][4];  // see transpose.h
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++) {
 #pragma GCC unroll 4
@@ -87,14 +88,14 @@ inline __attribute__((always_inline)) void weigh(Group& group, const float (*sco
                 sum[2 * (i % 2) + 1] = _mm512_add_ps(sum[2 * (i % 2) + 1], odd);
                 __m512i lower = _mm512_add_epi32(_mm512_castps_si512(even), half_bit);
                 __m512i higher = _mm512_add_epi32(_mm512_castps_si512(odd), half_bit);
-                turning[step][i] = _mm512_mask_shuffle_epi8(higher, LOWER, lower, upper);
+                partial[step][i] = _mm512_mask_shuffle_epi8(higher, LOWER, lower, upper);
                 if (i % 2) between(half, step * 2 + i / 2);
             }
-            gather_four(turning[step]);
+            gather_four(partial[step]);
         }
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
-            __m512i rows[4] = {turning[0][c], turning[1][c], turning[2][c], turning[3][c]};
+            __m512i rows[4] = {partial[0][c], partial[1][c], partial[2][c], partial[3][c]};
             spread_four(rows);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) _mm512_store_si512(weights[half][c + 4 * i], rows[i]);

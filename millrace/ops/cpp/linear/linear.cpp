@@ -1,10 +1,10 @@
-// Linear layers over packed weights, for one row or thousands, each output summed in the same order however many
-// rows there are. bfloat16 goes through the AMX matrix unit where there is one.
+// Linear layers over packed weights, for any number of rows; the order of summation does not depend on it. bfloat16
+// uses the AMX matrix unit if there is one.
 //
 // A plain weight [N, K] is packed into an even number of panels of 16 outputs, zero-padded:
 //   float32   panel[k][16]                   one vector per input
 //   bfloat16  panel[k / 2][16][2]            one vector per pair of inputs; 16 pairs are one AMX tile of 1 KiB
-// A quantised one, packed as quantised.h says, is unpacked into the same order panel by panel as it is used.
+// A quantised weight, packed as in quantised.h, is unpacked into the same layout panel by panel as it is used.
 #include "linear/linear.h"
 
 #include "amx.h"
@@ -18,8 +18,8 @@ using namespace linear_layer;
 
 // --- float32, and bfloat16 without a matrix unit ---
 //
-// Inputs are read in units of 32 bits: one float, or a pair of bfloat16. A block of rows is first laid out by unit
-// ([unit][row], as `rows_of` does), so that one pointer walks through all of them; sums stay in registers.
+// Inputs are read in units of 32 bits: one float, or a pair of bfloat16. `rows_of` first transposes a block of rows to
+// [unit][row], so that they are read through one pointer; sums stay in registers.
 
 constexpr int BLOCK_SIZES[] = {12, 4, 1};
 
@@ -45,10 +45,11 @@ inline vf multiply_add(vf sum, const uint32_t* weights, const uint32_t* input, b
 }
 
 #if defined(__aarch64__)
-// Of thirty-two registers of four floats the sums of four rows and one panel take sixteen. More rows take turns.
+// NEON has 32 registers of four floats; the sums of four rows and one panel take 16 of them. More rows take several
+// passes.
 //
-// Every loop over an array of sums is unrolled, those that clear and store it too: else it would live in memory.
-constexpr int TURN = 4;
+// Every loop over an array of sums must be unrolled, also those that clear and store it; otherwise it stays in memory.
+constexpr int ROWS_PER_PASS = 4;
 
 struct Panel {
     uint32x4_t parts[4];
@@ -69,9 +70,9 @@ inline float32x4_t multiply_add(float32x4_t sum, uint32x4_t pairs, uint32x4_t in
                      vreinterpretq_f32_u32(vandq_u32(input, upper)));
 }
 
-// Some rows of a block of STRIDE rows, and one panel.
+// ROWS rows of a block of STRIDE rows, against one panel.
 template <int ROWS, int STRIDE, typename T>
-void some_rows(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
+void multiply_rows(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
     int64_t units = layer.units<T>();
     const uint32_t* weights = (const uint32_t*)layer.packed + (panel - layer.first_panel) * units * PANEL;
     float32x4_t sums[ROWS][4];
@@ -99,10 +100,11 @@ void some_rows(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, 
 
 template <int ROWS, int PANELS, typename T>
 void block(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int64_t panel) {
-    constexpr int AT_ONCE = ROWS < TURN ? ROWS : TURN;
-    static_assert(ROWS % AT_ONCE == 0);
+    constexpr int ROWS_AT_ONCE = ROWS < ROWS_PER_PASS ? ROWS : ROWS_PER_PASS;
+    static_assert(ROWS % ROWS_AT_ONCE == 0);
     for (int p = 0; p < PANELS; p++)
-        for (int r = 0; r < ROWS; r += AT_ONCE) some_rows<AT_ONCE, ROWS>(layer, inputs + r, out, row + r, panel + p);
+        for (int r = 0; r < ROWS; r += ROWS_AT_ONCE)
+            multiply_rows<ROWS_AT_ONCE, ROWS>(layer, inputs + r, out, row + r, panel + p);
 }
 #else
 template <int ROWS, int PANELS, typename T>
@@ -124,7 +126,7 @@ void block(const Layer& layer, const uint32_t* inputs, T* out, int64_t row, int6
 }
 #endif
 
-// The largest block that fits into the rows that are left.
+// The largest block size that fits into the remaining rows.
 int block_size(int64_t left) {
     for (int size : BLOCK_SIZES)
         if (size <= left) return size;
@@ -133,7 +135,7 @@ int block_size(int64_t left) {
 
 template <typename T>
 void vector_panels(const Layer& layer, const uint32_t* inputs, T* out, int64_t rows, int64_t first, int64_t last) {
-    // A single row leaves registers for more panels, and so more reads under way at once.
+    // A single row leaves registers for four panels, so that more loads are in flight.
     if (rows == 1)
         for (; first + 4 <= last; first += 4) block<1, 4>(layer, inputs, out, 0, first);
     for (int64_t panel = first; panel < last; panel += 2)
@@ -147,7 +149,7 @@ void vector_panels(const Layer& layer, const uint32_t* inputs, T* out, int64_t r
         }
 }
 
-// Lay out the block that starts at `row`; odd ends are filled with zeros.
+// Transposes the block that starts at `row`; incomplete units are padded with zeros.
 template <typename T>
 void rows_of(const Layer& layer, const T* x, int64_t stride, uint32_t* inputs, int64_t row, int size) {
     int64_t units = layer.units<T>(), row_bytes = layer.k * sizeof(T);
@@ -173,14 +175,14 @@ void vector_linear(const Layer& layer, const T* x, int64_t stride, T* out, int64
     pool::for_each(starts.size(), rows * layer.k >= MIN_PARALLEL, [&](int64_t i) {
         rows_of(layer, x, stride, inputs.data(), starts[i], block_size(rows - starts[i]));
     });
-    // Few rows use unpacked weights at once, while they are still in the nearest cache.
+    // With few rows, unpack few panels at a time and use them while they are in the L1 cache.
     int64_t size = layer.is_quantised() && rows <= BLOCK_SIZES[0] ? 4 : group_size<T>(layer);
     for_panels(layer, size, [&](int64_t first, int64_t last) {
-        vector_panels(plain<T>(layer, first, last), inputs.data(), out, rows, first, last);
+        vector_panels(as_plain<T>(layer, first, last), inputs.data(), out, rows, first, last);
     });
 }
 
-// --- packing, and reading single rows back for embeddings; in units of 32 bits: one float or a pair of bfloat16 ---
+// --- packing, and reading rows back for embeddings; in units of 32 bits ---
 
 void pack(const char* weight, uint32_t* packed, int64_t n, int64_t row_bytes, int64_t units) {
     int64_t panels = round_up(n, 2 * PANEL) / PANEL;
@@ -200,7 +202,7 @@ void take_row(const uint32_t* packed, char* out, int64_t row, int64_t row_bytes,
         memcpy(out + unit * 4, source + unit * PANEL, row_bytes - unit * 4 < 4 ? row_bytes - unit * 4 : 4);
 }
 
-// Inputs per packed row: whole AMX tiles for bfloat16. Quantised ones are whole tiles anyhow.
+// Inputs per packed row: a multiple of an AMX tile for bfloat16; quantised rows always are.
 int64_t padded_inputs(int format, int64_t k) { return format == FORMAT_F32 ? k : round_up(k, TILE_K); }
 
 int64_t item_bytes(int dtype) { return dtype == F32 ? 4 : 2; }
@@ -235,41 +237,41 @@ void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, in
 
 #if HAS_AMX
 
-bool decodes_apart(const LinearDesc& desc) {
+bool has_decode_kernel(const LinearDesc& desc) {
     if (desc.dtype == F32 || !use_amx()) return false;
     for (int64_t i = 0; i < desc.num_parts; i++)
         if (desc.parts[i].format > FORMAT_BF16) return true;
     return false;
 }
 
-int64_t laid_out_bytes(const LinearDesc& next, int64_t rows) {
+int64_t input_tiles_bytes(const LinearDesc& next, int64_t rows) {
     return tiles_bytes(rows, padded_inputs(next.parts[0].format, next.k));
 }
 
 bool gated_linear(const LinearDesc& gate_up, int activation, const void* x, int64_t stride, int64_t rows,
-                  const LinearDesc& next, void* laid_out) {
+                  const LinearDesc& next, void* next_tiles) {
     if (gate_up.dtype == F32 || rows <= FEW_ROWS || !use_amx()) return false;
     std::vector<Layer> parts = parts_of(gate_up);
-    if (!can_gate(parts, parts_of(next))) return false;
-    void* tiles = scratch<TURNED_ROWS>(tiles_bytes(rows, parts[0].padded_k));
-    lay_out((const bf16*)x, stride, rows, parts[0], parts[0].is_quantised(), tiles);
-    gated_rows(parts, activation, tiles, laid_out, rows);
+    if (!can_fuse_gate(parts, parts_of(next))) return false;
+    void* tiles = scratch<TRANSPOSED_ROWS>(tiles_bytes(rows, parts[0].padded_k));
+    to_tiles((const bf16*)x, stride, rows, parts[0], parts[0].is_quantised(), tiles);
+    gated_rows(parts, activation, tiles, next_tiles, rows);
     return true;
 }
 
-void linear_laid_out(const LinearDesc& layer, const void* laid_out, void* out, int64_t rows) {
-    many_rows(parts_of(layer), laid_out, laid_out, (bf16*)out, rows);
+void linear_from_tiles(const LinearDesc& layer, const void* next_tiles, void* out, int64_t rows) {
+    multiply_many_rows(parts_of(layer), next_tiles, next_tiles, (bf16*)out, rows);
 }
 
 #else
 
-bool decodes_apart(const LinearDesc&) { return false; }
+bool has_decode_kernel(const LinearDesc&) { return false; }
 
-int64_t laid_out_bytes(const LinearDesc&, int64_t) { return 0; }
+int64_t input_tiles_bytes(const LinearDesc&, int64_t) { return 0; }
 
 bool gated_linear(const LinearDesc&, int, const void*, int64_t, int64_t, const LinearDesc&, void*) { return false; }
 
-void linear_laid_out(const LinearDesc&, const void*, void*, int64_t) {}
+void linear_from_tiles(const LinearDesc&, const void*, void*, int64_t) {}
 
 #endif
 
@@ -305,20 +307,20 @@ int64_t millrace_take_rows(const LinearDesc* layer, void* out, const int64_t* id
     return take_rows(*layer, out, ids, count);
 }
 
-int millrace_decodes_apart(const LinearDesc* layer) { return decodes_apart(*layer); }
+int millrace_has_decode_kernel(const LinearDesc* layer) { return has_decode_kernel(*layer); }
 
 void millrace_linear(const LinearDesc* layer, const void* x, int64_t stride, void* out, int64_t rows, int wide,
                      int decode) {
     linear(*layer, x, stride, out, rows, wide, decode);
 }
 
-// Both halves of a gated MLP (see linear.h); 0 where they must be computed one by one.
+// Both halves of a gated MLP (see linear.h); returns 0 if they must be computed by separate calls.
 int millrace_gated_mlp(const LinearDesc* gate_up, const LinearDesc* down, int activation, const void* x, int64_t stride,
                        void* out, int64_t rows) {
-    std::vector<char> memory(laid_out_bytes(*down, rows) + 64);
-    char* laid_out = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
-    if (!gated_linear(*gate_up, activation, x, stride, rows, *down, laid_out)) return 0;
-    linear_laid_out(*down, laid_out, out, rows);
+    std::vector<char> memory(input_tiles_bytes(*down, rows) + 64);
+    char* next_tiles = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
+    if (!gated_linear(*gate_up, activation, x, stride, rows, *down, next_tiles)) return 0;
+    linear_from_tiles(*down, next_tiles, out, rows);
     return 1;
 }
 }

@@ -1,13 +1,13 @@
-// What a linear layer is to the kernels, whatever the format of its weight: y = x W^T + b.
+// The interface of linear layers, for weights of any format: y = x W^T + b.
 //
-// A weight [n, k] is one or several parts, one below the other, each packed on its own into panels of 16 outputs; the
-// parts of a fused matrix may have different formats. ops/native.py mirrors these structures.
+// A weight [n, k] consists of one or more parts, consecutive along the outputs, each packed separately into panels of
+// 16 outputs; the parts of a fused matrix may have different formats. ops/cpp/native.py mirrors these structures.
 #pragma once
 
 #include <cstdint>
 
-// How a part's numbers are stored; the first two are also the types of inputs and outputs (`dtype`, as in vec.h).
-// The others are GGUF's, packed as quantised.h says.
+// How a part is stored. The first two are also the dtypes of inputs and outputs (`dtype`, as in vec.h); the others are
+// GGUF formats, packed as described in quantised.h.
 enum LinearFormat : int32_t {
     FORMAT_F32,
     FORMAT_BF16,
@@ -39,24 +39,24 @@ struct LinearDesc {
     int32_t unused;
 };
 
-// out [rows, n], contiguous, of x [rows, k], whose rows lie `stride` items apart. Each output is summed in one order
-// whatever `rows` is; `wide` ones are float32, not rounded to the layer's type. With `decode` rows are multiplied as
-// linear_decode.h says, where that can be: with results of their own, faster where they are few. Uses the pool, so it must not be called
-// from a piece of the pool's work.
+// out [rows, n], contiguous, from x [rows, k], whose rows are `stride` items apart. The order of summation does not
+// depend on `rows`. With `wide` outputs are float32 instead of being rounded to the layer's dtype. With `decode`
+// quantised parts use the kernel of linear_decode.h if there is one: faster for few rows, with slightly different
+// results. Uses the pool, so it must not be called from a task of the pool.
 void linear(const LinearDesc& layer, const void* x, int64_t stride, void* out, int64_t rows, bool wide = false,
             bool decode = false);
 
-// Whether `decode` makes a difference for this layer.
-bool decodes_apart(const LinearDesc& layer);
+// Whether `decode` uses another kernel for this layer.
+bool has_decode_kernel(const LinearDesc& layer);
 
-// A gated MLP for many rows, in two halves. act(gate) * up of a layer whose first half of outputs are gates, laid out for
-// the layer that comes `next`, into `laid_out`, which has room for `laid_out_bytes`; false, with nothing done, where these
-// layers or so few rows are better multiplied one by one.
-int64_t laid_out_bytes(const LinearDesc& next, int64_t rows);
+// First half of a gated MLP for many rows: act(gate) * up, where the first half of the layer's outputs are gates,
+// written as input tiles of the `next` layer into `next_tiles`, which has room for `input_tiles_bytes(next, rows)`.
+// Returns false, without doing anything, if separate calls are faster or the layers do not fit.
+int64_t input_tiles_bytes(const LinearDesc& next, int64_t rows);
 bool gated_linear(const LinearDesc& gate_up, int activation, const void* x, int64_t stride, int64_t rows,
-                  const LinearDesc& next, void* laid_out);
-// And `next` over that; the results are those of `linear` over the rows.
-void linear_laid_out(const LinearDesc& layer, const void* laid_out, void* out, int64_t rows);
+                  const LinearDesc& next, void* next_tiles);
+// Second half: `layer` over input tiles; bit-identical to `linear` over the rows.
+void linear_from_tiles(const LinearDesc& layer, const void* next_tiles, void* out, int64_t rows);
 
-// Rows of the weight by index: out [count, k]. The position of the first id that is no row, or -1.
+// Rows of the weight by index: out [count, k]. Returns the index of the first invalid id, or -1.
 int64_t take_rows(const LinearDesc& layer, void* out, const int64_t* ids, int64_t count);

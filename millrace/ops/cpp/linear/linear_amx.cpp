@@ -1,4 +1,4 @@
-// Linear layers on the AMX matrix unit: few rows here, many as linear_many.h says.
+// Linear layers on the AMX matrix unit: few rows here, many in linear_many.cpp.
 #include "linear/linear_decode.h"
 #include "linear/linear_many.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 // --- plain weights: tiles of 16 rows by 32 inputs against tiles of 32 inputs by 16 outputs ---
 
-// Tiles 0-3 hold sums, 4-5 rows of x (`upper` and `lower` of them), 6-7 weights.
+// Tile registers 0-3 hold sums, 4-5 rows of x (`upper` and `lower` many), 6-7 weights.
 void configure(int upper, int lower) {
     TileConfig config;
     config.rows[0] = config.rows[1] = config.rows[4] = upper;
@@ -97,23 +97,23 @@ void amx_panels(const Layer& layer, const bf16* x, int64_t stride, bf16* out, in
 
 // --- quantised weights ---
 //
-// Here the weights are the left operand, so that the inputs of one output, which is what unpacking gives, are a row of
-// a tile, and the rows of x are columns. Each output's products and their order are the same. The first rows multiply
-// with a tile while the next one is unpacked; further ones find all of them unpacked.
+// The weights are the left operand, because unpacking yields the inputs of one output, a row of a tile; the rows of x
+// are columns. The products of an output and their order are the same as for plain weights. For the first rows each
+// tile is multiplied while the next one is unpacked; further rows use the unpacked tiles.
 
-constexpr int64_t AT_ONCE = 32;
+constexpr int64_t MAX_ROWS_AT_ONCE = 32;
 
-// Tiles 0-3 hold sums, 4-5 sixteen rows of x each (or a single one), 6-7 weights.
+// Tile registers 0-3 hold sums, 4-5 sixteen rows of x each (or a single one), 6-7 weights.
 void configure_columns(bool single) {
     TileConfig config;
     if (single) config.bytes_per_row[0] = config.bytes_per_row[1] = config.bytes_per_row[4] = 4;
     configure_tiles(config);
 }
 
-// Unpacks the pairs of tiles of a range of panels, one after the other.
+// Unpacks the tiles of a range of panels, two panels at a time.
 class Unpacker {
 public:
-    // `memory` has room for all of them, or, with a `mask` of 1, for two.
+    // `memory` has room for all pairs of tiles, or with `mask` 1 for two.
     Unpacker(const Layer& layer, int64_t first, int64_t last, bf16* memory, int64_t mask)
         : layer(layer), unpack(quantised::tile_pair(layer.format)), memory(memory), mask(mask), panel(first),
           last(last), tiles(layer.k / TILE_K) {
@@ -152,17 +152,17 @@ private:
     quantised::TilePair unpack;
     bf16* memory;
     int64_t mask, panel, last, tiles, tile = 0, count = 0, step;
-    const char* ahead;  // the same place in the next pair of panels
+    const char* ahead;  // the same position in the next pair of panels
     quantised::Panel left, right;
 };
 
 void finish_columns(const Layer& layer, bf16* out, int64_t row, int rows, int64_t panel, const float* sums) {
-    alignas(64) float turned[16 * PANEL];
-    transpose16((const uint32_t*)sums, 16, (uint32_t*)turned, 16);
-    finish_tile(layer, out, row, rows, panel, turned);
+    alignas(64) float transposed[16 * PANEL];
+    transpose16((const uint32_t*)sums, 16, (uint32_t*)transposed, 16);
+    finish_tile(layer, out, row, rows, panel, transposed);
 }
 
-// Rows of x from `row` on, as many as BLOCKS says at most: a single one (0), 16 or 32.
+// Up to BLOCKS * 16 rows of x from `row` on; BLOCKS 0: a single row.
 template <int BLOCKS>
 void columns(const Layer& layer, Unpacker& weights, const uint32_t* inputs, bf16* out, int64_t row, int64_t rows,
              int64_t first, int64_t last) {
@@ -212,13 +212,13 @@ void columns(const Layer& layer, Unpacker& weights, const uint32_t* inputs, bf16
 
 void quantised_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int64_t rows, int64_t first,
                       int64_t last) {
-    bool once = rows <= AT_ONCE;
+    bool once = rows <= MAX_ROWS_AT_ONCE;
     alignas(64) bf16 ring[2 * Unpacker::PAIR];
     int64_t pairs = (last - first) / 2 * (layer.k / TILE_K);
     void* memory = once ? ring : scratch(pairs * Unpacker::PAIR * sizeof(bf16));
     Unpacker weights(layer, first, last, (bf16*)memory, once ? 1 : -1);
     configure_columns(rows == 1);
-    for (int64_t row = 0; row < rows; row += AT_ONCE) {
+    for (int64_t row = 0; row < rows; row += MAX_ROWS_AT_ONCE) {
         if (rows == 1)
             columns<0>(layer, weights, inputs, out, row, rows, first, last);
         else if (rows - row <= 16)
@@ -229,20 +229,20 @@ void quantised_panels(const Layer& layer, const uint32_t* inputs, bf16* out, int
     _tile_release();
 }
 
-// Sixteen rows at a time, turned for `columns`; a single row is as it must be.
-const uint32_t* turn(const bf16* x, int64_t stride, int64_t rows, int64_t k) {
-    static thread_local std::vector<uint32_t> turned;
+// Transposes x for `columns`, sixteen rows at a time; a single row needs no change.
+const uint32_t* transpose_inputs(const bf16* x, int64_t stride, int64_t rows, int64_t k) {
+    static thread_local std::vector<uint32_t> transposed;
     if (rows == 1) return (const uint32_t*)x;
     int64_t blocks = (rows + 15) / 16, words = 16 * k / 2;
-    turned.resize(blocks * words);
-    uint32_t* target = turned.data();
+    transposed.resize(blocks * words);
+    uint32_t* target = transposed.data();
     pool::for_each(blocks, rows * k >= MIN_PARALLEL, [&](int64_t block) {
-        by_pairs(x, stride, block * 16, rows, k, target + block * words);
+        transpose_pairs(x, stride, block * 16, rows, k, target + block * words);
     });
     return target;
 }
 
-// Whole tiles are read: give each row room for zeros.
+// Pads each row with zeros, because whole tiles are read.
 std::vector<bf16> pad(const bf16* x, int64_t stride, int64_t rows, const Layer& layer) {
     std::vector<bf16> padded(rows * layer.padded_k);
     for (int64_t row = 0; row < rows; row++)
@@ -250,15 +250,15 @@ std::vector<bf16> pad(const bf16* x, int64_t stride, int64_t rows, const Layer& 
     return padded;
 }
 
-// Panels of one part. The ranges of all parts are one list of work: one hand-over to the pool for the whole layer.
+// A range of panels of one part. The ranges of all parts form one job for the pool.
 struct Range {
     const Layer* part;
     int64_t first, last;
 };
 
-// Panels per range of few rows with quantised weights: enough ranges that threads end together, but none so short that
-// beginning it, when nothing is on its way from memory yet, counts.
-int64_t few_rows_size(int64_t panels, int64_t tiles) {
+// Panels per range for few rows and quantised weights: enough ranges that threads finish together, but not so short
+// that their start, before the prefetches take effect, matters.
+int64_t panels_per_range(int64_t panels, int64_t tiles) {
     constexpr int64_t LEAST_TILES = 768, MOST_PANELS = 64, RANGES_PER_THREAD = 8;
     int64_t each = std::clamp<int64_t>(panels * tiles / LEAST_TILES / pool::threads(), 1, RANGES_PER_THREAD);
     return std::min(round_up((panels + each * pool::threads() - 1) / (each * pool::threads()), 2), MOST_PANELS);
@@ -269,8 +269,8 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
     for (const Layer& part : parts) all += part.panels();
     std::vector<Range> ranges;
     for (const Layer& part : parts) {
-        bool few = part.is_quantised() && rows <= AT_ONCE;
-        int64_t size = few ? few_rows_size(all, part.tiles()) : group_size<bf16>(part);
+        bool few = part.is_quantised() && rows <= MAX_ROWS_AT_ONCE;
+        int64_t size = few ? panels_per_range(all, part.tiles()) : group_size<bf16>(part);
         for (int64_t first = 0; first < part.panels(); first += size)
             ranges.push_back({&part, first, std::min(first + size, part.panels())});
     }
@@ -280,11 +280,11 @@ std::vector<Range> ranges_of(const std::vector<Layer>& parts, int64_t rows) {
 }  // namespace
 
 void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode) {
-    const Layer& any = parts[0];
+    const Layer& first_part = parts[0];
     if (decode && rows > FEW_ROWS) {
-        int64_t item = any.wide ? 2 : 1;  // outputs are counted in bfloat16
+        int64_t item = first_part.wide ? 2 : 1;  // `out` is counted in bfloat16 items
         for (int64_t row = 0; row < rows; row += FEW_ROWS)
-            amx_linear(parts, x + row * stride, stride, out + row * any.out_stride * item,
+            amx_linear(parts, x + row * stride, stride, out + row * first_part.out_stride * item,
                        std::min(rows - row, FEW_ROWS), true);
         return;
     }
@@ -294,28 +294,28 @@ void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, 
     for (const Layer& part : parts)
         if (!is_exact(part)) (part.is_quantised() ? has_quantised : has_plain) = true;
     if (rows > FEW_ROWS) {
-        void *plain_rows = nullptr, *turned_rows = nullptr;
-        int64_t bytes = tiles_bytes(rows, any.padded_k);
-        if (has_plain) lay_out(x, stride, rows, any, false, plain_rows = scratch<PLAIN_ROWS>(bytes));
-        if (has_quantised) lay_out(x, stride, rows, any, true, turned_rows = scratch<TURNED_ROWS>(bytes));
-        return many_rows(parts, plain_rows, turned_rows, out, rows);
+        void *plain_rows = nullptr, *transposed_rows = nullptr;
+        int64_t bytes = tiles_bytes(rows, first_part.padded_k);
+        if (has_plain) to_tiles(x, stride, rows, first_part, false, plain_rows = scratch<PLAIN_ROWS>(bytes));
+        if (has_quantised) to_tiles(x, stride, rows, first_part, true, transposed_rows = scratch<TRANSPOSED_ROWS>(bytes));
+        return multiply_many_rows(parts, plain_rows, transposed_rows, out, rows);
     }
     std::optional<DecodeInputs> exact;
     if (decode) exact.emplace(parts, x, stride, rows);
-    const uint32_t* turned = has_quantised ? turn(x, stride, rows, any.k) : nullptr;
+    const uint32_t* transposed = has_quantised ? transpose_inputs(x, stride, rows, first_part.k) : nullptr;
     std::vector<bf16> padded;
-    if (has_plain && any.padded_k != any.k) {
-        padded = pad(x, stride, rows, any);
+    if (has_plain && first_part.padded_k != first_part.k) {
+        padded = pad(x, stride, rows, first_part);
         x = padded.data();
-        stride = any.padded_k;
+        stride = first_part.padded_k;
     }
     std::vector<Range> ranges = ranges_of(parts, rows);
-    pool::for_each(ranges.size(), any.out_stride * any.padded_k >= MIN_PARALLEL, [&](int64_t i) {
+    pool::for_each(ranges.size(), first_part.out_stride * first_part.padded_k >= MIN_PARALLEL, [&](int64_t i) {
         const Range& r = ranges[i];
         if (is_exact(*r.part))
             decode_panels(*r.part, *exact, out, r.first, r.last);
         else if (r.part->is_quantised())
-            quantised_panels(*r.part, turned, out, rows, r.first, r.last);
+            quantised_panels(*r.part, transposed, out, rows, r.first, r.last);
         else
             amx_panels(*r.part, x, stride, out, rows, r.first, r.last);
     });

@@ -12,13 +12,13 @@ using quantised::ScaleVectors;
 using quantised::format_of;
 
 constexpr Order order_of(int format) {
-    return format_of(format).groups == 1 ? WHOLE : format_of(format).bits == 6 ? TURNS : HALVES;
+    return format_of(format).groups == 1 ? WHOLE : format_of(format).bits == 6 ? INTERLEAVED : HALVES;
 }
 
 constexpr int64_t groups_of(Order order) { return order == WHOLE ? 1 : 2; }
 constexpr int64_t rows_per_block(Order order) { return 16 / groups_of(order); }
 
-// A power of two; `rows` are those of one block.
+// Columns for the rows of one block: a power of two.
 int64_t columns_for(Order order, int64_t rows) {
     int64_t columns = groups_of(order);
     while (columns < rows * groups_of(order)) columns *= 2;
@@ -27,43 +27,43 @@ int64_t columns_for(Order order, int64_t rows) {
 
 // --- the rows of x ---
 
-using Turned = uint32_t[16][16];  // [pair of inputs][row]
+using Transposed = uint32_t[16][16];  // [pair of inputs][row]
 
-// The sums over one tile's inputs, by group.
-void sum_pairs(const Turned& turned, Order order, vf (&sums)[2]) {
+// Sums over one tile's inputs, by group.
+void sum_pairs(const Transposed& transposed, Order order, vf (&sums)[2]) {
     vf even[2] = {}, odd[2] = {};
     for (int pair = 0; pair < 16; pair++) {
         vu both;
-        memcpy(&both, turned[pair], sizeof both);
+        memcpy(&both, transposed[pair], sizeof both);
         int half = order == HALVES ? pair / 8 : 0;
         even[half] += (vf)(both << 16);
         odd[half] += (vf)(both & 0xffff0000u);
     }
-    sums[0] = order == TURNS ? even[0] : even[0] + odd[0];
-    sums[1] = order == TURNS ? odd[0] : even[1] + odd[1];
+    sums[0] = order == INTERLEAVED ? even[0] : even[0] + odd[0];
+    sums[1] = order == INTERLEAVED ? odd[0] : even[1] + odd[1];
 }
 
-// One tile of some rows; those that are not there are zeros.
-void turn(const bf16* x, int64_t stride, int rows, Order order, Turned& turned) {
+// Transposes one tile of `rows` rows; missing rows are zeros.
+void transpose_tile(const bf16* x, int64_t stride, int rows, Order order, Transposed& transposed) {
     alignas(64) uint16_t index[32];
     for (int j = 0; j < 16; j++) index[2 * j] = j, index[2 * j + 1] = j + 16;
     alignas(64) uint32_t some[16][16] = {};
     for (int r = 0; r < rows; r++) {
         __m512i row = _mm512_loadu_si512(x + r * stride);
-        if (order == TURNS) row = _mm512_permutexvar_epi16(_mm512_load_si512(index), row);
+        if (order == INTERLEAVED) row = _mm512_permutexvar_epi16(_mm512_load_si512(index), row);
         _mm512_store_si512(some[r], row);
     }
-    transpose16(some[0], 16, turned[0], 16);
+    transpose16(some[0], 16, transposed[0], 16);
 }
 
-void write_columns(const Turned& turned, Order order, int64_t columns, uint32_t* out) {
+void write_columns(const Transposed& transposed, Order order, int64_t columns, uint32_t* out) {
     int64_t rows = columns / groups_of(order);
     __mmask16 there = (1 << rows) - 1;
     for (int pair = 0; pair < 16; pair++, out += columns) {
-        __m512i all = _mm512_load_si512(turned[pair]), none = _mm512_setzero_si512();
+        __m512i all = _mm512_load_si512(transposed[pair]), none = _mm512_setzero_si512();
         __m512i first = all, second = none;
         if (order == HALVES) first = pair < 8 ? all : none, second = pair < 8 ? none : all;
-        if (order == TURNS) {
+        if (order == INTERLEAVED) {
             first = _mm512_and_si512(all, _mm512_set1_epi32(0xffff));
             second = _mm512_andnot_si512(_mm512_set1_epi32(0xffff), all);
         }
@@ -75,54 +75,54 @@ void write_columns(const Turned& turned, Order order, int64_t columns, uint32_t*
 void lay_out_rows(const bf16* x, int64_t stride, int rows, int64_t tiles, Order order, uint32_t* out, float* out_sums) {
     int64_t columns = columns_for(order, rows), half = columns / groups_of(order);
     __mmask16 there = (1 << half) - 1;
-    alignas(64) Turned turned;
+    alignas(64) Transposed transposed;
     vf sums[2];
     for (int64_t tile = 0; tile < tiles; tile++, out += 16 * columns, out_sums += columns) {
-        turn(x + tile * TILE_K, stride, rows, order, turned);
-        write_columns(turned, order, columns, out);
-        sum_pairs(turned, order, sums);
+        transpose_tile(x + tile * TILE_K, stride, rows, order, transposed);
+        write_columns(transposed, order, columns, out);
+        sum_pairs(transposed, order, sums);
         for (int64_t g = 0; g < groups_of(order); g++)
             _mm512_mask_storeu_ps(out_sums + g * half, there, (__m512)sums[g]);
     }
 }
 
-// A single row is as it must be, and lacks only its sums: of sixteen tiles at once, in the order of the others.
+// A single row needs no layout, only its sums: sixteen tiles at a time, in the same order of summation.
 void sum_single(const bf16* x, int64_t tiles, float* out) {
-    alignas(64) Turned turned;
+    alignas(64) Transposed transposed;
     vf sums[2];
     for (int64_t tile = 0; tile < tiles; tile += 16) {
         int some = std::min<int64_t>(tiles - tile, 16);
-        turn(x + tile * TILE_K, TILE_K, some, WHOLE, turned);
-        sum_pairs(turned, WHOLE, sums);
+        transpose_tile(x + tile * TILE_K, TILE_K, some, WHOLE, transposed);
+        sum_pairs(transposed, WHOLE, sums);
         store_upto(out + tile, sums[0], some);
     }
 }
 
 // --- the products ---
 //
-// The weights are the left operand, the rows of x are columns of the right one. While one tile is multiplied, one further
-// on is unpacked, and the sums of an earlier one, which are in memory by then, get their scales.
+// The weights are the left operand, the rows of x are columns of the right one. A software pipeline: while one tile is
+// multiplied, a later one is unpacked (LEAD), and the sums of an earlier one, already stored, are scaled (LAG).
 
 constexpr int LEAD = 2, LAG = 2, RING = 4;
 constexpr int64_t PREFETCH_FIRST = 16 << 10;
 
-// Inlined, since a call of a function that does nothing but this is left out by some compilers.
+// Inlined: some compilers remove the call of a function that only prefetches.
 inline __attribute__((always_inline)) void prefetch(const char* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
 }
 
-// Tiles 0-1 hold sums, 4-5 columns of x, the others weights.
+// Tile registers 0-1 hold sums, 4-5 columns of x, the others weights.
 void configure(int64_t columns) {
     TileConfig config;
     for (int tile : {0, 1, 4, 5}) config.bytes_per_row[tile] = 4 * columns;
     configure_tiles(config);
 }
 
-// The sums of one tile of x with TILES tiles of weights. Every other product uses registers of its own.
-template <int TURN, int TILES>
+// Products of one tile of x with TILES tiles of weights. Even and odd products use different tile registers.
+template <int PARITY, int TILES>
 inline __attribute__((always_inline)) void multiply(const bf16* weights, const uint32_t* x, int64_t bytes, float* sums) {
     before_tile_loads();
-    if constexpr (TURN == 0) {
+    if constexpr (PARITY == 0) {
         _tile_zero(0);
         _tile_loadd(4, x, bytes);
         _tile_loadd(6, weights, 64);
@@ -146,7 +146,8 @@ inline __attribute__((always_inline)) void multiply(const bf16* weights, const u
     after_tile_stores();
 }
 
-// Scales of outputs for the 16 items from 16 * v on of sums [16 outputs][COLUMNS], of which each group has its part.
+// Scales for items 16 * v to 16 * v + 15 of the sums [16 outputs][COLUMNS]: by output and, within the columns, by
+// group.
 template <int COLUMNS, int GROUPS>
 inline __m512 spread(const vf (&by_group)[2], const float (&memory)[2][16], int v) {
     if constexpr (COLUMNS == 1) return (__m512)by_group[0];
@@ -161,7 +162,7 @@ inline __m512 spread(const vf (&by_group)[2], const float (&memory)[2][16], int 
     return _mm512_permutex2var_ps((__m512)by_group[0], (__m512i)index, (__m512)by_group[1]);
 }
 
-// COLUMNS floats, again and again.
+// COLUMNS floats, repeated to fill the vector.
 template <int COLUMNS>
 inline __m512 repeat(const float* p) {
     if constexpr (COLUMNS == 1) return _mm512_set1_ps(*p);
@@ -183,7 +184,7 @@ inline __attribute__((always_inline)) void add_scaled(__m512 (&total)[COLUMNS], 
             store(scales[g], by_output.scales[g]);
             store(offsets[g], by_output.offsets[g]);
         }
-        // Read back from memory, one broadcast each: cheaper than shuffles, which the compiler would prefer.
+        // Force reads from memory, one broadcast each: cheaper than the shuffles the compiler would use.
         asm volatile("" : "+m"(scales), "+m"(offsets));
     }
     __m512 x = repeat<COLUMNS>(x_sums);
@@ -196,7 +197,7 @@ inline __attribute__((always_inline)) void add_scaled(__m512 (&total)[COLUMNS], 
     }
 }
 
-// The sums [16 outputs][columns] of one panel as outputs of `rows` rows.
+// Stores the sums [16 outputs][columns] of one panel as outputs of `rows` rows.
 __attribute__((noinline)) void finish_columns(const Layer& layer, const float* sums, int64_t columns, int64_t groups,
                                               bf16* out, int64_t row, int rows, int64_t panel) {
     alignas(64) float by_column[16][16];
@@ -212,23 +213,23 @@ template <int F, int COLUMNS>
 inline __attribute__((always_inline)) void finish_panel(const Layer& layer, const __m512 (&total)[COLUMNS], bf16* out,
                                                         int64_t row, int rows, int64_t panel) {
     if constexpr (COLUMNS == 1) return finish(layer, out, row, panel, (vf)total[0]);
-    alignas(64) float sums[16 * COLUMNS + 16];  // whole vectors are read
+    alignas(64) float sums[16 * COLUMNS + 16];  // padded: whole vectors are read
 #pragma GCC unroll 16
     for (int v = 0; v < COLUMNS; v++) _mm512_store_ps(sums + 16 * v, total[v]);
     finish_columns(layer, sums, COLUMNS, format_of(F).groups, out, row, rows, panel);
 }
 
-// A tile's place among all those of a range of panels.
+// Position of a tile in a range of panels.
 struct Place {
     quantised::Panel at;
     int64_t panel, tile = 0;
 
-    // Whether a panel ends here.
+    // Moves to the next tile; returns true at the end of a panel.
     bool next(int64_t tiles, int64_t bytes) {
         if (++tile < tiles) return false;
         tile = 0;
         panel++;
-        at.integers += bytes, at.halves += bytes, at.smalls += bytes;
+        at.integers += bytes, at.halves += bytes, at.byte_scales += bytes;
         return true;
     }
 };
@@ -244,7 +245,7 @@ struct Work {
 };
 
 template <int F, int COLUMNS>
-void walk(const Work& w) {
+void multiply_range(const Work& w) {
     constexpr int exact_tiles = quantised::exact_tiles(F);
     int64_t tiles = w.layer.k / TILE_K, bytes = quantised::panel_bytes(F, w.layer.k), step = bytes / tiles;
     int64_t count = (w.last - w.first) * tiles, x_tile = 0;
@@ -263,10 +264,10 @@ void walk(const Work& w) {
         quantised::exact_tile<F>(ahead.at, ahead.tile, weights[i % RING]);
         ahead.next(tiles, bytes);
     };
-    auto product = [&](auto turn, int64_t i) __attribute__((always_inline)) {
+    auto product = [&](auto parity, int64_t i) __attribute__((always_inline)) {
         if (i >= count) return;
         const uint32_t* x = w.x + x_tile * 16 * COLUMNS;
-        multiply<turn.value, exact_tiles>(weights[i % RING], x, 4 * COLUMNS, sums[i % RING]);
+        multiply<parity.value, exact_tiles>(weights[i % RING], x, 4 * COLUMNS, sums[i % RING]);
         if (++x_tile == tiles) x_tile = 0;
     };
     auto add = [&](int64_t i) __attribute__((always_inline)) {
@@ -291,20 +292,23 @@ void walk(const Work& w) {
     }
 }
 
-// --- from the number of a format and of columns to the function made for them ---
+// --- dispatch by format and number of columns ---
 
-using Walk = void (*)(const Work&);
+using MultiplyRange = void (*)(const Work&);
 
 template <int F>
-constexpr Walk walk_of(int64_t columns) {
+constexpr MultiplyRange multiply_range_of(int64_t columns) {
     if constexpr (format_of(F).groups == 1)
-        if (columns == 1) return walk<F, 1>;
-    return columns == 2 ? walk<F, 2> : columns == 4 ? walk<F, 4> : columns == 8 ? walk<F, 8> : walk<F, 16>;
+        if (columns == 1) return multiply_range<F, 1>;
+    return columns == 2   ? multiply_range<F, 2>
+           : columns == 4 ? multiply_range<F, 4>
+           : columns == 8 ? multiply_range<F, 8>
+                          : multiply_range<F, 16>;
 }
 
 template <int... I>
-Walk walk_of(int format, int64_t columns, std::integer_sequence<int, I...>) {
-    static constexpr Walk (*of_format[])(int64_t) = {walk_of<quantised::FIRST_FORMAT + I>...};
+MultiplyRange multiply_range_of(int format, int64_t columns, std::integer_sequence<int, I...>) {
+    static constexpr MultiplyRange (*of_format[])(int64_t) = {multiply_range_of<quantised::FIRST_FORMAT + I>...};
     return of_format[format - quantised::FIRST_FORMAT](columns);
 }
 
@@ -329,9 +333,9 @@ void DecodeInputs::lay_out(Order order, const bf16* x, int64_t stride) {
     tiles[order].resize(blocks * tiles_per_row_ * 256);
     tiles_[order] = tiles[order].data();
     for (int64_t block = 0; block < blocks; block++) {
-        int64_t row = block * size, places = block * tiles_per_row_ * 16;
+        int64_t row = block * size, layout = block * tiles_per_row_ * 16;
         lay_out_rows(x + row * stride, stride, std::min(rows_ - row, size), tiles_per_row_, order,
-                     tiles[order].data() + places * 16, sums[order].data() + places);
+                     tiles[order].data() + layout * 16, sums[order].data() + layout);
     }
 }
 
@@ -340,8 +344,9 @@ void decode_panels(const Layer& layer, const DecodeInputs& inputs, bf16* out, in
     for (int64_t row = 0, block = 0; row < inputs.rows(); row += rows_per_block(order), block++) {
         int64_t rows = std::min(inputs.rows() - row, rows_per_block(order)), columns = columns_for(order, rows);
         configure(columns);
-        Walk walk = walk_of(layer.format, columns, std::make_integer_sequence<int, quantised::NUM_FORMATS>{});
-        walk({layer, inputs.tiles(order, block), inputs.sums(order, block), out, first, last, row, (int)rows});
+        MultiplyRange multiply_range =
+            multiply_range_of(layer.format, columns, std::make_integer_sequence<int, quantised::NUM_FORMATS>{});
+        multiply_range({layer, inputs.tiles(order, block), inputs.sums(order, block), out, first, last, row, (int)rows});
     }
     _tile_release();
 }

@@ -1,4 +1,4 @@
-// What the kernels of linear layers share: a part of a layer, how its work is cut, and how an output is finished.
+// Shared by the kernels of linear layers: a part of a layer, how its work is split, and how an output is stored.
 #pragma once
 
 #include <algorithm>
@@ -14,19 +14,19 @@ namespace linear_layer {
 constexpr int64_t PANEL = 16;
 constexpr int64_t TILE_K = 32;
 constexpr int64_t MIN_PARALLEL = 1 << 16;
-// Weights of so many bytes stay in the second-level cache while all rows pass by.
+// Weights of this size stay in the L2 cache while all rows are multiplied with them.
 constexpr int64_t GROUP_BYTES = 512 << 10;
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// One part of a layer: its own outputs lie side by side, from `first_column` on, in rows of `out_stride` items.
+// One part of a layer: its outputs are columns from `first_column` on, in rows of `out_stride` items.
 struct Layer {
     int format;
     const void* packed;
     const float* bias;  // [N] or null
     int64_t n, k, padded_k, out_stride, first_column;
-    bool wide;                // outputs are float32 whatever the inputs are
-    int64_t first_panel = 0;  // the one at `packed`
+    bool wide;                // outputs are float32 whatever the dtype
+    int64_t first_panel = 0;  // index of the panel at `packed`
 
     bool is_quantised() const { return format > FORMAT_BF16; }
     int64_t panels() const { return round_up(n, 2 * PANEL) / PANEL; }
@@ -50,7 +50,7 @@ inline void finish(const Layer& layer, T* out, int64_t row, int64_t panel, vf su
         store_upto(out + at, sum, lanes);
 }
 
-// Call f(first, last) for ranges of `size` panels.
+// Calls f(first, last) for ranges of `size` panels.
 template <typename F>
 void for_panels(const Layer& layer, int64_t size, F f) {
     int64_t panels = layer.panels();
@@ -59,7 +59,7 @@ void for_panels(const Layer& layer, int64_t size, F f) {
     });
 }
 
-// Panels per range: several ranges per thread, none with more plain weights than stay in the cache.
+// Panels per range: several ranges per thread, none with more plain weights than GROUP_BYTES.
 template <typename T>
 int64_t group_size(const Layer& layer) {
     constexpr int64_t STEP = 4;
@@ -67,8 +67,8 @@ int64_t group_size(const Layer& layer) {
     return std::max(STEP, std::min(round_up(layer.panels() / (3 * pool::threads()), STEP), most));
 }
 
-// This thread's own memory, aligned; valid until the thread's next call for the same USE.
-enum Use { WEIGHTS, PLAIN_ROWS, TURNED_ROWS };
+// Aligned memory of this thread; valid until the thread's next call with the same USE.
+enum Use { WEIGHTS, PLAIN_ROWS, TRANSPOSED_ROWS };
 
 template <Use USE = WEIGHTS>
 void* scratch(int64_t bytes) {
@@ -80,9 +80,9 @@ void* scratch(int64_t bytes) {
     return lines.data();
 }
 
-// The panels from `first` to `last` as plain ones: as they are, or unpacked into this thread's memory.
+// Panels `first` to `last` as plain ones; quantised ones are unpacked into this thread's memory.
 template <typename T>
-Layer plain(const Layer& layer, int64_t first, int64_t last) {
+Layer as_plain(const Layer& layer, int64_t first, int64_t last) {
     if (!layer.is_quantised()) return layer;
     constexpr int dtype = sizeof(T) == 4 ? F32 : BF16;
     Layer own = layer;
@@ -94,8 +94,7 @@ Layer plain(const Layer& layer, int64_t first, int64_t last) {
     return own;
 }
 
-// The same as the vector kernels, for all parts of a layer, through the AMX matrix unit; only where use_amx() says so.
-// With `decode` as linear_decode.h says.
+// All parts of a layer on the AMX unit; only if use_amx(). `decode` as for `linear`.
 void amx_linear(const std::vector<Layer>& parts, const bf16* x, int64_t stride, bf16* out, int64_t rows, bool decode);
 
 }  // namespace linear_layer

@@ -1,10 +1,11 @@
-// Linear layers for the rows of a prompt, on the AMX matrix unit.
+// Linear layers for many rows (prompts) on the AMX matrix unit.
 //
-// A unit of work is two panels of weights against some hundreds of rows. As many inputs of the panels as the nearest cache
-// holds, unpacked if they are quantised, stay there while the rows stream past them from the second. Where rows have more
-// inputs than that one holds, several pairs of panels are multiplied with some of the inputs before the next. The matrix
-// unit and the vector units work at the same time: between the tile products of one block of 32 rows, the results of the
-// block before are finished (bias, activation, rounding, layout). Weights are unpacked beside the first block.
+// A unit of work is two panels of weights against some hundreds of rows. As much of the panels as fits into the L1
+// cache, unpacked if quantised, stays there while the rows are read from L2. If the rows have more inputs than L2
+// holds, several pairs of panels are multiplied with one part of the inputs before the next part. The matrix unit and
+// the vector units work concurrently: between the tile products of a block of 32 rows, the results of the previous
+// block are finished (bias, activation, rounding, layout). Weights are unpacked between the products of the first
+// block.
 #include "linear/linear_many.h"
 
 #include <atomic>
@@ -17,26 +18,26 @@
 namespace linear_layer {
 namespace {
 
-// Rows that stream past the weights stay in the second-level cache: with all of their inputs, or, if these are many, with
-// some of them and the sums of several pairs of panels.
+// L2 cache for a chunk of rows: with all their inputs, or, if there are too many, with a part of the inputs and the
+// sums of several pairs of panels.
 constexpr int64_t CHUNK_BYTES = 1 << 20, SUMS_BYTES = 512 << 10;
-// Tiles of each of two panels that stay in the first-level cache beside the rows that stream past.
-constexpr int64_t NEAR_TILES = 18;
-// With so many rows for each thread, every thread unpacks all weights for rows of its own: it has them in its cache from
-// the work before, and what it writes for the work after. What is laid out for the next layer pays only with more rows.
-constexpr int64_t OWN_ROWS = 256, OWN_ROWS_LAID_OUT = 512;
+// Tiles of each of two panels that stay in the L1 cache.
+constexpr int64_t L1_TILES = 18;
+// From this many rows per thread on, each thread gets its own chunk of rows and unpacks all weights for it: the rows
+// are in its cache from the previous operation, and its outputs stay there for the next. Gated layers need more rows.
+constexpr int64_t MIN_ROWS_PER_THREAD = 256, MIN_ROWS_PER_THREAD_GATED = 512;
 
-// The products of one tile of inputs: sums += 32 rows times two panels.
-template <bool TURNED>
+// Products of one tile of inputs: sums += 32 rows times two panels.
+template <bool TRANSPOSED>
 inline __attribute__((always_inline)) void multiply_tiles(const char* upper, const char* lower, const char* left,
                                                           const char* right) {
     before_tile_loads();
-    // Rows are loaded as what will not be needed again soon, so that the weights keep their place in the cache.
+    // Rows are loaded with a streaming hint, so that the weights stay in the cache.
     _tile_stream_loadd(4, upper, 64);
     _tile_stream_loadd(5, lower, 64);
     _tile_loadd(6, left, 64);
     _tile_loadd(7, right, 64);
-    if constexpr (TURNED) {
+    if constexpr (TRANSPOSED) {
         _tile_dpbf16ps(0, 6, 4);
         _tile_dpbf16ps(1, 7, 4);
         _tile_dpbf16ps(2, 6, 5);
@@ -49,16 +50,17 @@ inline __attribute__((always_inline)) void multiply_tiles(const char* upper, con
     }
 }
 
-// 32 rows against two panels, over some of the inputs. `upper` and `lower` are tiles of sixteen rows. `sums`: left panel,
-// right panel with the upper rows, then with the lower; each [16 rows][16 outputs], or with TURNED [16 outputs][16 rows]; they
-// are added to unless this is the `first` part of the inputs. `meanwhile(product)` may call `product` as often as it likes.
-template <bool TURNED, typename Meanwhile>
+// 32 rows against two panels, over one part of the inputs. `upper` and `lower` are tiles of sixteen rows. `sums`: left
+// and right panel with the upper rows, then with the lower; each [16 rows][16 outputs], or if TRANSPOSED [16
+// outputs][16 rows]. Adds to `sums` unless this is the `first` part of the inputs. `interleave(product)` may call
+// `product` any number of times, between other work.
+template <bool TRANSPOSED, typename Interleave>
 inline void multiply(const char* upper, const char* lower, int64_t tiles, Weights w, bool first, float (*sums)[SUMS],
-                     Meanwhile meanwhile) {
+                     Interleave interleave) {
     const char* end = upper + tiles * TILE_BYTES;
     auto product = [&]() __attribute__((always_inline)) {
         if (upper == end) return;
-        multiply_tiles<TURNED>(upper, lower, w.left, w.right);
+        multiply_tiles<TRANSPOSED>(upper, lower, w.left, w.right);
         upper += TILE_BYTES, lower += TILE_BYTES;
         w.left += w.step, w.right += w.step;
     };
@@ -73,7 +75,7 @@ inline void multiply(const char* upper, const char* lower, int64_t tiles, Weight
         _tile_loadd(2, sums[2], 64);
         _tile_loadd(3, sums[3], 64);
     }
-    meanwhile(product);
+    interleave(product);
     while (upper != end) product();
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
@@ -81,14 +83,14 @@ inline void multiply(const char* upper, const char* lower, int64_t tiles, Weight
     _tile_stored(3, sums[3], 64);
 }
 
-// --- the work of a product, and who does what ---
+// --- splitting a product into work for threads ---
 
-// How rows and pairs of panels are cut: chunks of rows, about equal and whole blocks, one for each thread where there are
-// `own` rows for it; and so many pairs at a time.
-struct Cut {
+// How rows and pairs of panels are split: about equal chunks of whole blocks of rows, one per thread if each gets at
+// least `own` rows, and `pairs` pairs of panels at a time.
+struct Partition {
     int64_t rows, pairs = 1;
 
-    Cut(int64_t all_rows, int64_t padded_k, int64_t own, int64_t all_pairs) {
+    Partition(int64_t all_rows, int64_t padded_k, int64_t own, int64_t all_pairs) {
         int64_t for_threads = std::clamp<int64_t>(all_rows / own, 1, pool::threads());
         rows = even_part(all_rows, for_threads);
         if (rows * bytes(padded_k) <= CHUNK_BYTES) return;
@@ -101,28 +103,29 @@ struct Cut {
         pairs = (all_pairs + groups - 1) / groups;
     }
 
-    // Into how many parts so many tiles of inputs are cut.
-    static int64_t parts_of(int64_t tiles) { return (tiles + NEAR_TILES - 1) / NEAR_TILES; }
+    // Number of parts into which this many tiles of inputs are split.
+    static int64_t parts_of(int64_t tiles) { return (tiles + L1_TILES - 1) / L1_TILES; }
 
   private:
     static int64_t bytes(int64_t inputs) { return inputs * sizeof(bf16); }
     static int64_t even_part(int64_t all, int64_t parts) { return round_up((all + parts - 1) / parts, BLOCK_ROWS); }
 };
 
-// Pairs, one after the other, and the rows of one chunk.
+// Consecutive pairs and one chunk of rows.
 struct Group {
     const Pair* pairs;
     int64_t count, first_row, num_rows;
 };
 
-// All pairs of panels with all chunks of rows, in shares: neighbouring pairs with one chunk. A thread begins with a share
-// of its own, so that no two write near each other and a chunk is in one thread's cache from the work before, and then helps
-// with the others.
+// All pairs of panels with all chunks of rows, in shares of neighbouring pairs and one chunk. Each thread starts with
+// its own share, so that threads do not write near each other and find their chunk in their cache; then it takes work
+// from the other shares.
 class Queue {
   public:
     Queue(std::vector<Pair> pairs, int64_t rows, int64_t padded_k, int64_t own_rows)
-        : pairs_(std::move(pairs)), rows_(rows), cut_(rows, padded_k, own_rows, pairs_.size()) {
-        int64_t chunks = (rows + cut_.rows - 1) / cut_.rows, groups = (pairs_.size() + cut_.pairs - 1) / cut_.pairs;
+        : pairs_(std::move(pairs)), rows_(rows), partition_(rows, padded_k, own_rows, pairs_.size()) {
+        int64_t chunks = (rows + partition_.rows - 1) / partition_.rows;
+        int64_t groups = (pairs_.size() + partition_.pairs - 1) / partition_.pairs;
         shares_per_chunk_ = std::clamp<int64_t>(pool::threads() / chunks, 1, groups);
         shares_ = std::vector<Share>(chunks * shares_per_chunk_);
         for (int64_t i = 0; i < (int64_t)shares_.size(); i++) {
@@ -132,9 +135,9 @@ class Queue {
         }
     }
 
-    const Cut& cut() const { return cut_; }
+    const Partition& partition() const { return partition_; }
 
-    // A worker's next piece of work; false when none is left.
+    // Gets a worker's next group; false if none is left.
     bool claim(int64_t worker, Group& group) {
         int64_t count = shares_.size(), own = std::min(worker * count / pool::threads(), count - 1);
         for (int64_t i = 0; i < count; i++) {
@@ -150,35 +153,35 @@ class Queue {
 
   private:
     struct alignas(64) Share {
-        std::atomic<int64_t> next{0};  // group
+        std::atomic<int64_t> next{0};  // next group
         int64_t end = 0;
     };
 
     Group group_at(int64_t index, int64_t chunk) const {
-        int64_t pair = index * cut_.pairs, row = chunk * cut_.rows;
-        return {pairs_.data() + pair, std::min<int64_t>(cut_.pairs, pairs_.size() - pair), row,
-                std::min(cut_.rows, rows_ - row)};
+        int64_t pair = index * partition_.pairs, row = chunk * partition_.rows;
+        return {pairs_.data() + pair, std::min<int64_t>(partition_.pairs, pairs_.size() - pair), row,
+                std::min(partition_.rows, rows_ - row)};
     }
 
     std::vector<Pair> pairs_;
     int64_t rows_;
-    Cut cut_;
+    Partition partition_;
     int64_t shares_per_chunk_;
     std::vector<Share> shares_;
 };
 
-// One thread's part of a product.
-template <bool TURNED, typename Finish, typename Out>
+// One thread's work on a product.
+template <bool TRANSPOSED, typename Finish, typename Out>
 class Worker {
-    using Source = std::conditional_t<TURNED, Unpacker, Fetcher>;
+    using Source = std::conditional_t<TRANSPOSED, Unpacker, Fetcher>;
 
   public:
     Worker(Queue& queue, int64_t index, int64_t tiles, int64_t skip, const char* x, Out out)
-        : queue_(queue), index_(index), tiles_(tiles), skip_(skip), parts_(Cut::parts_of(tiles)), x_(x), out_(out) {
-        // One block's sums are enough where all inputs are multiplied at once.
-        blocks_ = queue.cut().rows / BLOCK_ROWS;
-        int64_t sums_bytes = (parts_ == 1 ? 1 : queue.cut().pairs * blocks_) * sizeof(Sums);
-        char* memory = static_cast<char*>(scratch<WEIGHTS>(sums_bytes + 2 * NEAR_TILES * TILE_BYTES));
+        : queue_(queue), index_(index), tiles_(tiles), skip_(skip), parts_(Partition::parts_of(tiles)), x_(x), out_(out) {
+        // If all inputs are multiplied at once, the sums of one block are enough.
+        blocks_ = queue.partition().rows / BLOCK_ROWS;
+        int64_t sums_bytes = (parts_ == 1 ? 1 : queue.partition().pairs * blocks_) * sizeof(Sums);
+        char* memory = static_cast<char*>(scratch<WEIGHTS>(sums_bytes + 2 * L1_TILES * TILE_BYTES));
         sums_ = reinterpret_cast<Sums*>(memory);
         unpacked_ = reinterpret_cast<bf16*>(memory + sums_bytes);
     }
@@ -196,14 +199,14 @@ class Worker {
   private:
     using Sums = float[4][SUMS];
 
-    // Some of the inputs of a unit. With the last of them, while a block of rows is multiplied, the sums of the block before
-    // become outputs.
+    // One part of the inputs of a unit. In the last part, while a block of rows is multiplied, the sums of the previous
+    // block become outputs.
     void multiply_part(const Unit& unit, int64_t part, Sums* sums) {
         int64_t blocks = (unit.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (parts_ == 1) sums = sums_;
         auto sums_of = [&](int64_t block) -> Sums& { return sums[parts_ == 1 ? 0 : block]; };
         Source source(unit, unpacked_, skip_);
-        bring_and_multiply(unit, part, source, sums_of(0));
+        prepare_and_multiply(unit, part, source, sums_of(0));
         Weights weights = source.weights(first_tile(part));
         if (part + 1 < parts_) {
             for (int64_t block = 1; block < blocks; block++)
@@ -217,48 +220,49 @@ class Worker {
         finish.run(blocks - 1, sums_of(blocks - 1), [] {});
     }
 
-    // The first block: its products come two tiles behind, as what has just been written cannot be loaded as a tile.
-    void bring_and_multiply(const Unit& unit, int64_t part, const Source& source, Sums& sums) {
+    // The first block: products are two tiles behind the preparation, because memory just written is slow to load as a
+    // tile.
+    void prepare_and_multiply(const Unit& unit, int64_t part, const Source& source, Sums& sums) {
         int64_t from = first_tile(part), count = first_tile(part + 1) - from;
         int64_t ahead = std::min<int64_t>(count, 2);
-        for (int64_t tile = 0; tile < ahead; tile++) source.bring(from, tile);
+        for (int64_t tile = 0; tile < ahead; tile++) source.prepare(from, tile);
         multiply_block(unit, 0, part, source.weights(from), sums, [&](auto& product) {
             for (int64_t tile = ahead; tile < count; tile++) {
-                source.bring(from, tile);
+                source.prepare(from, tile);
                 product();
             }
         });
     }
 
-    template <typename Meanwhile>
+    template <typename Interleave>
     __attribute__((always_inline)) void multiply_block(const Unit& unit, int64_t block, int64_t part,
-                                                       const Weights& weights, Sums& sums, Meanwhile meanwhile) {
+                                                       const Weights& weights, Sums& sums, Interleave interleave) {
         int64_t from = first_tile(part), count = first_tile(part + 1) - from;
         const char* upper = x_ + ((unit.first_row / 16 + 2 * block) * tiles_ + from) * TILE_BYTES;
         const char* lower = upper + tiles_ * TILE_BYTES;
-        multiply<TURNED>(upper, lower, count, weights, part == 0, sums, meanwhile);
+        multiply<TRANSPOSED>(upper, lower, count, weights, part == 0, sums, interleave);
     }
 
     int64_t first_tile(int64_t part) const { return tiles_ * part / parts_; }
 
     Queue& queue_;
     int64_t index_, tiles_, skip_;
-    int64_t parts_;   // of the inputs, which are multiplied one after the other
-    int64_t blocks_;  // of a chunk's rows
+    int64_t parts_;   // number of parts of the inputs
+    int64_t blocks_;  // blocks of rows in a chunk
     const char* x_;
     Out out_;
-    Sums* sums_;  // [pairs of a group][blocks], or one
+    Sums* sums_;  // [pairs of a group][blocks], or a single one
     bf16* unpacked_;
 };
 
-template <bool TURNED, typename Finish, typename Out>
+template <bool TRANSPOSED, typename Finish, typename Out>
 void run(Queue& queue, int64_t tiles, int64_t panels_apart, const void* x, Out out) {
     pool::for_each(pool::threads(), true, [&](int64_t index) {
-        Worker<TURNED, Finish, Out>(queue, index, tiles, panels_apart, (const char*)x, out).run();
+        Worker<TRANSPOSED, Finish, Out>(queue, index, tiles, panels_apart, (const char*)x, out).run();
     });
 }
 
-// Where a column of a layer of several parts is.
+// Part and panel that hold a column of a layer.
 struct Place {
     const Layer* part;
     int64_t panel;
@@ -286,7 +290,7 @@ std::vector<Pair> gated_pairs(const std::vector<Layer>& gate_up) {
     return pairs;
 }
 
-// Neighbouring parts that one product can cover: of one format.
+// Pairs of neighbouring parts with the same format, which one product can cover.
 std::vector<Pair> pairs_of(const Layer*& part, const Layer* end) {
     std::vector<Pair> pairs;
     int format = part->format;
@@ -309,11 +313,11 @@ void run_gated(Queue& queue, const Layer& gate_up, const void* tiles, const Gate
 
 int64_t tiles_bytes(int64_t rows, int64_t padded_k) { return round_up(rows, BLOCK_ROWS) * padded_k * sizeof(bf16); }
 
-void lay_out(const bf16* x, int64_t stride, int64_t rows, const Layer& layer, bool turned, void* tiles) {
+void to_tiles(const bf16* x, int64_t stride, int64_t rows, const Layer& layer, bool transposed, void* tiles) {
     int64_t row_bytes = layer.padded_k * 16 * sizeof(bf16);
     pool::for_each(round_up(rows, BLOCK_ROWS) / 16, rows * layer.k >= MIN_PARALLEL, [&](int64_t block) {
         char* target = static_cast<char*>(tiles) + block * row_bytes;
-        if (turned) return by_pairs(x, stride, block * 16, rows, layer.k, (uint32_t*)target);
+        if (transposed) return transpose_pairs(x, stride, block * 16, rows, layer.k, (uint32_t*)target);
         for (int64_t r = 0; r < 16; r++) {
             const bf16* row = x + (block * 16 + r) * stride;
             int64_t k = block * 16 + r < rows ? layer.k : 0;
@@ -325,28 +329,28 @@ void lay_out(const bf16* x, int64_t stride, int64_t rows, const Layer& layer, bo
     });
 }
 
-void many_rows(const std::vector<Layer>& parts, const void* plain_tiles, const void* turned_tiles, void* out,
+void multiply_many_rows(const std::vector<Layer>& parts, const void* plain_tiles, const void* transposed_tiles, void* out,
                int64_t rows) {
     const Layer* end = parts.data() + parts.size();
     for (const Layer* part = parts.data(); part < end;) {
         const Layer& first = *part;
-        Queue queue(pairs_of(part, end), rows, first.padded_k, OWN_ROWS);
+        Queue queue(pairs_of(part, end), rows, first.padded_k, MIN_ROWS_PER_THREAD);
         int64_t tiles = first.tiles();
         if (first.is_quantised()) {
             if (first.wide)
-                run<true, TurnedToWideRows>(queue, tiles, 2, turned_tiles, (float*)out);
+                run<true, TransposedToFloatRows>(queue, tiles, 2, transposed_tiles, (float*)out);
             else
-                run<true, TurnedToRows>(queue, tiles, 2, turned_tiles, (bf16*)out);
+                run<true, TransposedToRows>(queue, tiles, 2, transposed_tiles, (bf16*)out);
         } else {
             if (first.wide)
-                run<false, StraightToRows<float>>(queue, tiles, 2, plain_tiles, (float*)out);
+                run<false, PlainToRows<float>>(queue, tiles, 2, plain_tiles, (float*)out);
             else
-                run<false, StraightToRows<bf16>>(queue, tiles, 2, plain_tiles, (bf16*)out);
+                run<false, PlainToRows<bf16>>(queue, tiles, 2, plain_tiles, (bf16*)out);
         }
     }
 }
 
-bool can_gate(const std::vector<Layer>& gate_up, const std::vector<Layer>& next) {
+bool can_fuse_gate(const std::vector<Layer>& gate_up, const std::vector<Layer>& next) {
     int64_t inner = gate_up[0].out_stride / 2;
     if (inner % TILE_K || next[0].k != inner) return false;
     int format = gate_up[0].format;
@@ -358,12 +362,12 @@ bool can_gate(const std::vector<Layer>& gate_up, const std::vector<Layer>& next)
 }
 
 void gated_rows(const std::vector<Layer>& gate_up, int activation, const void* tiles, void* out, int64_t rows) {
-    const Layer& any = gate_up[0];
-    Queue queue(gated_pairs(gate_up), rows, any.padded_k, OWN_ROWS_LAID_OUT);
-    GatedTiles target{static_cast<char*>(out), any.out_stride / 2};
-    if (activation == SILU) run_gated<SILU>(queue, any, tiles, target);
-    if (activation == GELU_TANH) run_gated<GELU_TANH>(queue, any, tiles, target);
-    if (activation == GELU) run_gated<GELU>(queue, any, tiles, target);
+    const Layer& first_part = gate_up[0];
+    Queue queue(gated_pairs(gate_up), rows, first_part.padded_k, MIN_ROWS_PER_THREAD_GATED);
+    GatedTiles target{static_cast<char*>(out), first_part.out_stride / 2};
+    if (activation == SILU) run_gated<SILU>(queue, first_part, tiles, target);
+    if (activation == GELU_TANH) run_gated<GELU_TANH>(queue, first_part, tiles, target);
+    if (activation == GELU) run_gated<GELU>(queue, first_part, tiles, target);
 }
 
 }  // namespace linear_layer

@@ -1,4 +1,5 @@
-// Pairs of panels of weights as the products of many rows read them: tiles in memory, made little by little beside other work.
+// Weights for products of many rows: two panels at a time, as tiles in memory that are prepared one by one between
+// products.
 #pragma once
 
 #include "linear/linear_many.h"
@@ -12,31 +13,30 @@ constexpr int64_t TILE_BYTES = 1024;
 // Two panels, which may belong to different parts.
 struct Pair {
     const Layer *left_part, *right_part;
-    int64_t left, right;  // panels in their parts
+    int64_t left, right;  // indices of the panels in their parts
 };
 
-// Two panels and the rows of one chunk.
+// Two panels and one chunk of rows.
 struct Unit : Pair {
-    int64_t first_row, num_rows;  // the last chunk may end within a block
+    int64_t first_row, num_rows;  // the last chunk may end inside a block
 };
 
-// The weights of two panels as tiles, and how far apart.
+// Addresses of the first tiles of two panels, and the distance between tiles.
 struct Weights {
     const char *left, *right;
     int64_t step;
 };
 
-// --- where the tiles of a pair come from ---
+// --- preparing tiles ---
 //
-// Tile i of both panels is brought before it is multiplied for the first time. At the same place in the panels that come
-// next, `skip` panels further, memory is asked for what will be needed then: what waits for memory takes the place of what
-// the products read, so the best time for it is when there is much else to do.
+// Tile i of both panels is prepared before its first product. At the same time the corresponding tile of the next
+// panels, `skip` panels further, is prefetched: spread over the work, so that no product waits for memory.
 
 inline void fetch(const char* start, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(start + at, _MM_HINT_T1);
 }
 
-// Quantised panels are unpacked into `memory`.
+// Unpacks quantised panels into `memory`.
 class Unpacker {
   public:
     Unpacker(const Pair& pair, bf16* memory, int64_t skip)
@@ -49,8 +49,8 @@ class Unpacker {
         tile_bytes_ = bytes / left.tiles();
     }
 
-    // Tile `from + i` to where `weights(from)` has tile i.
-    void bring(int64_t from, int64_t i) const {
+    // Prepares tile `from + i`, which is tile i of `weights(from)`.
+    void prepare(int64_t from, int64_t i) const {
         int64_t later = next_ + (from + i) * tile_bytes_;
         fetch(left_.integers + later, tile_bytes_);
         fetch(right_.integers + later, tile_bytes_);
@@ -66,10 +66,10 @@ class Unpacker {
     quantised::TilePair unpack_;
     quantised::Panel left_, right_;
     int64_t next_, tile_bytes_;
-    bf16* memory_;  // left and right tiles by turns
+    bf16* memory_;  // left and right tiles alternate
 };
 
-// Plain panels are read where they are.
+// Plain panels are read in place; only prefetches.
 class Fetcher {
   public:
     Fetcher(const Pair& pair, bf16*, int64_t skip) {
@@ -79,7 +79,7 @@ class Fetcher {
         next_ = skip * bytes;
     }
 
-    void bring(int64_t from, int64_t i) const {
+    void prepare(int64_t from, int64_t i) const {
         int64_t later = next_ + (from + i) * TILE_BYTES;
         fetch(left_ + later, TILE_BYTES);
         fetch(right_ + later, TILE_BYTES);

@@ -1,4 +1,4 @@
-// From packed panels to numbers: whole tiles for the kernels, single rows for embeddings.
+// Unpacks panels: whole tiles for matrix products, single rows for embeddings.
 #include "quantised/quantised.h"
 
 #include <utility>
@@ -24,7 +24,7 @@ inline void read_scales(const Panel& panel, int64_t tile, Scales& out) {
 
 // --- integers, in portable vectors ---
 
-// Sixteen inputs of one output, from `half * 16` on.
+// Inputs `half * 16` to `half * 16 + 15` of output r.
 template <int F>
 inline vf integers(const char* tile, int r, int half) {
     constexpr Format f = format_of(F);
@@ -56,21 +56,21 @@ inline vf numbers(const char* tile, const Scales& scales, int r, int half) {
 }
 
 template <int F, typename T>
-inline void portable_rows(const char* tile, const Scales& scales, int first, int last, T* out) {
+inline void unpack_rows_portable(const char* tile, const Scales& scales, int first, int last, T* out) {
     for (int r = first; r < last; r++)
         for (int half = 0; half < 2; half++) store(out + r * TILE_K + half * 16, numbers<F>(tile, scales, r, half));
 }
 
 // --- the same in AVX-512 ---
 //
-// A product of integer and scale is exact in float32 in every format, so a fused multiply-add rounds as the two
-// operations do.
+// In every format the product of integer and scale is exact in float32, so a fused multiply-add rounds like the two
+// operations.
 
 #if defined(__AVX512F__)
 
-// What the integers from `first` to `first + 15` of a group mean.
+// Table of the values of integers `first` to `first + 15` in a group.
 template <int F>
-inline __m512 meanings(const Scales& scales, int group, int r, int first = 0) {
+inline __m512 decode_table(const Scales& scales, int group, int r, int first = 0) {
     constexpr Format f = format_of(F);
     const __m512 count = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     __m512 levels = _mm512_add_ps(count, _mm512_set1_ps(first - f.zero));
@@ -79,12 +79,12 @@ inline __m512 meanings(const Scales& scales, int group, int r, int first = 0) {
     return _mm512_fmadd_ps(levels, scale, _mm512_set1_ps(scales.offsets[group][r]));
 }
 
-// Four bits as float32: looked up in a table of what the sixteen integers mean.
+// Four bits as float32: looked up in a table of sixteen values.
 template <int F>
 inline void float_tile_4(const char* tile, const Scales& scales, float* out) {
     for (int r = 0; r < ROWS; r++)
         for (int half = 0; half < 2; half++) {
-            __m512 table = meanings<F>(scales, format_of(F).groups == 2 ? half : 0, r);
+            __m512 table = decode_table<F>(scales, format_of(F).groups == 2 ? half : 0, r);
             __m256i words = _mm256_loadu_si256((const __m256i*)(tile + r / 4 * 64 + half * 32));
             __m512i indices = _mm512_srl_epi32(_mm512_cvtepu16_epi32(words), _mm_cvtsi32_si128(4 * (r % 4)));
             _mm512_storeu_ps(out + r * TILE_K + half * 16, _mm512_permutexvar_ps(indices, table));
@@ -106,43 +106,43 @@ inline __m512i four_bits(const char* tile) {
     return shift_words_right<4 * (R % 4)>(_mm512_loadu_si512(tile + R / 4 * 64));
 }
 
-// Four bits: a table of what the sixteen integers mean, for two outputs or two groups at once.
+// Four bits: looked up in tables of sixteen values, for two outputs or two groups at once.
 template <int F, int R>
 inline void two_rows_4(const char* tile, const Scales& scales, bf16* out) {
     const __m512i mask = _mm512_set1_epi16(15);
     if constexpr (format_of(F).groups == 1) {
-        __m512i table = both(meanings<F>(scales, 0, R), meanings<F>(scales, 0, R + 1));
+        __m512i table = both(decode_table<F>(scales, 0, R), decode_table<F>(scales, 0, R + 1));
         __m512i left = _mm512_and_si512(four_bits<R>(tile), mask);
         __m512i right = _mm512_ternarylogic_epi32(four_bits<R + 1>(tile), mask, _mm512_set1_epi16(16), 0xea);
         _mm512_storeu_si512(out + R * TILE_K, _mm512_permutexvar_epi16(left, table));
         _mm512_storeu_si512(out + (R + 1) * TILE_K, _mm512_permutexvar_epi16(right, table));
     } else {
         const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-        __m512i table = both(meanings<F>(scales, 0, R), meanings<F>(scales, 1, R));
+        __m512i table = both(decode_table<F>(scales, 0, R), decode_table<F>(scales, 1, R));
         __m512i index = _mm512_ternarylogic_epi32(four_bits<R>(tile), mask, second, 0xea);
         _mm512_storeu_si512(out + R * TILE_K, _mm512_permutexvar_epi16(index, table));
-        table = both(meanings<F>(scales, 0, R + 1), meanings<F>(scales, 1, R + 1));
+        table = both(decode_table<F>(scales, 0, R + 1), decode_table<F>(scales, 1, R + 1));
         index = _mm512_ternarylogic_epi32(four_bits<R + 1>(tile), mask, second, 0xea);
         _mm512_storeu_si512(out + (R + 1) * TILE_K, _mm512_permutexvar_epi16(index, table));
     }
 }
 
-// Five bits: the table has 32 entries for one output.
+// Five bits: a table of 32 values for one output.
 template <int F, int R>
 inline void row_5(const char* tile, const Scales& scales, bf16* out) {
-    __m512i table = both(meanings<F>(scales, 0, R), meanings<F>(scales, 0, R, 16));
+    __m512i table = both(decode_table<F>(scales, 0, R), decode_table<F>(scales, 0, R, 16));
     __m512i fifth = shift_words_right<R - 4>(_mm512_loadu_si512(tile + 256));
     __m512i index = merge(_mm512_set1_epi16(15), four_bits<R>(tile), fifth);
     _mm512_storeu_si512(out + R * TILE_K, _mm512_permutexvar_epi16(index, table));
 }
 
-// Six bits: put under the exponent of 64 they are 64 + q, from which one operation with the scale and an offset of
-// -(64 + zero) times the scale makes the product, exactly. (A zero may lose its sign, which no sum can tell.)
-constexpr float UNDER = 64;
+// Six bits: written into the mantissa under the exponent of 64 they are 64 + q. One fused operation with the scale and
+// the offset -(64 + zero) * scale then gives the exact product. (A zero may lose its sign, which changes no sum.)
+constexpr float BASE = 64;
 
 template <int F, int R>
 inline void row_6(const char* tile, const Scales& scales, bf16* out) {
-    const __m512i under = (__m512i)_mm512_set1_ps(UNDER), mask = _mm512_set1_epi32(63 << 17);
+    const __m512i under = (__m512i)_mm512_set1_ps(BASE), mask = _mm512_set1_epi32(63 << 17);
     __m512i low = shift_words_right<4 * (R % 4) - 1>(_mm512_loadu_si512(tile + R / 4 * 64));
     __m512i upper = shift_words_right<2 * (R % 8) - 5>(_mm512_loadu_si512(tile + 256 + R / 8 * 64));
     __m512i words = merge(_mm512_set1_epi16(15 << 1), low, upper);
@@ -180,15 +180,15 @@ inline void fast_tile(const char* tile, const Scales& scales, bf16* out, std::in
 
 #endif
 
-// What the rows of a tile need to know, as they read it.
+// Scales in the form that the code for a row reads.
 template <int F, typename T>
 inline void prepare_scales(const Panel& panel, int64_t tile, Scales& scales) {
     read_scales<F>(panel, tile, scales);
 #if HAS_FAST_TILES
     if constexpr (format_of(F).bits == 6)
-        for (int g = 0; g < 2; g++) store(scales.offsets[g], load(scales.scales[g]) * -(UNDER + format_of(F).zero));
+        for (int g = 0; g < 2; g++) store(scales.offsets[g], load(scales.scales[g]) * -(BASE + format_of(F).zero));
 #endif
-    // Scales are read back from memory, one broadcast each: cheaper than shuffles, which the compiler would prefer.
+    // Force scales to be read from memory, one broadcast each: cheaper than the shuffles the compiler would use.
     asm volatile("" : "+m"(scales));
 }
 
@@ -203,7 +203,7 @@ __attribute__((noinline)) void unpack_tile(const Panel& panel, int64_t tile, T* 
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4 && format_of(F).bits == 4) return float_tile_4<F>(integers, scales, out);
 #endif
-    portable_rows<F>(integers, scales, 0, ROWS, out);
+    unpack_rows_portable<F>(integers, scales, 0, ROWS, out);
 }
 
 template <int F>
@@ -212,7 +212,7 @@ void unpack_pair(const Panel& left, const Panel& right, int64_t tile, bf16* out)
     unpack_tile<F>(right, tile, out + TILE_ITEMS);
 }
 
-// In units of 32 bits, [unit][16 outputs]: what linear.cpp calls a panel.
+// Into a plain panel of linear.cpp: units of 32 bits, [unit][16 outputs].
 template <int F, typename T>
 void unpack_panel(const Panel& panel, int64_t k, uint32_t* out) {
     constexpr int64_t units = TILE_K * sizeof(T) / 4;
@@ -225,7 +225,7 @@ void unpack_panel(const Panel& panel, int64_t k, uint32_t* out) {
 }
 
 template <int F, typename T>
-void unpack_one(const Panel& panel, int64_t k, int r, T* out) {
+void unpack_row(const Panel& panel, int64_t k, int r, T* out) {
     for (int64_t tile = 0; tile < k / TILE_K; tile++) {
         Scales scales;
         read_scales<F>(panel, tile, scales);
@@ -235,9 +235,9 @@ void unpack_one(const Panel& panel, int64_t k, int r, T* out) {
     }
 }
 
-// --- from the number of a format to the functions made for it ---
+// --- dispatch by format ---
 
-struct Functions {
+struct FormatFunctions {
     TilePair pair;
     void (*panel_f32)(const Panel&, int64_t, uint32_t*);
     void (*panel_bf16)(const Panel&, int64_t, uint32_t*);
@@ -246,26 +246,26 @@ struct Functions {
 };
 
 template <int F>
-constexpr Functions functions() {
-    return {unpack_pair<F>, unpack_panel<F, float>, unpack_panel<F, bf16>, unpack_one<F, float>, unpack_one<F, bf16>};
+constexpr FormatFunctions functions() {
+    return {unpack_pair<F>, unpack_panel<F, float>, unpack_panel<F, bf16>, unpack_row<F, float>, unpack_row<F, bf16>};
 }
 
 template <int... I>
-const Functions& functions_of(int format, std::integer_sequence<int, I...>) {
-    static constexpr Functions all[] = {functions<FIRST_FORMAT + I>()...};
+const FormatFunctions& functions_of(int format, std::integer_sequence<int, I...>) {
+    static constexpr FormatFunctions all[] = {functions<FIRST_FORMAT + I>()...};
     return all[format - FIRST_FORMAT];
 }
 
-const Functions& functions_of(int format) {
+const FormatFunctions& functions_of(int format) {
     return functions_of(format, std::make_integer_sequence<int, NUM_FORMATS>{});
 }
 
 }  // namespace
 
 Panel panel_at(int format, const void* packed, int64_t k, int64_t panel) {
-    Places places(format_of(format), k);
-    const char* start = (const char*)packed + panel * places.end;
-    return {start, start + places.halves, start + places.smalls};
+    PanelLayout layout(format_of(format), k);
+    const char* start = (const char*)packed + panel * layout.end;
+    return {start, start + layout.halves, start + layout.byte_scales};
 }
 
 TilePair tile_pair(int format) { return functions_of(format).pair; }

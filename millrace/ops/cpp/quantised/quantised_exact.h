@@ -1,6 +1,6 @@
-// A tile's integers themselves as bfloat16, without their scales: exact, and cheap to come by. Written under the exponent
-// of a power of two that is greater than all of them they are 2^bits + q; the constant is taken off with the offsets.
-// Eight bits have no room under an exponent: they are two tiles, of which the second has the lower four bits.
+// Unpacks a tile's integers as bfloat16 without their scales: exact and cheap. Integer q becomes 2^bits + q, by writing
+// its bits into the mantissa under that exponent; the offsets subtract the constant again. Eight bits do not fit into
+// the mantissa: they become two tiles, the second with the lower four bits.
 #pragma once
 
 #include <utility>
@@ -11,7 +11,7 @@ namespace quantised {
 
 constexpr int exact_tiles(int format) { return format_of(format).bits == 8 ? 2 : 1; }
 
-// What stands for 0 in the sum of a weight's numbers.
+// The constant to subtract: what the integer that represents 0 becomes.
 constexpr int exact_zero(int format) {
     constexpr int EIGHT_BITS = 256 + 16 * 8 + 16;
     return format_of(format).bits == 8 ? EIGHT_BITS : (1 << format_of(format).bits) + format_of(format).zero;
@@ -26,7 +26,7 @@ inline __m512i shift_words_right(__m512i words) {
     return words;
 }
 
-// The 32 inputs of output R, in the order of the packed words.
+// The 32 inputs of output R in the order of the packed words.
 template <int F, int R>
 inline __m512i exact_row(const char* tile) {
     constexpr int bits = format_of(F).bits, place = 7 - bits;
@@ -40,7 +40,7 @@ inline __m512i exact_row(const char* tile) {
     return _mm512_ternarylogic_epi32(high, high_mask, row, 0xea);
 }
 
-// The upper four bits, which have the sign, as 256 + 16 (8 + u), and the lower four as 16 + l.
+// Upper four bits u, which are signed, as 256 + 16 (8 + u); lower four bits l as 16 + l.
 inline __attribute__((always_inline)) void exact_bytes(const char* tile, int r, bf16* out) {
     const __m512i mask = _mm512_set1_epi16(15 << 3), upper = _mm512_set1_epi16(0x4380 | 8 << 3);
     __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(tile + r * 32)));
@@ -65,7 +65,7 @@ inline __attribute__((always_inline)) void exact_tile(const Panel& panel, int64_
     exact_rows<F>(integers, out, std::make_integer_sequence<int, ROWS>{});
 }
 
-// Scales, and offsets for exact integers.
+// Scales, and offsets that include the constant of exact integers.
 template <int F>
 inline __attribute__((always_inline)) void exact_scales(const Panel& panel, int64_t tile, ScaleVectors& out) {
     constexpr Format f = format_of(F);

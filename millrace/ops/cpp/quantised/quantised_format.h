@@ -1,4 +1,4 @@
-// The shape of each quantised format, and where a packed panel keeps what.
+// Parameters of each quantised format, and the layout of a packed panel.
 #pragma once
 
 #include "quantised/quantised.h"
@@ -10,11 +10,11 @@ constexpr int64_t ROWS = 16, TILE_K = 32, SUPER_TILES = 8;
 
 struct Format {
     int bits;        // per packed integer
-    int zero;        // what stands for 0
-    int groups;      // with scales of their own in the 32 inputs of a tile
-    bool offset;     // whether there are offsets
+    int zero;        // integer that represents 0
+    int groups;      // groups with their own scale among the 32 inputs of a tile
+    bool offset;     // has offsets
     bool super;      // 8-bit scales under one float16 per 256 inputs
-    int file_bytes;  // of one block in the file: 256 inputs if super, else 32
+    int file_bytes;  // bytes of one block in the file: 256 inputs if super, else 32
 };
 
 constexpr Format FORMATS[NUM_FORMATS] = {
@@ -33,20 +33,20 @@ constexpr Format FORMATS[NUM_FORMATS] = {
 constexpr const Format& format_of(int format) { return FORMATS[format - FIRST_FORMAT]; }
 
 constexpr int64_t integer_bytes(const Format& f) { return TILE_ITEMS * f.bits / 8; }
-// Per 16 outputs: float16 scales, then offsets.
-constexpr int64_t half_bytes(const Format& f) { return ROWS * 2 * (f.offset ? 2 : 1); }
-// Per tile of a super format: for each group 16 bytes of scales, then likewise of offsets.
-constexpr int64_t small_bytes(const Format& f) { return ROWS * f.groups * (f.offset ? 2 : 1); }
+// Bytes per 16 outputs: float16 scales, then offsets.
+constexpr int64_t half_scale_bytes(const Format& f) { return ROWS * 2 * (f.offset ? 2 : 1); }
+// Bytes per tile of a super format: 16 scales per group, then 16 offsets per group.
+constexpr int64_t byte_scale_bytes(const Format& f) { return ROWS * f.groups * (f.offset ? 2 : 1); }
 
-// The address of a panel's integers, and behind them float16 scales per tile or per super block, and 8-bit scales.
-struct Places {
-    int64_t halves, smalls, end;
+// Byte offsets in a panel: the integers start at 0, then float16 scales per tile or super block, then 8-bit scales.
+struct PanelLayout {
+    int64_t halves, byte_scales, end;
 
-    constexpr Places(const Format& f, int64_t k) {
+    constexpr PanelLayout(const Format& f, int64_t k) {
         int64_t tiles = k / TILE_K, supers = (tiles + SUPER_TILES - 1) / SUPER_TILES;
         halves = tiles * integer_bytes(f);
-        smalls = halves + (f.super ? supers : tiles) * half_bytes(f);
-        end = smalls + (f.super ? tiles * small_bytes(f) : 0);
+        byte_scales = halves + (f.super ? supers : tiles) * half_scale_bytes(f);
+        end = byte_scales + (f.super ? tiles * byte_scale_bytes(f) : 0);
         end = (end + 63) / 64 * 64;
     }
 };

@@ -1,6 +1,6 @@
-// From the blocks of a GGUF file to packed panels.
+// Packs the blocks of a GGUF file into panels.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("O3")  // loops over bytes, worth vectors
+#pragma GCC optimize("O3")  // vectorises the loops over bytes
 #endif
 
 #include "pool.h"
@@ -9,11 +9,11 @@
 namespace quantised {
 namespace {
 
-// The 32 inputs of one output in one tile, as the file has them.
+// The 32 inputs of one output in one tile, as stored in the file.
 struct Group32 {
     uint8_t integers[32];
     uint16_t scale = 0, offset = 0;              // float16
-    uint8_t scales[2] = {0, 0}, offsets[2] = {0, 0};  // of super formats
+    uint8_t scales[2] = {0, 0}, offsets[2] = {0, 0};  // super formats only
 };
 
 uint16_t half_at(const uint8_t* p) { return p[0] | p[1] << 8; }
@@ -112,7 +112,7 @@ void read_group(int format, const uint8_t* row, int64_t tile, Group32& out) {
 
 template <int BITS>
 void write_integers(const uint8_t* integers, int r, char* tile) {
-    // In the order of the words: all of them, or the first and the second half by turns.
+    // In the order of the words: sequential, or for 6 bits the first and second half interleaved.
     uint8_t ordered[32];
     for (int j = 0; j < 16; j++) {
         ordered[BITS == 6 ? 2 * j : j] = integers[j];
@@ -134,34 +134,34 @@ void write_integers(const Format& f, const uint8_t* integers, int r, char* tile)
     if (f.bits == 4) write_integers<4>(integers, r, tile);
 }
 
-void write_scales(const Format& f, const Places& places, const Group32& group, int64_t tile, int r, char* panel) {
-    auto* halves = (uint16_t*)(panel + places.halves + (f.super ? tile / SUPER_TILES : tile) * half_bytes(f));
+void write_scales(const Format& f, const PanelLayout& layout, const Group32& group, int64_t tile, int r, char* panel) {
+    auto* halves = (uint16_t*)(panel + layout.halves + (f.super ? tile / SUPER_TILES : tile) * half_scale_bytes(f));
     halves[r] = group.scale;
     if (f.offset) halves[ROWS + r] = group.offset;
     if (!f.super) return;
-    auto* smalls = (uint8_t*)panel + places.smalls + tile * small_bytes(f);
+    auto* byte_scales = (uint8_t*)panel + layout.byte_scales + tile * byte_scale_bytes(f);
     for (int g = 0; g < f.groups; g++) {
-        smalls[g * ROWS + r] = group.scales[g];
-        if (f.offset) smalls[(f.groups + g) * ROWS + r] = group.offsets[g];
+        byte_scales[g * ROWS + r] = group.scales[g];
+        if (f.offset) byte_scales[(f.groups + g) * ROWS + r] = group.offsets[g];
     }
 }
 
 void pack_panel(int format, const uint8_t* rows, int64_t row_bytes, int num_rows, int64_t k, char* panel) {
     const Format& f = format_of(format);
-    Places places(f, k);
-    memset(panel, 0, places.end);
+    PanelLayout layout(f, k);
+    memset(panel, 0, layout.end);
     for (int64_t tile = 0; tile < k / TILE_K; tile++)
         for (int r = 0; r < num_rows; r++) {
             Group32 group;
             read_group(format, rows + r * row_bytes, tile, group);
             write_integers(f, group.integers, r, panel + tile * integer_bytes(f));
-            write_scales(f, places, group, tile, r, panel);
+            write_scales(f, layout, group, tile, r, panel);
         }
 }
 
 }  // namespace
 
-int64_t panel_bytes(int format, int64_t k) { return Places(format_of(format), k).end; }
+int64_t panel_bytes(int format, int64_t k) { return PanelLayout(format_of(format), k).end; }
 
 }  // namespace quantised
 
@@ -172,7 +172,7 @@ int64_t millrace_quantised_bytes(int format, int64_t n, int64_t k) {
     return (n + 31) / 32 * 2 * quantised::panel_bytes(format, k);
 }
 
-// `rows`: n rows of blocks as in the file, one behind the other.
+// `rows`: n contiguous rows of blocks, as in the file.
 void millrace_quantised_pack(int format, const void* rows, void* packed, int64_t n, int64_t k) {
     using namespace quantised;
     const Format& f = format_of(format);

@@ -1,4 +1,4 @@
-// The scales and offsets of one tile, as vectors over its 16 outputs.
+// Reads the scales and offsets of one tile as vectors over its 16 outputs.
 #pragma once
 
 #include <type_traits>
@@ -49,7 +49,7 @@ inline vf load_bytes(const char* p) {
 #endif
 }
 
-// By group of the tile's inputs.
+// Indexed by group of the tile's inputs.
 struct ScaleVectors {
     vf scales[2], offsets[2];
 };
@@ -58,7 +58,7 @@ struct ScaleVectors {
 template <int F>
 inline __attribute__((always_inline)) void read_scales(const Panel& panel, int64_t tile, ScaleVectors& out) {
     constexpr Format f = format_of(F);
-    const char* halves = panel.halves + (f.super ? tile / SUPER_TILES : tile) * half_bytes(f);
+    const char* halves = panel.halves + (f.super ? tile / SUPER_TILES : tile) * half_scale_bytes(f);
     vf scale = load_halves(halves), offset{};
     if (f.offset) offset = load_halves(halves + 2 * ROWS);
     if (!f.super) {
@@ -66,11 +66,11 @@ inline __attribute__((always_inline)) void read_scales(const Panel& panel, int64
         out.offsets[0] = offset;
         return;
     }
-    const char* smalls = panel.smalls + tile * small_bytes(f);
+    const char* byte_scales = panel.byte_scales + tile * byte_scale_bytes(f);
     for (int g = 0; g < f.groups; g++) {
-        vf small = f.offset ? load_bytes<vb>(smalls + g * ROWS) : load_bytes<vsb>(smalls + g * ROWS);
+        vf small = f.offset ? load_bytes<vb>(byte_scales + g * ROWS) : load_bytes<vsb>(byte_scales + g * ROWS);
         out.scales[g] = scale * small;
-        if (f.offset) out.offsets[g] = -(offset * load_bytes<vb>(smalls + (f.groups + g) * ROWS));
+        if (f.offset) out.offsets[g] = -(offset * load_bytes<vb>(byte_scales + (f.groups + g) * ROWS));
     }
 }
 

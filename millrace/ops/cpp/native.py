@@ -1,7 +1,7 @@
-"""Compiles the C++ kernels for this machine on first use, keeps them in the user's cache, and calls them.
+"""Compiles the C++ kernels for this machine on first use, caches the shared object, and binds its functions.
 
-They have helper threads of their own, as many as torch uses, which sleep when there is nothing to do. Where there is no
-compiler, the torch versions of the ops are used and `millrace ops` says so.
+The kernels have their own thread pool, as large as torch's; idle threads sleep. Without a compiler the torch versions
+of the ops are used, and `millrace ops` says so. `python -m millrace.ops.cpp.native` compiles ahead of time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from millrace.config import cache_dir
 
-SOURCES: Final = Path(__file__).parent / "cpp"
+SOURCES: Final = Path(__file__).parent
 FLAGS: Final = (
     "-O2",
     "-march=native",
@@ -34,25 +34,25 @@ FLAGS: Final = (
     "-ffp-contract=off",
 )
 COMPILERS: Final = ("g++", "c++", "clang++")
-COMPILE_LIMIT_S: Final = 120
-KEPT_OBJECTS: Final = 8
+COMPILE_TIMEOUT_S: Final = 120
+MAX_CACHED_OBJECTS: Final = 8
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""Numbers of the dtypes in the kernels; the same as in cpp/vec.h."""
+"""Codes of the dtypes in the kernels; the same as in vec.h."""
 KV_DTYPES: Final = {**DTYPES, torch.int8: 2}
-"""The same for the items of a cache."""
-QUICK_ROWS: Final = 64
-"""Up to so many rows an elementwise call is so short that letting the interpreter lock go costs more than it gives."""
+"""Codes of the dtypes of a KV cache."""
+MAX_ROWS_WITH_GIL: Final = 64
+"""Up to this many rows an elementwise call is shorter than releasing and retaking the GIL is worth."""
 
 
 class LinearPart(ctypes.Structure):
-    """Outputs of a linear layer that are packed together; the same as in cpp/linear/linear.h."""
+    """Consecutive outputs of a linear layer in one format; mirrors linear/linear.h."""
 
     _fields_ = (("packed", c_void_p), ("n", c_int64), ("format", c_int32), ("unused", c_int32))
 
 
 class LinearDesc(ctypes.Structure):
-    """A linear layer as in cpp/linear/linear.h. Its maker keeps alive what it points to."""
+    """A linear layer; mirrors linear/linear.h. Its creator must keep the memory alive that it points to."""
 
     _fields_ = (
         ("parts", ctypes.POINTER(LinearPart)),
@@ -74,7 +74,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "quantised_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "quantised_pack": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64)),
     "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)),
-    "decodes_apart": (c_int, (c_void_p,)),
+    "has_decode_kernel": (c_int, (c_void_p,)),
     "gated_mlp": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p, c_int64)),
     "norm": (None, (c_int, *[c_void_p] * 5, c_int64, c_int64, c_float)),
     "gated": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),
@@ -83,7 +83,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
     ),
-    "tiles_spared": (c_int64, (*[c_void_p] * 3, *[c_int64] * 3)),
+    "tiles_saved": (c_int64, (*[c_void_p] * 3, *[c_int64] * 3)),
     "draw": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),
@@ -93,30 +93,31 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 class NativeUnavailable(Exception):
-    """The kernels cannot be had here; the message is a clause that says why."""
+    """The kernels cannot be compiled or loaded; the message is a clause that says why ("needs …")."""
 
 
 class Native:
-    """The kernels as functions. `quick` holds the interpreter lock during a call; `slow` lets it go, so that the next
-    step can be planned meanwhile."""
+    """The kernels as functions. Calls through `with_gil` hold the GIL; calls through `without_gil` release it, so that
+    the next step can be planned meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.quick = _bind(ctypes.PyDLL(str(path)))
-        self.slow = _bind(ctypes.CDLL(str(path)))
+        self.with_gil = _bind(ctypes.PyDLL(str(path)))
+        self.without_gil = _bind(ctypes.CDLL(str(path)))
 
-    def for_rows(self, rows: int) -> Any:
-        return self.quick if rows <= QUICK_ROWS else self.slow
+    def for_rows(self, num_rows: int) -> Any:
+        """The functions to use for an elementwise call on this many rows."""
+        return self.with_gil if num_rows <= MAX_ROWS_WITH_GIL else self.without_gil
 
 
 class _Functions:
-    """A namespace of bound functions."""
+    """Namespace of bound functions."""
 
 
-def _bind(library: ctypes.CDLL) -> Any:
+def _bind(shared_object: ctypes.CDLL) -> Any:
     functions = _Functions()
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, f"millrace_{name}")
+        function = getattr(shared_object, f"millrace_{name}")
         function.restype = result
         function.argtypes = list(arguments)
         setattr(functions, name, function)
@@ -124,18 +125,18 @@ def _bind(library: ctypes.CDLL) -> Any:
 
 
 def native() -> Native:
-    """The kernels, compiled now if the cache has none for this machine. Raises NativeUnavailable.
+    """The kernels, compiled now unless they are cached. Raises NativeUnavailable.
 
-    From here on they use as many threads as torch does at this moment."""
+    Sets their number of threads to torch's current one."""
     found = _native_or_reason()
     if isinstance(found, str):
         raise NativeUnavailable(found)
-    found.quick.set_threads(torch.get_num_threads())
+    found.with_gil.set_threads(torch.get_num_threads())
     return found
 
 
 def native_missing(device: torch.device) -> str:
-    """Why the kernels cannot be had, as a clause; empty when they can."""
+    """Why the kernels are unavailable, as a clause; empty if they are available."""
     found = _native_or_reason()
     return found if isinstance(found, str) else ""
 
@@ -147,14 +148,14 @@ def _native_or_reason() -> Native | str:
     except NativeUnavailable as reason:
         return str(reason)
     except OSError as error:
-        return f"needs its compiled kernels, which could not be kept or loaded: {error}"
+        return f"needs the compiled kernels, which could not be cached or loaded: {error}"
 
 
 # --- building ---
 
 
 def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
-    """The shared object in `folder`, compiled unless it is there already."""
+    """Path of the shared object in `folder`, compiled now unless it exists."""
     compiler = next((found for found in map(shutil.which, compilers) if found), None)
     if compiler is None:
         raise NativeUnavailable(f"needs a C++ compiler ({', '.join(compilers)}); none is installed")
@@ -169,14 +170,14 @@ def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Keep the newest few: each change of compiler, sources or processor leaves one behind."""
+    """Delete all but the newest objects: each change of compiler, sources or processor adds one."""
     objects = sorted(folder.glob("kernels-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in objects[KEPT_OBJECTS:]:
+    for path in objects[MAX_CACHED_OBJECTS:]:
         path.unlink(missing_ok=True)
 
 
 def _fingerprint(compiler: str) -> str:
-    """Changes with the sources, the flags, the compiler and what the processor can do."""
+    """Hash of the sources, the flags, the compiler and the processor's features."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.rglob("*")):
         if source.suffix in (".cpp", ".h"):
@@ -196,7 +197,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, sources: list[Path], scratch: Path) -> Path:
-    objects = [scratch / f"{source.stem}.o" for source in sources]
+    objects = [scratch / "-".join(source.relative_to(SOURCES).with_suffix(".o").parts) for source in sources]
     running = [
         subprocess.Popen(
             [compiler, *FLAGS, "-I", str(SOURCES), "-c", str(source), "-o", str(target)],
@@ -207,16 +208,18 @@ def _compile(compiler: str, sources: list[Path], scratch: Path) -> Path:
     ]
     try:
         for process in running:
-            _check(process.wait(COMPILE_LIMIT_S), process.communicate()[1], compiler)
+            _check(process.wait(COMPILE_TIMEOUT_S), process.communicate()[1], compiler)
     except subprocess.TimeoutExpired as error:
-        raise NativeUnavailable(f"needs kernels that {compiler} did not compile in {COMPILE_LIMIT_S} s") from error
+        raise NativeUnavailable(
+            f"needs kernels that {compiler} did not compile within {COMPILE_TIMEOUT_S} s"
+        ) from error
     finally:
         for process in running:
             process.kill()
             process.wait()
     target = scratch / "kernels.so"
     link = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(target)]
-    linked = subprocess.run(link, check=False, capture_output=True, timeout=COMPILE_LIMIT_S)
+    linked = subprocess.run(link, check=False, capture_output=True, timeout=COMPILE_TIMEOUT_S)
     _check(linked.returncode, linked.stderr, compiler)
     return target
 
@@ -228,9 +231,9 @@ def _check(code: int, errors: bytes, compiler: str) -> None:
 
 
 def main() -> None:
-    """Compile the kernels ahead of their first use."""
+    """Compile the kernels before they are first used."""
     found = _native_or_reason()
-    print(f"   not there: {found}; torch's operations are used" if isinstance(found, str) else "   ready")
+    print(f"   unavailable: {found}; torch ops are used instead" if isinstance(found, str) else "   ready")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Rotary positions, halves paired (x[i] with x[i + r/2]), applied to the first `r` dimensions of each head.
+"""Rotary position embedding over the first `r` dimensions of each head; x[i] is paired with x[i + r/2].
 
-The angles of a step are computed once per RoPE variant and shared by all layers: `rope_rows`.
+`rope_rows` computes the angles of a step once per RoPE variant; all layers share them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def rope_rows(positions: Tensor, inv_freq: Tensor, attention_factor: float) -> Tensor:
-    """[T, r] float32: the cosines of the r/2 angles of each position, then the sines, both scaled."""
+    """float32 [T, r]: the cosines of each position's r/2 angles, then the sines, both times `attention_factor`."""
     angles = positions.float()[:, None] * inv_freq
     rows = torch.cat((angles.cos(), angles.sin()), dim=-1)
     return rows if attention_factor == 1.0 else rows * attention_factor
 
 
 def rope(x: Tensor, rows: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, head_dim] by their tokens' rows, in float32, rounded once."""
+    """Rotate x [T, heads, head_dim] by the rows of its tokens; computed in float32, rounded once."""
     rotary_dim = rows.shape[-1]
     half = rotary_dim // 2
     cos, sin = rows[:, None, :half], rows[:, None, half:]

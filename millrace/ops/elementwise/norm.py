@@ -1,10 +1,11 @@
-"""RMS normalisation, alone and joined with the residual addition before it.
+"""RMS norm over the last dimension, alone or fused with the residual addition before it.
 
-Weights are float32 and already hold a family's offset (Gemma's 1 + w), so there is one meaning for all.
-rms_norm:      make() -> function (x, weight, eps, quantise=False) -> normed, over the last dimension of x.
-add_rms_norm:  make() -> function (x, residual, weight, eps, quantise=False) -> (normed, x + residual).
-With `quantise`, which only the CUDA versions take, `normed` is a Quantised for a linear that takes FP8.
-The Triton versions take an `Unsummed` for x and add it up themselves.
+rms_norm:      make() -> function (x, weight, eps, quantise=False) -> normed
+add_rms_norm:  make() -> function (x, residual, weight, eps, quantise=False) -> (normed, x + residual)
+
+Weights are float32 and include a model family's offset (Gemma's 1 + w).
+With `quantise` (CUDA versions only) `normed` is a `Quantised` for an FP8 linear.
+The Triton versions also accept an `Unsummed` as x and compute its sums.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.linear.quantised import Quantised
-from millrace.ops.linear.unsummed import Unsummed
-from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.base.quantised import Quantised
+from millrace.ops.base.unsummed import Unsummed
+from millrace.ops.base.version import Version
+from millrace.ops.cpp.native import DTYPES, native, native_missing
 from millrace.ops.triton import triton_missing
-from millrace.ops.version import Version
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,7 +94,7 @@ def make_triton_rms_norm() -> Callable[..., Tensor | Quantised]:
 
 
 class TritonAddRmsNorm:
-    """One kernel, also where only some rows are wanted."""
+    """One kernel; `of` normalises selected rows only."""
 
     def __init__(self) -> None:
         from millrace.ops.triton.norm import add_rms_norm, add_rms_norm_of
@@ -116,7 +117,7 @@ def add_rms_norm_of(
     index: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """The normed rows `index` of x + residual in `out`, by a version of add_rms_norm."""
+    """Write the norm of rows `index` of x + residual into `out`, using the given version of add_rms_norm."""
     if isinstance(add_rms_norm, TritonAddRmsNorm):
         return add_rms_norm.of(x, residual, weight, eps, index, out)
     normed, _ = add_rms_norm(x.index_select(0, index), residual.index_select(0, index), weight, eps)
@@ -138,7 +139,7 @@ RMS_NORM_VERSIONS = (
         op="rms_norm",
         name="triton",
         make=make_triton_rms_norm,
-        when="one kernel, a row in the registers of one program",
+        when="one kernel; each program keeps a row in registers",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=triton_missing,
@@ -147,7 +148,7 @@ RMS_NORM_VERSIONS = (
         op="rms_norm",
         name="fused",
         make=lambda: rms_norm_fused,
-        when="one library kernel between two casts",
+        when="torch's fused kernel between two casts",
         devices=("cuda",),
     ),
     Version(
@@ -174,7 +175,7 @@ ADD_RMS_NORM_VERSIONS = (
         op="add_rms_norm",
         name="triton",
         make=TritonAddRmsNorm,
-        when="one kernel, a row in the registers of one program",
+        when="one kernel; each program keeps a row in registers",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=triton_missing,
@@ -183,7 +184,7 @@ ADD_RMS_NORM_VERSIONS = (
         op="add_rms_norm",
         name="fused",
         make=lambda: add_rms_norm_fused,
-        when="one library kernel between two casts",
+        when="torch's fused kernel between two casts",
         devices=("cuda",),
     ),
     Version(

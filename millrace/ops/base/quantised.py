@@ -1,7 +1,7 @@
-"""Numbers in eight bits with a scale: what they mean, and the reference that makes them.
+"""FP8 tensors with scales: their meaning, and the reference that quantises.
 
-Activations have one scale per token, found as they come; weights one per output, found when they are loaded. A value is
-its eight-bit number times its scale, and the largest of a row takes the largest number there is.
+Activations have one scale per token, computed in the step; weights have one per output, computed at load. A value is
+its FP8 number times its scale; the largest value of a row maps to the largest finite FP8 number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP8_MAX = 448.0
 """The largest finite float8_e4m3fn."""
 
 _SLICE_ITEMS = 1 << 24
-"""Weights are widened to float32 this many items at a time, so that loading needs little beside the matrix itself."""
+"""Weights are widened to float32 in slices of this many items, to bound the extra memory while loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Quantised:
 
 
 def quantise_rows(x: Tensor) -> Quantised:
-    """The reference: scale = amax / 448 of each row, value = x / scale; a row of zeros has the scale one."""
+    """The reference: scale = amax / 448 of each row, value = x / scale; a row of zeros has scale 1."""
     wide = x.float()
     largest = wide.abs().amax(dim=1)
     scales = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
@@ -47,7 +47,7 @@ def quantise_rows(x: Tensor) -> Quantised:
 
 
 def quantise_weight(weight: Tensor) -> Quantised:
-    """A weight [N, K] with one scale per output, slice by slice."""
+    """Quantise a weight [N, K] with one scale per output, slice by slice."""
     outputs, inputs = weight.shape
     values = torch.empty((outputs, inputs), dtype=FP8, device=weight.device)
     scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)
@@ -60,9 +60,9 @@ def quantise_weight(weight: Tensor) -> Quantised:
 
 
 def with_quantise(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a keyword `quantise`: its result, or the first of its results, as `Quantised` where asked.
+    """Add a keyword `quantise` to the function: if true, its (first) result is returned as `Quantised`.
 
-    Versions that fuse this take the keyword themselves and are returned as they are.
+    A function that already takes the keyword is returned unchanged.
     """
     if "quantise" in inspect.signature(function).parameters:
         return function

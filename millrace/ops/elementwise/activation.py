@@ -1,31 +1,31 @@
 """The gated activation of an MLP: act(gate) · up, where `gate_up` holds both halves side by side.
 
-make(kind) -> function of gate_up [T, 2 I] that returns [T, I]; a CUDA version also takes `quantise=True`, and then
-returns a Quantised for a linear that takes FP8.
+make(kind) -> function (gate_up [T, 2 I]) -> [T, I]. A CUDA version also takes `quantise=True`, which returns a
+`Quantised` for an FP8 linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.linear.quantised import Quantised
-from millrace.ops.native import DTYPES, native, native_missing
+from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.quantised import Quantised
+from millrace.ops.base.version import Version
+from millrace.ops.cpp.native import DTYPES, native, native_missing
 from millrace.ops.triton import triton_missing
-from millrace.ops.version import Version
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
 Gated = Callable[[Tensor], Tensor]
 
-NATIVE_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+"""Codes of the C++ kernels; the same as in cpp/activation.h."""
 
 
 def gated_reference(gate_up: Tensor, kind: Activation) -> Tensor:
-    """In float32, rounded once."""
+    """Computed in float32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (activate(gate, kind) * up).to(gate_up.dtype)
 
@@ -49,22 +49,20 @@ def make_torch(kind: Activation) -> Gated:
 
 
 def make_native(kind: Activation) -> Gated:
-    library, number = native(), NATIVE_NUMBERS[kind]
+    kernels, code = native(), ACTIVATION_CODES[kind]
 
     def gated(gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        library.for_rows(rows).gated(
-            DTYPES[gate_up.dtype], number, gate_up.data_ptr(), out.data_ptr(), rows, width // 2
-        )
+        kernels.for_rows(rows).gated(DTYPES[gate_up.dtype], code, gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
     return gated
 
 
 def make_triton(kind: Activation) -> Callable[..., Tensor | Quantised]:
-    from millrace.ops.triton.gemm.gated import gated as launch
+    from millrace.ops.triton.activation import gated as launch
 
     def gated(gate_up: Tensor, quantise: bool = False) -> Tensor | Quantised:
         values, scales = launch(gate_up, kind, quantise)
@@ -97,7 +95,7 @@ VERSIONS = (
         op="gated",
         name="torch",
         make=make_torch,
-        when="two elementwise passes, the activation rounded to the model's dtype before the product",
+        when="two elementwise passes; the activation is rounded to the model's dtype before the product",
         invariant_on=("cpu", "cuda"),
     ),
     Version(

@@ -1,11 +1,11 @@
-"""Soft-capping: scores squeezed smoothly into (-cap, cap)."""
+"""Soft cap: tanh maps scores into (-cap, cap)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from millrace.ops.version import Version
+from millrace.ops.base.version import Version
 
 
 def softcap(scores: Tensor, cap: float) -> Tensor:
@@ -17,7 +17,7 @@ VERSIONS = (
         op="softcap",
         name="torch",
         make=lambda: softcap,
-        when="the only one: three elementwise passes over the logits",
+        when="the only version: three elementwise passes over the logits",
         invariant_on=("cpu", "cuda"),
     ),
 )

@@ -1,6 +1,6 @@
-"""From the fused projection to attention's inputs: QK-norm, RoPE, and the write of K and V into the cache.
+"""Between the QKV projection and attention: QK norm, RoPE, and writing keys and values to the KV cache.
 
-make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm) -> PrepareQkv; norm weights are float32 [head_dim] or None.
+make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm) -> PrepareQkv. Norm weights are float32 [head_dim] or None.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from millrace.ops.base.version import Version
+from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native, native_missing
+from millrace.ops.elementwise.norm import rms_norm
+from millrace.ops.elementwise.rope import rope
 from millrace.ops.kv.cache import write_kv
-from millrace.ops.native import DTYPES, KV_DTYPES, native, native_missing
-from millrace.ops.norm import rms_norm
-from millrace.ops.rope import rope
 from millrace.ops.triton import triton_missing
-from millrace.ops.version import Version
 
 MAX_HEAD_DIM = 512
-"""The largest head that cpp/elementwise.cpp has room for."""
+"""Limit of cpp/elementwise.cpp."""
 
 
 class PrepareQkv(Protocol):
     def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
-        """qkv [T, (heads + 2 kv_heads) · head_dim], rows [T, r] or None for no rotation.
+        """qkv [T, (heads + 2 kv_heads) · head_dim]; `rows` [T, r] from `rope_rows`, or None for no rotation.
 
-        Returns queries [T, heads, head_dim], perhaps a view of qkv, which may be overwritten."""
+        Returns queries [T, heads, head_dim], possibly a view of qkv, which may be overwritten."""
         ...
 
 
 class TorchPrepareQkv:
-    """The reference ops in a row, in float32, rounded once."""
+    """The reference: norm, rotation and cache write in sequence; computed in float32, rounded once."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class TorchPrepareQkv:
 
 
 class NativePrepareQkv:
-    """Overwrites the queries in place; keys and values go straight to the cache."""
+    """Overwrites the queries in place and writes keys and values directly to the cache."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class NativePrepareQkv:
 def make_triton(
     num_heads: int, num_kv_heads: int, head_dim: int, eps: float, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> PrepareQkv:
-    from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
+    from millrace.ops.triton.attention.qkv import PrepareQkvKernel
 
     return PrepareQkvKernel(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm)
 
@@ -118,7 +118,7 @@ VERSIONS = (
         op="qkv",
         name="native",
         make=NativePrepareQkv,
-        when="C++: norm, rotation and cache write of a token in one go",
+        when="C++: norm, rotation and cache write of a token in one pass",
         devices=("cpu",),
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
@@ -129,7 +129,7 @@ VERSIONS = (
         op="qkv",
         name="triton",
         make=make_triton,
-        when="norm, rotation and cache write of a token's heads in one kernel",
+        when="Triton: norm, rotation and cache write in one kernel",
         devices=("cuda",),
         invariant_on=("cuda",),
         fits=lambda shape: bool(shape["head_dim"] % 2 == 0),
@@ -139,7 +139,7 @@ VERSIONS = (
         op="qkv",
         name="torch",
         make=TorchPrepareQkv,
-        when="defines the meaning: norm, rotation and cache write one after the other, in float32",
+        when="defines the meaning: norm, rotation and cache write in sequence, in float32",
         invariant_on=("cpu",),
     ),
 )
