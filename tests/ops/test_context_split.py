@@ -19,7 +19,7 @@ from millrace.ops.attention.decode_rule import SPLIT_CELLS
 from millrace.ops.attention.paged import tiles_of
 from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS
 from millrace.ops.kv.packed import packed_items
-from millrace.ops.triton.attention.prompt import ContextSplit, HeadShape, SplitWorkspace
+from millrace.ops.triton.attention.prefill import ContextSplit, HeadShape, SplitWorkspace
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 """Triton's interpreter multiplies no bfloat16."""
@@ -154,8 +154,8 @@ import sys
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from millrace.ops.triton.attention.prompt import _prefill_kernel
-from millrace.ops.triton.attention.join import _join_parts_kernel
+from millrace.ops.triton.attention.prefill import _prefill_kernel
+from millrace.ops.triton.attention.context_split import _join_parts_kernel
 
 def build(kernel, warps, constants, kinds):
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*i32") for name in kernel.arg_names}

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace.ops.activation import gated_reference
+from millrace.ops.base.quantised import FP8, FP8_MAX, Quantised, quantise_rows, quantise_weight, with_quantise
+from millrace.ops.elementwise.activation import gated_reference
 from millrace.ops.linear.fp8 import Fp8Invariant, Fp8Reference, Fp8Tuned
 from millrace.ops.linear.gated import TunedFp8GatedLinear
-from millrace.ops.linear.quantised import FP8, FP8_MAX, Quantised, quantise_rows, quantise_weight, with_quantise
-from millrace.ops.triton.gemm import fp8
+from millrace.ops.triton import quantise as fp8
 from millrace.ops.triton.gemm.choice import Fp8Tiles, TilesByRows
 from millrace.ops.triton.gemm.product import Kind, Scales, Tiles, multiply, new_counters
 
@@ -52,7 +52,7 @@ def test_rows_keep_their_size_and_their_zeros(rows: int, columns: int, spread: f
 def test_weights_are_quantised_in_slices_like_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(37, 50)
     whole = quantise_weight(weight)
-    monkeypatch.setattr("millrace.ops.linear.quantised._SLICE_ITEMS", 150)
+    monkeypatch.setattr("millrace.ops.base.quantised._SLICE_ITEMS", 150)
     sliced = quantise_weight(weight)
     assert torch.equal(whole.values.float(), sliced.values.float())
     assert torch.equal(whole.scales, sliced.scales)
@@ -175,7 +175,7 @@ def test_one_or_two_rows_are_taken_as_they_are(rows: int, n: int, k: int, with_b
     found = multiply(x, weight.values, tiles, bias=bias, scales=Scales(None, weight.scales))
     wanted = x.double() @ weight.widen().double().T + (0 if bias is None else bias.double())
     assert relative_error(found, wanted) < 8e-3
-    with pytest.raises(ValueError, match="takes no rows in torch.bfloat16"):
+    with pytest.raises(ValueError, match="need FP8 rows, not torch.bfloat16"):
         multiply(x, weight.values, Tiles("dot", 16, 32, 64), scales=Scales(None, weight.scales))
 
 

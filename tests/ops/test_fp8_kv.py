@@ -14,19 +14,19 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention.qkv import TorchPrepareQkv
+from millrace.ops.base.quantised import FP8_MAX
 from millrace.ops.kv.cache import SCALE_BYTES, fp8_parts, read_kv, write_kv
-from millrace.ops.linear.qkv import TorchPrepareQkv
-from millrace.ops.linear.quantised import FP8_MAX
 from millrace.ops.triton.attention.long_rows import contiguous_kv
-from millrace.ops.triton.attention.prompt import (
+from millrace.ops.triton.attention.prefill import (
     DecodeTuning,
     HeadShape,
     PagedRows,
     SplitWorkspace,
     decode,
 )
-from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
-from millrace.run.packet.decode_rows import COLUMNS, num_words, write_singles
+from millrace.ops.triton.attention.qkv import PrepareQkvKernel
+from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_rows
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 STEP = 2.0**-4
@@ -128,7 +128,7 @@ def test_paged_attention_reads_what_the_reference_reads(name: str, tiled: bool) 
 
     wide = attend(ReferenceAttention(*arguments), kv)
     expected = attend(ReferenceAttention(*arguments), narrow)
-    found = attend(PagedAttention(*arguments, everything_tiled=tiled), narrow)
+    found = attend(PagedAttention(*arguments, tile_decode_rows=tiled), narrow)
     tolerance = SAME[sizes["dtype"]]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert float((expected - wide).norm() / wide.norm()) < STEP
@@ -157,7 +157,7 @@ def test_listed_rows_in_eight_bits() -> None:
     narrow, reference, rows = in_fp8(kv), ReferenceAttention(4, 2, 16, 0.3), np.arange(3)
     expected = reference(queries, narrow, reference.prepare(batch, 16, None))
     words = np.zeros(num_words(3), np.int32)
-    write_singles(words, rows, rows, np.array(lengths, np.int32))
+    write_decode_rows(words, rows, rows, np.array(lengths, np.int32))
     listed = torch.from_numpy(words.reshape(COLUMNS, -1)).to(device)
     table_rows = torch.arange(3, dtype=torch.int32, device=device)
     paged, shape = (

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.ops.activation import gated_reference
+from millrace.ops.elementwise.activation import gated_reference
 from millrace.ops.linear.dense import NativeLinear, PlainLinear
 from millrace.ops.moe.experts import DenseExperts, ExpertWeights, GroupedExperts, LoopExperts
 from millrace.ops.moe.router import route

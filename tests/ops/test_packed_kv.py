@@ -15,19 +15,19 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.models.batch import ForwardBatch
 from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention.qkv import TorchPrepareQkv
 from millrace.ops.kv.cache import SCALE_WORDS, packed_parts, read_kv, write_kv
 from millrace.ops.kv.packed import packed_items
-from millrace.ops.linear.qkv import TorchPrepareQkv
 from millrace.ops.triton.attention.long_rows import contiguous_kv
-from millrace.ops.triton.attention.prompt import (
+from millrace.ops.triton.attention.prefill import (
     DecodeTuning,
     HeadShape,
     PagedRows,
     SplitWorkspace,
     decode,
 )
-from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
-from millrace.run.packet.decode_rows import COLUMNS, num_words, write_singles
+from millrace.ops.triton.attention.qkv import PrepareQkvKernel
+from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_rows
 
 BF16 = torch.bfloat16
 DTYPE = torch.float32 if interpreted else BF16
@@ -146,7 +146,7 @@ def test_listed_rows(splits: int) -> None:
     packed, reference, rows = in_packed(kv), ReferenceAttention(4, 2, 64, 0.2), np.arange(3)
     expected = reference(queries, kv, reference.prepare(batch, 16, None))
     words = np.zeros(num_words(3), np.int32)
-    write_singles(words, rows, rows, np.array(lengths, np.int32))
+    write_decode_rows(words, rows, rows, np.array(lengths, np.int32))
     listed = torch.from_numpy(words.reshape(COLUMNS, -1)).to(device) if splits == 1 else None
     table_rows = torch.arange(3, dtype=torch.int32, device=device)
     paged = PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables)

@@ -17,7 +17,7 @@ from helpers.triton_mode import device, interpreted
 from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.attention.decode_rule import SPLIT_CELLS, decode_tuning, takes_list
 from millrace.ops.kv.cache import CacheFormat
-from millrace.ops.triton.attention.prompt import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
+from millrace.ops.triton.attention.prefill import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
 from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -11,14 +11,20 @@ import torch
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
-from millrace.ops.activation import gated_reference
-from millrace.ops.activation import make_triton as make_gated
-from millrace.ops.linear.qkv import TorchPrepareQkv, make_triton
-from millrace.ops.linear.quantised import Quantised
-from millrace.ops.linear.unsummed import Unsummed
-from millrace.ops.norm import TritonAddRmsNorm, add_rms_norm, add_rms_norm_of, make_triton_rms_norm, rms_norm
+from millrace.ops.attention.qkv import TorchPrepareQkv, make_triton
+from millrace.ops.base.quantised import Quantised
+from millrace.ops.base.unsummed import Unsummed
+from millrace.ops.elementwise.activation import gated_reference
+from millrace.ops.elementwise.activation import make_triton as make_gated
+from millrace.ops.elementwise.norm import (
+    TritonAddRmsNorm,
+    add_rms_norm,
+    add_rms_norm_of,
+    make_triton_rms_norm,
+    rms_norm,
+)
 from millrace.ops.triton import norm
-from millrace.ops.triton.gemm.qkv import PrepareQkvKernel, Shape, shape_for
+from millrace.ops.triton.attention.qkv import PrepareQkvKernel, Shape, shape_for
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -10,10 +10,10 @@ import torch
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
+from millrace.ops.triton.row_records import ROW_DTYPE, ROW_WORDS, scatter_rows
 from millrace.ops.triton.sampling import values
 from millrace.ops.triton.sampling.draw import Cut, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
-from millrace.ops.triton.sampling.row_records import ROW_DTYPE, ROW_WORDS, scatter_rows
 from millrace.run.sampling.noise import uniforms
 
 triton, tl = values.triton, values.tl

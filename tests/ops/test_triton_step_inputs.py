@@ -8,7 +8,7 @@ import torch
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.elementwise.rope import rope_rows
-from millrace.ops.triton.sampling.row_records import ROW_WORD
+from millrace.ops.triton.row_records import ROW_WORD
 from millrace.ops.triton.step_inputs import TokenTables, Updates, gather
 
 ROWS, WIDTH, BLOCK, VOCAB, HIDDEN, ROTARY, ALIGN, WORDS = 9, 12, 4, 50, 24, 12, 16, 16

@@ -1,7 +1,7 @@
-"""RMS norm of rows, alone or after adding the residual, and rounded to FP8 with a scale per row where that is wanted.
+"""RMS norm of rows, alone or after adding the residual, optionally quantised to FP8 with a scale per row.
 
-A program holds one row, or a few, in registers: each input is read once and each output written once. How a row is
-spread over threads depends on its length alone, so that its sum does not depend on how many rows there are.
+A program holds one or two rows in registers: each input is read once and each output written once. How a row is spread
+over threads depends on its length alone, so its sum does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 MANY_ROWS = 1024
-"""With more a program takes two and fetches the weights once for them."""
+"""With more rows than this, a program takes two and loads the weights once for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a program takes."""
+    """Rows per program, and warps."""
 
     rows: int
     warps: int
@@ -33,7 +33,7 @@ def _add_choices(
     outputs_ptr, shares_ptr, source, at, inside, dim,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, BLOCK]: the tokens `source` of an Unsummed, in the model's dtype."""
+    """[ROWS, BLOCK]: the expert outputs of tokens `source` of an Unsummed, weighted and added, in the model's dtype."""
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for choice in tl.static_range(CHOICES):
         slot = source * CHOICES + choice
@@ -44,7 +44,7 @@ def _add_choices(
 
 @triton.jit
 def _zero(counters_ptr, COUNTERS: tl.constexpr, COUNTER_BLOCK: tl.constexpr):
-    """The first program's share is all of them, the others' is none."""
+    """Program 0 sets all counters to zero; the others write nothing."""
     places = tl.arange(0, COUNTER_BLOCK)
     tl.store(counters_ptr + places, places * 0, mask=places < tl.where(tl.program_id(0) == 0, COUNTERS, 0))
 
@@ -56,13 +56,13 @@ def _norm_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr, CHOICES: tl.constexpr,
     COUNTERS: tl.constexpr, COUNTER_BLOCK: tl.constexpr, PICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """CHOICES: 0, or x are a token's so many outputs of experts, to be weighted and added first.
-    PICK: row i of the results is that of input row index[i], and the sum with the residual is not kept."""
+    """CHOICES: 0, or the number of expert outputs per token in x, which are weighted and added first.
+    PICK: result row i is that of input row index[i], and the sum with the residual is not stored."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + at, mask=at < dim, other=0.0)
     inside = (at < dim) & (row < rows)
-    # Which input row; as a scalar where it is one, so that what belongs to it is not loaded once per item.
+    # The input row; a scalar for one row, so that values per row are not loaded once per item.
     source = tl.minimum(tl.program_id(0).to(tl.int64) if ROWS == 1 else row, rows - 1)
     if PICK:
         source = tl.load(index_ptr + source).to(tl.int64)
@@ -73,7 +73,7 @@ def _norm_kernel(
     else:
         x = tl.load(x_ptr + source * x_stride + at, mask=inside, other=0.0)
     if ADD:
-        # The sum is rounded to the model's dtype before it is normed, as it is when it is stored.
+        # The sum is rounded to the model's dtype before the norm, as when it is stored.
         x = (x.to(tl.float32) + tl.load(residual_ptr + source * dim + at, mask=inside, other=0.0).to(tl.float32)).to(
             x.dtype
         )
@@ -83,7 +83,7 @@ def _norm_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True) / dim + eps)
     normed = wide * scale * weight
     if QUANTISE:
-        # Rounded to the model's dtype first: the norm's meaning does not change when its consumer takes FP8.
+        # Rounded to the model's dtype first, so that the result is the same as quantising afterwards.
         normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(normed), 1, keep_dims=True), 1e-12)
         tl.store(scale_ptr + row, largest / 448.0, mask=row < rows)
@@ -132,7 +132,7 @@ def _parts(x: Tensor | Unsummed) -> tuple[Tensor, Tensor | None, Tensor | None, 
 
 
 def shape_for(block: int, rows: int) -> Shape:
-    """About eight items of a row in a thread, so that a row takes little time."""
+    """About eight items of a row per thread, for low latency."""
     warps = max(1, min(16, block // 256))
     return Shape(1 if rows <= MANY_ROWS else 2, warps)
 
@@ -164,6 +164,6 @@ def add_rms_norm(
 def add_rms_norm_of(
     x: Tensor | Unsummed, residual: Tensor, weight: Tensor, eps: float, index: Tensor, out: Tensor
 ) -> Tensor:
-    """The normed rows `index` of x + residual, in `out`."""
+    """The norm of rows `index` of x + residual, into `out`."""
     _launch(x, residual, weight, eps, index=index, out=out)
     return out

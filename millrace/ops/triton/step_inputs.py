@@ -1,8 +1,7 @@
-"""A step's inputs made on the device: tables brought up to date, then what belongs to each token gathered.
+"""Prepares a step's inputs on the device: updates block tables and row records, then gathers the inputs of each token.
 
-The host sends one packed array of int32 per step. These kernels turn it into what the model reads: token ids,
-positions, places in the cache, and the tokens' rows of embeddings and of angles. Where every row has one token a single
-kernel does all of it.
+The host sends one int32 packet per step. These kernels turn it into what the model reads: token ids, positions, cache
+slots, embeddings and rotary angles. If every row has one token, a single kernel does all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
-from millrace.ops.triton.sampling.row_records import ROW_WORD
+from millrace.ops.triton.row_records import ROW_WORD
 
 UPDATE_PROGRAMS = 32
 BLOCK = 256
@@ -22,26 +21,26 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What a step changes in the tables. The counts are read on the device."""
+    """Changes to block tables and row records. The counts are read on the device."""
 
     triples: Tensor
-    """int32: (row, column, block id) one after the other, no place twice; behind them, at a multiple of `align` words,
-    the records of new rows."""
+    """int32: (row, column, block id) triples, each table entry at most once; then, from the next multiple of `align`
+    words on, the records of new rows."""
     num_triples: Tensor
     num_records: Tensor
     columns: Tensor
-    """int32 [rows, words]: the records of all rows."""
+    """int32 [rows, words]: records of all rows."""
     align: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTables:
-    """What a token's id and its position are looked up in."""
+    """Lookup tables for token ids and positions."""
 
     embedding: Tensor | None
     """[vocab, hidden]"""
     embedding_scale: float
-    """Rows are multiplied by it, in float32, and rounded once."""
+    """Embeddings are multiplied by it in float32 and rounded once."""
     angles: Tensor | None
     """float32 [ropes, positions, rotary_dim]"""
 
@@ -51,7 +50,7 @@ def _update(
     updates, count, tables, table_stride, num_records_ptr, columns,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr, ROW_WORD: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of them."""
+    """Apply this program's share of the updates."""
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < count
@@ -78,7 +77,7 @@ def _update_kernel(
 
 @triton.jit
 def _updated(updates, count, row, column, block, BLOCK: tl.constexpr):
-    """The block id that the updates give this place, else `block`: others write the table at the same time."""
+    """The block id that the updates give this table entry, or `block`: other programs update the table concurrently."""
     found = tl.full([BLOCK], -1, tl.int32)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -101,7 +100,8 @@ def _gather_kernel(
     ROW_WORD: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr, SCALED: tl.constexpr,
     ROPES: tl.constexpr, ROTARY: tl.constexpr, ROTARY_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token. With SINGLE every row has one, token i is that of row i, and the updates are done on the way."""
+    """One token per program. SINGLE: every row has one token, token i belongs to row i, and updates are applied
+    here."""
     wait_for_previous_kernel(EARLY)
     count = tl.load(num_updates_ptr)
     at = tl.program_id(0)
@@ -155,10 +155,9 @@ def gather(
     block_ids: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Bring `tables` [rows, width] and the records up to date, and fill token_ids, positions, slots and the latter's
-    block ids and offsets [T]. A negative `tokens_in` stands for the row's last token; without `token_rows` every row
-    has one token. Returns the tokens' embeddings [T, hidden] and their angles [ropes, T, rotary_dim], as far as
-    there are tables to look them up in."""
+    """Apply the updates to `tables` [rows, width] and the records, and fill token_ids, positions, cache slots, and the
+    slots' block ids and offsets [T]. A negative `tokens_in` means the row's last token; without `token_rows` every row
+    has one token. Returns the embeddings [T, hidden] and the angles [ropes, T, rotary_dim]; None without a table."""
     count, single = token_ids.shape[0], token_rows is None
     matrix, turns = looked_up.embedding, looked_up.angles
     embedded = None if matrix is None else matrix.new_empty((count, matrix.shape[1]))

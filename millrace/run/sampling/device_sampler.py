@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from millrace.errors import RequestFailed
+from millrace.ops.triton.row_records import IN_PROMPT, MAX_ENDS, ROW_STRUCT, ROW_WORDS, scatter_rows
 from millrace.ops.triton.sampling.draw import Cut, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
-from millrace.ops.triton.sampling.row_records import IN_PROMPT, MAX_ENDS, ROW_STRUCT, ROW_WORDS, scatter_rows
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device

@@ -1,9 +1,9 @@
-"""Paged attention of rows with a single query.
+"""Paged decode attention: rows with a single query.
 
-Programs are (KV head, row, split of the row's keys), so that those who run at once read neighbouring parts of the same
-blocks. Rows come as they are, or as a list: the longest first, so that none of them is left to the end, and those in
-several parts that are much longer than the others. What a row is known by was written at the start of the step, so all
-of it is read while the kernel just before still runs.
+Programs are (KV head, row, KV split), so that concurrent programs read neighbouring parts of the same blocks. Rows come
+in batch order or as a list: longest first, so that none starts last, and in several parts if much longer than the
+others. Lengths and block tables were written at the start of the step, so they are read before waiting for the previous
+kernel (`dependent_launch.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.kv.cache import format_of
-from millrace.ops.triton.attention.parts import (
+from millrace.ops.triton.attention.paged_kv import (
     TRITON_TYPES,
     HeadShape,
     PagedRows,
@@ -42,23 +42,23 @@ from millrace.ops.triton.attention.parts import (
 from millrace.ops.triton.dependent_launch import pdl_options
 
 SHARED_PARTS = 4
-"""Parts a shared prefix is cut into, so that few rows still fill the chip."""
+"""Parts that a shared prefix is split into, so that few rows still fill the GPU."""
 LIST_COLUMNS = 6
-"""Columns of a list of rows: their tokens, their rows of the block tables, their lengths, which of how many parts, and
-the first cell of those parts. An entry of length 0 is none."""
+"""Columns of a list of rows: token, row of the block tables, length, part, number of parts, and the first workspace
+cell of the parts. An entry of length 0 is empty."""
 MOST_SPLITS = 64
-"""Splits of one row: what the join of their results has room for."""
+"""Limit on the splits of one row: what combining them has room for."""
 NO_WEIGHT = 1e30
-"""A greatest score beside which no score weighs anything."""
+"""A maximum score so large that every real score gets weight 0."""
 JOINED_ITEMS = 4096
-"""Items of partial results, for each warp, that are all in flight together when they are joined: what its registers
-hold. More go in turns."""
+"""Partial results per warp that are loaded together when splits are combined: what its registers hold. More are
+loaded in turns."""
 
 
 @triton.jit
 def _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
               DP: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """[GJ, DP]: the results of at most PARTS splits as one. All are asked for before the first is used."""
+    """[GJ, DP]: at most PARTS splits combined. All are loaded before the first is used."""
     parts = tl.arange(0, PARTS)
     g = tl.arange(0, GJ)
     here = (parts < active)[:, None] & (g < GROUP)[None, :]
@@ -76,7 +76,7 @@ def _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl
 @triton.jit
 def _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
                DP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
-    """As _join_few for up to MOST splits, four at a time."""
+    """As _join_few, for up to MOST splits, four at a time."""
     g = tl.arange(0, GJ)
     parts = tl.arange(0, MOST)
     weights = tl.load(
@@ -113,8 +113,8 @@ def _decode_kernel(
     STAGES: tl.constexpr, SWAP: tl.constexpr, LISTED: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr,
     MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, NO_WEIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Splits of a row and head are joined by the last of them to arrive. PARTS: how many can be joined at once, 0
-    where there are more. LISTED: a list says which rows there are."""
+    """The last split of a row and head to arrive combines all of them. PARTS: how many can be combined at once, 0 if
+    there are more. LISTED: rows come from a list."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -147,14 +147,14 @@ def _decode_kernel(
     tiles = tl.cdiv(last, TILE) - first_tile
     active = tl.minimum(tl.cdiv(tiles, min_tiles), splits)
     if SHARED_PARTS > 0:
-        # A row of padding has no keys of its own.
+        # A padding row has no keys of its own.
         active = tl.maximum(active, 1)
     per_split = tl.cdiv(tiles, tl.maximum(active, 1))
     active = tl.minimum(active, tl.cdiv(tiles, tl.maximum(per_split, 1)))
     if SHARED_PARTS > 0:
         active = tl.maximum(active, 1)
-    # Whoever has nothing to do need not wait: the first programs do, so that the kernel does not end before the one
-    # before it, and split 0 of a row does.
+    # Programs without work need not wait for the previous kernel. Row 0 of a list, or split 0 of a row, does, so that
+    # this kernel does not end before the previous one.
     if LISTED:
         is_single = split < active
         if (split >= active) & (row > 0):
@@ -166,7 +166,7 @@ def _decode_kernel(
     end = tl.minimum(begin + per_split * TILE, last)
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
-    # The loop looks up its blocks two tiles ahead: loads that depend on one of the same round would not be pipelined.
+    # Block ids are loaded two tiles ahead: a load that depends on another of the same iteration is not pipelined.
     keys = begin + tl.arange(0, TILE)
     blocks = _blocks_of(table, keys, last, BS)
     blocks_ahead = _blocks_of(table, keys + TILE, last, BS)
@@ -180,7 +180,7 @@ def _decode_kernel(
     g = tl.arange(0, GP)
     heads = head * GROUP + g
     q_row = q_ptr + start.to(tl.int64) * q_stride
-    # Rows that no query has weigh every key with 0: products of nothing take less of the chip's power, which binds.
+    # Padding heads give every key weight 0: products with zeros draw less power, which is what limits the GPU here.
     m = tl.where(g < GROUP, float("-inf"), NO_WEIGHT)
     if SWAP:
         mine = (g < GROUP)[None, :] & (part < D)[:, None]
@@ -209,7 +209,8 @@ def _decode_kernel(
             acc, m, z = _accumulate_swapped(acc, m, z, q, k, v, inside, softmax_scale, CAP, DTYPE, PRECISION)
         else:
             s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
-            if FORMAT == "packed":  # whose words are always numbers: adding takes less than choosing
+            # Packed words are always finite: masking by addition is cheaper than a select.
+            if FORMAT == "packed":
                 s += tl.where(inside, 0.0, float("-inf"))[None, :]
             else:
                 s = tl.where(inside[None, :], s, float("-inf"))
@@ -266,21 +267,21 @@ def _decode_kernel(
 class DecodeTuning:
     tile: int = 64
     splits: int = 1
-    """The most splits of a row."""
+    """Most splits of a row."""
     min_tiles: int = 1
-    """Tiles of keys below which a split is not worth its overhead."""
+    """Least tiles of keys in a split; fewer are not worth the overhead."""
     warps: int = 2
     stages: int = 3
     swap: bool = False
-    """Keys along the longer side of the matrix unit: with 4 warps and tiles of 64, Hopper's wide instruction."""
+    """Keys along the longer side of the matrix instruction: with 4 warps and tiles of 64, Hopper's warpgroup one."""
 
 
 class SplitWorkspace:
-    """Room for the partial results of splits, shared by all layers: they run one after the other. It never moves, so
-    captured launches stay good."""
+    """Buffers for the partial results of splits, shared by all layers, which run one after the other. They never move,
+    so captured graphs stay valid."""
 
     def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
-        """`cells` is the most splits of all rows and KV heads together, where there is more than one per row."""
+        """`cells`: most splits of all rows and KV heads together, counting rows with more than one split."""
         padded = padded_group(shape)
         width = padded_dim(shape.head_dim)
         self.cells = cells
@@ -290,9 +291,9 @@ class SplitWorkspace:
 
 
 class SharedPrefix:
-    """What rows with a common beginning share: its length in tokens, on the device, and room for the partial results.
+    """A prefix shared by all rows: its length in tokens, on the device, and buffers for partial results.
 
-    The length is a multiple of SHARED_UNIT and below that of every row."""
+    The length is a multiple of SHARED_UNIT and less than that of every row."""
 
     def __init__(self, most_rows: int, shape: HeadShape, device: torch.device, length: Tensor) -> None:
         width = padded_dim(shape.head_dim)
@@ -304,7 +305,7 @@ class SharedPrefix:
 
 
 def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
-    """What the kernel's PARTS stands for. Few sizes, so that few kernels need to be compiled."""
+    """The kernel's PARTS. Few distinct values, so that few kernels are compiled."""
     parts = max(4, int(triton.next_power_of_2(tuning.splits)))
     items = parts * triton.next_power_of_2(shape.group) * padded_dim(shape.head_dim)
     return parts if items <= JOINED_ITEMS * tuning.warps else 0
@@ -324,17 +325,17 @@ def decode(
     shared: SharedPrefix | None = None,
     listed: Tensor | None = None,
 ) -> None:
-    """Attention of the rows that have exactly one query; other rows are left alone. `all_single` says there are none
-    of those. With `shared`, whose part has been computed, a row's keys begin where the shared ones end.
+    """Attention of the rows with exactly one query; other rows are skipped, `all_single` says there are none. With
+    `shared`, whose partial results have been computed, a row's keys start where the shared prefix ends.
 
-    `listed` int32 [LIST_COLUMNS, n] are those rows, each in at most `tuning.splits` parts."""
+    `listed` int32 [LIST_COLUMNS, n]: these rows as a list, each in at most `tuning.splits` parts."""
     num_rows = rows.seq_lens.shape[0]
     if shared is not None and (tuning.splits > 1 or window or listed is not None):
-        raise ValueError("a shared prefix goes with neither splits nor a window nor a list")
+        raise ValueError("a shared prefix cannot be combined with splits, a window or a list of rows")
     if tuning.swap and format_of(kv) != "plain":
-        raise ValueError("keys go along the longer side of the matrix unit only from a plain cache")
+        raise ValueError("swapped operands need a plain KV cache")
     if tuning.splits > MOST_SPLITS:
-        raise ValueError(f"{tuning.splits} splits are more than {MOST_SPLITS}")
+        raise ValueError(f"{tuning.splits} splits per row, at most {MOST_SPLITS} are supported")
     if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
         raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
     grid = (num_rows, tuning.splits) if listed is None else (listed.shape[1], 1)

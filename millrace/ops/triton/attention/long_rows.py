@@ -1,5 +1,6 @@
-"""What the library's attention of long prompts (`ops/attention/long_rows.py`) needs around it: a row's keys and values
-out of their pages, and two attentions over different keys as one.
+"""Kernels around cuDNN's attention of long prompt chunks (`ops/attention/long_rows.py`).
+
+One gathers a row's keys and values from their blocks, one combines attention over two disjoint sets of keys.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton.attention.parts import (
+from millrace.ops.triton.attention.paged_kv import (
     HeadShape,
     PagedRows,
     _blocks_of,
@@ -30,7 +31,7 @@ def _contiguous_kernel(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr, BS: tl.constexpr,
     ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (keys, kv head, keys or values): from the row's pages to [2, kv heads, keys, D]."""
+    """Program (keys, KV head, keys or values): from the row's blocks to [2, KV heads, keys, D]."""
     keys = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     kind = tl.program_id(2).to(tl.int64)
@@ -64,7 +65,7 @@ def _join_kernel(
     one_ptr, one_lse, two_ptr, two_lse, out_ptr, num_queries, one_token, one_head, two_token, two_head,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (queries, head): two attentions over different keys become one over both. Weights are natural logs."""
+    """Program (queries, head): combine attention over two sets of keys. Log-sum-exps are natural logarithms."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     inside = i < num_queries
@@ -81,7 +82,7 @@ def _join_kernel(
 
 
 def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, shape: HeadShape, dtype: torch.dtype) -> Tensor:
-    """Keys and values of one row out of their pages: [2, kv_heads, keys, head_dim]."""
+    """Keys and values of one row, gathered from their blocks: [2, kv_heads, keys, head_dim]."""
     items, _, k_scales, v_scales = cache_pointers(kv)
     out = torch.empty((2, shape.num_kv_heads, num_keys, shape.head_dim), dtype=dtype, device=kv.device)
     block = 64
@@ -95,7 +96,8 @@ def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, shape: H
 
 
 def join(one: Tensor, one_lse: Tensor, two: Tensor, two_lse: Tensor, out: Tensor) -> None:
-    """Attentions [heads, n, head_dim] with log-sums [heads, n], over disjoint keys, into out [n, heads · head_dim]."""
+    """Combine attention results [heads, n, head_dim] over disjoint keys, with their log-sum-exps [heads, n], into `out`
+    [n, heads · head_dim]."""
     heads, num_queries, head_dim = one.shape
     block = 16
     _join_kernel[(triton.cdiv(num_queries, block), heads)](

@@ -1,10 +1,9 @@
 """The first half of a gated MLP for many rows in one kernel: act(x Wg^T) · (x Wu^T), with Wg above Wu in one weight.
 
-In two, by the library's product and the activation's kernel, gates and ups are written to memory and read again: a
-twentieth of the time, and of the power that binds such a product. Here each program goes through output tiles, its
-operands in a ring (`operand_ring.py`). Gates and ups are two halves of one right operand, so that a thread ends with
-both numbers of each pair, and the activation needs nobody else's. While it is computed, the ring fills with the next
-tile's operands.
+As two kernels, cuBLASLt's product and the activation, gates and ups are written to memory and read again: 5% of the
+time and of the power that limits such a product. This is a persistent kernel: each program walks through output tiles
+with its operands in a ring (`operand_ring.py`). Gates and ups are two halves of one right operand, so each thread ends
+up with both numbers of a pair and computes the activation alone, while the ring fills with the next tile's operands.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from millrace.ops.triton.gemm.operand_ring import (
     FETCHING_REGISTERS,
     MULTIPLYING_WARPS,
-    all_warps_here,
+    block_barrier,
     describe,
     load_tile,
     make_barriers,
@@ -30,14 +29,14 @@ from millrace.ops.triton.gemm.operand_ring import (
 from millrace.ops.tuning.load import num_multiprocessors
 
 STAGES, BLOCK_K = 4, 64
-"""Tiles in the ring, and inputs in each."""
+"""Stages of the ring, and inputs per stage."""
 GROUP = 16
-"""Tiles of rows that are taken together, so that what they share is still in the L2 cache."""
+"""Row tiles processed together, so that the weights they share are still in L2."""
 
 
 @gluon.jit
 def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """Row and column of a tile: down through GROUP rows of tiles, then to the next column."""
+    """Row and column of a tile: down through GROUP tile rows, then the next column."""
     in_group = GROUP * tiles_n
     first = tile // in_group * GROUP
     height = gl.minimum(tiles_m - first, GROUP)
@@ -65,7 +64,7 @@ def _fetch(
 
 @gluon.jit
 def _activate(x, GELU: gl.constexpr):
-    """x times a sigmoid, with the quick reciprocal: its error is far below that of bfloat16."""
+    """x times a sigmoid, with the approximate reciprocal: its error is far below bfloat16's."""
     scaled = x
     if GELU:
         scaled = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -90,10 +89,10 @@ def _multiply(
         gates, ups = done.reshape((BLOCK_M, 2, BLOCK_N)).permute((0, 2, 1)).split()
         result = (_activate(gates, GELU) * ups).to(gl.bfloat16)
         tma.store_wait(0)
-        all_warps_here()
+        block_barrier()
         staging.store(result)
         fence_async_shared()
-        all_warps_here()
+        block_barrier()
         store_tile(out_desc, [m * BLOCK_M, n * BLOCK_N], staging)
     tma.store_wait(0)
 
@@ -127,7 +126,7 @@ def gated_many_kernel(
 
 def gated_many(x: Tensor, weight: Tensor, activation: str, tile: tuple[int, int]) -> Tensor:
     """[T, K] and [2 N, K], gates above ups, both bfloat16 -> [T, N]. K and N are multiples of 8, and the activation is
-    silu or gelu_tanh. `tile`: rows and outputs, 128 × 128 or 256 × 64, which is what a multiprocessor can hold."""
+    silu or gelu_tanh. `tile`: (rows, outputs), 128 × 128 or 256 × 64: what fits a multiprocessor."""
     tile_rows, tile_outputs = tile
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2

@@ -1,10 +1,10 @@
-"""The head's product and the greatest logit of each row in one kernel, without the logits ever being in memory.
+"""The LM head's product and the greatest logit of each row in one kernel: logits are never written to memory.
 
-By the library's product and a kernel that reads its result, 256 rows of 151,936 float32 logits are 155 MB written and
-read again. Here a program keeps to one tile of rows and goes through tiles of the vocabulary, its operands in a
-ring (`operand_ring.py`). The tokens of a tile are along the side of the matrix unit whose results are all in a few
-threads, so that each thread finds the greatest of its own, and what a row has seen so far is one number and one token.
-A second, small kernel picks among the programs.
+With cuBLASLt's product and a kernel that reads its result, 256 rows of 151,936 float32 logits are 155 MB written and
+read again. In this persistent kernel a program keeps one tile of rows and walks through tiles of the vocabulary, its
+operands in a ring (`operand_ring.py`). Tokens lie along the side of the matrix instruction whose results are in few
+threads: each thread finds its own maximum, and a row's state is one logit and one token. A second, small kernel picks
+among the programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from millrace.ops.tuning.load import num_multiprocessors
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """Rows and tokens of a tile, and how many tiles of operands are in the ring."""
+    """Rows and tokens of a tile, and stages of the operand ring."""
 
     rows: int
     tokens: int
@@ -72,7 +72,7 @@ def _multiply(
     step = 0
     for n in range(gl.program_id(0) // tiles_m, tiles_n, gl.num_programs(0) // tiles_m):
         done, step = multiply_tile(xs, ws, full, empty, step, K, ROWS, TOKENS, BLOCK_K, STAGES, layout)
-        # The first among equals; what is no number is less than any.
+        # The first among equals; NaN is less than any number.
         at = n * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
         logits = gl.where((at < vocab)[None, :] & (done == done), done, float("-inf"))
         top = gl.max(logits, 1)
@@ -128,9 +128,9 @@ def _pick_kernel(
 
 
 def greedy_head(hidden: Tensor, weight: Tensor, tile: HeadTile, to: DrawnTokens, vocab_size: int) -> None:
-    """The token with the greatest logit of each of the hidden states [n, K], by the head's `weight` [N, K], both
-    bfloat16 and contiguous, K a multiple of HEAD_INPUTS. Of the N tokens the first `vocab_size` count, of equal ones
-    the first, and what is no number counts as -inf."""
+    """The token with the greatest logit for each hidden state [n, K], with the LM head's `weight` [N, K], both bfloat16
+    and contiguous, K a multiple of HEAD_INPUTS. Only the first `vocab_size` of the N tokens count; the first wins among
+    equals, and NaN counts as -inf."""
     count, inputs = hidden.shape
     tiles_m, tiles_n = triton.cdiv(count, tile.rows), triton.cdiv(vocab_size, tile.tokens)
     each = max(1, min(num_multiprocessors(hidden.device) // tiles_m, tiles_n))
@@ -147,7 +147,7 @@ def greedy_head(hidden: Tensor, weight: Tensor, tile: HeadTile, to: DrawnTokens,
 
 
 def pick(best: Tensor, token: Tensor, to: DrawnTokens) -> None:
-    """Of each row's greatest logits [programs, n or more] and their tokens the greatest; of equal ones the first."""
+    """The greatest of each row's logits [programs, n or more] and its token; the first token among equals."""
     programs, width = best.shape
     _pick_kernel[(len(to.rows),)](
         best, token, to.rows, to.out, to.out_start, to.last_tokens, programs, width,

@@ -1,4 +1,4 @@
-"""Kernels of the matrix products with few rows. `gemm.py` beside this says what they are and launches them."""
+"""Kernels of the matrix products with few rows; `product.py` explains and launches them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _finish(
     acc, bias_ptr, x_scale_ptr, w_scale_ptr, rows, cols, M, columns, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
     ROW_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Scales and bias of a tile whose elements belong to `rows` and `cols` of the output."""
+    """Apply scales and bias to a tile whose elements are at `rows` and `cols` of the output."""
     if ROW_SCALED:
         acc = acc * tl.load(x_scale_ptr + rows, mask=rows < M, other=0.0)
     if SCALED:
@@ -36,7 +36,7 @@ def _finish(
 
 @triton.jit
 def _prefetch(w_ptr, n_ids, K, k_begin, k_end, depth, ITEM: tl.constexpr):
-    """Bring the first `depth` inputs of each weight row's part towards the L2 cache: whole 16 bytes of them."""
+    """Prefetch the first `depth` inputs of each weight row's part into L2, in multiples of 16 bytes."""
     size = tl.maximum(tl.minimum(k_end - k_begin, depth) * ITEM // 16, 1) * 16
     pointers = w_ptr + n_ids.to(tl.int64) * K + tl.minimum(k_begin, K - 16 // ITEM)
     tl.inline_asm_elementwise(
@@ -47,8 +47,8 @@ def _prefetch(w_ptr, n_ids, K, k_begin, k_end, depth, ITEM: tl.constexpr):
 
 @triton.jit
 def _prefetch_lines(w_ptr, n_ids, K, DEPTH: tl.constexpr, LINE: tl.constexpr):
-    """The same for the first DEPTH inputs, a line of LINE inputs per thread. For tiles of few rows: all threads would
-    repeat the one order that fetches a row whole."""
+    """Prefetch the first DEPTH inputs, one line of LINE inputs per thread. For tiles of few rows, where every thread
+    would repeat the same bulk prefetch of a whole row."""
     k_ids = tl.minimum(tl.arange(0, DEPTH // LINE) * LINE, K - 1)
     pointers = w_ptr + n_ids.to(tl.int64)[:, None] * K + k_ids[None, :]
     tl.inline_asm_elementwise(
@@ -79,7 +79,7 @@ def _load_x(x_ptr, m_ids, m_begin, k, M, K, x_stride, BLOCK_K: tl.constexpr, EVE
 
 @triton.jit
 def _load_w(w_ptr, n_ids, n_begin, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr):
-    """`n_ids` are rows that exist: those past the end repeat the last one, and their results are not stored."""
+    """`n_ids` are valid rows: those past the end repeat the last one, and their results are not stored."""
     if TMA:
         return w_ptr.load([n_begin, k])
     else:
@@ -136,24 +136,24 @@ def _write(
 
 @triton.jit
 def _leave(mine, acc, up, spots, TILE: tl.constexpr, GATED: tl.constexpr):
-    """Store this program's part of the sums, so that whoever sees it counted sees the part."""
+    """Store this program's part of the sums before the program is counted as arrived."""
     tl.store(mine + spots, acc)
     if GATED:
         tl.store(mine + TILE + spots, up)
-    # All warps have stored before one of them counts this program; the counter carries their stores along.
+    # All warps must have stored before one of them increments the counter, whose release makes the stores visible.
     tl.debug_barrier()
 
 
 @triton.jit
 def _fetch(parts_ptr, stride, part, spots, split):
-    """One part of the sums, or zeros past the last. Not a masked load: those would wait for each other."""
+    """One part of the sums, or zeros past the last. Not a masked load: those would be serialised."""
     found = tl.load(parts_ptr + tl.minimum(part, split - 1) * stride + spots, cache_modifier=".cg")
     return tl.where(part < split, found, 0.0)
 
 
 @triton.jit
 def _gather(parts_ptr, stride, like, spots, split, PARTS: tl.constexpr):
-    """All parts of the sums, added in their order. Four are fetched before the first is added, if registers allow."""
+    """All parts of the sums, added in order. Four are loaded before the first is added, if registers allow."""
     total = tl.zeros_like(like)
     if PARTS == 4:
         for first in range(0, split, 4):
@@ -179,14 +179,14 @@ def gemm_kernel(
 ):  # fmt: skip
     """out [M, N] = finish(x W^T); with ACTIVATION, act(gate) * up, where up's weights are up_offset rows later.
 
-    SUMS: "whole"; or in `split` parts, "parallel" ones by programs of their own, "serial" ones by this one.
-    EARLY: bring the first `ahead` inputs of the weight's rows, each of ITEM bytes, while the kernel before still runs.
+    SUMS: "whole"; or `split` parts, "parallel" in separate programs or "serial" in this one.
+    EARLY: prefetch the first `ahead` inputs (of ITEM bytes each) of the weight rows while the previous kernel runs.
     """
     GATED: tl.constexpr = ACTIVATION != ""
     programs = split if SUMS == "parallel" else 1
     pid = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
-    # Programs that share a weight tile are neighbours, so that it is read from memory once.
+    # Programs that share a weight tile are neighbours, so it is read from memory once.
     m_begin = (pid % tiles_m) * BLOCK_M
     part = (pid // tiles_m) % programs
     tile_n = pid // (tiles_m * programs)
@@ -209,7 +209,7 @@ def gemm_kernel(
     else:
         rows, cols = m_ids[:, None], n_ids[None, :]
     if SUMS == "parallel":
-        # Parts are whole tiles, one behind the other, whatever hangs over the edge of the output.
+        # Parts are stored as whole tiles, one after the other, including what lies past the edge of the output.
         TILE: tl.constexpr = BLOCK_M * BLOCK_N
         SIDE: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
         spots = tl.arange(0, TILE // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
@@ -247,9 +247,10 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr, EVEN_K: tl.constexpr,
     EARLY: tl.constexpr, ITEM: tl.constexpr, SHARED_X: tl.constexpr,
 ):  # fmt: skip
-    """As gemm_kernel for one or two rows: products stay where their weights are, and are summed after the loop.
+    """As gemm_kernel, for one or two rows: products stay in the registers of their weights and are summed after the
+    loop.
 
-    SHARED_X: x is fetched and widened once for all rows of the tile, not for each of them by the threads that hold it.
+    SHARED_X: x is loaded and converted once for all weight rows of the tile, not by every thread that needs it.
     """
     GATED: tl.constexpr = ACTIVATION != ""
     n_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -262,7 +263,7 @@ def gemv_kernel(
     wait_for_previous_kernel(EARLY)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up, acc_second, acc_second_up = acc, acc, acc
-    # Addressed by the whole tile, each thread fetches the inputs of its own weights.
+    # Addressed by the whole tile, each thread loads the inputs of its own weights.
     same_x = tl.zeros([1 if SHARED_X else BLOCK_N, BLOCK_K], tl.int32)
     for k in range(0, K, BLOCK_K):
         w = _load_w(w_ptr, safe_ids, 0, k, K, BLOCK_K, EVEN_K, False).to(tl.float32)

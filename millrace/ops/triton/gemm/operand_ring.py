@@ -1,8 +1,8 @@
-"""Products of many rows on Hopper, written in Gluon, Triton's lower level, since Triton itself gives no role to single
-warps on this chip: what such kernels have in common.
+"""Shared code of the warp-specialised matrix products for many rows on Hopper.
 
-A program's warps have two roles. One fetches tiles of both operands into a ring in shared memory, eight multiply them.
-That one tells by `full` that a stage has arrived, those that multiply by `empty` that it may be filled anew.
+Written in Gluon, Triton's lower level, because Triton does not specialise warps on this GPU. One warp of a program
+loads tiles of both operands into a ring in shared memory, eight multiply them. The barrier `full` of a stage says that
+its tiles have arrived, `empty` that it may be filled again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 MULTIPLYING_WARPS = 8
 FETCHING_REGISTERS = 24
 
-# What later versions of Triton than 3.6 call otherwise.
-all_warps_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Renamed in Triton versions after 3.6.
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr):
-    """`full` and `empty`, one of each for every stage."""
+    """The barriers `full` and `empty` of every stage."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -46,7 +46,7 @@ def make_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def stage_to_fill(full, empty, step, num_bytes, STAGES: gl.constexpr):
-    """The stage that the step's tiles go to, once it is empty, and the barrier at which so many bytes arrive."""
+    """(stage for the step's tiles, once it is empty; the barrier on which `num_bytes` arrive)"""
     stage = step % STAGES
     arrived = full.index(stage)
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -59,19 +59,19 @@ def multiply_tile(
     xs, ws, full, empty, step, K,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The product of a tile of rows and one of columns over all K inputs, and the step that comes after its last."""
+    """(product of a row tile and a column tile over all K inputs, the step after its last)"""
     sums = warpgroup_mma_init(gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT))
     for k in range(0, K, BLOCK_K):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         sums = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), sums, is_async=True)
-        # All but the newest product are done: the stage before this one is free once every warp is here.
+        # All but the newest product are done: the previous stage is free once every warp has arrived here.
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
-        all_warps_here()
+        block_barrier()
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
         step += 1
     done = warpgroup_mma_wait(0, deps=[sums])
-    all_warps_here()
+    block_barrier()
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
     return done, step
 

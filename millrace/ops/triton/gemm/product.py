@@ -1,17 +1,16 @@
 """Matrix products with few rows: y = x W^T, with W [N, K] as it is stored.
 
-With few rows a product is nothing but reading the weight: what matters is bytes in flight and enough programs. `Tiles`
-says how a product is cut; `gemm_table` holds what was measured to be best. One program computes a tile of the output,
-or, split along K, a part of every sum of it. The parts go to a float32 workspace; the program that arrives last adds
-them up in a fixed order, so that the result does not depend on which one that is, and sets the tile's counter back to
-zero for the next launch.
+With few rows the time goes into reading the weight: what matters is bytes in flight and enough programs. `Tiles` says
+how a product is cut; `choice.py` looks the fastest ones up. One program computes a tile of the output or, with split K,
+a part of every sum in it. Parts go to a float32 workspace; the last program to arrive adds them in a fixed order, so
+the result does not depend on which one that is, and resets the tile's counter to zero for the next launch.
 
-Beside a weight in eight bits x has a scale per row; or it is in the model's dtype, which only the kind gemv takes.
+With an FP8 weight, x is FP8 with a scale per row, or in the model's dtype, which only gemv takes.
 
 Kinds:  gemv      no matrix unit: products in registers, summed along K at the end; one or two rows.
-        dot       x is the left operand; the tile of rows has 16 or more.
-        swap      W is the left operand: Hopper's wide instruction takes 64 rows of the left operand, and W has them.
-        …_tma     operands are fetched by the tensor memory unit.
+        dot       x is the left operand; a tile has 16 rows or more.
+        swap      W is the left operand: Hopper's warpgroup instruction needs 64 rows on the left, and W has them.
+        …_tma     operands are loaded by the tensor memory accelerator (TMA).
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ Kind = Literal["gemv", "dot", "swap", "dot_tma", "swap_tma"]
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one product is cut: the tile of one program in rows, outputs and inputs, and how it is run."""
+    """How one product is cut: rows (m), outputs (n) and inputs (k) of one program's tile, and how it runs."""
 
     kind: Kind
     m: int
     n: int
     k: int
     split: int = 1
-    """Into how many parts the sums over K are cut."""
+    """Parts that the sums over K are split into."""
     warps: int = 4
     stages: int = 4
     pdl: bool = False
-    """Start while the kernel before still runs, fetch weights, and wait for it only before x is read."""
+    """Programmatic dependent launch: start while the previous kernel runs, prefetch weights, wait before reading x."""
     ahead: int = 1
-    """How many tiles of its weights an early program fetches before it waits."""
+    """With pdl: tiles of weights a program prefetches before it waits."""
     shared_x: bool = False
-    """gemv: fetch x once for all rows of a tile."""
+    """gemv: load x once for all weight rows of a tile."""
     parallel: bool = True
-    """Whether the parts of the sums are programs of their own. If not, one program computes them one after the other;
-    the result is the same, bit for bit."""
+    """True if each part of a split sum has its own program; otherwise one program computes them in order. The result is
+    the same, bit for bit."""
 
     def count(self, rows: int, outputs: int) -> int:
-        """Tiles of the output."""
+        """Number of output tiles."""
         return -(-rows // self.m) * -(-outputs // self.n)
 
     def takes(self, rows: int) -> bool:
@@ -63,15 +62,14 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What the operands were divided by: one number for each row of x, None where x is not in eight bits; and one for
-    each output."""
+    """Scales of the operands: one per row of x (None if x is not FP8), and one per output of the weight."""
 
     x: Tensor | None
     weight: Tensor
 
 
 def new_counters(count: int, device: torch.device) -> Tensor:
-    """Counters for a split product: all zero between launches. Products that may run at once need their own."""
+    """Counters of a split product, zero between launches. Products that may run concurrently need separate ones."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
@@ -89,7 +87,7 @@ def multiply(
 ) -> Tensor:
     """[T, K] and [N, K] -> [T, N]. With an activation the weight's rows are gates, then ups: act(gate) * up [T, N / 2].
 
-    `counters` is needed where the tiles are split and parallel: at least `tiles.count(T, outputs)` of them.
+    `counters` are needed if the tiles are split and parallel: at least `tiles.count(T, outputs)` of them.
     """
     outputs = weight.shape[0] // (2 if activation else 1)
     if out is None:
@@ -99,7 +97,7 @@ def multiply(
 
 
 class _Launch:
-    """One product's operands, and what its kernel is told about them."""
+    """One product's operands, and the kernel arguments that describe them."""
 
     def __init__(
         self,
@@ -143,7 +141,7 @@ class _Launch:
         return {**options, "launch_pdl": True} if tiles.pdl else options
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bias and scales; where there are none, any tensor, which the kernel does not read."""
+        """Bias and scales; where one is missing, any tensor: the kernel does not read it."""
         out, scales = self.out, self.scales
         x_scale = out if scales is None or scales.x is None else scales.x
         return out if self.bias is None else self.bias, x_scale, out if scales is None else scales.weight
@@ -152,7 +150,7 @@ class _Launch:
         rows, outputs = self.out.shape
         tiles = self.tiles
         if rows > 2:
-            raise ValueError(f"the kind gemv takes one or two rows, not {rows}")
+            raise ValueError(f"tiles of kind gemv take one or two rows, not {rows}")
         kernels.gemv_kernel[(-(-outputs // tiles.n),)](
             self.x,
             self.weight,
@@ -171,7 +169,7 @@ class _Launch:
     def _gemm(self) -> None:
         tiles, (rows, outputs) = self.tiles, self.out.shape
         if self.weight.dtype == FP8 and self.x.dtype != FP8:
-            raise ValueError(f"beside a weight in eight bits the kind {tiles.kind} takes no rows in {self.x.dtype}")
+            raise ValueError(f"with an FP8 weight, tiles of kind {tiles.kind} need FP8 rows, not {self.x.dtype}")
         tma = tiles.kind.endswith("_tma")
         left, right = _descriptors(self.x, self.weight, tiles) if tma else (self.x, self.weight)
         partial, programs = self._parts()
@@ -201,29 +199,29 @@ class _Launch:
         )
 
     def _parts(self) -> tuple[Tensor, int]:
-        """Room for the parts of split sums, and how many programs compute them."""
+        """Workspace for the parts of split sums, and the number of programs that compute them."""
         tiles, (rows, outputs) = self.tiles, self.out.shape
         if tiles.split == 1 or not tiles.parallel:
             return self.out, 1
         count = tiles.count(rows, outputs)
         if self.counters is None or self.counters.shape[0] < count:
-            raise ValueError(f"a product split over {count} tiles needs as many counters")
+            raise ValueError(f"a split product of {count} tiles needs {count} counters")
         size = count * tiles.split * (2 if self.activation else 1) * tiles.m * tiles.n
         return torch.empty(size, dtype=torch.float32, device=self.x.device), tiles.split
 
 
 def _parts_ahead(tiles: Tiles) -> int:
-    """How many parts of a sum to fetch at a time: four, where they take at most 128 registers of a thread."""
+    """Parts of a sum to load at a time: four if they take at most 128 registers per thread."""
     return 4 if tiles.m * tiles.n <= 32 * 32 * tiles.warps else 1
 
 
 def _row_stride(x: Tensor) -> int:
-    """Between two rows; that of a single row may be anything, and counts as its length."""
+    """Distance between rows. A single row may have any stride; its length is used."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether the tensor memory unit can address it: rows that start at whole 16 bytes."""
+    """True if TMA can address it: rows start at multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and _row_stride(x) * x.element_size() % 16 == 0
 
 

@@ -1,10 +1,10 @@
-"""The mixture of experts in Triton: routing, and the experts' two matrix products with all that lies between.
+"""Mixture of experts: routing, the experts' two matrix products and what lies between. Launches the kernels.
 
-Which experts are chosen is known only on the device, so grids have the largest size that the number of tokens allows
-and programs without work return at once. Two ways, by the number of slots (tokens × top_k):
-- vector: a slot or a token per program, no grouping; weights chosen twice are read twice;
-- table: tiles of slots with one expert, after every expert's slots have been listed by the kernel that routes or, where
-  choices come from elsewhere, by one of its own.
+The chosen experts are known only on the device, so grids have the largest size that the number of tokens allows, and
+programs without work return at once. Two methods, by the number of slots (tokens × top_k):
+- vector: one slot or token per program, no grouping; the weights of an expert chosen twice are read twice;
+- table: tiles of slots that chose one expert. The routing kernel lists each expert's slots in a table; if the choices
+  come from elsewhere, a kernel of its own does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from millrace.ops.triton.moe import joint_kernels, kernels, route_kernels
 from millrace.ops.triton.moe.config import Gpu, MoeConfig, MoeShape, Tile, config_for, fit, gpu_of, power_of_two
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-LOOKS = 1 << 22
-"""A program of the down product looks so often for the end of those it needs: some seconds."""
+MAX_POLLS = 1 << 22
+"""How often a program of the down product polls for the gated product it depends on: some seconds."""
 SHARE_AHEAD = 1 << 18
-"""Bytes of weights that one program asks for before the choices are known."""
+"""Bytes of weights that one program prefetches before the choices are known."""
 
 
 def _pdl_options(device: torch.device, pdl: bool = True) -> dict[str, bool]:
@@ -34,18 +34,18 @@ def _pdl_options(device: torch.device, pdl: bool = True) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where the programs of a grouped product find their slots."""
+    """The slots of each expert, for the programs of a grouped product."""
 
     slots: int
     top_k: int
     counts: Tensor
-    """How many slots each expert has."""
+    """[E]: number of slots per expert."""
     table: Tensor
-    """[E, tokens]: the slots of each expert. A token chooses an expert at most once."""
+    """[E, tokens]: slots of each expert. A token chooses an expert at most once."""
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """As the reference, with int32 ids; among equal logits the lower expert is chosen, and comes, first."""
+    """As the reference, with int32 ids; among equal logits the lower expert comes first."""
     weights, ids, _ = _route(logits, top_k, renormalise, None)
     return weights, ids
 
@@ -53,8 +53,8 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
 def route_and_group(
     logits: Tensor, top_k: int, renormalise: bool, counts: Tensor, gate_up: Tensor | None = None, ahead: int = 0
 ) -> tuple[Tensor, Groups]:
-    """The weights of all choices, and their slots by experts. `counts` [E] are zero, and whoever has no more use for
-    the groups sets them back to zero. `ahead`: bytes of gate_up to ask for meanwhile and while the router runs."""
+    """The weights of all choices, and their slots grouped by expert. `counts` [E] must be zero; the last user of the
+    groups resets them. `ahead`: bytes of gate_up to prefetch meanwhile and while the router runs."""
     weights, _, table = _route(logits, top_k, renormalise, counts, gate_up, ahead)
     return weights, Groups(weights.numel(), top_k, counts, table)
 
@@ -68,7 +68,7 @@ def _route(
     ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, ids, table); without counts the table is not filled."""
-    # What asks for weights came with the same GPUs as early starts.
+    # The prefetch instruction exists on the same GPUs as programmatic dependent launch.
     asks = gate_up is not None and _pdl_options(logits.device)["EARLY"]
     shares = min(ahead, gate_up.nbytes) // SHARE_AHEAD if gate_up is not None and asks else 0
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -120,7 +120,7 @@ def group(ids: Tensor, num_experts: int, pdl: bool = False) -> Groups:
 
 
 def most_tiles(slots: int, num_experts: int, rows: int) -> int:
-    """The most tiles of up to `rows` slots of one expert that this many slots can need."""
+    """Upper bound on the tiles of up to `rows` slots of one expert that this many slots need."""
     groups = min(slots, num_experts)
     return (slots + groups * (rows - 1)) // rows
 
@@ -128,8 +128,8 @@ def most_tiles(slots: int, num_experts: int, rows: int) -> int:
 def grouped_product(
     x: Tensor, w: Tensor, groups: Groups, kind: Activation | None, tile: Tile, pdl: bool = False
 ) -> Tensor:
-    """[slots, N] in the order of the slots. With a kind, w is [E, 2 N, K] and the result act(gate) · up, and x has a
-    row per token; without, w is [E, N, K] and x has a row per slot."""
+    """[slots, N] in slot order. With a kind, w is [E, 2 N, K], the result is act(gate) · up and x has a row per token;
+    without, w is [E, N, K] and x has a row per slot."""
     num_experts, rows, depth = w.shape
     columns = rows if kind is None else rows // 2
     out = torch.empty((groups.slots, columns), dtype=x.dtype, device=x.device)
@@ -165,8 +165,7 @@ def grouped_product(
 def joint_products(
     x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, finished: Tensor, kind: Activation, config: MoeConfig
 ) -> Tensor:
-    """[slots, H] in the order of the slots; both products in one launch. `finished` [E] are zero, and whoever knows
-    that the launch has ended sets them back to zero."""
+    """[slots, H] in slot order; both products in one launch. `finished` [E] must be zero; a later kernel resets it."""
     num_experts, hidden, inner = down.shape
     up, low = config.gate_up, config.down
     activated = torch.empty((groups.slots, inner), dtype=x.dtype, device=x.device)
@@ -197,7 +196,7 @@ def joint_products(
         UP_SWAP=up.swap,
         DOWN_SWAP=low.swap,
         AHEAD=_bytes_ahead(low, inner, x),
-        TRIES=LOOKS,
+        TRIES=MAX_POLLS,
         num_warps=up.warps,
         num_stages=min(up.stages, low.stages),
         **_pdl_options(x.device, config.pdl),
@@ -206,14 +205,14 @@ def joint_products(
 
 
 def _bytes_ahead(tile: Tile, depth: int, x: Tensor) -> int:
-    """Of each weight row; none where rows do not start at whole 16 bytes or there is no GPU to ask."""
+    """Bytes of each weight row to prefetch; 0 if rows do not start at multiples of 16 bytes, or without a GPU."""
     row = depth * x.element_size()
     return 0 if row % 16 or x.device.type != "cuda" else min(tile.ahead * tile.depth * x.element_size(), row)
 
 
 def combine(outputs: Tensor, weights: Tensor, pdl: bool = False, counts: Tensor | None = None) -> Tensor:
-    """Slots [T k, H] -> tokens [T, H], each token's k weighted and added in the order of its choices; `counts` are set
-    to zero."""
+    """Slots [T k, H] -> tokens [T, H]: each token's k slots weighted and added in the order of its choices. Resets
+    `counts` to zero."""
     tokens, top_k = weights.shape
     hidden = outputs.shape[1]
     out = torch.empty((tokens, hidden), dtype=outputs.dtype, device=outputs.device)
@@ -255,7 +254,7 @@ def vector_gate_up(x: Tensor, w: Tensor, ids: Tensor, kind: Activation, tile: Ti
 
 
 def vector_down(hidden: Tensor, w: Tensor, weights: Tensor, ids: Tensor, tile: Tile) -> Tensor:
-    """Weighted and added over each token's choices: slots [T k, I] -> tokens [T, H]."""
+    """The down product, weighted and added over each token's choices: slots [T k, I] -> tokens [T, H]."""
     tokens, top_k = ids.shape
     out = torch.empty((tokens, w.shape[1]), dtype=hidden.dtype, device=hidden.device)
     kernels.vector_down_kernel[(tokens, triton.cdiv(w.shape[1], tile.columns))](
@@ -322,8 +321,8 @@ def routed_experts(
     config: MoeConfig | None = None,
     gpu: Gpu | None = None,
 ) -> Tensor | Unsummed:
-    """`experts` of what `route` chooses, where there are groups not yet summed. `counters` [2, E] are zero between
-    calls, whose results have been summed; calls that may run at once need their own."""
+    """`route`, then `experts`; grouped results are left unsummed. `counters` [2, E] must be zero; summing the result
+    resets them. Calls that may run concurrently need separate counters."""
     tokens = logits.shape[0]
     if tokens == 0:
         return torch.empty_like(x)
@@ -342,5 +341,5 @@ def routed_experts(
 
 
 def summed(parts: Tensor | Unsummed, pdl: bool = True) -> Tensor:
-    """[T, H], by a kernel of its own where a sum is left to do."""
+    """[T, H]; an extra kernel adds an Unsummed."""
     return parts if isinstance(parts, Tensor) else combine(parts.outputs, parts.weights, pdl, parts.counters)

@@ -1,8 +1,8 @@
-"""Both matrix products of a mixture of experts in one launch: no gap, no ramp and no tail between them.
+"""Both matrix products of a mixture of experts in one launch: no idle time between them.
 
-Programs of the gated product come first. A program of the down product needs those of its own expert alone, which
-began long before it and which it waits for by a counter. Programs start in the order of their numbers, so whoever is
-waited for already runs.
+Programs of the gated product come first. A program of the down product depends only on those of its own expert, which
+started long before; it polls a counter until they are done. Programs start in the order of their ids, so those it waits
+for are already running.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from millrace.ops.triton.moe.kernels import find_tile, prefetch, tile_product, w
 
 @triton.jit
 def _wait_until(counter, enough, TRIES: tl.constexpr):
-    """Until the counter has reached `enough`, and what was written before it did can be read. After TRIES looks, each
-    the better part of a microsecond, a wrong result is preferred to a GPU that never comes back."""
+    """Wait until the counter reaches `enough` and the writes before it are visible. Gives up after TRIES polls, each
+    most of a microsecond: a wrong result is better than a hung GPU."""
     seen = tl.atomic_add(counter, 0, sem="acquire")
     tries = 1
     while (seen < enough) & (tries < TRIES):
@@ -54,10 +54,11 @@ def joint_kernel(
     TRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """activated[slot] = act(gate) · up of x[slot // TOP_K], then out[slot] = activated[slot] · down, a tile a program.
+    """activated[slot] = act(gate) · up of x[slot // TOP_K], then out[slot] = activated[slot] · down; one tile per
+    program.
 
-    `finished` [EXPERTS] counts each expert's programs of the gated product that have ended, and is zero before.
-    AHEAD: bytes of every down weight row that are asked for before the wait.
+    `finished` [EXPERTS], initially zero, counts the finished programs of the gated product per expert.
+    AHEAD: bytes of every down weight row to prefetch before the wait.
     """
     UP_TILES: tl.constexpr = (INNER + UP_N - 1) // UP_N
     DOWN_TILES: tl.constexpr = (HIDDEN + DOWN_N - 1) // DOWN_N
@@ -75,7 +76,7 @@ def joint_kernel(
     wanted = first + tl.arange(0, BLOCK_M)
     real = wanted < count
     slots = tl.load(table + expert.to(tl.int64) * capacity + wanted, mask=real, other=0)
-    # Should a step have been broken off between counting and zeroing, the table has holes: nothing outside is touched.
+    # If a step was aborted before the counts were reset, the table has gaps: clamp, to stay inside the buffers.
     slots = tl.minimum(tl.maximum(slots, 0), num_slots - 1)
     if is_up:
         column = (place % UP_TILES) * UP_N
@@ -84,7 +85,7 @@ def joint_kernel(
             x, up_starts, activated, slots, real, column, TOP_K, INNER, HIDDEN, 2, KIND,
             BLOCK_M, UP_N, UP_K, UP_SWAP, "",
         )  # fmt: skip
-        # All warps have stored before one of them counts this program; the counter carries their stores along.
+        # All warps must have stored before one of them increments the counter, whose release makes the stores visible.
         tl.debug_barrier()
         tl.atomic_add(finished + expert, 1, sem="release")
     else:

@@ -1,6 +1,6 @@
-"""Kernels of the mixture of experts. `moe.py` beside this launches them; a *slot* is one choice of one token.
+"""Kernels of the mixture of experts; `experts.py` launches them. A *slot* is one choice of one token.
 
-Slot s belongs to token s // top_k. Everything between the two matrix products is indexed by slot, so nothing is ever
+Slot s belongs to token s // top_k. Everything between the two matrix products is indexed by slot, so nothing is
 permuted: programs gather the rows of their expert and scatter the results back to the same slots.
 """
 
@@ -27,8 +27,7 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which expert's rows tile number `tile` holds: (expert, first row, rows of the expert); past the last tile the
-    expert is EXPERT_BLOCK."""
+    """(expert, first row, rows of the expert) of tile number `tile`; past the last tile the expert is EXPERT_BLOCK."""
     experts = tl.arange(0, EXPERT_BLOCK)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(tiles, 0)
@@ -41,7 +40,7 @@ def find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _find_rows(counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, slots [BLOCK_M], which of them are real) of a tile; past the last tile the expert is EXPERTS or more."""
+    """(expert, slots [BLOCK_M], mask of real ones) of a tile; past the last tile the expert is EXPERTS or more."""
     experts = tl.arange(0, EXPERT_BLOCK)
     sizes = tl.minimum(tl.load(counts + experts, mask=experts < EXPERTS, other=0), capacity)
     expert, first, count = find_tile(sizes, tile, EXPERT_BLOCK, BLOCK_M)
@@ -64,13 +63,13 @@ def _product(
     SWAP: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """float32 [BLOCK_M, WIDTH] from the rows at these pointers; those of `a` that are not real count as zeros."""
+    """float32 [BLOCK_M, WIDTH]: product of the rows at these pointers; rows of `a` that are not real count as zeros."""
     if SWAP:
         acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for k in range(0, K, BLOCK_K):
-        # Weights first: where the rows of `a` are is known a little later.
+        # Weights first: the addresses of the rows of `a` are known a little later.
         if K % BLOCK_K == 0:
             b = tl.load(b_rows + k, eviction_policy=EVICT)
             a = tl.load(a_rows + k, mask=real[:, None], other=0.0)
@@ -89,7 +88,7 @@ def _product(
 
 @triton.jit
 def prefetch(rows, BYTES: tl.constexpr):
-    """Bring the first BYTES of the weight rows at these pointers towards the L2 cache."""
+    """Prefetch the first BYTES of the weight rows at these pointers into L2."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -102,7 +101,7 @@ def prefetch(rows, BYTES: tl.constexpr):
 
 @triton.jit
 def prefetch_kept(rows, BYTES: tl.constexpr):
-    """The same, and they are the last to leave the cache, whatever streams through it before they are read."""
+    """As prefetch, with the evict-last policy: they stay in L2 until they are read."""
     tl.inline_asm_elementwise(
         "{ .reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;"
         " cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], $2, kept; mov.u32 $0, 0; }",
@@ -118,7 +117,7 @@ def prefetch_kept(rows, BYTES: tl.constexpr):
 def weight_starts(
     w, expert, first_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr
 ):
-    """Where the weight rows of BLOCK_N columns begin. With two halves, gate rows before up rows in memory, row 2 i of
+    """Pointers to the weight rows of BLOCK_N columns. With two halves (gate rows before up rows in memory), row 2 i of
     the tile is gate row i and row 2 i + 1 is up row i: neighbours in one thread's registers."""
     places = tl.arange(0, HALVES * BLOCK_N)
     index = tl.minimum(first_column + places // HALVES, N - 1) + (places % HALVES) * N
@@ -144,7 +143,7 @@ def tile_product(
     SWAP: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """out[slot] = x[slot // SLOTS_PER_ROW] · weight rows, of the real slots; with two halves act(gate) · up."""
+    """out[slot] = x[slot // SLOTS_PER_ROW] · weight rows, for the real slots; with two halves, act(gate) · up."""
     ks = tl.arange(0, BLOCK_K)
     a_rows = x + (slots // SLOTS_PER_ROW).to(tl.int64)[:, None] * K + ks[None, :]
     b_rows = b_starts[:, None] + ks[None, :]
@@ -186,10 +185,10 @@ def grouped_kernel(
     """Up to BLOCK_M slots of one expert, BLOCK_N columns of out[slot] = x[slot // SLOTS_PER_ROW] · w[expert]ᵀ.
 
     GATED: w is [E, 2 N, K], gate rows before up rows, and out is act(gate) · up; otherwise w is [E, N, K].
-    AHEAD: bytes of every weight row that are asked for before anything else is.
-    EARLY: the down product comes right after the gated one, which began after the grouping had ended: it finds its
-    rows and asks for weights before it waits for what it multiplies them with.
-    SWAP computes the transposed product, so that the weights' rows and not the few tokens fill the matrix unit.
+    AHEAD: bytes of every weight row to prefetch first.
+    EARLY: the down product follows the gated one, which started after the grouping had ended, so it may find its rows
+    and prefetch weights before it waits for its input.
+    SWAP: compute the transposed product, so that weight rows, not the few tokens, fill the matrix instruction.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // N_TILES
@@ -199,7 +198,7 @@ def grouped_kernel(
     expert, slots, real = _find_rows(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
-    # Should a step have been broken off between counting and zeroing, the table has holes: nothing outside is touched.
+    # If a step was aborted before the counts were reset, the table has gaps: clamp, to stay inside the buffers.
     slots = tl.minimum(tl.maximum(slots, 0), num_slots - 1)
     HALVES: tl.constexpr = 2 if GATED else 1
     b_starts = weight_starts(w, expert, first_column, N, K, BLOCK_N, HALVES)
@@ -220,12 +219,12 @@ def combine_kernel(
 ):  # fmt: skip
     """out[token] = Σ weight · outputs[slot] over the token's slots, added in float32 in the order of its choices.
 
-    EXPERTS: 0, or how many counts to set back to zero for the next step: those who read them have ended.
+    EXPERTS: 0, or the number of counts to reset for the next step; the kernels that read them have ended.
     """
     wait_for_previous_kernel(EARLY)
     if EXPERTS > 0:
         experts = tl.arange(0, EXPERT_BLOCK)
-        # The first program's share is all of them, the others' is none.
+        # Only the first program resets them.
         share = tl.where(tl.program_id(0) + tl.program_id(1) == 0, EXPERTS, 0)
         tl.store(counts + experts, experts * 0, mask=experts < share)
     token = tl.program_id(0).to(tl.int64)
@@ -252,7 +251,7 @@ def vector_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of one slot's act(gate) · up, by products with a vector: nothing is grouped or sorted."""
+    """BLOCK_N columns of one slot's act(gate) · up, by vector products: nothing is grouped."""
     slot = tl.program_id(0)
     expert = tl.load(ids + slot).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -291,7 +290,7 @@ def vector_down_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_N columns of one token's result: all its experts' down products, weighted and added."""
-    # Neighbouring programs are other tokens' same columns: an expert that two of them chose comes from memory once.
+    # Neighbouring programs have the same columns of other tokens: an expert chosen by two of them is read once.
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     choices = tl.arange(0, CHOICES)

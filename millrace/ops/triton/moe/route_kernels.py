@@ -1,4 +1,4 @@
-"""Kernels that route tokens to experts and group the slots of each. `moe.py` beside this launches them."""
+"""Kernels that route tokens to experts and group slots by expert; `experts.py` launches them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def route_kernel(
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token: its TOP_K largest logits, the lower expert first among equals, and their shares of the softmax.
+    """One token per program: its TOP_K largest logits, the lower expert first among equals, and their softmax weights.
 
-    GROUP: its slots are also counted for their experts, and put into those experts' rows of the table [E, capacity], in
-    whatever order tokens come; nobody's result depends on it. `counts` are zero before.
-    AHEAD: 0, or bytes of `gate_up` that each program past the last token asks for, one such share after the other: with
-    many tokens nearly every expert is chosen, and until that is known memory would have nothing to do. The first
-    `at_once` of them do so while the router still runs, which has asked for its own weights before. What comes is kept:
-    the experts' kernel would push out what it has not yet read.
+    GROUP: count its slots per expert and put them into the experts' rows of the table [E, capacity], in the order in
+    which tokens arrive; no result depends on it. `counts` must be zero.
+    AHEAD: 0, or bytes of `gate_up` that each program past the last token prefetches, one share after the other: with
+    many tokens nearly every expert is chosen, and until the choice is known memory would be idle. The first `at_once`
+    of them do so while the router still runs, which has already requested its own weights. The prefetched lines are
+    kept in L2: the experts' kernel would otherwise evict what it has not read yet.
     """
     if AHEAD > 0:
         share = tl.program_id(0) - tokens
@@ -60,7 +60,7 @@ def route_kernel(
     for choice in tl.static_range(TOP_K):
         value, index = tl.max(row, 0, return_indices=True)
         values = tl.where(choices == choice, value, values)
-        # Logits that are not numbers could elect a place past the last expert, which must not be read.
+        # NaN logits could select an index past the last expert, which must not be read.
         chosen = tl.where(choices == choice, tl.minimum(index, EXPERTS - 1), chosen)
         row = tl.where(experts == index, float("-inf"), row)
     shares = tl.exp(values - largest)
@@ -78,7 +78,8 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def group_kernel(ids, counts, table, num_slots, capacity, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """One expert: how many slots chose it, and which, in their order, in its row of the table [E, capacity]."""
+    """One expert per program: count the slots that chose it and list them, in order, in its row of the table
+    [E, capacity]."""
     wait_for_previous_kernel(EARLY)
     expert = tl.program_id(0)
     places = table + expert.to(tl.int64) * capacity

@@ -17,10 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton.sampling.filter import _bound, _candidates, _filter, _weigh_one
-from millrace.ops.triton.sampling.kernel_keys import settle_keys
-from millrace.ops.triton.sampling.measure import _measure_kernel
-from millrace.ops.triton.sampling.row_records import (
+from millrace.ops.triton.kernel_keys import settle_keys
+from millrace.ops.triton.row_records import (
     _ADJUSTED,
     _MARKS,
     _MIN_P,
@@ -32,31 +30,33 @@ from millrace.ops.triton.sampling.row_records import (
     _address,
     _field,
 )
+from millrace.ops.triton.sampling.filter import _bound, _candidates, _filter, _weigh_one
+from millrace.ops.triton.sampling.measure import _measure_kernel
 from millrace.ops.triton.sampling.values import _NO_TOKEN, _greatest, _read, _token_of, _uniform, _weight
 
 _EXACT_LOW_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Low bits of a float32 that carry nothing when the value came from this type."""
+"""Low bits of a float32 that are always zero if the value came from this dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a row is cut. Powers of two; the same for every launch over one vocabulary, or draws would depend on it."""
+    """How a row is cut into tiles and groups, in powers of two. The same for every launch: draws depend on it."""
 
     tile: int = 4096
-    """Tokens that one program of the first kernel measures, and that one pass of the second reads at once."""
+    """Tokens per program of the first kernel, and per iteration of the second."""
     group: int = 64
-    """Neighbouring tokens whose peak is noted."""
+    """Neighbouring tokens whose peak is stored."""
     capacity: int = 4096
-    """Candidates a row can have."""
+    """Most candidates of a row."""
     groups_wanted: int = 256
-    """Without top-k: how many of the greatest groups the candidates are sought in."""
+    """Without top-k: number of groups with the greatest peaks that candidates are taken from."""
     measure_warps: int = 4
     draw_warps: int = 16
 
 
 @triton.jit
 def _weigh_tiles(logits, line, length, raw_end, peak, scale, floor, masses, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """Per tile, the weight of what is kept."""
+    """Store the weight of the kept values of each tile."""
     lane = tl.arange(0, TILE)
     for start in range(0, length, TILE):
         inside = start + lane < length
@@ -68,7 +68,7 @@ def _weigh_tiles(logits, line, length, raw_end, peak, scale, floor, masses, ALIG
 
 @triton.jit
 def _first_over(cumulative, weight, target):
-    """The first place where the cumulative weight passes the target; the last of any weight if rounding hides it."""
+    """The first index where the cumulative weight exceeds the target; the last with any weight if rounding hides it."""
     place = tl.arange(0, cumulative.shape[0])
     first = tl.min(tl.where((cumulative > target) & (weight > 0), place, _NO_TOKEN), 0)
     last = tl.max(tl.where(weight > 0, place, 0), 0)
@@ -78,7 +78,7 @@ def _first_over(cumulative, weight, target):
 @triton.jit
 def _invert(logits, line, length, raw_end, peak, scale, floor, masses, noise,
             TILE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The place in the source where the cumulative distribution of what is kept passes `noise`."""
+    """The index in the source where the cumulative distribution of the kept values exceeds `noise`."""
     wide = masses.to(tl.float64)
     through = tl.cumsum(wide, 0)
     target = noise * tl.sum(wide, 0)
@@ -122,7 +122,7 @@ def _random_token(logits, columns, row, position, vocab, peaks, sums, masses, gr
                     GROUP, GROUPS, TILE, CAPACITY,
                 )  # fmt: skip
                 if count <= CAPACITY:
-                    # All that is kept is listed: by number, by the bound of min-p, or by weight.
+                    # True if every kept token is listed: by number, by the bound of min-p, or by weight.
                     whole = (top_k > 0) | ((min_p > 0) & (_bound(peak, scale, min_p) >= lowest))
                     if (whole == 0) & (min_p == 0):
                         weight = _weigh_one(logits, values, count, 0, peak, scale, lowest, ALIGN, TILE)
@@ -178,11 +178,11 @@ def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, m
 
 def draw_full(logits: Tensor, rows: Tensor, positions: Tensor, columns: Tensor, ends: Tensor, out: Tensor,
               last_tokens: Tensor, cut: Cut | None = None, out_start: Tensor | None = None) -> None:  # fmt: skip
-    """One token per row as its record in `columns` says; `out` [n] and `last_tokens[rows]`, and its line of marks. With
-    `out_start` [1] int32, which is read on the device, `out` is filled from that place on.
+    """Draw one token per row by its record in `columns`, into `out` [n] and `last_tokens[rows]`, and count it in the
+    row's `marks`. With `out_start` [1] int32, which is read on the device, `out` is filled from that offset on.
 
-    In `logits` the end tokens of rows short of their minimum length are hidden where the row has no line of adjusted
-    logits; nothing else in them is changed.
+    Masks the end tokens in `logits` for rows below their minimum length that have no buffer of adjusted logits; changes
+    nothing else in `logits`.
     """
     cut = cut or Cut()
     count, vocab = logits.shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace.ops.triton.sampling.kernel_keys import settle_keys
+from millrace.ops.triton.kernel_keys import settle_keys
 from millrace.ops.triton.sampling.values import _key, _read, _unkey, _weight
 
 _KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
@@ -17,7 +17,7 @@ _KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
 
 @triton.jit
 def _count(logits, line, length, raw_end, a, b, c, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """How many values reach a, b and c."""
+    """Number of values that are at least a, b and c."""
     lane = tl.arange(0, TILE)
     count_a = tl.zeros([TILE], tl.int32)
     count_b = tl.zeros([TILE], tl.int32)
@@ -33,7 +33,7 @@ def _count(logits, line, length, raw_end, a, b, c, ALIGN: tl.constexpr, TILE: tl
 
 @triton.jit
 def _weigh(logits, line, length, raw_end, peak, scale, a, b, c, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """The weights of the values that reach a, b and c, and how many they are."""
+    """Total weight, and number, of the values that are at least a, b and c."""
     lane = tl.arange(0, TILE)
     sum_a = tl.zeros([TILE], tl.float32)
     sum_b = tl.zeros([TILE], tl.float32)
@@ -73,9 +73,10 @@ def _weigh_one(logits, line, length, raw_end, peak, scale, floor, ALIGN: tl.cons
 
 @triton.jit
 def _kth_greatest(logits, line, length, raw_end, peak, lowest, wanted, shift, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """The `wanted`-th greatest value, or a lower one above the next: what it keeps is the same. None is under `lowest`.
+    """A threshold that keeps the `wanted` greatest values: the `wanted`-th greatest, or less but above the next. No
+    value is below `lowest`.
 
-    Keys: `low` keeps enough, `high` too few.
+    Search over keys: `low` keeps enough, `high` too few.
     """
     low = _key(lowest, shift)
     high = _key(peak, shift) + 1
@@ -96,7 +97,8 @@ def _kth_greatest(logits, line, length, raw_end, peak, lowest, wanted, shift, AL
 
 @triton.jit
 def _nucleus(logits, line, length, raw_end, peak, scale, floor, wanted, shift, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """The greatest value such that all at or over it weigh `wanted`, or a lower one above the next; `floor` if none."""
+    """The greatest threshold such that the values at or above it weigh `wanted`, or less but above the next value; at
+    least `floor`."""
     low = _key(floor, shift)
     high = _key(peak, shift) + 1
     kept = tl.full([], 0x7FFFFFFF, tl.int32)
@@ -119,7 +121,7 @@ def _nucleus(logits, line, length, raw_end, peak, scale, floor, wanted, shift, A
 
 @triton.jit
 def _nth_peak(tops, wanted, shift):
-    """The `wanted`-th greatest of a block."""
+    """The `wanted`-th greatest value of a block."""
     low = tl.full([], _KEY_OF_MINUS_INFINITY, tl.int64) >> shift.to(tl.int64)
     high = _key(tl.max(tops, 0), shift) + 1
     while high - low > 1:
@@ -133,8 +135,8 @@ def _nth_peak(tops, wanted, shift):
 @triton.jit
 def _gather(logits, line, raw_end, vocab, floor, chosen, group_list, values, ids,
             GROUP: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr):  # fmt: skip
-    """Every value of the `chosen` listed groups that reaches `floor`, with its token, in token order. How many there
-    are, which may be more than there was room for."""
+    """List every value of the `chosen` groups that is at least `floor`, with its token, in token order. Returns their
+    number, which may exceed CAPACITY."""
     lane = tl.arange(0, TILE)
     count = tl.full([], 0, tl.int32)
     for start in range(0, chosen, TILE // GROUP):
@@ -155,7 +157,8 @@ def _gather(logits, line, raw_end, vocab, floor, chosen, group_list, values, ids
 @triton.jit
 def _candidates(logits, line, raw_end, vocab, wanted, shift, group_peaks, group_list, groups, values, ids,
                 GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr):  # fmt: skip
-    """List all values that reach the `wanted`-th greatest peak of a group, `wanted` or more: that peak, how many."""
+    """List all values that are at least the `wanted`-th greatest group peak, hence `wanted` or more. Returns (that
+    peak, their number)."""
     which = tl.arange(0, GROUPS)
     tops = tl.load(group_peaks + which, mask=which < groups, other=float("-inf"))
     floor = _nth_peak(tops, wanted, shift)
@@ -171,15 +174,15 @@ def _candidates(logits, line, raw_end, vocab, wanted, shift, group_peaks, group_
 
 @triton.jit
 def _bound(peak, scale, min_p):
-    """The lowest value that min-p keeps; without min-p, something."""
+    """The lowest value that min-p keeps; meaningless without min-p."""
     return peak + tl.log(tl.where(min_p > 0, min_p, 1.0)) / scale
 
 
 @triton.jit
 def _filter(logits, line, length, raw_end, peak, scale, total, top_k, top_p, min_p, lowest, shift,
             ALIGN: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """The lowest value that top-k, min-p and top-p keep. The source holds none under `lowest`; `total` weighs the whole
-    row."""
+    """The lowest value that top-k, min-p and top-p keep. The source has no value below `lowest`; `total` is the weight
+    of the whole row."""
     floor = lowest
     if min_p > 0:
         floor = tl.maximum(floor, _bound(peak, scale, min_p))

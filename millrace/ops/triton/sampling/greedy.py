@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
-from millrace.ops.triton.sampling.kernel_keys import settle_keys
+from millrace.ops.triton.kernel_keys import settle_keys
 from millrace.ops.triton.sampling.values import _greatest, _token_of
 from millrace.ops.tuning.load import num_multiprocessors
 

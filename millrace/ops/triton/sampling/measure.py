@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace.ops.triton.sampling.kernel_keys import settle_keys
-from millrace.ops.triton.sampling.row_records import (
+from millrace.ops.triton.kernel_keys import settle_keys
+from millrace.ops.triton.row_records import (
     _ADJUSTED,
     _BIAS,
     _ENDS,
@@ -30,7 +30,7 @@ from millrace.ops.triton.sampling.values import _greatest, _token_of, _weight
 
 @triton.jit
 def _penalise(value, marks, offsets, inside, record):
-    """Repetition over prompt and output first, then presence and frequency over the output."""
+    """Repetition penalty over prompt and output first, then presence and frequency penalties over the output."""
     word = tl.load(marks.to(tl.pointer_type(tl.int32)) + offsets, mask=inside, other=0)
     times = word & (_IN_PROMPT - 1)
     repetition = _field(record, _REPETITION)
@@ -49,8 +49,8 @@ def _mask_ends(value, offsets, ends, count):
 
 @triton.jit
 def _constrain(value, logits, offsets, inside, columns, row, position, ends):
-    """Bias, minimum length, penalties. What changed goes to the row's line of adjusted logits. A row without one has
-    at most end tokens to hide, and these are hidden in the logits themselves."""
+    """Apply bias, minimum length and penalties. The result goes to the row's buffer of adjusted logits. A row without
+    one has at most end tokens to mask, which are masked in the logits themselves."""
     record = columns + row.to(tl.int64) * _WORDS
     adjusted = _address(columns, row, _ADJUSTED)
     bias = _address(columns, row, _BIAS)

@@ -1,8 +1,7 @@
-"""Prompts behind a long context: few tiles, whose keys are shared out among several programs, and the join of these.
+"""Split KV for prefill: several programs share the keys of one tile of queries, and a second kernel combines them.
 
-A short new turn after a long history has so few tiles of queries that most of the chip would be idle while each of them
-walks through all keys. The results of the programs that share a tile go to the workspace of split rows, and a second
-kernel joins them.
+A short new turn after a long context has so few tiles of queries that most of the GPU would be idle while each walks
+through all keys. Partial results go to the split workspace.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton.attention.decode import JOINED_ITEMS, SplitWorkspace, _join_few
-from millrace.ops.triton.attention.parts import HeadShape, padded_dim
+from millrace.ops.triton.attention.paged_kv import HeadShape, padded_dim
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 MOST_JOINING_WARPS = 16
-"""As many as have registers for their share of JOINED_ITEMS."""
+"""Most warps of a combining program; each holds JOINED_ITEMS partial results in registers."""
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -27,7 +26,7 @@ def _join_parts_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, token): the results of all parts, of which there are at most PARTS, as one."""
+    """Program (KV head, token): combine all parts, at most PARTS."""
     wait_for_previous_kernel(EARLY)
     stream = tl.program_id(1) * KV_HEADS + tl.program_id(0)
     d = tl.arange(0, DP)
@@ -39,20 +38,20 @@ def _join_parts_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ContextSplit:
-    """How many programs share the keys of a tile, and where their results are until they are joined."""
+    """Programs that share the keys of a tile, and the workspace for their partial results."""
 
     parts: int
     workspace: SplitWorkspace
 
     def check(self, num_tokens: int, shape: HeadShape, window: int) -> None:
         if window:
-            raise ValueError("keys inside a window are not shared out")
+            raise ValueError("keys inside a window cannot be split")
         vectors = num_tokens * shape.num_heads * self.parts
         if vectors > self.workspace.lse.numel():
             raise ValueError(f"{num_tokens} tokens in {self.parts} parts do not fit the workspace")
 
     def join(self, out: Tensor, shape: HeadShape) -> None:
-        """`out` [T, heads · head_dim] from what the parts have left in the workspace."""
+        """Combine the partial results in the workspace into `out` [T, heads · head_dim]."""
         parts, group = int(triton.next_power_of_2(self.parts)), int(triton.next_power_of_2(shape.group))
         width = padded_dim(shape.head_dim)
         warps = parts * group * width // JOINED_ITEMS

@@ -1,7 +1,7 @@
-"""QK-norm, rotary positions and the cache write of one step in a single pass over the fused projection.
+"""QK-norm, rotary embedding and the KV cache write of one step in a single pass over the fused projection.
 
 A program takes a few heads of one token. Query and key heads are rewritten in place; key and value heads also go to the
-cache. So the projection's buffer ends up holding what a row without earlier tokens attends to.
+cache. Afterwards the projection's buffer holds the step's own queries, keys and values, ready for attention.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from millrace.ops.base.quantised import FP8_MAX
 from millrace.ops.kv.cache import format_of, is_packed
 from millrace.ops.kv.packed import can_pack
-from millrace.ops.triton.attention.parts import _scales_of, cache_pointers, head_items, items_apart
+from millrace.ops.triton.attention.paged_kv import _scales_of, cache_pointers, head_items, items_apart
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a program takes of one token."""
+    """Heads of one token per program, and warps."""
 
     heads: int
     warps: int
@@ -30,13 +30,13 @@ class Shape:
 FEW = Shape(8, 4)
 SOME, SOME_TOKENS = Shape(16, 4), 384
 MANY, MANY_TOKENS = Shape(64, 8), 1024
-"""From more than so many tokens on."""
+"""The shape for more than SOME_TOKENS or MANY_TOKENS tokens."""
 
 
 def shape_for(tokens: int, heads: int, norm: bool, packed: bool = False) -> Shape:
-    """Many programs for few tokens, large ones for many; where the cache is packed only so large that there are some of
-    queries alone, which are spared that work. Heads that are normed are spread over threads alike for any number of
-    tokens, so that their sums are the same."""
+    """Many small programs for few tokens, large ones for many. With a packed cache they stay small enough that some
+    have only queries and skip the packing. Normed heads have one shape for any number of tokens, so that the order of
+    their sums, and the result, stays the same."""
     if norm or tokens <= SOME_TOKENS:
         return FEW
     if tokens <= MANY_TOKENS or packed:
@@ -46,7 +46,7 @@ def shape_for(tokens: int, heads: int, norm: bool, packed: bool = False) -> Shap
 
 @triton.jit
 def _norm_weights(q_norm_ptr, k_norm_ptr, is_query, i, COUNT: tl.constexpr):
-    """[heads, items]: the query norm's weights for query heads, the key norm's for the others."""
+    """[heads, items]: weights of the query norm for query heads, of the key norm for the others."""
     q_norm = tl.load(q_norm_ptr + i, mask=i < COUNT, other=0.0)
     k_norm = tl.load(k_norm_ptr + i, mask=i < COUNT, other=0.0)
     return tl.where(is_query[:, None], q_norm[None, :], k_norm[None, :])
@@ -54,13 +54,13 @@ def _norm_weights(q_norm_ptr, k_norm_ptr, is_query, i, COUNT: tl.constexpr):
 
 @triton.jit
 def _largest(x):
-    """[heads]: the largest size of an item."""
+    """[heads]: largest absolute value."""
     return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
 @triton.jit
 def _to_fp8(x, scales, MOST: tl.constexpr):
-    """[heads, items] over the scales [heads], in the range of float8."""
+    """[heads, items] divided by the scales [heads], clamped to the range of FP8."""
     wide = tl.div_rn(x.to(tl.float32), scales[:, None] + tl.zeros(x.shape, tl.float32))
     return tl.minimum(tl.maximum(wide, -MOST), MOST).to(tl.float8e4nv)
 
@@ -78,15 +78,15 @@ def _quarters(half, HEADS: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _kept(bits, top):
-    """Sign, mantissa and four bits of exponent of each number, below a largest exponent `top` of each head."""
+    """Sign, mantissa and four exponent bits of each number, relative to the head's largest exponent `top`."""
     size = (bits & 0x7FFF) - ((top[:, None] - 15) << 7)
     return tl.minimum(tl.maximum(size, 0), 0x07FF) | (bits & 0x8000)
 
 
 @triton.jit
 def _pack(left, right, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """As `ops/kv/packed.py` says, from bfloat16 halves [heads, D / 2]: three words int16 [heads, D / 4], and the scales
-    [heads], bfloat16 as int16."""
+    """The format of `ops/kv/packed.py`: from bfloat16 halves [heads, D / 2] to three int16 words [heads, D / 4], and
+    the scales [heads], bfloat16 as int16."""
     left, right = _bits(left), _bits(right)
     top = tl.maximum(tl.max(left & 0x7FFF, 1), tl.max(right & 0x7FFF, 1)) >> 7
     first, second = _quarters(_kept(left, top), HEADS, HALF)
@@ -149,7 +149,8 @@ def _qkv_kernel(
     is_value = heads >= HEADS + KV_HEADS
     exists = heads < HEADS + 2 * KV_HEADS
     i = tl.arange(0, HP)
-    # Places and angles were made at the start of the step: they are asked for before the kernel just before has ended.
+    # Cache positions and angles were written at the start of the step: load them before waiting for the previous
+    # kernel.
     block = tl.load(blocks_ptr + token).to(tl.int64)
     offset = tl.load(offsets_ptr + token).to(tl.int64)
     if ROTATE:
@@ -192,14 +193,14 @@ def _qkv_kernel(
         tl.store(base + 2 * HALF + r[None, :], rest, mask=tail & (heads < HEADS + KV_HEADS)[:, None])
     else:
         rest = left
-    if (tl.program_id(1) + 1) * BLOCK_H > HEADS:  # else there are queries alone
+    if (tl.program_id(1) + 1) * BLOCK_H > HEADS:  # otherwise all heads are queries
         kv_head = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
         to_values = tl.where(is_value, value_stride, 0)
         places = kv_ptr + (block * block_stride + to_values + kv_head * HEAD_ITEMS + offset * ITEMS)[:, None]
         first_scale = block * block_stride + _scales_of(kv_head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
         cached = exists & (heads >= HEADS)
         if FORMAT == "packed":
-            to = kv_ptr + (first_scale + 2 * offset + is_value.to(tl.int64))  # a value's beside its key's
+            to = kv_ptr + (first_scale + 2 * offset + is_value.to(tl.int64))  # the value's scale beside the key's
             _store_packed(left, right, places, to, cached, BLOCK_H, HALF, BS)
         elif FORMAT == "fp8":
             to = scales_ptr + (first_scale + to_values) // 4 + offset
@@ -223,7 +224,7 @@ class PrepareQkvKernel:
         self._sizes = (num_heads, num_kv_heads, head_dim)
         self._eps = eps
         if (q_norm is None) != (k_norm is None):
-            raise ValueError("queries and keys are normed both or neither")
+            raise ValueError("q_norm and k_norm must both be given, or neither")
         self._norms = (q_norm, k_norm)
 
     def __call__(
@@ -242,7 +243,9 @@ class PrepareQkvKernel:
         q_norm, k_norm = self._norms
         packed = is_packed(kv)
         if packed and (rest or not can_pack(head_dim)):
-            raise ValueError(f"a packed cache holds whole heads of 64, 128 or 256 items, not {2 * half} of {head_dim}")
+            raise ValueError(
+                f"a packed KV cache needs whole heads of 64, 128 or 256 items, not {2 * half} of {head_dim}"
+            )
         cache, _, scales, _ = cache_pointers(kv)
         shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None, packed)
         block_h = shape.heads

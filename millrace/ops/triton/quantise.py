@@ -1,4 +1,4 @@
-"""Activations to eight bits, row by row. The products themselves are those of `gemm`, given scales."""
+"""Quantises activations to FP8, one scale per row. The products that take them are in `gemm`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.ops.base.quantised import FP8, FP8_MAX, Quantised
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 WHOLE_ROW = 16384
-"""Rows up to this long are held in registers between finding their scale and using it."""
+"""Rows up to this long stay in registers between finding their scale and using it."""
 
 
 @triton.jit
@@ -34,7 +34,8 @@ def _quantise_kernel(
         largest = tl.max(highest, axis=0)
     scale = tl.where(largest > 0, tl.div_rn(largest, MAX), 1.0)
     tl.store(scales_ptr + row, scale)
-    # Division would take longer than all the rest. A quotient halfway between two numbers may go either way.
+    # A division would take longer than all the rest. With the reciprocal, a quotient halfway between two FP8 numbers
+    # may round either way.
     inverse = tl.minimum(1.0 / scale, 3.0e38)
     if WHOLE:
         value = tl.minimum(tl.maximum(x * inverse, -MAX), MAX)
@@ -48,7 +49,7 @@ def _quantise_kernel(
 
 
 def quantise_rows(x: Tensor, whole_row: int = WHOLE_ROW) -> Quantised:
-    """As the reference of the same name, in one launch."""
+    """As the reference of the same name, in one kernel."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, inputs = x.shape

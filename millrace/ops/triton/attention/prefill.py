@@ -1,9 +1,9 @@
-"""Paged causal attention over tiles of many queries: of prompts, and of rows that share a prefix.
+"""Paged causal attention over tiles of many queries: prefill, and decode rows that share a prefix.
 
-They read the same paged cache as single queries do and share their inner step. The query heads of one KV head are
-packed into one tile, so each key and value is loaded once for all of them. Every size that changes from step to step is
-read on the device: a launch is described by upper bounds alone, and programs without work return at once, so a captured
-launch serves every step of its bucket.
+The kernels read the same paged cache as decode attention and share its online softmax. The query heads of one KV head
+are packed into one tile, so each key and value is loaded once for all of them. Sizes that change from step to step are
+read on the device: the grid is an upper bound and programs without work return at once, so a captured graph serves
+every step of its bucket.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.kv.cache import is_packed
+from millrace.ops.triton.attention.context_split import ContextSplit
 from millrace.ops.triton.attention.decode import SHARED_PARTS, DecodeTuning, SharedPrefix, SplitWorkspace, decode
-from millrace.ops.triton.attention.join import ContextSplit
-from millrace.ops.triton.attention.parts import (
+from millrace.ops.triton.attention.paged_kv import (
     TRITON_TYPES,
     HeadShape,
     PagedRows,
@@ -64,7 +64,7 @@ def _shared_kernel(
     WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, kv head, part of the prefix that all rows share): each key is loaded once for many rows."""
+    """Program (rows, KV head, part of the shared prefix): each key is loaded once for many rows."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -91,7 +91,7 @@ def _shared_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     acc = _zeros(BLOCK_M, DP, "plain")
-    # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
+    # Block ids are loaded one tile ahead: a load that depends on another of the same iteration is not pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), end, BS)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
@@ -120,8 +120,8 @@ def _shared_kernel(
 
 @triton.jit
 def _share(num_seen, num_others, TILE: tl.constexpr):
-    """(begin, end, is_last): which of the keys [0, num_seen), that every query of the tile sees, are this program's, in
-    whole tiles, and whether it is the one that has the others, too. A program may have none."""
+    """(begin, end, is_last): this program's share, in whole tiles, of the keys [0, num_seen) that every query of the
+    tile sees, and whether it also has the remaining keys. The share may be empty."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     per_part = tl.cdiv(tl.cdiv(num_seen, TILE) + tl.cdiv(num_others, TILE), parts) * TILE
     begin = tl.minimum(part * per_part, num_seen)
@@ -136,7 +136,7 @@ def _attend_pages(
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, FORMAT: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over all their keys, which are in the cache; with SPLIT over this program's share of them."""
+    """Attention of a tile of queries over all its keys in the cache; with SPLIT, over this program's share."""
     # Keys [begin, full) are seen by every query of the tile; [full, end) need the mask.
     full = (first_position + 1) // TILE * TILE
     begin = 0
@@ -147,7 +147,7 @@ def _attend_pages(
         begin, stop, is_last = _share(full, end - full, TILE)
         end = tl.where(is_last, end, stop)
         full = stop
-    # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
+    # Block ids are loaded one tile ahead: a load that depends on another of the same iteration is not pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), full, BS)
     for at in tl.range(begin, full, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
@@ -188,11 +188,11 @@ def _attend_cached(
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over the packed keys [begin, context) of earlier steps, which all of them see but for a
-    window."""
+    """Attention of a tile of queries over the packed keys [begin, context) of earlier steps, which all of them see,
+    apart from a window."""
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
-    # Blocks are looked up one tile ahead: loads that depend on one of the same round would not be pipelined.
+    # Block ids are loaded one tile ahead: a load that depends on another of the same iteration is not pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), context, BS)
     for at in tl.range(begin, context, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
@@ -219,7 +219,7 @@ def _attend_beside(
     TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
     DTYPE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over the keys of their own step, which lie beside them as they were computed."""
+    """Attention of a tile of queries over the keys of the same step, which lie beside them, not rounded."""
     full = (first_query + 1) // TILE * TILE
     begin = 0
     if WINDOW > 0:
@@ -227,7 +227,7 @@ def _attend_beside(
         full = begin
     i = tl.arange(0, TILE)
     where = i[:, None] * stride + d[None, :]
-    far = tl.zeros([1], tl.int64)  # distances over many tokens need 64 bits
+    far = tl.zeros([1], tl.int64)  # offsets over many tokens need 64 bits
     ones = tl.full([TILE], 1.0, tl.float32)
     for at in tl.range(begin, full, TILE, num_stages=STAGES):
         first = (at + far)[:, None] * stride
@@ -262,16 +262,15 @@ def _prefill_kernel(
     PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program for each KV head of each tile, which holds BLOCK_M // GROUP queries of one row, all heads of the group.
+    """One program per KV head and tile. A tile holds BLOCK_M // GROUP queries of one row, all heads of the group.
 
-    Where the cache is packed, the keys and values of this step are read beside the queries, where they are as they were
-    computed, and only earlier ones from the cache. SPLIT: the keys are shared out among the programs of the grid's
-    second dimension, whose results are joined afterwards."""
+    With a packed cache, keys and values of this step are read beside the queries, not rounded, and only earlier ones
+    from the cache. SPLIT: the programs of the grid's second dimension share the keys; a second kernel combines them."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # In the order of the list, all heads of a tile together: those that see the most keys come before others of their
-    # row, so that the chip is not left with them at the end, and entries without a tile last, while others still run.
+    # In list order, all heads of a tile together: tiles that see the most keys come first in their row, so that none of
+    # them starts last; empty entries come at the end, while others still run.
     index = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     row = tl.load(tiles + index * 2)
@@ -314,7 +313,7 @@ def _prefill_kernel(
         first_query = offset
         if SPLIT:
             own_end = tl.where(is_last, own_end, 0)
-            first_query = tl.where(is_last, offset, -1)  # no tile that every query sees either
+            first_query = tl.where(is_last, offset, -1)  # and no tile that every query sees
         acc, m, z = _attend_beside(
             acc, m, z, q, own, own + KV_HEADS * D, q_stride, first_query, own_end, local,
             softmax_scale, d, TILE, WINDOW, CAP, PRECISION, DTYPE, STAGES, EARLY,
@@ -328,7 +327,7 @@ def _prefill_kernel(
         )  # fmt: skip
 
     if SPLIT:
-        # Who had no keys says so by a sum whose logarithm is -inf, beside zeros.
+        # A program without keys stores zeros and a log-sum-exp of -inf.
         cell = (token * KV_HEADS + head) * tl.num_programs(1) + tl.program_id(1)
         at = cell * GROUP + i % GROUP
         tl.store(
@@ -355,7 +354,7 @@ class PrefillTuning:
 
 
 def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: HeadShape, shared: SharedPrefix) -> None:
-    """What every row's one query sees of the keys that all rows share, for `decode` to add to the rest."""
+    """Attention of every row's query over the shared prefix, for `decode` to combine with the rest."""
     num_rows, block_m = rows.seq_lens.shape[0], 128 if shape.head_dim <= 128 else 64
     block_m = max(block_m, triton.next_power_of_2(shape.group))
     tile, stages = (64, 3) if shape.head_dim <= 128 and queries.dtype != torch.float32 else (32, 2)
@@ -381,13 +380,15 @@ def prefill(
     window: int = 0,
     split: ContextSplit | None = None,
 ) -> None:
-    """Attention of tiles [n, 2] of queries: (row, first query of it), or a row of -1 for none; they are begun in this
-    order, of which a row's last tiles should be the first, and none the last. With a packed cache,
-    `queries` are a view of the fused projection, whose key and value heads hold the step's own, rotated.
+    """Attention of tiles of queries. `tiles` [n, 2]: (row, first query of the row), or row -1 for an empty entry. They
+    start in this order: a row's last tiles should come first, empty entries at the end. With a packed cache, `queries`
+    are a view of the fused projection, whose key and value heads hold the step's own, rotated.
 
     With `split`, every query must be in a tile, and several programs share the keys of each tile."""
     if is_packed(kv) and queries.stride(0) < (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim:
-        raise ValueError("over a packed cache, queries have the step's own keys and values beside them")
+        raise ValueError(
+            "with a packed KV cache, queries must be a view of the fused projection, beside the step's keys and values"
+        )
     if split is not None:
         split.check(queries.shape[0], shape, window)
     _prefill_kernel[(tiles.shape[0] * shape.num_kv_heads, 1 if split is None else split.parts)](

@@ -1,4 +1,4 @@
-"""act(gate) · up of gate_up [T, 2 I], in one pass; with a scale per row where the consumer takes FP8."""
+"""The gated activation act(gate) · up of gate_up [T, 2 I] in one pass; quantised per row if the consumer takes FP8."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _gated_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, KIND: tl.con
 def _gated_fp8_kernel(
     gate_up_ptr, out_ptr, scale_ptr, inner, BLOCK: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr
 ):
-    """A whole row in one program, since its scale is that of its largest item."""
+    """One program per row: the scale depends on its largest item."""
     wait_for_previous_kernel(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -57,8 +57,8 @@ def _gated_fp8_kernel(
 def gated(
     gate_up: Tensor, kind: str, quantise: bool = False, shape: tuple[int, int] = (1024, 0)
 ) -> tuple[Tensor, Tensor | None]:
-    """([T, I], its scales [T] if quantised). `shape`: items of a program, where it need not take whole rows, and warps;
-    0 for what suits."""
+    """([T, I], its scales [T] if quantised). `shape`: items per program, unless it takes whole rows, and warps; 0 = a
+    default."""
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape
     inner = width // 2

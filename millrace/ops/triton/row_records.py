@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton.sampling.kernel_keys import settle_keys
+from millrace.ops.triton.kernel_keys import settle_keys
 
 ROW_DTYPE = np.dtype(
     {
@@ -22,16 +22,16 @@ ROW_DTYPE = np.dtype(
         "itemsize": 128,
     }
 )  # fmt: skip
-"""What the kernels read of a table row. The last three are addresses of lines of one word per token, 0 for none."""
+"""Layout of a record. The last three are addresses of vocabulary buffers (one word per token), 0 = none."""
 ROW_WORDS = ROW_DTYPE.itemsize // 4
 ROW_STRUCT = struct.Struct("<fiffQiifffiqqq56x")
-"""The same for one record made of Python's own numbers."""
+"""The same layout, for packing one record from Python numbers."""
 ROW_WORD = 11
-"""Which word of a record names its table row."""
+"""Index of the word that holds the table row."""
 MAX_ENDS = 128
-"""End tokens one row can have."""
+"""Most end tokens of a row."""
 IN_PROMPT = 1 << 30
-"""In a word of a line of marks: the token occurs in the prompt. The bits below count its occurrences in the output."""
+"""Bit of a `marks` word: the token occurs in the prompt. The lower bits count its occurrences in the output."""
 _WORDS = tl.constexpr(ROW_WORDS)
 _ENDS = tl.constexpr(MAX_ENDS)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
@@ -45,7 +45,7 @@ _REPETITION = tl.constexpr(8)
 _PRESENCE = tl.constexpr(9)
 _FREQUENCY = tl.constexpr(10)
 _ROW = tl.constexpr(ROW_WORD)
-# In words of eight bytes.
+# Indices of 8-byte words.
 _SEED = tl.constexpr(2)
 _ADJUSTED = tl.constexpr(6)
 _MARKS = tl.constexpr(7)
@@ -71,7 +71,7 @@ def _scatter_kernel(packed, columns):
 
 
 def scatter_rows(packed: Tensor, columns: Tensor) -> None:
-    """Write records [n, ROW_WORDS] int32 to the table rows that they name."""
+    """Write records [n, ROW_WORDS] int32 to their table rows."""
     if len(packed):
         _scatter_kernel[(len(packed),)](packed, columns, num_warps=1)
 

@@ -1,7 +1,7 @@
-"""What the kernels of paged attention share: reading the cache, their inner step, descriptions of rows and heads.
+"""Shared code of the paged attention kernels: reading the KV cache, the online softmax, descriptions of rows and heads.
 
-Vectors of a head go through these functions as tuples of parts: the whole vector where the cache holds it as it is or
-in eight bits, its quarters where it is packed (`ops/kv/packed.py`), whose sums are computed one after the other.
+These functions take the vectors of a head as tuples of parts: one whole vector for a plain or FP8 cache, four quarters
+for a packed one (`ops/kv/packed.py`), whose sums are computed one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.ops.kv.cache import SCALE_WORDS, format_of, is_fp8, is_packed
 
 @triton.jit
 def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr):
-    """In units of log2, capped if the model caps."""
+    """Scores in units of log2, with the model's softcap."""
     s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
     for part in tl.static_range(1, len(k)):
         s = tl.dot(q[part], tl.trans(k[part]), s, input_precision=PRECISION)
@@ -32,7 +32,7 @@ def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.cons
 
 @triton.jit
 def _capped(s, softmax_scale, CAP: tl.constexpr):
-    """Products as scores in units of log2."""
+    """Scale products to scores in units of log2, with the softcap if CAP > 0."""
     if CAP > 0.0:
         x = s * (softmax_scale / CAP)
         e = tl.exp(-2.0 * tl.abs(x))
@@ -43,8 +43,8 @@ def _capped(s, softmax_scale, CAP: tl.constexpr):
 
 @triton.jit
 def _widen(x):
-    """Numbers in eight bits as bfloat16, where they are: a plain conversion would first be brought, byte by byte, to
-    the places in which the product takes its operand."""
+    """FP8 to bfloat16 in place: a plain conversion would first be moved, byte by byte, into the register layout of the
+    product's operand."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 a, b, h0, h1, h2, h3; .reg .b32 low, high; .reg .f32 f0, f1, f2, f3; mov.b32 {a, b}, $2; "
         "cvt.rn.f16x2.e4m3x2 low, a; cvt.rn.f16x2.e4m3x2 high, b; mov.b32 {h0, h1}, low; mov.b32 {h2, h3}, high; "
@@ -56,8 +56,8 @@ def _widen(x):
 
 @triton.jit
 def _own_word(w, HOPPER: tl.constexpr):
-    """The number that a packed word has in its own bits, as bfloat16 from 2^-15 to 2."""
-    if HOPPER:  # pure, and of sixteen bits: so it is done where the product takes its operand
+    """The number in a packed word's own bits, as bfloat16 from 2^-15 to 2."""
+    if HOPPER:  # pure and 16-bit, so the compiler runs it in the layout of the product's operand
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x87FF87FF, 0x38003800, 0xEA;", "=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2
         )
@@ -66,7 +66,7 @@ def _own_word(w, HOPPER: tl.constexpr):
 
 @triton.jit
 def _carried_word(a, b, c, HOPPER: tl.constexpr):
-    """The number whose twelve bits three packed words carry, nibble by nibble, the lowest first."""
+    """The number whose twelve bits are in three packed words, four bits each, the lowest first."""
     if HOPPER:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.u32 t, $1, 11; lop3.b32 $0, t, 0x000F000F, 0x38003800, 0xEA; "
@@ -84,7 +84,7 @@ def _carried_word(a, b, c, HOPPER: tl.constexpr):
 def _accumulate(
     acc, m, z, s, v, v_scales, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr, HOPPER: tl.constexpr
 ):  # fmt: skip
-    """One step of the running softmax. A row that has seen no key yet keeps a maximum of -inf and weights of 0."""
+    """One step of the online softmax. A row that has seen no key yet keeps a maximum of -inf and weights of 0."""
     m_new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.math.exp2(s - safe[:, None])
@@ -111,8 +111,8 @@ def _accumulate(
 def _accumulate_swapped(
     acc, m, z, q, k, v, inside, softmax_scale, CAP: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """One step with keys, not queries, along the longer side of the matrix unit, which then takes them from where they
-    were loaded to: q [D, GP], acc [D, GP], m [GP]; and z [TILE, GP], to be summed over keys in the end."""
+    """One step with keys, not queries, along the longer side of the matrix instruction, which then reads them from
+    shared memory: q [D, GP], acc [D, GP], m [GP]; and z [TILE, GP], to be summed over keys at the end."""
     s = _capped(tl.dot(k[0], q[0], input_precision=PRECISION), softmax_scale, CAP)
     s = tl.where(inside[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 0))
@@ -125,7 +125,7 @@ def _accumulate_swapped(
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
-    """The sums of no values yet, in parts [ROWS, COLUMNS]."""
+    """Initial sums, in parts [ROWS, COLUMNS]."""
     zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
     if FORMAT == "packed":
         return zeros, zeros, zeros, zeros
@@ -135,7 +135,7 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr):
-    """[ROWS, DP] of the parts of each row's vector."""
+    """[ROWS, DP]: the parts of each row's vector joined."""
     if len(parts) == 4:
         halves = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
         return tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [ROWS, DP])
@@ -145,7 +145,7 @@ def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _load_queries(at, mask, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The parts of queries, of which the first is at `at`."""
+    """The parts of queries; the first is at `at`."""
     if FORMAT == "packed":
         QUARTER: tl.constexpr = D // 4
         first = tl.load(at, mask=mask, other=0.0)
@@ -158,13 +158,13 @@ def _load_queries(at, mask, D: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _blocks_of(table, keys, end, BS: tl.constexpr):
-    """The blocks that hold positions `keys` of a row; the scratch block for positions from `end` on."""
+    """Ids of the blocks that hold positions `keys` of a row; the scratch block from position `end` on."""
     return tl.load(table + keys // BS, mask=keys < end, other=0)
 
 
 @triton.jit
 def _places(blocks, keys, head_offset, block_stride, d, ITEMS: tl.constexpr, BS: tl.constexpr, WIDE: tl.constexpr):
-    """[keys, d]: where one head's keys, or values, of ITEMS each are inside the cache."""
+    """[keys, d]: offsets in the cache of one head's keys (or values), ITEMS apart."""
     if WIDE:
         blocks = blocks.to(tl.int64)
     return (blocks * block_stride + head_offset + (keys % BS) * ITEMS)[:, None] + d[None, :]
@@ -173,7 +173,7 @@ def _places(blocks, keys, head_offset, block_stride, d, ITEMS: tl.constexpr, BS:
 @triton.jit
 def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
                FORMAT: tl.constexpr):  # fmt: skip
-    """Where in a block one head's scales begin: in eight bits after its own items, packed after those of all heads."""
+    """Offset of one head's scales in a block: after its own items (FP8), or after the items of all heads (packed)."""
     if FORMAT == "fp8":
         return head * HEAD_ITEMS + BS * ITEMS
     else:
@@ -183,7 +183,7 @@ def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constex
 @triton.jit
 def _load_scales(k_ptr, v_ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.constexpr, WIDE: tl.constexpr,
                  FORMAT: tl.constexpr):  # fmt: skip
-    """The scales [keys] of a head's keys, and of its values. Ones where there are none."""
+    """Scales [keys] of a head's keys, and of its values; ones for a plain cache."""
     if FORMAT == "plain":
         ones = tl.full(keys.shape, 1.0, tl.float32)
         return ones, ones
@@ -191,7 +191,7 @@ def _load_scales(k_ptr, v_ptr, blocks, keys, inside, scale_offset, block_stride,
         if WIDE:
             blocks = blocks.to(tl.int64)
         first = blocks * block_stride + scale_offset
-        # Offsets count items: bytes, or words of sixteen bits.
+        # Offsets count items: bytes (FP8) or 16-bit words (packed).
         if FORMAT == "packed":
             both = tl.load(k_ptr + ((first >> 1) + keys % BS), mask=inside, other=0)
             return _key_scales(both), _value_scales(both)
@@ -202,7 +202,7 @@ def _load_scales(k_ptr, v_ptr, blocks, keys, inside, scale_offset, block_stride,
 
 @triton.jit
 def _key_scales(both):
-    """Of words with two numbers in bfloat16 the first as float32."""
+    """The first of two bfloat16 numbers in a word, as float32."""
     return (both << 16).to(tl.float32, bitcast=True)
 
 
@@ -213,7 +213,7 @@ def _value_scales(both):
 
 @triton.jit
 def _load_packed(ptr, where, D: tl.constexpr, BS: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
-    """The quarters of packed vectors. Any words make finite numbers, which a scale of 0 leaves out."""
+    """The quarters of packed vectors. Any bits are finite numbers; a scale of 0 masks them."""
     PLANE: tl.constexpr = BS * D // 4
     a, b, c = tl.load(ptr + where), tl.load(ptr + where + PLANE), tl.load(ptr + where + 2 * PLANE)
     first, second, third = _own_word(a, HOPPER), _own_word(b, HOPPER), _own_word(c, HOPPER)
@@ -222,8 +222,8 @@ def _load_packed(ptr, where, D: tl.constexpr, BS: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def _load_unpacked(ptr, where, scales, D: tl.constexpr, BS: tl.constexpr, DTYPE: tl.constexpr, HOPPER: tl.constexpr):
-    """Packed vectors as they were: whole, and scaled, which is exact. For kernels with many queries, which bring them
-    to shared memory again in any case."""
+    """Packed vectors unpacked: joined and scaled, which is exact. For kernels with many queries, which write them to
+    shared memory again anyway."""
     a, b, c, e = _load_packed(ptr, where, D, BS, DTYPE, HOPPER)
     scales = scales.to(DTYPE)[:, None]
     return (_whole((a * scales, b * scales, c * scales, e * scales), where.shape[0], D),)
@@ -232,7 +232,7 @@ def _load_unpacked(ptr, where, scales, D: tl.constexpr, BS: tl.constexpr, DTYPE:
 @triton.jit
 def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, DTYPE: tl.constexpr,
                FORMAT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """The parts of keys. Those beyond the row's last may be anything: their scores are masked."""
+    """The parts of keys. Those past the row's end may be anything: their scores are masked."""
     if FORMAT == "packed":
         return _load_packed(k_ptr, where, D, BS, DTYPE, HOPPER)
     elif DP == D:
@@ -244,7 +244,7 @@ def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, BS: tl.conste
 @triton.jit
 def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr,
                  DTYPE: tl.constexpr, FORMAT: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """The parts of values, with MASKED zero where not `inside`: a value of NaN would spread even with no weight."""
+    """The parts of values. With MASKED, zero where not `inside`: a NaN would spread even with weight 0."""
     if FORMAT == "packed":
         return _load_packed(v_ptr, where, D, BS, DTYPE, HOPPER)
     elif MASKED:
@@ -263,7 +263,7 @@ TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.fl
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Where a launch finds its rows. All tensors int32 on the device."""
+    """The rows of a launch. All tensors are int32 on the device."""
 
     query_starts: Tensor
     seq_lens: Tensor
@@ -290,18 +290,18 @@ def padded_group(shape: HeadShape) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """The matrix unit multiplies no fewer than 16 at a time."""
+    """At least 16, the smallest side of a matrix instruction."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def is_wide(kv: Tensor) -> bool:
-    """Offsets inside the cache need 64 bits."""
+    """True if offsets in the cache need 64 bits."""
     return kv[0].numel() >= 2**31
 
 
 def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What a kernel is handed of a layer: keys, values, and the scales of each where the cache has some; of a packed
-    one those of both together."""
+    """Kernel arguments for a layer's cache: keys, values and their scales. A packed cache has one tensor with the
+    scales of both, a plain one has none."""
     if not is_fp8(kv) and not is_packed(kv):
         return kv[0], kv[1], None, None
     if is_packed(kv):
@@ -311,7 +311,7 @@ def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 
 
 def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
-    """What a kernel is told about how a layer lies in memory. Queries and sums come in parts of PART items."""
+    """Constexprs that describe the layout of a layer's cache. Queries and sums come in parts of PART items."""
     width = padded_dim(shape.head_dim)
     return {
         "D": shape.head_dim,
@@ -325,12 +325,12 @@ def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
 
 
 def items_apart(kv: Tensor, head_dim: int) -> int:
-    """How far a key is from the next of its head in a block, in items. Packed ones lie in three planes."""
+    """Distance between keys of one head in a block, in items. A packed cache has three planes."""
     return head_dim // 4 if is_packed(kv) else head_dim
 
 
 def head_items(kv: Tensor) -> int:
-    """How far one head is from the next in a block, in items."""
+    """Distance between heads in a block, in items."""
     return kv.shape[3] * (kv.shape[4] - SCALE_WORDS if is_packed(kv) else kv.shape[4])
 
 
