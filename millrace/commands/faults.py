@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from millrace.terminal.parser import UsageError
 
 if TYPE_CHECKING:
-    from millrace.faults.rest import Rests
+    from millrace.faults.leak_check import IdleReadings
 
 USAGE = "millrace faults {disconnects,fuzz,kill-engine,kill-front,overload} [options]"
 EXAMPLES = """\
@@ -87,7 +87,7 @@ async def _disconnects(args: argparse.Namespace, url: str, pid: int) -> list[str
     print(
         f"Requests: {result.left} abandoned by their client, {result.ended} read to the end, {result.refused} refused."
     )
-    return _leaks(result.rests, args.seconds)
+    return _leaks(result.readings, args.seconds)
 
 
 async def _fuzz(args: argparse.Namespace, url: str, pid: int) -> list[str]:
@@ -96,7 +96,7 @@ async def _fuzz(args: argparse.Namespace, url: str, pid: int) -> list[str]:
     result = await fuzz(url, pid, args.seconds, args.seed)
     counts = ", ".join(f"{count} × {status}" for status, count in sorted(result.statuses.items()))
     print(f"{result.sent} mutated requests: {counts}.")
-    return [*result.faults, *_leaks(result.rests, args.seconds)]
+    return [*result.faults, *_leaks(result.readings, args.seconds)]
 
 
 async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
@@ -133,11 +133,11 @@ async def _overload(args: argparse.Namespace, url: str, pid: int) -> list[str]:
     return failures
 
 
-def _leaks(rests: Rests | None, seconds: float) -> list[str]:
-    from millrace.faults.rest import LONG_RUN_S
+def _leaks(readings: IdleReadings | None, seconds: float) -> list[str]:
+    from millrace.faults.leak_check import LONG_RUN_S
 
-    assert rests is not None
-    before, half, after = rests.before, rests.half, rests.after
+    assert readings is not None
+    before, half, after = readings.before, readings.half, readings.after
     print(
         f"Idle after warm-up, half and all of the run: memory {before.memory_mib:.0f}, {half.memory_mib:.0f},"
         f" {after.memory_mib:.0f} MiB; open files {before.open_files}, {half.open_files}, {after.open_files}."

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from millrace.link.client import EngineClient
     from millrace.link.messages import EngineLoading
     from millrace.serve.app import FrontState
-    from millrace.supervise.engine_keeper import EngineKeeper
     from millrace.supervise.engine_process import EngineHandle
+    from millrace.supervise.engine_supervisor import EngineSupervisor
     from millrace.supervise.fronts import Fronts
 
 USAGE = "millrace serve [MODEL] [options]"
@@ -69,20 +69,20 @@ class Server:
 
     def run(self) -> None:
         """Serve until a signal. Raises if the engine could not start or kept dying."""
-        from millrace.supervise.engine_keeper import EngineKeeper
         from millrace.supervise.engine_process import start_engine
+        from millrace.supervise.engine_supervisor import EngineSupervisor
         from millrace.terminal.model_download import obtain_model
 
         obtain_model(self._config.model.source)
         # Start the engine first: its imports take longest and run in parallel with everything below.
-        keeper = EngineKeeper(self._config, start_engine(self._config))
+        supervisor = EngineSupervisor(self._config, start_engine(self._config))
         try:
             import uvloop
 
             with tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
-                uvloop.run(self._serve(keeper, directory))
+                uvloop.run(self._serve(supervisor, directory))
         finally:
-            self._end(keeper.engine)
+            self._end(supervisor.engine)
         if self._failure:
             raise EngineUnavailable(self._failure)
 
@@ -92,7 +92,7 @@ class Server:
             engine.kill()
         engine.stop()
 
-    async def _serve(self, keeper: EngineKeeper, directory: str) -> None:
+    async def _serve(self, supervisor: EngineSupervisor, directory: str) -> None:
         from millrace.serve.app import calm_collector, listening_socket, load_state, serve_front
         from millrace.sources.resolve import resolve_model
         from millrace.supervise.fronts import Fronts
@@ -100,21 +100,21 @@ class Server:
         server = self._config.server
         sock = listening_socket(server.host, server.port, self._config, reuse_port=server.fronts > 1)
         self._config = replace(self._config, server__port=sock.getsockname()[1])
-        client = self._connect(keeper.engine)
-        fronts = Fronts(self._config, directory, keeper.engine)
-        keeper.keep(client, on_replaced=fronts.tell_engine, on_given_up=self._end_with)
+        client = self._connect(supervisor.engine)
+        fronts = Fronts(self._config, directory, supervisor.engine)
+        supervisor.watch(client, on_replaced=fronts.tell_engine, on_given_up=self._end_with)
         tasks: list[asyncio.Task[None]] = []
         try:
             files = resolve_model(self._config.model.source)
             state = load_state(self._config, client, files, directory=directory)
-            fronts.keep(state)
+            fronts.watch(state)
             calm_collector()
             tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._on_stop(state, fronts))]
             await serve_front(state, server.host, self._config.server.port, sock=sock, stop=self._stop)
             if state.stopped_at_once:
                 fronts.kill()
         finally:
-            keeper.close()
+            supervisor.close()
             for task in tasks:
                 task.cancel()
             await client.close()

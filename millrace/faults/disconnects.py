@@ -8,33 +8,33 @@ import random
 import time
 from dataclasses import dataclass
 
-from millrace.faults.rest import Rests, rests_around
+from millrace.faults.leak_check import IdleReadings, readings_around
 from millrace.faults.wire import Address, completion
 
 MEAN_STAY_S = 0.7
 
 
 @dataclass(slots=True)
-class Churn:
+class ChurnResult:
     left: int = 0
     ended: int = 0
     refused: int = 0
     """Connections that the system or the server refused."""
-    rests: Rests | None = None
+    readings: IdleReadings | None = None
 
 
-async def churn(url: str, pid: int, num_clients: int, seconds: float, seed: int = 0) -> Churn:
-    address, result = Address.of(url), Churn()
+async def churn(url: str, pid: int, num_clients: int, seconds: float, seed: int = 0) -> ChurnResult:
+    address, result = Address.of(url), ChurnResult()
     seeds = itertools.count(seed * 1000)
 
     async def work(part_s: float, is_counted: bool) -> None:
-        await _run_clients(address, num_clients, part_s, next(seeds), result if is_counted else Churn())
+        await _run_clients(address, num_clients, part_s, next(seeds), result if is_counted else ChurnResult())
 
-    result.rests = await rests_around(url, pid, seconds, work)
+    result.readings = await readings_around(url, pid, seconds, work)
     return result
 
 
-async def _run_clients(address: Address, num_clients: int, seconds: float, seed: int, result: Churn) -> None:
+async def _run_clients(address: Address, num_clients: int, seconds: float, seed: int, result: ChurnResult) -> None:
     end = time.monotonic() + seconds
 
     async def client(number: int) -> None:
@@ -50,7 +50,7 @@ async def _run_clients(address: Address, num_clients: int, seconds: float, seed:
     await asyncio.gather(*(client(number) for number in range(num_clients)))
 
 
-async def _send_one(address: Address, rng: random.Random, result: Churn) -> None:
+async def _send_one(address: Address, rng: random.Random, result: ChurnResult) -> None:
     prompt = " ".join(rng.choice(("river", "mill", "wheel", "stone")) for _ in range(rng.randrange(1, 60)))
     data = completion(
         address, prompt=prompt, max_tokens=rng.randrange(1, 200), stream=rng.random() < 0.8, ignore_eos=True

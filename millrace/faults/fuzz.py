@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.faults.rest import Rests, rests_around
+from millrace.faults.leak_check import IdleReadings, readings_around
 from millrace.faults.wire import Address, exchange, post_bytes
 
 ANSWER_LIMIT_S = 60.0
@@ -26,12 +26,12 @@ _ODD: tuple[Any, ...] = (
 
 
 @dataclass(slots=True)
-class Fuzzed:
+class FuzzResult:
     sent: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     """The first few requests that got a 5xx, a malformed answer or none, shortened."""
-    rests: Rests | None = None
+    readings: IdleReadings | None = None
 
 
 def seeds(model: str) -> list[tuple[str, dict[str, Any]]]:
@@ -52,8 +52,8 @@ def seeds(model: str) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-async def fuzz(url: str, pid: int, seconds: float, seed: int = 0) -> Fuzzed:
-    address, result = Address.of(url), Fuzzed()
+async def fuzz(url: str, pid: int, seconds: float, seed: int = 0) -> FuzzResult:
+    address, result = Address.of(url), FuzzResult()
     for path, body in seeds(address.model):
         status, answer = await exchange(address, post_bytes(path, json.dumps(body).encode()), ANSWER_LIMIT_S)
         if status != 200:
@@ -61,15 +61,15 @@ async def fuzz(url: str, pid: int, seconds: float, seed: int = 0) -> Fuzzed:
     seeds_left = itertools.count(seed * 1_000_003)
 
     async def work(part_s: float, is_counted: bool) -> None:
-        end, counted = time.monotonic() + part_s, result if is_counted else Fuzzed(faults=result.faults)
+        end, counted = time.monotonic() + part_s, result if is_counted else FuzzResult(faults=result.faults)
         workers = (_worker(address, random.Random(next(seeds_left)), end, counted) for _ in range(NUM_WORKERS))
         await asyncio.gather(*workers)
 
-    result.rests = await rests_around(url, pid, seconds, work)
+    result.readings = await readings_around(url, pid, seconds, work)
     return result
 
 
-async def _worker(address: Address, rng: random.Random, end: float, result: Fuzzed) -> None:
+async def _worker(address: Address, rng: random.Random, end: float, result: FuzzResult) -> None:
     while time.monotonic() < end:
         data = mutated(rng, address.model)
         result.sent += 1
@@ -95,7 +95,7 @@ def _is_error_body(body: bytes) -> bool:
         return False
 
 
-def _fault(result: Fuzzed, what: str, data: bytes) -> None:
+def _fault(result: FuzzResult, what: str, data: bytes) -> None:
     if len(result.faults) < 20:
         result.faults.append(f"{what} to {data[:600]!r}")
 

@@ -25,7 +25,7 @@ RECOVERY_LIMIT_S = 120.0
 
 
 @dataclass(slots=True)
-class Kills:
+class KillResult:
     part: Part
     kills: int = 0
     completed: int = 0
@@ -37,8 +37,8 @@ class Kills:
     """From each kill until the server was ready again."""
 
 
-async def kill_repeatedly(url: str, pid: int, part: Part, seconds: float, num_streams: int = 32) -> Kills:
-    address, result = Address.of(url), Kills(part)
+async def kill_repeatedly(url: str, pid: int, part: Part, seconds: float, num_streams: int = 32) -> KillResult:
+    address, result = Address.of(url), KillResult(part)
     end = time.monotonic() + seconds
     while time.monotonic() < end or result.kills == 0:
         streams = [asyncio.create_task(_stream(address, result)) for _ in range(num_streams)]
@@ -61,7 +61,7 @@ def _child(pid: int, part: Part) -> int:
     raise BenchError(f"Server {pid} has no {part} process to kill. Start it with --fronts 2.")
 
 
-async def _stream(address: Address, result: Kills) -> None:
+async def _stream(address: Address, result: KillResult) -> None:
     try:
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(completion(address, max_tokens=200, ignore_eos=True))

@@ -18,23 +18,23 @@ def collect_young() -> None:
     gc.collect(1)
 
 
-class SettledGarbage:
+class IdleCollector:
     """Idle-time collection for a process that is only an engine.
 
     The first call collects everything (150 ms) and freezes what is left of the start; later calls look only at objects
     made since. `gc.get_freeze_count()` cannot tell whether that was done: it may start above zero."""
 
     def __init__(self) -> None:
-        self._is_settled = False
+        self._is_frozen = False
 
     def __call__(self) -> None:
         gc.collect()
-        if not self._is_settled:
+        if not self._is_frozen:
             gc.freeze()
-            self._is_settled = True
+            self._is_frozen = True
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc has it; others keep less.

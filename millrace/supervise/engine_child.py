@@ -14,7 +14,7 @@ import threading
 
 from millrace.config import from_dict
 from millrace.engine.lifetime import serve_engine
-from millrace.host.idle_memory import SettledGarbage
+from millrace.host.idle_memory import IdleCollector
 from millrace.host.time_slice import ask_for_default_slices
 from millrace.link.engine_end import SocketEngineChannel
 from millrace.observe.logs import setup_logging
@@ -39,7 +39,7 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_S)
     channel = SocketEngineChannel(directory, num_fronts)
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
-    serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=SettledGarbage())
+    serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=IdleCollector())
     channel.close()
 
 

@@ -82,7 +82,7 @@ class Fronts:
         front.tell_engine(self._engine)
         return front
 
-    def keep(self, state: FrontState) -> None:
+    def watch(self, state: FrontState) -> None:
         """Start watching, on this loop, and replace fronts that die."""
         self._state = state
         for front in self._fronts:

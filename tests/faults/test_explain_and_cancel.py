@@ -62,7 +62,7 @@ def test_request_can_be_explained_and_cancelled(tmp_path: Path) -> None:
         (sequence,) = told["sequences"]
         assert sequence["finish_reason"] == "length"
         assert sequence["queue"]["waited_for_s"]["rows"] > 0
-        assert "all rows were taken" in sequence["queue"]["why"]
+        assert "the maximum number of requests was running" in sequence["queue"]["why"]
         assert sequence["cache"]["cached_tokens"] == 16
         assert 16 <= sequence["cache"]["diverged_at_token"] < sequence["prompt_tokens"]
         assert sequence["preemptions"] == {"count": 0, "reasons": []}

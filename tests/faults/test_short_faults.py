@@ -20,8 +20,8 @@ def test_mutated_requests_and_disconnects_break_and_leak_nothing() -> None:
         assert max(fuzzed.statuses) < 500
         left = asyncio.run(churn(url, served.process.pid, 100, 3.0))
         assert left.left > 50
-        rests = left.rests
-        assert rests is not None
-        assert (rests.after.used_blocks, rests.after.requests) == (0, 0)
-        assert rests.after.open_files <= rests.before.open_files + 4
+        readings = left.readings
+        assert readings is not None
+        assert (readings.after.used_blocks, readings.after.requests) == (0, 0)
+        assert readings.after.open_files <= readings.before.open_files + 4
         assert "Traceback" not in served.log

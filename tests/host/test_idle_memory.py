@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millrace.host.idle_memory import SettledGarbage
+from millrace.host.idle_memory import IdleCollector
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_objects_of_the_start_are_collected_once_and_frozen(frozen_before: bool)
     if frozen_before:  # as some interpreters begin
         gc.freeze()
     left_by_the_start = [[index] for index in range(10_000)]
-    settle = SettledGarbage()
+    settle = IdleCollector()
     settle()
     assert not set(map(id, left_by_the_start)) & set(map(id, gc.get_objects()))
     came_later = [[index] for index in range(10)]
@@ -32,7 +32,7 @@ def test_objects_of_the_start_are_collected_once_and_frozen(frozen_before: bool)
 
 @pytest.mark.usefixtures("_thawed")
 def test_later_garbage_is_collected() -> None:
-    settle = SettledGarbage()
+    settle = IdleCollector()
     settle()
     cycle: list[object] = ["to be found"]
     cycle.append(cycle)

@@ -28,7 +28,7 @@ WARM_UP_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class AtRest:
+class IdleReading:
     used_blocks: float
     requests: float
     memory_mib: float
@@ -36,31 +36,33 @@ class AtRest:
 
 
 @dataclass(frozen=True, slots=True)
-class Rests:
+class IdleReadings:
     """Readings after the warm-up, after the first half and after the second half."""
 
-    before: AtRest
-    half: AtRest
-    after: AtRest
+    before: IdleReading
+    half: IdleReading
+    after: IdleReading
 
 
-async def rests_around(url: str, pid: int, seconds: float, work: Callable[[float, bool], Awaitable[None]]) -> Rests:
+async def readings_around(
+    url: str, pid: int, seconds: float, work: Callable[[float, bool], Awaitable[None]]
+) -> IdleReadings:
     """Take readings around `work(seconds, is_counted)`, which is not counted during the warm-up."""
     quiet_s = QUIET_S if seconds >= LONG_RUN_S else 0.0
     await work(max(seconds * WARM_UP_SHARE, min(15.0, seconds / 2)), False)
-    before = await asyncio.to_thread(at_rest, url, pid, quiet_s)
+    before = await asyncio.to_thread(read_idle, url, pid, quiet_s)
     await work(seconds / 2, True)
-    half = await asyncio.to_thread(at_rest, url, pid, quiet_s, before)
+    half = await asyncio.to_thread(read_idle, url, pid, quiet_s, before)
     await work(seconds / 2, True)
-    return Rests(before, half, await asyncio.to_thread(at_rest, url, pid, quiet_s, before))
+    return IdleReadings(before, half, await asyncio.to_thread(read_idle, url, pid, quiet_s, before))
 
 
-def at_rest(url: str, pid: int, quiet_s: float = 0.0, like: AtRest | None = None) -> AtRest:
+def read_idle(url: str, pid: int, quiet_s: float = 0.0, like: IdleReading | None = None) -> IdleReading:
     """Wait, up to a limit, until no request is left and no more files are open than in `like`. What is still held
     then has leaked."""
     end = time.monotonic() + SETTLE_S
     while True:
-        page = _metrics_soon(url, end)
+        page = _scrape_until(url, end)
         requests = (
             page["millrace_running_requests"] + page["millrace_waiting_requests"] + page["millrace_open_requests"]
         )
@@ -69,13 +71,13 @@ def at_rest(url: str, pid: int, quiet_s: float = 0.0, like: AtRest | None = None
             break
         time.sleep(0.5)
     if not pid:
-        return AtRest(used, requests, 0.0, 0)
+        return IdleReading(used, requests, 0.0, 0)
     time.sleep(quiet_s)
-    open_files = _settled_files(pid, like.open_files if like is not None else 0)
-    return AtRest(used, requests, resident_mib(pid), open_files)
+    open_files = _count_files(pid, like.open_files if like is not None else 0)
+    return IdleReading(used, requests, resident_mib(pid), open_files)
 
 
-def _metrics_soon(url: str, end: float) -> dict[str, float]:
+def _scrape_until(url: str, end: float) -> dict[str, float]:
     """A front that still cleans up after many disconnects may not answer a scrape in time."""
     while True:
         try:
@@ -85,7 +87,7 @@ def _metrics_soon(url: str, end: float) -> dict[str, float]:
                 raise
 
 
-def _settled_files(pid: int, expected: int) -> int:
+def _count_files(pid: int, expected: int) -> int:
     """Sockets take a moment to close: a connection with a broken-off request is kept for ten seconds."""
     end = time.monotonic() + (FILES_SETTLE_S if expected else 0.0)
     while (count := _open_files(pid)) > expected + FEW_FILES and time.monotonic() < end:

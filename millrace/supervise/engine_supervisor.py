@@ -29,7 +29,7 @@ MAX_RESTARTS = 10
 """Restarts in a row without an engine that lived that long."""
 
 
-class EngineKeeper:
+class EngineSupervisor:
     def __init__(self, config: Config, engine: EngineHandle) -> None:
         self._config = config
         self.engine = engine
@@ -41,7 +41,7 @@ class EngineKeeper:
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def keep(
+    def watch(
         self,
         client: EngineClient,
         *,
@@ -50,7 +50,7 @@ class EngineKeeper:
     ) -> None:
         """Start watching, on this loop. `on_replaced` is called with each new engine, `on_given_up` with the error."""
         self._client, self._on_replaced, self._on_given_up = client, on_replaced, on_given_up
-        self._watch()
+        self._watch_engine()
 
     def close(self) -> None:
         """Stop watching: the server is shutting down."""
@@ -58,7 +58,7 @@ class EngineKeeper:
         for task in self._tasks:
             task.cancel()
 
-    def _watch(self) -> None:
+    def _watch_engine(self) -> None:
         engine, loop = self.engine, asyncio.get_running_loop()
 
         def on_death(message: str) -> None:
@@ -98,7 +98,7 @@ class EngineKeeper:
         self.engine = start_engine(self._config)
         self._client.reconnect(self.engine.channel(0))
         self._on_replaced(self.engine)
-        self._watch()
+        self._watch_engine()
         await self._client.wait_ready_again()
         self._ready_at = asyncio.get_running_loop().time()
         log.info("The engine is ready again.")
