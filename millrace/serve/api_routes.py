@@ -25,7 +25,7 @@ from millrace.serve.stored import routes_files as files
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _RESPONSE = r"/v1/responses/{response_id:(?!(?:input_tokens|compact)$)[^/]+}"
-"""Without the two names that are endpoints of their own, so that a 405 lists only the methods of those."""
+"""Does not match two endpoints with fixed names, so that their `Allow` lists only their own methods."""
 
 POST: dict[str, Handler] = {
     "/v1/chat/completions": openai.chat_completions,

@@ -1,4 +1,4 @@
-"""A front as a running server: the listening socket, signals, and the drain."""
+"""A front as a running server: listening socket, TLS, signals and drain."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from millrace.text.chat.template import load_chat_template
 from millrace.text.tokenizers.load import load_tokenizer
 
 KEEP_ALIVE_S = 75.0
-"""How long a connection may be idle, or take to send a request's head."""
+"""Maximum time that a connection may be idle or take to send the head of a request."""
 STALLED_PEER_MS = 120_000
-"""After this long without the peer taking anything of what is to be sent, the kernel gives the connection up."""
+"""The kernel closes a connection whose peer has acknowledged nothing for this long (TCP_USER_TIMEOUT)."""
 BACKLOG = 4096
 CLOSE_GRACE_S = 2.0
-MANY_FILES = 1 << 20
-GARBAGE_THRESHOLDS = (20_000, 20, 20)
+MAX_OPEN_FILES = 1 << 20
+GC_THRESHOLDS = (20_000, 20, 20)
 
 OnListening = Callable[[str, int], None]
 
@@ -58,7 +58,7 @@ log = logging.getLogger("millrace.serve")
 
 
 def listening_socket(host: str, port: int, config: Config, *, reuse_port: bool = False) -> socket.socket:
-    """A TCP socket whose accepted connections bound what an unread stream costs in the kernel, too."""
+    """A bound TCP socket. Its small send buffer limits what an unread stream costs in the kernel."""
     family, _, _, _, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -100,7 +100,7 @@ async def serve_front(
 ) -> None:
     """Serve until SIGTERM or SIGINT (or `stop`), then drain; a second signal stops at once.
 
-    Listens from the start, whether or not the engine is ready. `on_listening` gets the address and port.
+    Listens from the start, whether or not the engine is ready. `on_listening` is called with the address and port.
     """
     sock = sock or listening_socket(host, port, state.config, reuse_port=reuse_port)
     runner = FrontRunner(
@@ -117,9 +117,9 @@ async def serve_front(
         await web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls_context(state.config)).start()
         if state.directory is not None:
             path = socket_path(state.directory, state.client.front_index)
-            Path(path).unlink(missing_ok=True)  # Left behind by a front that was killed.
+            Path(path).unlink(missing_ok=True)  # From a front that was killed.
             await web.UnixSite(runner, path).start()
-        # The first answer should not wait for the table that detokenises it.
+        # Build the detokenisation table now, so that the first answer does not wait for it.
         warm_up = asyncio.get_running_loop().run_in_executor(state.text_pool, lambda: state.tokenizer.table)
         if on_listening is not None:
             address = sock.getsockname()
@@ -132,7 +132,7 @@ async def serve_front(
 
 
 async def _until_stopped(state: FrontState, stop: asyncio.Event) -> None:
-    """Wait for the first signal, then drain until done or until the second."""
+    """Wait for the first signal, then drain until done or until a second signal."""
     loop = asyncio.get_running_loop()
     second = asyncio.Event()
 
@@ -144,14 +144,14 @@ async def _until_stopped(state: FrontState, stop: asyncio.Event) -> None:
         for number in signals:
             loop.add_signal_handler(number, on_signal)
     except (RuntimeError, ValueError):
-        pass  # Not the main thread: whoever owns the process sets `stop`.
+        pass  # Not the main thread: the owner of the process sets `stop`.
     try:
         await stop.wait()
         draining = loop.create_task(drain(state))
         hurried = loop.create_task(second.wait())
         await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
-            log.warning("Second signal: stopping now; %d requests are cut short.", len(state.jobs))
+            log.warning("Second signal: stopping now and aborting %d requests.", len(state.jobs))
             draining.cancel()
             state.stopped_at_once = True
             fail_open_jobs(state)
@@ -165,7 +165,8 @@ async def _until_stopped(state: FrontState, stop: asyncio.Event) -> None:
 
 
 async def drain(state: FrontState) -> None:
-    """Stop being ready, refuse what is new, let what runs finish within the limit, and tell the rest."""
+    """Drain: fail readiness, reject new requests, let running ones finish until the timeout, then end the rest with an
+    error."""
     state.draining = True
     limit_s = state.config.server.drain_timeout_s
     if state.jobs:
@@ -183,14 +184,14 @@ async def _ended(done: asyncio.Future[None]) -> None:
 
 def fail_open_jobs(state: FrontState) -> None:
     for job in list(state.jobs):
-        job.fail(EngineUnavailable("The server shut down before this request ended; send it to another server."))
+        job.fail(EngineUnavailable("The server shut down before this request finished; send it again."))
 
 
 def tls_context(config: Config) -> ssl.SSLContext | None:
     """None: plain HTTP."""
     server = config.server
     if bool(server.tls_cert) != bool(server.tls_key):
-        raise ConfigError("server.tls_cert and server.tls_key belong together; give both.", param="server.tls_cert")
+        raise ConfigError("server.tls_cert and server.tls_key must be set together; set both.", param="server.tls_cert")
     if not server.tls_cert:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -199,30 +200,30 @@ def tls_context(config: Config) -> ssl.SSLContext | None:
         context.load_cert_chain(server.tls_cert, server.tls_key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"The certificate {server.tls_cert} with the key {server.tls_key} cannot be used: {error}.",
+            f"Cannot load the certificate {server.tls_cert} with the key {server.tls_key}: {error}.",
             param="server.tls_cert",
         ) from error
     return context
 
 
 def allow_many_connections() -> None:
-    """Each stream is an open file; the system's default of 1,024 would end the service there."""
+    """Raise the limit of open files: each stream is one, and the default limit is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else MANY_FILES
+    wanted = hard if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
     if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, MANY_FILES), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, MAX_OPEN_FILES), hard))
 
 
 def calm_collector() -> None:
-    """Look for garbage seldom, and never again in what a front loads once and keeps: each look goes through all that
-    thousands of open streams hold. For a process that is a front and nothing else."""
+    """Run the garbage collector rarely and never over what a front loaded at start. A collection visits the objects of
+    all open streams. Only for a process that is nothing but a front."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*GARBAGE_THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def load_state(config: Config, client: EngineClient, files: ModelFiles, *, directory: str | None = None) -> FrontState:
-    """What a front needs, from the model's own files. `directory` is what it shares with its siblings."""
+    """The state of a front, from the model's files. `directory` holds the sockets that it shares with its siblings."""
     allow_many_connections()
     tokenizer = load_tokenizer(files)
     observe, server = config.observe, config.server
@@ -251,7 +252,7 @@ def run_front(
     sock: socket.socket | None = None,
     directory: str | None = None,
 ) -> None:
-    """A whole front: load the tokenizer, make the client on the loop, serve, drain, close. Blocks until stopped."""
+    """Run a front until it is stopped: load the tokenizer, create the client, serve, drain, close."""
     import uvloop
 
     def listening(host: str, port: int) -> None:
@@ -284,7 +285,7 @@ async def run_front_async(
     stop: asyncio.Event | None = None,
     directory: str | None = None,
 ) -> None:
-    """`run_front` for a caller that has its own loop."""
+    """`run_front` for a caller that runs its own event loop."""
     client = await client_factory()
     try:
         await serve_front(

@@ -1,4 +1,4 @@
-"""The front's application: its routes, and the one guard around all of them."""
+"""The aiohttp application: routes, middlewares, and the guard that turns every failure into an error body."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _post(app: web.Application) -> Callable[[str, Handler], object]:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id, turn every failure into an error body, count the outcome."""
+    """Middleware: set the request id, turn every failure into an error body, count the outcome."""
     request_id = request[REQUEST_ID] = request_id_of(request)
     metrics = request.app[STATE].metrics
     status = 499
@@ -79,16 +79,16 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(error, web.HTTPException) and error.status < 400:
             status = error.status
             raise
-        shown = error if isinstance(error, MillraceError) else _in_our_words(error, request)
+        shown = error if isinstance(error, MillraceError) else _http_error(error, request)
         status = shown.status
         return error_response(shown, request_id, _error_writer(request.path))
     except ConnectionError:
-        return web.Response(status=499)  # The client has gone; nobody will read this.
+        return web.Response(status=499)  # The client has disconnected.
     except Exception as error:
         status = 500
         log.error("Request %s failed.", request_id, exc_info=error)
         return error_response(
-            RequestFailed(f"The server failed on this request; its log says more under {request_id}."),
+            RequestFailed(f"The server failed on this request; see the server's log for {request_id}."),
             request_id,
             _error_writer(request.path),
         )
@@ -96,7 +96,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_REASON, "")).inc()
 
 
-def _in_our_words(error: web.HTTPException, request: web.Request) -> MillraceError:
+def _http_error(error: web.HTTPException, request: web.Request) -> MillraceError:
     if isinstance(error, web.HTTPMethodNotAllowed) and is_preflight(request):
         origin = request.headers.get("Origin", "")[:200]
         return AllowedMethods(
@@ -115,17 +115,17 @@ def _error_writer(path: str) -> Callable[[MillraceError], bytes]:
 
 
 def _route_of(request: web.Request) -> str:
-    """The route's pattern; one word for everything unmatched, so that scanners cannot grow the metrics."""
+    """The route's pattern. All unmatched paths share one label, so that scanners cannot create metrics."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unmatched"
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
-    """`Expect: 100-continue`: whoever asks before sending is told at once that its body will not be taken."""
+    """`Expect: 100-continue`: refuse a body by its headers before the client sends it."""
     request_id = request_id_of(request)
     try:
         if request.headers.get("Expect", "").lower() != "100-continue":
-            raise BadRequest("The header 'Expect' may only be '100-continue'; remove it.", code="http_error")
+            raise BadRequest("The header 'Expect' must be '100-continue'; remove it.", code="http_error")
         if request.path == UPLOAD_PATH:
             check_upload(request, request.app[STATE])
         else:

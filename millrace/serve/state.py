@@ -74,7 +74,7 @@ class FrontState:
     model_name: str
     metrics: FrontMetrics
     text_pool: ThreadPoolExecutor = field(default_factory=_text_pool)
-    """Where long texts are templated and tokenised, so that they do not stall the streams of others."""
+    """Threads that render and tokenise long texts, so that they do not stall other streams."""
     jobs: set[OpenJob] = field(default_factory=set)
     """Every request that is generating."""
     keyring: Keyring | None = None
@@ -82,18 +82,18 @@ class FrontState:
     quotas: Quotas = field(default_factory=Quotas)
     audit: AuditLog | None = None
     directory: str | None = None
-    """Where the sockets of this server's processes are; None when there is one front without an engine process."""
+    """Directory with the sockets of this server's processes; None if front and engine share one process."""
     draining: bool = False
     stopped_at_once: bool = False
-    """A second signal came: nothing waits for anything any more."""
+    """A second signal came: stop without waiting for anything."""
     started: int = field(default_factory=lambda: int(time.time()))
     loading_wait_s: float = 30.0
-    """How long a request that comes while the model loads may wait for it, before it gets a 503."""
+    """How long a request waits for a model that is still loading before it gets a 503."""
     model_facts: dict[str, str] = field(default_factory=dict)
-    """What clients may be told of the model's files: `family` and `format`."""
+    """`family` and `format` of the model files, shown to clients."""
     store: Store = field(init=False)
     longest_token_bytes: int = 0
-    """Of the vocabulary; 0 until somebody needed it."""
+    """Length of the longest token of the vocabulary; 0 until first needed."""
 
     admission: Admission = field(init=False)
     cors_origins: frozenset[str] = field(init=False)
@@ -113,16 +113,16 @@ class FrontState:
         return self.config.server.body_limit_mb * 1024 * 1024
 
     async def await_engine(self) -> None:
-        """Wait, for a bounded time, while the engine is still loading. Raises like `require_engine`."""
+        """Wait up to `loading_wait_s` while the engine is loading. Raises like `require_engine`."""
         if self.client.ready is None and self.client.failure is None and not self.draining:
-            with contextlib.suppress(EngineUnavailable):  # The next line says it better.
+            with contextlib.suppress(EngineUnavailable):  # `require_engine` raises a more specific error.
                 await self.client.wait_ready(self.loading_wait_s)
         self.require_engine()
 
     def require_engine(self) -> EngineReady:
-        """The engine's limits, or the reason why nothing can be generated now."""
+        """The engine's limits. Raises `EngineUnavailable` if nothing can be generated now."""
         if self.draining:
-            raise EngineUnavailable("The server is shutting down; send the request to another server.")
+            raise EngineUnavailable("The server is shutting down; send the request again later.")
         if self.client.failure is not None:
             raise EngineUnavailable(self.client.failure)
         if self.client.ready is None:
@@ -130,13 +130,13 @@ class FrontState:
         return self.client.ready
 
     def not_ready_because(self) -> str | None:
-        """Why `/ready` must say no; None when it may say yes."""
+        """Why `/ready` must fail; None if the front is ready."""
         try:
             self.require_engine()
         except EngineUnavailable as error:
             return error.message
         if not self.client.is_progressing(time.monotonic()):
-            return "The engine has work but completes no steps."
+            return "The engine has requests but completes no steps."
         return None
 
     def close(self) -> None:

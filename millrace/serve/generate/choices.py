@@ -1,7 +1,7 @@
-"""One choice of one answer: the sink that the engine's tokens fall into.
+"""One choice of an answer: receives the engine's tokens and turns them into text, then frames.
 
-`on_token` runs once per token and is the front's hottest line: detokenise, escape, write. It never raises, because it
-runs inside the dispatch of a step that also carries the tokens of others.
+`on_token` runs once per token and is the front's hottest code: detokenise, escape, write. It never raises, because the
+same engine message also carries tokens of other requests.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ChoiceOwner(Protocol):
 
 
 class Choice(ABC):
-    """What every choice keeps. Subclasses say what happens to a token."""
+    """State that all choices share. Subclasses define what happens to a token."""
 
     __slots__ = (
         "_closed",
+        "_has_stop_strings",
         "_push",
         "_stopped",
-        "_watches",
         "finish",
         "index",
         "job",
@@ -61,14 +61,14 @@ class Choice(ABC):
         self.text = text
         self.request_id: int | None = None
         self.num_tokens = 0
-        """Tokens that belong to the answer, so far."""
+        """Tokens of the answer so far."""
         self.finish: Finish | None = None
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._push = text.push
-        self._watches = bool(params.stop)
+        self._has_stop_strings = bool(params.stop)
         self._stopped = False
         self._closed = job.generation.score_only
-        """Further tokens are not part of the answer."""
+        """True if further tokens do not belong to the answer."""
 
     @abstractmethod
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None: ...
@@ -85,10 +85,10 @@ class Choice(ABC):
 
     @abstractmethod
     def complete(self) -> None:
-        """Generation has ended well: let the rest of the text go."""
+        """Generation has succeeded: release the text that was held back."""
 
     def _last_text(self) -> str:
-        """The held-back rest. The end of the text can itself complete a stop string."""
+        """The text held back so far. The end of the text can complete a stop string."""
         if self._closed:
             return ""
         rest = self.text.finish()
@@ -97,7 +97,7 @@ class Choice(ABC):
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string was found; whatever the engine had under way beyond it is not part of the answer."""
+        """True if a stop string was found; tokens after it do not belong to the answer."""
         return self._stopped
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class Choice(ABC):
 
     @property
     def output_tokens(self) -> int:
-        """As the engine counted them, unless a stop string cut the answer short of that."""
+        """The engine's count, or fewer if a stop string ended the answer earlier."""
         if self.job.generation.score_only:
             return 0
         return self.num_tokens if self._stopped or self.finish is None else self.finish.output_tokens
@@ -145,7 +145,7 @@ class CollectedChoice(Choice):
             if logprobs is not None:
                 self._add_logprobs(logprobs)
             self._add_text(self._push(token_id))
-            if self._watches and self.text.stopped_by is not None:
+            if self._has_stop_strings and self.text.stopped_by is not None:
                 self.stop()
         except Exception as error:
             self.job.on_bug(error)
@@ -155,12 +155,12 @@ class CollectedChoice(Choice):
 
 
 class PlainChoice(Choice):
-    """A choice of a stream whose chunks carry text and nothing else: prefix, escaped text, suffix."""
+    """A choice of a stream whose frames carry only text: prefix, escaped text, suffix (the fast path)."""
 
     __slots__ = (
         "_fixed_bytes",
         "_held",
-        "_most_chars",
+        "_max_direct_chars",
         "_out",
         "_prefix",
         "_suffix",
@@ -184,8 +184,8 @@ class PlainChoice(Choice):
         self._prefix, self._suffix = frame
         self._suffix_line = self._suffix + b"\r\n"
         self._fixed_bytes = len(self._prefix) + len(self._suffix)
-        # An escape takes at most six bytes a character, and the string its two quotes.
-        self._most_chars = max(0, len(_SIZE_LINES) - self._fixed_bytes - 3) // 6
+        # An escaped character takes at most six bytes, and the string two quotes.
+        self._max_direct_chars = max(0, len(_SIZE_LINES) - self._fixed_bytes - 3) // 6
         self._held: list[str] = []
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
@@ -195,13 +195,13 @@ class PlainChoice(Choice):
             self.num_tokens += 1
             text = self._push(token_id)
             if text:
-                if self._out.direct and len(text) <= self._most_chars:
+                if self._out.direct and len(text) <= self._max_direct_chars:
                     data = encode(text) if text.isascii() else escape_text(text)
                     size_line = _SIZE_LINES[self._fixed_bytes + len(data)]
                     self._write(b"".join((size_line, self._prefix, data, self._suffix_line)))
                 else:
-                    self._show(text)
-            if self._watches and self.text.stopped_by is not None:
+                    self._send(text)
+            if self._has_stop_strings and self.text.stopped_by is not None:
                 self.stop()
         except Exception as error:
             self.job.on_bug(error)
@@ -209,9 +209,9 @@ class PlainChoice(Choice):
     def complete(self) -> None:
         rest = self._last_text()
         if rest:
-            self._show(rest)
+            self._send(rest)
 
-    def _show(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         if self._out.paused:
             self._held.append(text)
             self._out.hold(len(text))
@@ -269,7 +269,7 @@ class DetailedChoice(Choice):
             text = self._push(token_id)
             if text:
                 self._send(text)
-            if self._watches and self.text.stopped_by is not None:
+            if self._has_stop_strings and self.text.stopped_by is not None:
                 self.stop()
         except Exception as error:
             self.job.on_bug(error)
@@ -281,7 +281,7 @@ class DetailedChoice(Choice):
             self._send(text)
 
     def _send(self, text: str) -> None:
-        """Text that has become final, as an event; a parser of tool calls or reasoning would stand here."""
+        """Send final text as an event. Tool calls and reasoning would be parsed here."""
         delta = TextDelta(text, self._pending_ids, self._pending_logprobs)
         self._pending_ids, self._pending_logprobs = [], []
         self._out.send(self._writer.text_delta(self, delta))

@@ -1,5 +1,7 @@
-"""The gate between a translated request and the engine: what its tenant may do, its deadline, its quotas, and whether
-it would be served in time. Every API goes through here, so every one is held to the same limits."""
+"""The gate between a translated request and the engine: priority, deadline, quotas and admission control.
+
+Every dialect goes through it, so all have the same limits.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ from millrace.serve.tenancy.owner import tenant_of
 from millrace.serve.tenancy.quotas import Reservation, reserve
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-"""Seconds until the request is given up; the smaller of this and the body's `timeout` holds."""
-EXPECTED_OUTPUT = 256
-"""Tokens reserved for an answer whose length the request does not limit."""
+"""Seconds until the deadline; the smaller of this and the body's `timeout` applies."""
+EXPECTED_OUTPUT_TOKENS = 256
+"""Tokens reserved for an answer without `max_tokens`."""
 
 
 def enter(
     state: FrontState, request: web.Request, generation: Generation, received: float
 ) -> tuple[Generation, Reservation]:
-    """The request as it is to be submitted, and what it holds of its tenant's quotas until it ends."""
+    """The request as it will be submitted, and its reservation of the tenant's quotas until it ends."""
     tenant = tenant_of(request)
     if generation.priority < CLASS_NAMES.index(tenant.most_urgent):
         raise Forbidden(
@@ -45,21 +47,21 @@ def enter(
     except Exception:
         state.metrics.refused.labels(CLASS_NAMES[generation.priority]).inc()
         raise
-    entered = _of_tenant(generation, tenant, request[REQUEST_ID], received)
+    entered = _for_tenant(generation, tenant, request[REQUEST_ID], received)
     return dataclasses.replace(entered, deadline=deadline), reservation
 
 
 def enter_unattended(
     state: FrontState, owner: str, request_id: str, generation: Generation, received: float
 ) -> tuple[Generation, Reservation]:
-    """The same for a batch's line or a background response: it counts against its owner's quotas and waits for room
-    as long as it must, so no promise about its wait is checked."""
+    """The same for a line of a batch or a background response. It may wait as long as necessary, so admission control
+    does not apply."""
     tenant = state.keyring.named(owner) if state.keyring is not None else DEFAULT_TENANT
     reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
-    return _of_tenant(generation, tenant, request_id, received), reservation
+    return _for_tenant(generation, tenant, request_id, received), reservation
 
 
-def _of_tenant(generation: Generation, tenant: Tenant, request_id: str, received: float) -> Generation:
+def _for_tenant(generation: Generation, tenant: Tenant, request_id: str, received: float) -> Generation:
     names = (request_id, generation.answer_id)
     caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
     salt = f"{tenant.name}\0{generation.cache_salt}" if tenant.private_cache else generation.cache_salt
@@ -67,8 +69,8 @@ def _of_tenant(generation: Generation, tenant: Tenant, request_id: str, received
 
 
 def _tokens_of(generation: Generation) -> int:
-    """The most that the request may come to use, as far as it says so."""
-    output = generation.params.max_tokens if generation.params.max_tokens is not None else EXPECTED_OUTPUT
+    """Upper bound on the tokens of the request, as far as it sets one."""
+    output = generation.params.max_tokens if generation.params.max_tokens is not None else EXPECTED_OUTPUT_TOKENS
     prompt = sum(len(prompt.token_ids) for prompt in generation.prompts)
     return prompt + output * len(generation.prompts) * generation.num_sequences
 
@@ -83,6 +85,6 @@ def header_deadline(request: web.Request, received: float) -> float:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
         raise BadRequest(
-            f"The header {TIMEOUT_HEADER} is {text[:80]!r}; give a positive number of seconds.", param=TIMEOUT_HEADER
+            f"The header {TIMEOUT_HEADER} is {text[:80]!r}; send a positive number of seconds.", param=TIMEOUT_HEADER
         )
     return received + seconds

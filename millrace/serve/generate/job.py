@@ -1,4 +1,4 @@
-"""One HTTP request while it generates: its choices, their submission, and the one way in which it ends."""
+"""One request while it generates: submits its choices and ends exactly once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from millrace.serve.state import FrontState, JobSummary
 from millrace.text.text_stream import TextStream
 
 DEADLINE_SLACK_S = 2.0
-"""The engine ends a request at its deadline; after this much longer the front no longer waits for it to say so."""
+"""The engine ends a request at its deadline; the front waits this much longer for the engine to report it."""
 
 log = logging.getLogger("millrace.serve")
 
 
 class Job:
-    """Ends exactly once: `done` is set when everything is generated or (streams) said, or holds the error to answer."""
+    """Ends exactly once: `done` gets a result when everything is generated (streams: sent), or the error to answer."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class Job:
         self.error: MillraceError | None = None
         self.submitted_at = 0.0
         self.request_id = self.path = self.owner = ""
-        """The request that it belongs to, where that went, and whose it is."""
+        """X-Request-Id, path and tenant of the request."""
         self.writer = make_writer(self)
         self._num_open = 0
-        self._taken_back: set[int] = set()
-        """Indices of the choices that the engine was told to abort."""
+        self._aborted: set[int] = set()
+        """Indices of choices that the engine was told to abort."""
         self.choices: list[Choice] = []
         self._make_choices()
 
     # ── start ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Submit every sequence, or none: what was submitted before a refusal is taken back."""
+        """Submit every sequence or none: if one is refused, those before it are aborted."""
         generation, client = self.generation, self.state.client
         self.submitted_at = time.monotonic()
         self._num_open = len(self.choices)
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def is_started(self) -> bool:
-        """Whether every sequence was accepted."""
+        """True if every sequence was accepted."""
         return all(choice.request_id is not None for choice in self.choices)
 
     def _make_choices(self) -> None:
@@ -104,7 +104,7 @@ class Job:
 
     # ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def on_choice_end(self, choice: Choice, finish: Finish) -> None:
-        """Called once for each choice, whatever became of it."""
+        """Called once per choice, however it ended."""
         if self.done.done():
             return
         if finish.reason not in ("stop", "length") and not choice.is_stopped:
@@ -124,7 +124,7 @@ class Job:
             self.done.set_result(None)
 
     def fail(self, error: MillraceError) -> None:
-        """End with an error: as a response while nothing has been sent, as the stream's last event afterwards."""
+        """End with an error: as a response if nothing has been sent, otherwise as the last frame of the stream."""
         if self.done.done():
             return
         self.error = error
@@ -136,38 +136,38 @@ class Job:
         self.done.set_result(None)
 
     def on_bug(self, error: Exception) -> None:
-        """A defect of ours must not reach the other requests of the step."""
+        """A bug in writing one answer must not affect the other requests of the step."""
         if self.out is not None and self.out.is_gone:
-            # The client left between two steps; its handler is about to be cancelled for it.
+            # The client disconnected between two steps; its handler is about to be cancelled.
             self.out.close()
             self.close()
             return
         log.error("A request failed while its tokens were written.", exc_info=error)
-        self.fail(RequestFailed("The server failed while writing this answer; its log says more."))
+        self.fail(RequestFailed("The server failed while writing this answer; see the server's log."))
 
     def on_slow_client(self, unread_bytes: int) -> None:
-        """The client let too much pile up; its connection is being cut, which cancels the handler."""
+        """The client left too much unread. Its connection is closed, which cancels the handler."""
         self.state.metrics.slow_client_drops.inc()
         log.warning("%s: dropped a client that left %d bytes unread.", self.generation.answer_id, unread_bytes)
         self.error = RequestFailed(f"The client left {unread_bytes} bytes unread.", code="slow_client")
         self.close()
 
     def close(self) -> None:
-        """Take back every sequence that has not ended."""
+        """Abort every sequence that has not ended."""
         for choice in self.choices:
             self.abort_choice(choice, "abort")
 
     def abort_choice(self, choice: Choice, reason: FinishReason) -> None:
-        """At most once for each: whoever notices first that nobody reads on takes the sequence back."""
-        if choice.request_id is not None and choice.finish is None and choice.index not in self._taken_back:
-            self._taken_back.add(choice.index)
+        """Tell the engine to end the sequence; at most once per choice."""
+        if choice.request_id is not None and choice.finish is None and choice.index not in self._aborted:
+            self._aborted.add(choice.index)
             self.state.client.abort(choice.request_id, reason)
 
     def _error_of(self, finish: Finish) -> MillraceError:
         if finish.reason == "deadline":
             after = time.monotonic() - self.submitted_at
             return DeadlineExceeded(
-                f"The request had not ended at its deadline, after {after:.1f} s; ask for fewer tokens or send a"
+                f"The request had not finished at its deadline, after {after:.1f} s; ask for fewer tokens or send a"
                 " larger 'timeout'.",
                 param="timeout",
             )
@@ -181,7 +181,7 @@ class Job:
 
     # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def usage(self) -> Usage:
-        """A prompt counts once. What was cached of it is what all of its choices found there."""
+        """A prompt counts once. Its cached tokens are those that all of its choices found in the cache."""
         generation = self.generation
         prompt_tokens = sum(len(prompt.token_ids) for prompt in generation.prompts)
         output_tokens = sum(choice.output_tokens for choice in self.choices)
@@ -213,12 +213,12 @@ class Job:
         return self.out is not None
 
     def body(self) -> bytes:
-        """The whole answer, after `done`."""
+        """The body of an answer that is not streamed; call it after `done`."""
         return self.writer.answer([c for c in self.choices if isinstance(c, CollectedChoice)], self.usage())
 
     @property
     def finish_reason(self) -> str:
-        """How it ended, for metrics and logs."""
+        """The finish reason of the first choice, or an error code; for metrics and logs."""
         if self.error is not None:
             return self.error.code or "error"
         if any(choice.finish is None for choice in self.choices):
@@ -227,7 +227,7 @@ class Job:
 
 
 def _params_of(params: SamplingParams, number: int) -> SamplingParams:
-    """Parameters of a prompt's choice `number`. A given seed stays within its legal range."""
+    """Parameters of choice `number` of a prompt. The seed wraps within its range."""
     if params.seed is None or number == 0:
         return params if params.n == 1 else dataclasses.replace(params, n=1)
     seed = params.seed + number

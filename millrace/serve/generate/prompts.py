@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 async def off_loop(state: FrontState, num_chars: int, work: Callable[[], _T]) -> _T:
-    """Run `work` here when it is short, in the text pool when it is long."""
+    """Run short work here, long work in the text pool."""
     if num_chars <= LONG_TEXT_CHARS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)
@@ -33,7 +33,7 @@ async def encode_texts(
     num_chars = sum(map(len, texts))
     if num_chars > LONG_TEXT_CHARS and not may_cut:
         for text in texts:
-            await _refuse_hopeless(state, text, max_tokens)
+            await _refuse_too_long(state, text, max_tokens)
     encode = state.tokenizer.encode
     return await off_loop(state, num_chars, lambda: [encode(text, add_special=add_special) for text in texts])
 
@@ -48,7 +48,7 @@ async def encode_chat(
         for text in message.texts:
             num_chars += len(text)
             if len(text) > LONG_TEXT_CHARS and not may_cut:
-                await _refuse_hopeless(state, text, max_tokens)
+                await _refuse_too_long(state, text, max_tokens)
 
     def work() -> list[int]:
         text = state.template.render(
@@ -79,7 +79,7 @@ def check_truncation(keep: int | None) -> None:
 
 
 def cut_prompt(state: FrontState, token_ids: list[int], text: str | None, keep: int, max_tokens: int | None) -> Prompt:
-    """The prompt's last `keep` tokens; for -1, as many as leave room for the output."""
+    """The last `keep` tokens of the prompt; -1 keeps as many as leave room for the output."""
     if keep == -1:
         ready = state.require_engine()
         keep = max(1, min(ready.max_context, ready.kv_tokens) - max(1, max_tokens or 1))
@@ -87,8 +87,8 @@ def cut_prompt(state: FrontState, token_ids: list[int], text: str | None, keep: 
     return Prompt(token_ids[dropped:], None if dropped else text, dropped)
 
 
-async def _refuse_hopeless(state: FrontState, text: str, max_tokens: int | None) -> None:
-    """Refuse a text that cannot fit whatever its tokens are, without spending seconds on tokenising it."""
+async def _refuse_too_long(state: FrontState, text: str, max_tokens: int | None) -> None:
+    """Refuse a text that is too long for any tokenisation, without tokenising it."""
     ready = state.require_engine()
     room = min(ready.max_context, ready.kv_tokens)
     if len(text) <= room:

@@ -19,7 +19,7 @@ from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import owner_of
 
 FLUSH_GRACE_S = 30.0
-"""How long a client may take to read the rest of a stream that has ended."""
+"""How long a client may take to read the rest of a finished stream."""
 
 request_log = logging.getLogger("millrace.requests")
 
@@ -27,7 +27,7 @@ request_log = logging.getLogger("millrace.requests")
 async def respond(
     request: web.Request, prepare: Prepare, *, media_type: str = SERVER_SENT_EVENTS
 ) -> web.StreamResponse:
-    """Read the body, prepare its work, and answer it, whole or streamed."""
+    """Read the body, translate it and answer it."""
     state, received = request.app[STATE], time.monotonic()
     work = await prepare(state, await read_body(request, state.body_limit_bytes), received, owner_of(request))
     return await answer(state, request, work, received, media_type=media_type)
@@ -78,7 +78,7 @@ async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> 
 
 
 def _account(state: FrontState, request: web.Request, job: Job, received: float) -> None:
-    """Count and, when asked to, log one request that reached the engine."""
+    """Count one request that reached the engine, and log it if `log_requests` is set."""
     metrics, now = state.metrics, time.monotonic()
     observe(state, job, received)
     ended, usage = job.finish_reason, job.usage()

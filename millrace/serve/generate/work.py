@@ -1,4 +1,4 @@
-"""From the bytes of a body to work that can be started: the same over HTTP, for a batch's lines, in the background."""
+"""A translated request that can be started: over HTTP, for a line of a batch, or in the background."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from millrace.serve.state import FrontState
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request that has been read and found good: what to generate, and how to write it."""
+    """A valid request: what to generate and how to write the answer."""
 
     generation: Generation
     make_writer: Callable[[Job], Writer]
     conclude: Callable[[Job], Awaitable[bytes]] | None = None
-    """What is left to do between the last token and the client's hearing of it (`holds_end`). Gives the whole body,
-    or a stream's last frames."""
+    """Runs after the last token and before the end of the answer (`holds_end`). Returns the body, or the last frames of
+    a stream."""
 
 
 Prepare = Callable[[FrontState, bytes, float, str], Awaitable[Work]]
@@ -33,10 +33,10 @@ Prepare = Callable[[FrontState, bytes, float, str], Awaitable[Work]]
 
 
 async def until_done(state: FrontState, job: Job) -> None:
-    """Wait for the job's end. Whoever stops waiting (the client left: cancelled) takes its sequences back."""
+    """Wait until the job ends. If this is cancelled (the client disconnected), its sequences are aborted."""
     loop = asyncio.get_running_loop()
-    patience_s = job.generation.deadline - time.monotonic() + DEADLINE_SLACK_S
-    timer = loop.call_later(patience_s, job.fail, DeadlineExceeded("The engine did not answer before the deadline."))
+    timeout_s = job.generation.deadline - time.monotonic() + DEADLINE_SLACK_S
+    timer = loop.call_later(timeout_s, job.fail, DeadlineExceeded("The engine did not answer before the deadline."))
     state.jobs.add(job)
     try:
         await job.done
@@ -47,7 +47,7 @@ async def until_done(state: FrontState, job: Job) -> None:
 
 
 async def whole_answer(state: FrontState, work: Work, job: Job) -> bytes:
-    """Start the job, wait for it, and give its body."""
+    """Start the job, wait for it and return its body."""
     job.start()
     await until_done(state, job)
     return job.body() if work.conclude is None else await work.conclude(job)
@@ -56,7 +56,7 @@ async def whole_answer(state: FrontState, work: Work, job: Job) -> bytes:
 async def unattended_answer(
     state: FrontState, work: Work, owner: str, request_id: str, path: str, received: float
 ) -> tuple[bytes, Usage]:
-    """The body and its usage where no HTTP request is behind the work: its owner's quotas hold, and it is counted."""
+    """Body and usage of work without an HTTP request. It counts against its owner's quotas and in the metrics."""
     generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
     used = 0
     try:

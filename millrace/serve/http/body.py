@@ -1,4 +1,4 @@
-"""From bytes on a socket to a checked struct: size, media type, JSON, types. A failure names field, value, remedy."""
+"""Request bodies: size, media type, JSON, types. An error names the field, its value and what to send instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from millrace.errors import BadRequest, BodyTooLarge, RequestTimeout, UnsupportedMediaType
 
 BODY_TIMEOUT_S = 60.0
-"""A client must have sent its whole body by then."""
+"""Time in which a client must send its whole body."""
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$?(?P<path>.*)`)?$", re.DOTALL)
@@ -31,21 +31,21 @@ _TYPE_NAMES = {
     "array": "an array",
     "object": "an object",
 }
-_CURLS_OWN = "application/x-www-form-urlencoded"
-"""What curl -d says of any body when it is told nothing else."""
-_SHOWN_CHARS = 80
-_LONGEST_EXPLAINED_BYTES = 1 << 20
+_CURL_DEFAULT = "application/x-www-form-urlencoded"
+"""The default of `curl -d`."""
+_MAX_SHOWN_CHARS = 80
+_MAX_EXPLAINED_BYTES = 1 << 20
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def check_headers(request: web.Request, limit_bytes: int) -> None:
-    """Everything that can be refused before a byte of the body is read."""
+    """Refuse what can be refused before the body is read."""
     if request.content_length is not None and request.content_length > limit_bytes:
         raise _too_large(request.content_length, limit_bytes)
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaType(
-            f"The body has Content-Encoding {encoding[:_SHOWN_CHARS]!r}; send it as plain, uncompressed JSON."
+            f"The body has Content-Encoding {encoding[:_MAX_SHOWN_CHARS]!r}; send it as plain, uncompressed JSON."
         )
     if "Content-Type" in request.headers:
         _check_content_type(request)
@@ -53,16 +53,16 @@ def check_headers(request: web.Request, limit_bytes: int) -> None:
 
 def _check_content_type(request: web.Request) -> None:
     media_type = request.content_type.lower()
-    if request.path.startswith("/api/") and media_type == _CURLS_OWN:
-        return  # Ollama's own examples send JSON with curl and no header.
+    if request.path.startswith("/api/") and media_type == _CURL_DEFAULT:
+        return  # Ollama's examples send JSON with curl and without a header.
     if media_type != "application/json":
         raise BadRequest(
-            f"The body has Content-Type {media_type[:_SHOWN_CHARS]!r}; send JSON with Content-Type application/json.",
+            f"The body has Content-Type {media_type[:_MAX_SHOWN_CHARS]!r}; send it as application/json.",
             code="unsupported_media_type",
         )
     charset = request.charset
     if charset is not None and charset.lower().replace("_", "-") not in ("utf-8", "utf8", "us-ascii"):
-        raise UnsupportedMediaType(f"The body has charset {charset[:_SHOWN_CHARS]!r}; send it as UTF-8.")
+        raise UnsupportedMediaType(f"The body has charset {charset[:_MAX_SHOWN_CHARS]!r}; send it as UTF-8.")
 
 
 async def read_body(request: web.Request, limit_bytes: int) -> bytes:
@@ -73,11 +73,11 @@ async def read_body(request: web.Request, limit_bytes: int) -> bytes:
             return await _read_at_most(request, limit_bytes)
     except (RequestPayloadError, HttpProcessingError) as error:
         raise BadRequest(
-            f"The body's transfer encoding is broken: {' '.join(str(error).split())[:_SHOWN_CHARS]}",
+            f"The body's transfer encoding is broken: {' '.join(str(error).split())[:_MAX_SHOWN_CHARS]}",
             code="malformed_http",
         ) from None
     except TimeoutError:
-        raise RequestTimeout(f"The body had not arrived after {BODY_TIMEOUT_S:g} s; send it without pausing.") from None
+        raise RequestTimeout(f"The body did not arrive within {BODY_TIMEOUT_S:g} s; send it without pausing.") from None
 
 
 async def _read_at_most(request: web.Request, limit_bytes: int) -> bytes:
@@ -93,14 +93,14 @@ async def _read_at_most(request: web.Request, limit_bytes: int) -> bytes:
 
 def _too_large(num_bytes: int, limit_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"The body has at least {num_bytes} bytes; this server takes at most {limit_bytes}."
+        f"The body has at least {num_bytes} bytes; this server accepts at most {limit_bytes}."
         " Send less, or start the server with a larger --body-limit-mb."
     )
 
 
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class BodyDecoder(typing.Generic[_T]):
-    """Strict JSON into one struct type."""
+    """Decodes JSON strictly into one struct type."""
 
     def __init__(self, struct: type[_T]) -> None:
         self._struct = struct
@@ -118,25 +118,25 @@ class BodyDecoder(typing.Generic[_T]):
 
 
 def _parse(body: bytes) -> Any:
-    """Any JSON, to show a value of; or what is wrong with it as JSON, which is said before what is wrong with a field.
-    Nothing of a body so long that building it would hurt others."""
-    if len(body) > _LONGEST_EXPLAINED_BYTES:
+    """The body as plain objects, to quote a value from. Malformed JSON is reported before a wrong field. None for a
+    body that is too long to build."""
+    if len(body) > _MAX_EXPLAINED_BYTES:
         return None
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError:
-        return None  # A number that no float holds; the sentence about the field says it better.
+        return None  # A number beyond floats; the error about the field is clearer.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise json_error(error, body) from None
 
 
 def json_error(error: Exception, body: bytes) -> BadRequest:
-    """What is wrong with bytes that are not JSON."""
+    """The error for bytes that are not JSON."""
     if isinstance(error, UnicodeDecodeError):
         what = f"The body is not valid UTF-8 ({error.reason}); encode its texts as UTF-8."
         return BadRequest(what, code="invalid_utf8")
     if isinstance(error, RecursionError):
-        return BadRequest("The body is nested too deeply; flatten it.", code="invalid_json")
+        return BadRequest("The body is nested too deeply; send fewer levels.", code="invalid_json")
     return BadRequest(f"The body is not valid JSON: {_malformed(str(error), body)}", code="invalid_json")
 
 
@@ -150,7 +150,7 @@ def _malformed(problem: str, body: bytes) -> str:
 
 
 def _explain(problem: str, parsed: Any, struct: type[msgspec.Struct]) -> BadRequest:
-    """msgspec's sentence, turned into one that names the field, what was sent, and what to send."""
+    """msgspec's message as an error that names the field, what was sent and what to send."""
     match = _AT.match(problem)
     what, path = (match["what"], match["path"] or "") if match else (problem, "")
     param = path.removeprefix(".").removesuffix("[...]")
@@ -177,10 +177,10 @@ def _unknown_field(field: str, at: str, path: str, struct: type[msgspec.Struct])
     known = sorted({name for kind in _structs_at(path, struct) for name in kind.__struct_encode_fields__})
     close = difflib.get_close_matches(field, known, n=1, cutoff=0.6)
     place = f"'{at}'" if at else "this endpoint"
-    hint = f"Did you mean '{close[0]}'?" if close else "Remove it; nothing is ignored silently."
+    hint = f"Did you mean '{close[0]}'?" if close else "Remove it; unknown fields are not ignored."
     name = f"{at}.{field}" if at else field
     return BadRequest(
-        f"'{field[:_SHOWN_CHARS]}' is not a parameter of {place}. {hint}",
+        f"'{field[:_MAX_SHOWN_CHARS]}' is not a parameter of {place}. {hint}",
         param=name[:200],
         code="unknown_field",
     )
@@ -196,7 +196,7 @@ def _steps(path: str) -> list[str | int]:
 
 
 def _value_at(parsed: Any, path: str) -> str:
-    """ " is <the value>", shortened; nothing where the path does not say which value it was."""
+    """ " is <the value>", shortened; " has a wrong value" if the path does not lead to one."""
     value = parsed
     try:
         for step in _steps(path):
@@ -206,12 +206,12 @@ def _value_at(parsed: Any, path: str) -> str:
     if isinstance(value, (dict, list)):
         return " is an object" if isinstance(value, dict) else " is an array"
     text = msgspec.json.encode(value).decode()
-    return f" is {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'}"
+    return f" is {text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + '…'}"
 
 
-# ── what the schema holds at a path ───────────────────────────────────────────────────────────────────────────────────
+# ── the schema at a path ──────────────────────────────────────────────────────────────────────────────────────────────
 def _members(kind: Any) -> list[Any]:
-    """A type without its annotations and its union."""
+    """The members of a union, without annotations."""
     if typing.get_origin(kind) is typing.Annotated:
         return _members(typing.get_args(kind)[0])
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -238,7 +238,7 @@ def _structs_at(path: str, struct: type[msgspec.Struct]) -> list[type[msgspec.St
 
 
 def _choices_at(path: str, struct: type[msgspec.Struct]) -> list[str]:
-    """The legal words at a path: of a literal, or the tags of a union of structs."""
+    """The allowed values at a path: of a literal, or the tags of a union of structs."""
     literals = [
         str(choice)
         for kind in _types_at(path, struct)

@@ -56,7 +56,7 @@ def error_response(
 
 
 class AllowedMethods(MethodNotAllowed):
-    """A 405 that says, as HTTP wants it, what would be allowed."""
+    """A 405 with the header `Allow`."""
 
     def __init__(self, message: str, methods: list[str]) -> None:
         super().__init__(message)
@@ -64,10 +64,10 @@ class AllowedMethods(MethodNotAllowed):
 
 
 def from_aiohttp(error: web.HTTPException, request: web.Request, paths: list[str]) -> MillraceError:
-    """What aiohttp's router and reader raise, in our words."""
+    """An exception of aiohttp's router or reader as one of our errors."""
     if isinstance(error, web.HTTPNotFound):
         return NotFound(
-            f"There is no {request.method[:20]} {request.path[:200]!r} here; GET /docs lists what there is."
+            f"There is no {request.method[:20]} {request.path[:200]!r} here; GET /docs lists all endpoints."
             + _nearest_path(request.path, paths)
         )
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -76,12 +76,12 @@ def from_aiohttp(error: web.HTTPException, request: web.Request, paths: list[str
             f"{request.method[:20]} is not allowed on {request.path[:200]}; use {' or '.join(methods)}.", methods
         )
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return BodyTooLarge("The body is too large; send less.")
+        return BodyTooLarge("The body is too large; send a smaller one.")
     return OtherHttpError(error.status, error.reason)
 
 
 class OtherHttpError(BadRequest):
-    """A refusal of the HTTP layer that has no class of its own."""
+    """Another error of the HTTP layer, with its own status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"The request was refused: {reason}. Correct it and send it again.", code="http_error")

@@ -1,4 +1,4 @@
-"""Names for requests and answers."""
+"""Ids of requests and answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 from aiohttp import web
 
 REQUEST_ID_HEADER = "X-Request-Id"
-_LEGAL = re.compile(r"[!-~]{1,128}")
+_VALID_ID = re.compile(r"[!-~]{1,128}")
 
 
 def new_id(prefix: str) -> str:
@@ -16,8 +16,8 @@ def new_id(prefix: str) -> str:
 
 
 def request_id_of(request: web.BaseRequest) -> str:
-    """The client's own id when it is short and printable, else a new one."""
+    """The client's X-Request-Id if it is short and printable, otherwise a new id."""
     given = request.headers.get(REQUEST_ID_HEADER)
-    if given is not None and _LEGAL.fullmatch(given):
+    if given is not None and _VALID_ID.fullmatch(given):
         return given
     return new_id("req-")

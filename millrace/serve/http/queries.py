@@ -1,4 +1,4 @@
-"""Query strings and lists: pages with `limit`, `order` and `after`, and nothing in a query ignored."""
+"""Query strings: pages with `limit`, `order` and `after`; unknown parameters are errors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Page:
 
 
 def check_query(request: web.Request, known: Collection[str]) -> None:
-    """Refuse what this endpoint does not read."""
+    """Refuse unknown query parameters."""
     for name in request.query:
         base = name.removesuffix("[]")
         if base not in known:
             close = difflib.get_close_matches(base, known, n=1, cutoff=0.6)
-            hint = f"Did you mean '{close[0]}'?" if close else "Remove it; nothing is ignored silently."
+            hint = f"Did you mean '{close[0]}'?" if close else "Remove it; unknown parameters are not ignored."
             raise BadRequest(
                 f"'{name[:80]}' is not a query parameter of {request.path[:200]}. {hint}",
                 param=name[:200],

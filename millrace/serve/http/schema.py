@@ -9,7 +9,7 @@ from msgspec import Meta, Raw, UnsetType
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An unknown field is an error."""
+    """A request struct: an unknown field is an error."""
 
 
 Refused = Raw | UnsetType

@@ -1,6 +1,6 @@
-"""The bodies that clients receive, as structs: what is sent, and what the OpenAPI document says, are one thing.
+"""Bodies that clients receive, as structs. The OpenAPI document is built from the same structs.
 
-A field typed `… | UnsetType` appears only when it was asked for. Field order is the order on the wire.
+A field typed `… | UnsetType` appears only if it was requested. Field order is the order on the wire.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each prompt position (the first has none): token id to its log-probability and rank."""
+"""Per prompt position (the first has none): token id to log-probability and rank."""
 
 
 # ── chat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -56,7 +56,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: AnswerFinish
     stop_reason: str | int | None = None
-    """The stop text or stop token id that ended the choice, if one did."""
+    """The stop string or stop token id that ended the choice; null if neither did."""
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -73,7 +73,7 @@ class ChatAnswer(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     truncated_prompt_tokens: int | UnsetType = UNSET
-    """How many tokens `truncate_prompt_tokens` cut off the prompt's beginning."""
+    """Number of tokens that `truncate_prompt_tokens` cut from the beginning of the prompt."""
 
 
 class Delta(msgspec.Struct):
@@ -166,7 +166,7 @@ class Model(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int | None
-    """Longest prompt + output in tokens; null until the engine is ready."""
+    """Maximum tokens of prompt and output together; null until the engine is ready."""
 
 
 class ModelList(msgspec.Struct):

@@ -14,7 +14,7 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> PromptLogprobs:
-    """For each position: the prompt's own token and the likeliest ones, by token id."""
+    """Per position: the prompt's token and the likeliest tokens, by token id."""
     return [None if entry is None else _by_token_id(tokenizer, entry) for entry in entries[: len(token_ids)]]
 
 
@@ -28,7 +28,7 @@ def _by_token_id(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Prompt
 
 
 class CompletionLogprobsWriter:
-    """Builds completions' columns piece by piece, with each token's offset in the text."""
+    """Builds the columns of completions chunk by chunk, with each token's offset in the text."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
@@ -57,11 +57,11 @@ class CompletionLogprobsWriter:
         columns.token_logprobs.append(None if entry is None else finite(entry.logprob))
         columns.top_logprobs.append(None if entry is None else self._top(entry, text))
         if token_id not in self._hidden:
-            # A character may span tokens: it counts where it is complete.
+            # A character can span tokens; it counts at the token that completes it.
             self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
 
     def _top(self, entry: TokenLogprobs, own_text: str) -> dict[str, float]:
-        """By text; of tokens with one text the likeliest counts. The chosen token is always there."""
+        """By text; of tokens with the same text the likeliest counts. The chosen token is always included."""
         top: dict[str, float] = {}
         for token_id, logprob in zip(entry.top_ids[: self._num_top], entry.top_logprobs[: self._num_top], strict=True):
             top.setdefault(self._tokenizer.token_text(token_id), finite(logprob))

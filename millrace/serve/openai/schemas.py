@@ -1,7 +1,7 @@
-"""The bodies that clients send, as strict structs: an unknown field or a wrong type is an error, never a guess.
+"""Bodies that clients send, as strict structs: an unknown field or a wrong type is an error.
 
-Every parameter of OpenAI's reference is a field here. Those that the engine honours have their type; those that it
-does not are typed `Refused` and listed in `NOT_SUPPORTED` with the values that ask for nothing and are accepted.
+Every parameter of OpenAI's reference is a field here. Unsupported ones are typed `Refused` and listed in
+`NOT_SUPPORTED` with the values that have no effect and are accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 CacheBreakpoint = Annotated[
-    Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused here, wherever they end.")
+    Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused, wherever they end.")
 ]
 
 
@@ -57,13 +57,13 @@ class RefusalPart(Strict, kw_only=True, tag_field="type", tag="refusal"):
 ContentPart = TextPart | ImagePart | AudioPart | FilePart | RefusalPart
 Content = Annotated[
     str | list[ContentPart],
-    described("A text, or text parts, joined by line breaks where the template reads none."),
+    described("A text, or text parts, which are joined by line breaks if the template takes no parts."),
 ]
-Name = Annotated[str | None, described("Given to the chat template as the message's `name`.")]
+Name = Annotated[str | None, described("Passed to the chat template as the message's `name`.")]
 
 
 class SystemMessage(Strict, kw_only=True, tag_field="role", tag="system"):
-    """How the model should behave."""
+    """Instructions for the model."""
 
     content: Content
     name: Name = None
@@ -77,14 +77,14 @@ class DeveloperMessage(Strict, kw_only=True, tag_field="role", tag="developer"):
 
 
 class UserMessage(Strict, kw_only=True, tag_field="role", tag="user"):
-    """What a person said."""
+    """A message of the user."""
 
     content: Content
     name: Name = None
 
 
 class AssistantMessage(Strict, kw_only=True, tag_field="role", tag="assistant"):
-    """What the model said before."""
+    """An earlier answer of the model."""
 
     content: Content | None = None
     name: Name = None
@@ -113,16 +113,16 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 
 
 class StreamOptions(Strict, kw_only=True):
-    """What a stream carries beside the text."""
+    """What a stream carries besides the text."""
 
     include_usage: Annotated[bool | None, described("Send one more chunk, before [DONE], with the usage.")] = None
     continuous_usage_stats: Annotated[bool | None, described("Send the usage so far with every chunk.")] = None
     include_obfuscation: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
-# ── what chat and completions share ───────────────────────────────────────────────────────────────────────────────────
+# ── fields of chat and completions ────────────────────────────────────────────────────────────────────────────────────
 class Sampled(Strict, kw_only=True):
-    """Parameters of both endpoints. null always means "as if it had not been sent"."""
+    """Parameters of both endpoints. null means the same as leaving the field out."""
 
     model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
     temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=100)] = None
@@ -133,44 +133,49 @@ class Sampled(Strict, kw_only=True):
         dict[str, float] | None,
         described("Token id (as a string) to a bias between -100 and 100.", maxProperties=MAX_LOGIT_BIAS),
     ] = None
-    seed: Annotated[int | None, described("Same seed, prompt and parameters: same text.")] = None
+    seed: Annotated[int | None, described("The same seed, prompt and parameters give the same text.")] = None
     n: Annotated[int | None, described("Choices per prompt; default 1.", minimum=1, maximum=MAX_CHOICES)] = None
     stop: Annotated[
-        str | list[str] | None, described(f"Generation ends before these texts; at most {MAX_STOP_STRINGS}.")
+        str | list[str] | None, described(f"Stop strings; generation ends before them. At most {MAX_STOP_STRINGS}.")
     ] = None
-    stream: Annotated[bool | None, described("Send server-sent events as tokens come.")] = None
+    stream: Annotated[bool | None, described("Stream server-sent events as tokens are generated.")] = None
     stream_options: Annotated[StreamOptions | None, described("Only with `stream`.")] = None
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     metadata: Annotated[dict[str, str] | None, described("Labels; no effect on generation.")] = None
 
     top_k: Annotated[int | None, described("Keep the k likeliest tokens; 0 or -1 keeps all.", minimum=-1)] = None
     min_p: Annotated[
-        float | None, described("Drop tokens below this share of the likeliest.", minimum=0, maximum=1)
+        float | None,
+        described("Drop tokens below this fraction of the likeliest one.", minimum=0, maximum=1),
     ] = None
     repetition_penalty: Annotated[
         float | None, described("Over prompt and output; 1 is off.", minimum=0.01, maximum=100)
     ] = None
     ignore_eos: Annotated[bool | None, described("Do not end at the model's end tokens.")] = None
-    min_tokens: Annotated[int | None, described("End tokens are impossible before this many tokens.", minimum=0)] = None
+    min_tokens: Annotated[int | None, described("No end token before this many output tokens.", minimum=0)] = None
     stop_token_ids: Annotated[
         list[int] | None, described("Generation ends at these tokens.", maxItems=MAX_STOP_TOKEN_IDS)
     ] = None
-    include_stop_str_in_output: Annotated[bool | None, described("Keep the stop text that ended generation.")] = None
-    skip_special_tokens: Annotated[bool | None, described("Leave special tokens out of the text; default true.")] = None
+    include_stop_str_in_output: Annotated[bool | None, described("Include the stop string in the text.")] = None
+    skip_special_tokens: Annotated[bool | None, described("Omit special tokens from the text; default true.")] = None
     prompt_logprobs: Annotated[
         int | None, described("Log-probabilities of the prompt; not with `stream`.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None
     return_token_ids: Annotated[bool | None, described("Add the token ids of prompt and output.")] = None
     priority: Annotated[
-        PriorityClass | int | None, described("The class in the queue; 0 interactive, 1 standard (default), 2 batch.")
+        PriorityClass | int | None, described("Priority class: 0 interactive, 1 standard (default), 2 batch.")
     ] = None
     cache_salt: Annotated[
-        str | None, described("Requests share cached prompt prefixes only with equal salts.", maxLength=1024)
+        str | None,
+        described("Cached prompt prefixes are shared only between requests with the same salt.", maxLength=1024),
     ] = None
-    timeout: Annotated[float | None, described("Seconds until the request is given up.", exclusiveMinimum=0)] = None
+    timeout: Annotated[float | None, described("Seconds until the deadline.", exclusiveMinimum=0)] = None
     truncate_prompt_tokens: Annotated[
         int | None,
-        described("Keep only this many of the prompt's last tokens; -1: as many as fit. Reported.", minimum=-1),
+        described(
+            "Keep this many tokens from the end of the prompt (-1: as many as fit) and report how many were cut.",
+            minimum=-1,
+        ),
     ] = None
 
 
@@ -179,27 +184,28 @@ class ChatRequest(Sampled, kw_only=True):
 
     messages: Annotated[list[Message], described("The conversation so far; at least one message.", minItems=1)]
     max_completion_tokens: Annotated[
-        int | None, described("Most tokens to generate; default: to the end of the context.", minimum=1)
+        int | None, described("Maximum number of output tokens; default: to the end of the context.", minimum=1)
     ] = None
     max_tokens: Annotated[int | None, described("The older name of `max_completion_tokens`.", minimum=1)] = None
     logprobs: Annotated[bool | None, described("Return the log-probability of every token.")] = None
     top_logprobs: Annotated[
-        int | None, described("And of this many likeliest tokens; needs `logprobs`.", minimum=0, maximum=MAX_LOGPROBS)
+        int | None,
+        described("Also of the k likeliest tokens; requires `logprobs`.", minimum=0, maximum=MAX_LOGPROBS),
     ] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
-    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused here.")] = None
+    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused.")] = None
 
-    add_generation_prompt: Annotated[bool | None, described("Let the template open the answer; default true.")] = None
+    add_generation_prompt: Annotated[bool | None, described("Let the template begin the answer; default true.")] = None
     continue_final_message: Annotated[bool | None, described("Continue the last message instead of answering it.")] = (
         None
     )
-    chat_template_kwargs: Annotated[dict[str, Any] | None, described("Further variables for the chat template.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, described("More variables for the chat template.")] = None
 
     response_format: Annotated[Refused, unsupported('null and {"type": "text"} are accepted.')] = UNSET
     tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     tool_choice: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
     parallel_tool_calls: Annotated[
-        Refused, unsupported("null, true and false are accepted and mean nothing without tools.")
+        Refused, unsupported("null, true and false are accepted and have no effect without tools.")
     ] = UNSET
     functions: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     function_call: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
@@ -235,18 +241,18 @@ class CompletionRequest(Sampled, kw_only=True):
 
     prompt: Annotated[Raw, described("A text, token ids, or a list of either.", **_PROMPT_SCHEMA)]
     max_tokens: Annotated[
-        int | None, described("Most tokens to generate; default 16. 0 only with `echo`.", minimum=0)
+        int | None, described("Maximum number of output tokens; default 16. 0 only with `echo`.", minimum=0)
     ] = None
     logprobs: Annotated[
         int | None, described("Log-probabilities of this many likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None
-    echo: Annotated[bool | None, described("Put the prompt before the completion.")] = None
+    echo: Annotated[bool | None, described("Return the prompt before the completion.")] = None
     best_of: Annotated[
         int | None, described("Generate this many and return the n likeliest; not with `stream`.", minimum=1)
     ] = None
-    add_special_tokens: Annotated[bool | None, described("Begin a text prompt as the model expects; default true.")] = (
-        None
-    )
+    add_special_tokens: Annotated[
+        bool | None, described("Add the special tokens that begin a prompt; default true.")
+    ] = None
     suffix: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
 
 
@@ -267,7 +273,7 @@ class DetokenizeRequest(Strict, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
-    skip_special_tokens: Annotated[bool | None, described("Default false: every token is shown.")] = None
+    skip_special_tokens: Annotated[bool | None, described("Default false: special tokens are shown.")] = None
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -290,7 +296,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "suffix": ("",),
 }
-"""Fields that are refused by name, with the values (beside null) that ask for nothing."""
+"""Unsupported fields, with the values (besides null) that have no effect and are accepted."""
 
 NOT_SUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": (),

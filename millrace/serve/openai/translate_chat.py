@@ -80,11 +80,11 @@ async def _prompt(state: FrontState, request: ChatRequest, max_tokens: int | Non
 
 
 def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
-    """The limit and the name it was sent under."""
+    """The limit and the name of the field that set it."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise BadRequest(
-            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, send one.",
+            f"max_tokens is {old} and max_completion_tokens is {new}; they are the same limit, send one of them.",
             param="max_tokens",
         )
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
@@ -102,6 +102,6 @@ def _logprobs(request: ChatRequest) -> int | None:
         return request.top_logprobs or 0
     if request.top_logprobs:
         raise BadRequest(
-            f"top_logprobs is {request.top_logprobs}, which needs 'logprobs' to be true; set it.", param="top_logprobs"
+            f"top_logprobs is {request.top_logprobs}, which requires 'logprobs' to be true.", param="top_logprobs"
         )
     return None

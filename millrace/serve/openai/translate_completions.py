@@ -102,7 +102,7 @@ def _check_logprobs(request: CompletionRequest) -> None:
 
 
 def _prompt_logprobs(request: CompletionRequest, echo: bool) -> int | None:
-    """An echoed prompt has log-probabilities too, when those of the output were asked for."""
+    """With `echo`, the prompt gets log-probabilities if the output does."""
     wanted = [value for value in (request.prompt_logprobs, request.logprobs if echo else None) if value is not None]
     return max(wanted, default=None)
 
@@ -131,7 +131,7 @@ async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: in
 
 
 def _split(raw: msgspec.Raw) -> tuple[list[str], list[list[int]]]:
-    """The four forms of a prompt as texts or as token lists; one of the two is empty."""
+    """The four forms of a prompt as texts or as token lists; one of the lists is empty."""
     data = bytes(raw)
     opening = _OPENING.match(data)
     head = opening[1] + opening[2] if opening else b""
@@ -148,7 +148,7 @@ def _split(raw: msgspec.Raw) -> tuple[list[str], list[list[int]]]:
 
 
 def _check_num_lists(data: bytes) -> None:
-    """Before a million little lists are built only to be counted."""
+    """Refuse too many lists before they are built."""
     num_lists = data.count(b"[") - 1
     check_num_sequences(num_lists, 1)
 
@@ -163,17 +163,19 @@ def _decoded(data: bytes, kind: type[_T], what: str) -> _T:
 
 
 def _token_ids(items: list[int]) -> list[int]:
-    """Ids that fit the wire; the vocabulary's own bounds are checked by who knows them."""
+    """Ids that fit into the message to the engine; `EngineClient` checks them against the vocabulary."""
     if not items:
         raise _wrong_prompt("holds an empty array")
     for value in (min(items), max(items)):
         if not 0 <= value < 2**31:
-            raise BadRequest(f"'prompt' holds the token id {value!s:.40}; ids are small, not negative.", param="prompt")
+            raise BadRequest(
+                f"'prompt' holds the token id {value!s:.40}; ids are between 0 and 2**31 - 1.", param="prompt"
+            )
     return items
 
 
 def _wrong_prompt(what: str) -> BadRequest:
     return BadRequest(
-        f"'prompt' {what}; send a text, an array of texts, an array of token ids, or an array of such arrays.",
+        f"'prompt' {what}; send a text, an array of texts, an array of token ids, or an array of arrays of token ids.",
         param="prompt",
     )

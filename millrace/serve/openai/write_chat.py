@@ -1,4 +1,4 @@
-"""How /v1/chat/completions writes its answers."""
+"""Answers of /v1/chat/completions: chunks and whole bodies."""
 
 from __future__ import annotations
 

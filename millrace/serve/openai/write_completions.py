@@ -1,4 +1,4 @@
-"""How /v1/completions writes its answers."""
+"""Answers of /v1/completions: chunks and whole bodies."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class CompletionWriter:
         return encode(CompletionAnswer(choices=chosen, usage=usage_of(usage), **self._common))
 
     def _best(self, choices: list[CollectedChoice]) -> list[CollectedChoice]:
-        """Of each prompt's sequences the likeliest n, likeliest first; all of them in order where n is all."""
+        """The likeliest n sequences of each prompt, likeliest first; without `best_of` all of them in order."""
         generation = self._generation
         per_prompt = generation.num_sequences
         if generation.n == per_prompt:
@@ -143,7 +143,7 @@ class CompletionWriter:
 
     # ── echo ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _echo_text(self, prompt: Prompt) -> str:
-        """What the client wrote; of token ids, their text."""
+        """The client's text, or the text of its token ids."""
         if prompt.text is not None:
             return prompt.text
         return self._tokenizer.decode(prompt.token_ids, skip_special=self._generation.params.skip_special_tokens)
@@ -155,7 +155,7 @@ class CompletionWriter:
         return self._writer(choice).echoed(choice.prompt.token_ids, entries)
 
     def _writer(self, choice: Choice) -> CompletionLogprobsWriter:
-        """One per choice: its offsets run on from chunk to chunk."""
+        """One per choice, because offsets continue from chunk to chunk."""
         writer = self._writers.get(choice.index)
         if writer is None:
             writer = CompletionLogprobsWriter(
