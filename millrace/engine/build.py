@@ -16,7 +16,6 @@ from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.load import check_quantization, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
-from millrace.models.spec.layout import all_parts, layout_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
@@ -116,6 +115,6 @@ def _ready(
         dtype=dtype_name,
         device=device.name(),
         memory_plan=plan.parts(),
-        num_parameters=sum(part.num_items for part in all_parts(layout_of(spec))),
+        num_parameters=spec.num_parameters,
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
     )

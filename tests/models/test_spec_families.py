@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_layout_names_exactly_what_a_checkpoint_holds(case: str, tmp_path: Path)
     needed = {part.name: part.shape for part in all_parts(layout_of(spec_from_config(files.config)))}
     assert {name: source.shape(name) for name in source.names()} == needed
     assert spec_from_config(files.config) == spec_from_config(config_of(model))
+    assert spec_from_config(files.config).num_parameters == sum(math.prod(shape) for shape in needed.values())
 
 
 # --- rope frequencies ---

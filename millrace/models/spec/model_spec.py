@@ -110,6 +110,19 @@ class ModelSpec:
         inner = sum(chosen if layer.is_moe else self.inner_size for layer in self.layers)
         return self.num_layers * attention + 3 * self.hidden_size * inner
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of all weights, embedding and norms included."""
+        hidden, attention = self.hidden_size, self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        per_layer = attention + hidden * (4 if self.sandwich_norms else 2)
+        per_layer += (2 * self.head_dim if self.qk_norm else 0) + (hidden if self.out_bias else 0)
+        per_layer += self.q_size + 2 * self.kv_size if self.qkv_bias else 0
+        dense = 3 * hidden * self.inner_size + (2 * self.inner_size + hidden if self.mlp_bias else 0)
+        sparse = 0 if self.moe is None else self.moe.num_experts * hidden * (3 * self.moe.inner_size + 1)
+        mlps = sum(sparse if layer.is_moe else dense for layer in self.layers)
+        embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
+        return self.num_layers * per_layer + mlps + embeddings + hidden
+
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
         """Shape of one layer's part of the KV pool; index 0 is keys, 1 is values."""
         return (2, num_blocks, self.num_kv_heads, block_size, self.head_dim)
