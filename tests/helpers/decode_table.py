@@ -1,4 +1,4 @@
-"""Decode attention tables with some limits changed, for tests that need other splits or lists than the measured ones."""
+"""Decode attention tables with some limits changed, for tests that need other splits or lists than the defaults."""
 
 from __future__ import annotations
 

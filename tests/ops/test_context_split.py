@@ -1,4 +1,4 @@
-"""Prompts behind a context whose keys several programs share: what one program gives, whatever falls to which part."""
+"""Split KV for prefill: the result equals an unsplit context, however the keys are divided."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_in_float32_with_a_cap_and_with_large_scores() -> None:
     compare([(9, 150)], 4, scale=40.0)
 
 
-def test_windows_and_steps_without_room_are_refused() -> None:
+def test_windows_and_steps_beyond_the_workspace_are_refused() -> None:
     shape = HeadShape(4, 2, 16, 0.3)
     one = ContextSplit(4, SplitWorkspace(4, shape, torch.device("cpu")))
     one.check(4, shape, 0)
@@ -132,7 +132,7 @@ def test_windows_and_steps_without_room_are_refused() -> None:
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (32, 4), (28, 4), (9, 3), (16, 1), (200, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_rule_makes_about_one_round_that_fits_the_workspace(heads: tuple[int, int], head_dim: int) -> None:
+def test_the_rule_makes_about_one_wave_that_fits_the_workspace(heads: tuple[int, int], head_dim: int) -> None:
     shape = HeadShape(*heads, head_dim, 0.1)
     per_tile = PagedAttention(*heads, head_dim, 0.1).queries_per_tile
     workspace = SplitWorkspace(SPLIT_CELLS, shape, torch.device("meta"))

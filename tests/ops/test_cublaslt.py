@@ -1,5 +1,5 @@
-"""The library's products with measured algorithms: the table is sound, every entry gives the library's own result on a
-GPU, also captured in a graph, and whatever has no entry is left to the library."""
+"""cuBLASLt products with measured algorithms: the table is sound, every entry gives the result of cuBLASLt's own choice
+on a GPU, also in a CUDA graph, and products without an entry are left to torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_without_a_gpu_or_a_choice_nothing_is_done(wide: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def library() -> cublaslt.Cublaslt:
+def cublaslt_handle() -> cublaslt.Cublaslt:
     device = torch.device("cuda")
     if measured_on(device) is None:
         pytest.skip("no algorithms were measured on this kind of GPU")
@@ -83,7 +83,7 @@ def poisoned(product: CublasltProduct, x: Tensor, wide: bool) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_every_entry_is_taken_and_right(library: cublaslt.Cublaslt, name: str, size: tuple[int, int]) -> None:
+def test_every_entry_is_taken_and_right(cublaslt_handle: cublaslt.Cublaslt, name: str, size: tuple[int, int]) -> None:
     wide = name == "float32"
     entries = TABLES[name][size]
     most_x, weight = new(max(entries), *size)
@@ -99,7 +99,7 @@ def test_every_entry_is_taken_and_right(library: cublaslt.Cublaslt, name: str, s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", TABLES["bf16"])
-def test_entries_of_many_rows_add_to_what_is_there(library: cublaslt.Cublaslt, size: tuple[int, int]) -> None:
+def test_entries_of_many_rows_accumulate(cublaslt_handle: cublaslt.Cublaslt, size: tuple[int, int]) -> None:
     entries = TABLES["bf16"][size]
     most_x, weight = new(max(entries), *size)
     product, linear = measured_product(weight), TunedLinear(weight)
@@ -115,7 +115,7 @@ def test_entries_of_many_rows_add_to_what_is_there(library: cublaslt.Cublaslt, s
 
 
 @pytest.mark.gpu
-def test_captured_in_a_graph_it_adds_at_every_replay(library: cublaslt.Cublaslt) -> None:
+def test_a_captured_graph_adds_at_every_replay(cublaslt_handle: cublaslt.Cublaslt) -> None:
     x, weight = new(200, 512, 256)
     product, total = CublasltProduct(weight, SMALL), torch.zeros(200, 512, device="cuda", dtype=torch.bfloat16)
     assert product.add_to(x, total)
@@ -136,14 +136,14 @@ SMALL: EntriesByRows = {100: None, 200: (128, 128, 2, 1, 1), 300: (128, 128, 1, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [101, 129, 200, 201, 299])
 @pytest.mark.parametrize("wide", [False, True])
-def test_odd_numbers_of_rows(library: cublaslt.Cublaslt, rows: int, wide: bool) -> None:
+def test_odd_numbers_of_rows(cublaslt_handle: cublaslt.Cublaslt, rows: int, wide: bool) -> None:
     x, weight = new(rows, 520, 264)
     found = poisoned(CublasltProduct(weight, SMALL, wide=wide), x, wide)
     assert error(found, x.float() @ weight.float().t()) < ROUNDED
 
 
 @pytest.mark.gpu
-def test_what_is_left_to_the_library(library: cublaslt.Cublaslt) -> None:
+def test_what_has_no_algorithm_returns_none(cublaslt_handle: cublaslt.Cublaslt) -> None:
     x, weight = new(301, 512, 256)
     product = CublasltProduct(weight, SMALL)
     assert product(x[:200]) is not None
@@ -159,7 +159,7 @@ def test_what_is_left_to_the_library(library: cublaslt.Cublaslt) -> None:
 
 
 @pytest.mark.gpu
-def test_captured_in_a_graph_it_reads_what_is_there_at_the_replay(library: cublaslt.Cublaslt) -> None:
+def test_a_captured_graph_reads_its_input_at_replay(cublaslt_handle: cublaslt.Cublaslt) -> None:
     x, weight = new(200, 512, 256)
     product = CublasltProduct(weight, SMALL)
     product(x)
@@ -174,7 +174,7 @@ def test_captured_in_a_graph_it_reads_what_is_there_at_the_replay(library: cubla
 
 
 @pytest.mark.gpu
-def test_linear_takes_it_and_falls_back(library: cublaslt.Cublaslt) -> None:
+def test_linear_takes_it_and_falls_back(cublaslt_handle: cublaslt.Cublaslt) -> None:
     x, weight = new(448, 4096, 4096)
     bias = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     plain, biased = TunedLinear(weight), TunedLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""Eight-bit products: rows and weights quantised as the reference says, every version near the unquantised product."""
+"""FP8 products: rows and weights quantised as the reference says, every version near the unquantised product."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def test_invariant_layer_does_not_depend_on_the_batch() -> None:
         assert torch.equal(layer(x[first : first + rows]), whole[first : first + rows]), rows
 
 
-@pytest.mark.skipif(interpreted, reason="the library's scaled product needs a GPU")
-def test_library_product_on_the_gpu() -> None:
+@pytest.mark.skipif(interpreted, reason="cuBLASLt's scaled product needs a GPU")
+def test_cublaslt_product_on_the_gpu() -> None:
     weight, bias = random(256, 512), random(1, 256)[0]
     layer, own = Fp8Tuned(weight, bias), Fp8Reference(weight, bias)
     for rows in (1, 3, 16, 130):

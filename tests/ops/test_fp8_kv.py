@@ -1,4 +1,4 @@
-"""The KV cache in eight bits: what is written, what is read, and how near attention stays to the wide cache."""
+"""The FP8 KV cache: what is written, what is read, and how close attention stays to the plain cache."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_listed_rows_in_eight_bits() -> None:
     torch.testing.assert_close(found.float(), expected.float(), atol=SAME[HALF], rtol=SAME[HALF])
 
 
-def test_keys_and_values_copied_out_of_their_pages_are_widened() -> None:
+def test_gathered_keys_and_values_are_widened() -> None:
     sizes: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 32, "block_size": 16, "dtype": HALF}
     _, kv, batch = make_attention_case([(1, 70)], device=device, **sizes)
     narrow = in_fp8(kv)

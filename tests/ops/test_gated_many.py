@@ -1,4 +1,4 @@
-"""The gated product of many rows: against its parts on a GPU, and that it compiles for one anywhere."""
+"""The gated product of many rows: equals its parts on a GPU, and compiles for one anywhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print("wide", instruction in built.asm["ptx"], built.metadata.shared <= 227 << 1
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (256, 64)])
-def test_it_compiles_to_the_wide_instruction(tile: tuple[int, int]) -> None:
+def test_it_compiles_to_the_warpgroup_instruction(tile: tuple[int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
     assert "wide True True" in said_by(COMPILE, *tile)
 
@@ -87,7 +87,7 @@ def check(got: Tensor, x: Tensor, weight: Tensor, activation: Activation) -> Non
         (8200, 8, 8),
     ],
 )
-def test_it_gives_what_its_parts_give(
+def test_it_equals_its_parts(
     rows: int, outputs: int, inputs: int, activation: Activation, tile: tuple[int, int]
 ) -> None:
     from millrace.ops.triton.gemm.gated_many import gated_many

@@ -1,5 +1,5 @@
-"""The head's product that keeps only the greatest logit: against its parts on a GPU, that it compiles for one anywhere,
-and the pick among its programs."""
+"""The LM head product that keeps only the greatest logit: equals its parts on a GPU, compiles for one anywhere, and
+picks among its programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TILES = sorted({tile for entries in TABLE.values() for tile in entries.values() 
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_it_compiles_to_the_wide_instruction(tile: tuple[int, int, int]) -> None:
+def test_it_compiles_to_the_warpgroup_instruction(tile: tuple[int, int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
     assert "wide True True" in said_by(COMPILE, *tile)
 
@@ -110,14 +110,14 @@ def check(x: Tensor, weight: Tensor, vocab: int, tile: tuple[int, int, int]) -> 
         (33, 128256, 4096),
     ],
 )
-def test_it_gives_what_its_parts_give(rows: int, vocab: int, inputs: int, tile: tuple[int, int, int]) -> None:
+def test_it_equals_its_parts(rows: int, vocab: int, inputs: int, tile: tuple[int, int, int]) -> None:
     x, weight = operands(rows, vocab, inputs)
     check(x, weight, vocab, tile)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
-def test_padding_ties_and_what_is_no_number(tile: tuple[int, int, int]) -> None:
+def test_padding_ties_and_nan(tile: tuple[int, int, int]) -> None:
     x, weight = operands(70, 5000, 128)
     weight[4990:] = weight[:1] * 50  # beyond the vocabulary
     check(x, weight, 4990, tile)

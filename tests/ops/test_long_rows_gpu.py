@@ -1,4 +1,4 @@
-"""Long prefills through the library's attention: as the reference, alone, after a context, and beside other rows."""
+"""Long prompt chunks through cuDNN's attention equal the reference: alone, after a context, and beside other rows."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_at_the_end_of_the_range_only_numbers_without_an_exponent_are_off(top: i
         assert torch.equal(found.signbit(), numbers.signbit())
 
 
-def test_every_number_there_is_comes_back_beside_its_likes() -> None:
+def test_every_number_survives_beside_numbers_of_its_size() -> None:
     """All bfloat16 numbers with an exponent, those of one exponent in a vector with both signs."""
     bits = torch.arange(1 << EXPONENT_AT, (LARGEST_EXPONENT + 1) << EXPONENT_AT).view(-1, 128)
     numbers = torch.cat([bits, bits - 0x8000], dim=-1).to(torch.int16).view(torch.bfloat16)
@@ -106,7 +106,7 @@ def test_zeros_stay_zeros(head_dim: int) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 47, 48, 63])
-def test_what_is_not_finite_spoils_its_own_vector_only(poison: float, place: int) -> None:
+def test_nan_and_infinity_affect_only_their_own_vector(poison: float, place: int) -> None:
     numbers = vectors_of(120, FURTHEST, (3, 64), 0)
     numbers[1, place] = poison
     found = there_and_back(numbers)

@@ -1,4 +1,4 @@
-"""Attention over a packed cache: what is written, what is read, and that it is what a plain cache gives."""
+"""Attention over a packed KV cache: what is written, what is read, and that it equals a plain cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_row
 
 BF16 = torch.bfloat16
 DTYPE = torch.float32 if interpreted else BF16
-"""Of queries: Triton's interpreter multiplies no bfloat16 numbers. Keys and values are such numbers all the same."""
+"""Dtype of queries: Triton's interpreter cannot multiply bfloat16. Keys and values are bfloat16 numbers anyway."""
 SAME = 2e-2
 NEVER = 0x7FC1
 """Words of places that were never written: two of them, as a scale, are NaN."""
@@ -172,7 +172,7 @@ def test_a_shared_prefix() -> None:
     torch.testing.assert_close(found.float(), expected.float(), atol=SAME, rtol=SAME)
 
 
-def test_keys_and_values_copied_out_of_their_pages_are_as_they_were() -> None:
+def test_gathered_keys_and_values_are_unchanged() -> None:
     _, kv, batch = attention_case([(1, 70)], heads=2, kv_heads=2, head_dim=64, block_size=16)
     packed = in_packed(kv)
     one = torch.zeros(1, dtype=torch.int32, device=device)
@@ -182,8 +182,8 @@ def test_keys_and_values_copied_out_of_their_pages_are_as_they_were() -> None:
     assert torch.equal(found.float(), expected)
 
 
-def test_queries_without_their_keys_beside_them_are_refused() -> None:
+def test_queries_outside_the_fused_projection_are_refused() -> None:
     queries, kv, batch = attention_case([(5, 40)], heads=4, kv_heads=2, head_dim=64, block_size=16)
     paged = PagedAttention(4, 2, 64, 0.2)
-    with pytest.raises(ValueError, match="beside them"):
+    with pytest.raises(ValueError, match="fused projection"):
         paged(queries.contiguous(), in_packed(kv), paged.prepare(batch, 16, None))

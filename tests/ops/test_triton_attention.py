@@ -198,7 +198,7 @@ UNEVEN = [(1, 9), (1, 2500), (3, 40), (1, 64), (1, 1), (64, 100), (1, 129)]
 
 @pytest.mark.parametrize("tuning", [SWAPPED, PLAIN])
 @pytest.mark.parametrize("window", [0, 30, 1100])
-def test_listed_rows_are_cut_and_joined(tuning: DecodeTuning, window: int) -> None:
+def test_listed_rows_are_split_and_combined(tuning: DecodeTuning, window: int) -> None:
     compare_decode_rows(UNEVEN, tuning, window, head_dim=32)
 
 

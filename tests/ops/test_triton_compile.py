@@ -141,7 +141,7 @@ print(json.dumps({name: kernel.cache_key for name, kernel in kernels.items()}))
 """
 
 
-def test_a_kernels_key_does_not_depend_on_what_was_compiled_before() -> None:
+def test_a_kernels_key_does_not_depend_on_earlier_compilation() -> None:
     """Else the server would compile under one name what the engine looks for under another."""
 
     def keys(order: str) -> dict[str, str]:

@@ -111,7 +111,7 @@ def test_any_stride_no_rows_and_missing_counters() -> None:
 # --- the choice by rows ---
 
 
-def test_a_number_of_rows_takes_the_next_entry_and_many_the_library() -> None:
+def test_rows_take_the_next_entry_and_beyond_the_last_cublaslt() -> None:
     small, large = Tiles("gemv", 2, 4, 512), Tiles("dot", 64, 64, 64, split=4)
     by_rows = TilesByRows((2, 16, 64), (small, None, large))
     assert [by_rows.of(rows) for rows in (1, 2, 3, 16, 17, 64, 65, 9999)] == (
@@ -123,7 +123,7 @@ def test_a_number_of_rows_takes_the_next_entry_and_many_the_library() -> None:
     assert gemm_choice.NO_TILES.counters(1000, device) is None
 
 
-def test_sizes_take_the_entries_of_one_much_like_them() -> None:
+def test_unmeasured_sizes_take_the_entries_of_the_nearest() -> None:
     entry: Entry = ("dot", 16, 32, 64, 1, 4, 4, False)
     table: ProductTable = {(1024, 2048): {1: entry}, (4096, 4096): {1: None}}
     assert gemm_choice.nearest(table, 1024, 2048) == {1: entry}
@@ -144,9 +144,7 @@ def test_sizes_take_the_entries_of_one_much_like_them() -> None:
         ("fp8_gated", 1, 1, 2),
     ],
 )
-def test_every_entry_of_the_tables_is_a_launch_that_can_be_made(
-    name: str, x_bytes: int, weight_bytes: int, halves: int
-) -> None:
+def test_every_entry_of_the_tables_can_be_launched(name: str, x_bytes: int, weight_bytes: int, halves: int) -> None:
     table = read_product_table("h200", "gemm", name)
     for (_, inputs), entries in table.items():
         for rows, entry in entries.items():
@@ -171,7 +169,7 @@ def test_tuned_linear_follows_its_table() -> None:
     assert layer.num_bytes == weight.nbytes + bias.nbytes
     for rows in (1, 2, 3, 20, 40):
         check(layer(x[:rows]), expected(x[:rows], weight, bias), dtype)
-    assert torch.equal(layer(x), F.linear(x, weight, bias)), "beyond the table it is the library"
+    assert torch.equal(layer(x), F.linear(x, weight, bias)), "beyond the table it is cuBLASLt"
 
 
 def test_tuned_linear_adds_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +195,7 @@ def test_wide_sums_are_not_rounded(rows: int) -> None:
     for head in (TunedLinear(weight, bias, tiles), InvariantLinear(weight, bias)):
         out = torch.full((rows, 64), float("nan"), device=device)
         for wide in (head.wide(x), head.wide(x, out)):
-            if not interpreted or rows <= 20:  # the library's own product on a CPU is rounded
+            if not interpreted or rows <= 20:  # torch's own product on a CPU is rounded
                 check(wide, wanted, torch.float32)
 
 
@@ -233,7 +231,7 @@ def test_invariant_linear_does_not_depend_on_the_batch(n: int, k: int, dtype: to
         assert torch.equal(layer(x[first : first + rows]), whole[first : first + rows]), rows
 
 
-def test_split_sums_are_the_same_side_by_side_and_one_after_the_other() -> None:
+def test_split_sums_are_the_same_in_parallel_and_in_sequence() -> None:
     x, weight, _ = tensors(20, 64, 200, torch.float32)
     counters = new_counters(16, device)
     results = [
@@ -252,7 +250,7 @@ def test_split_sums_are_the_same_side_by_side_and_one_after_the_other() -> None:
         Tiles("swap_tma", 16, 64, 256, 4, 4, 4, pdl=True),
     ],
 )
-def test_kernels_that_start_early_wait_for_what_they_read(tiles: Tiles) -> None:
+def test_kernels_with_pdl_wait_for_what_they_read(tiles: Tiles) -> None:
     """In a graph, as in the engine: the input is written by the kernel before, the output read by the one after."""
     source, weight, _ = tensors(tiles.m, 2048, 2048, torch.bfloat16)
     weight *= 0.1

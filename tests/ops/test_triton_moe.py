@@ -1,4 +1,4 @@
-"""The mixture of experts in Triton against a plain loop over tokens: every way, odd sizes, equal bits in any batch."""
+"""Mixture of experts in Triton against a plain loop over tokens: every method, odd sizes, equal bits in any batch."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_route_prefers_the_lower_expert_and_stays_in_range_when_logits_are_not_n
         (18, (1, 1, 17, 9)),
     ],
 )
-def test_every_way(tokens: int, shape: tuple[int, int, int, int], way: Way, dtype: torch.dtype) -> None:
+def test_every_method(tokens: int, shape: tuple[int, int, int, int], way: Way, dtype: torch.dtype) -> None:
     if way == "vector" and interpreted:
         tokens = min(tokens, 4)  # a program per token and few columns: slow to interpret
     torch.manual_seed(tokens)
@@ -183,7 +183,7 @@ def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: in
 @pytest.mark.parametrize(
     ("num_bytes", "ahead", "shares"), [(1 << 20, 1 << 19, 2), (700_000, 1 << 20, 2), (9_000, 1 << 20, 0)]
 )
-def test_weights_asked_for_ahead_are_the_first_ones_and_none_beyond(
+def test_prefetched_weights_are_the_first_ones_and_none_beyond(
     num_bytes: int, ahead: int, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
@@ -217,7 +217,7 @@ def test_weights_asked_for_ahead_are_the_first_ones_and_none_beyond(
     ],
 )
 @pytest.mark.parametrize("swap", [False, True])
-def test_one_launch_is_two(
+def test_one_launch_equals_two(
     tokens: int, shape: tuple[int, int, int, int], up: tuple[int, int], down: tuple[int, int], swap: bool
 ) -> None:
     torch.manual_seed(tokens)
@@ -252,7 +252,7 @@ def test_experts_that_route(tokens: int) -> None:
     assert experts.routed(x[:0], logits[:0], 2, True).shape == (0, 72)
 
 
-def test_a_step_that_was_broken_off_harms_only_the_next() -> None:
+def test_an_aborted_step_affects_only_the_next() -> None:
     shape = MoeShape(8, 2, 72, 56, itemsize=2)
     pairs = random_pairs(shape, HALF)
     experts = TritonExperts(ExpertWeights(8, iter(pairs)), "silu", PlainLinear)
@@ -278,7 +278,7 @@ def test_the_fixed_version_does_not_depend_on_the_batch(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("slots", [1, 7, 64, 300])
-def test_no_more_tiles_are_needed_than_launched(slots: int) -> None:
+def test_enough_tiles_are_launched(slots: int) -> None:
     for num_experts in (1, 3, 128):
         for rows in (16, 64):
             # As many experts as possible with one row too many for their tiles is the worst case.

@@ -55,7 +55,7 @@ def test_greedy_is_argmax_however_the_row_is_cut(vocab: int, dtype: torch.dtype)
         assert race.last_tokens[[4, 0, 9]].tolist() == tokens.tolist()
 
 
-def test_tokens_go_where_the_device_says() -> None:
+def test_out_start_is_read_on_the_device() -> None:
     """`out_start` is read when the kernel runs, so that a captured draw can write to another place each time."""
     race, logits = Race([4, -1, 9]), torch.randn(3, 50, device=device)
     expected = logits.argmax(-1).tolist()
@@ -163,7 +163,7 @@ def test_more_ties_than_the_list_holds() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # infinities, as NumPy sees them in the interpreter
 @pytest.mark.parametrize("cut", [LISTED, WHOLE])
-def test_rows_out_of_the_ordinary_still_draw_a_token(cut: Cut) -> None:
+def test_degenerate_rows_still_draw_a_token(cut: Cut) -> None:
     nothing = torch.full((600,), -torch.inf)
     single, infinite, broken = nothing.clone(), torch.zeros(600), torch.randn(600)
     single[599] = -1e30

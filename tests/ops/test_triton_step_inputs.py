@@ -1,4 +1,4 @@
-"""A step's inputs made by kernels against NumPy: single tokens and chunks, new blocks, new records, looked-up rows."""
+"""A step's inputs prepared by kernels against NumPy: single tokens, chunks, new blocks, new records, looked-up rows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_inputs_of_a_step(counts: list[int], ropes: int, num_updates: int) -> No
         assert torch.equal(angles, looked_up.angles[:, outs[1]])
 
 
-def test_nothing_is_looked_up_where_there_are_no_tables() -> None:
+def test_no_lookup_without_tables() -> None:
     outs = {
         name: torch.full((1,), -1, dtype=torch.int64, device=device)
         for name in ("token_ids", "positions", "slots", "block_ids", "offsets")
