@@ -203,7 +203,7 @@ class Engine:
             self.on_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
             return idle_memory.IDLE_S
-        idle_memory.give_back()
+        idle_memory.trim_heap()
         return None
 
     def _handle(self, message: ToEngine) -> None:

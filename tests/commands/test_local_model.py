@@ -54,7 +54,7 @@ def test_chat_streams_and_ctrl_c_stops_only_the_answer() -> None:
         t.expect("(stopped)")
         t.expect("you ›")
         t.type("/stats\r")
-        t.expect("ended by interruption")
+        t.expect("finish reason: interruption")
         t.expect("you ›")
         t.type("/clear\r")
         t.expect("you ›")
