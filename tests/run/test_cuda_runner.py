@@ -27,7 +27,7 @@ from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.linear.dense import Head
-from millrace.ops.triton.gemm.qkv import PrepareQkvKernel
+from millrace.ops.triton.attention.qkv import PrepareQkvKernel
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler

@@ -15,7 +15,7 @@ from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.base.greedy_head import DrawnTokens
-from millrace.ops.triton.sampling.row_records import ROW_WORDS
+from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
 from millrace.run.packet.decode_rows import COLUMNS, num_words
