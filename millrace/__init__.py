@@ -1,4 +1,4 @@
-"""Millrace: an LLM serving engine. `from millrace import LLM, SamplingParams` is the offline interface."""
+"""Millrace, an LLM serving engine. `from millrace import LLM, SamplingParams` is the offline interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    # LLM brings torch with it; whoever only wants the version or a front must not pay for that.
+    # LLM imports torch, which fronts and `millrace.__version__` do not need.
     if name == "LLM":
         from millrace.llm import LLM
 

@@ -1,14 +1,14 @@
-"""Every error a user can meet: what happened, which value, and what to do about it.
+"""Errors that users see. Each message says what happened, which value caused it and what to do.
 
-An error that crosses HTTP carries its status and OpenAI's four fields. One that stops a start
-carries only its sentence. Nothing else in the tree raises a bare exception at a user.
+An error that is sent over HTTP has a status and OpenAI's four fields (message, type, param, code). An error that
+prevents the start is printed as its message. Users should never see any other exception.
 """
 
 from __future__ import annotations
 
 
 class MillraceError(Exception):
-    """The base of every designed failure. `str(error)` is a sentence that a person can act on."""
+    """Base of all errors with a message for users."""
 
     status = 500
     type = "server_error"
@@ -23,33 +23,33 @@ class MillraceError(Exception):
 
 
 class ConfigError(MillraceError):
-    """A setting is unknown, malformed or contradicts another."""
+    """A setting is unknown, has an illegal value or conflicts with another setting."""
 
     status = 400
     type = "config_error"
 
 
 class ModelError(MillraceError):
-    """A model cannot be found, read or served. The message names the file, the tensor and the remedy."""
+    """A model cannot be found, read or served. The message names the file or tensor and what to do."""
 
     type = "model_error"
 
 
 class MemoryPlanError(MillraceError):
-    """The model, its activations and a usable KV pool do not fit. The message names the setting to change."""
+    """Weights, activations and a usable KV pool do not fit into memory. The message names the setting to change."""
 
     type = "memory_error"
 
 
 class BadRequest(MillraceError):
-    """The request itself is wrong; sending it again unchanged will fail again."""
+    """The request is invalid; sending it again unchanged will fail again."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class ContextOverflow(BadRequest):
-    """Prompt plus `max_tokens` exceed what the model or the KV pool can hold. Never clipped."""
+    """Prompt plus `max_tokens` exceed the model's context or the KV pool. Requests are never truncated."""
 
     code = "context_length_exceeded"
 
@@ -61,7 +61,7 @@ class ModelNotFound(MillraceError):
 
 
 class Unauthorized(MillraceError):
-    """No API key, or one that this server does not know."""
+    """The API key is missing or unknown."""
 
     status = 401
     type = "authentication_error"
@@ -69,7 +69,7 @@ class Unauthorized(MillraceError):
 
 
 class Forbidden(MillraceError):
-    """The key is good, but its tenant may not do this."""
+    """The key is valid, but its tenant may not do this."""
 
     status = 403
     type = "permission_error"
@@ -115,7 +115,7 @@ class UnsupportedMediaType(MillraceError):
 
 
 class Conflict(MillraceError):
-    """The thing exists, but not in a state in which this can be done to it."""
+    """The object exists, but its present state does not allow this operation."""
 
     status = 409
     type = "invalid_request_error"
@@ -123,7 +123,7 @@ class Conflict(MillraceError):
 
 
 class NotImplementedYet(MillraceError):
-    """A part of a public API that this server knows of and does not have."""
+    """A known part of a public API that this server does not implement."""
 
     status = 501
     type = "invalid_request_error"
@@ -131,7 +131,7 @@ class NotImplementedYet(MillraceError):
 
 
 class Overloaded(MillraceError):
-    """The bounded queue is full. `retry_after_s` comes from the measured drain rate."""
+    """The waiting queue is full, or the wait would be too long. `retry_after_s` follows from the measured rate."""
 
     status = 429
     type = "rate_limit_error"
@@ -143,13 +143,13 @@ class Overloaded(MillraceError):
 
 
 class QuotaExceeded(Overloaded):
-    """The tenant's own limit is reached; other tenants are served."""
+    """A quota of the tenant is used up; other tenants are not affected."""
 
     code = "quota_exceeded"
 
 
 class RequestCancelled(MillraceError):
-    """Somebody cancelled the request through the API."""
+    """The request was cancelled through the API."""
 
     status = 499
     type = "invalid_request_error"
@@ -163,7 +163,7 @@ class DeadlineExceeded(MillraceError):
 
 
 class EngineUnavailable(MillraceError):
-    """The engine is starting, draining or gone. The client may try again later."""
+    """The engine is starting, draining or not running. The client may try again later."""
 
     status = 503
     type = "server_error"
@@ -171,7 +171,7 @@ class EngineUnavailable(MillraceError):
 
 
 class RequestFailed(MillraceError):
-    """The step that computed this request failed, and the request was found to be the cause."""
+    """The step that computed this request failed, and this request caused it."""
 
     status = 500
     type = "server_error"

@@ -1,4 +1,4 @@
-"""What every test shares: quiet threads, reproducible property tests, and a clear reason where a GPU is missing."""
+"""Shared test setup: thread settings, reproducible property tests, and skipped GPU tests on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch is imported anywhere: two test workers on two cores must not spin against each other.
+# Set before torch is imported: OpenMP threads of two test workers must not spin on the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# The same examples in every `make test`, so that a green tree stays green; `make fuzz` draws fresh ones.
+# `make test` uses the same examples every time; `make fuzz` draws new ones.
 settings.register_profile(
     "millrace",
     deadline=None,
@@ -25,7 +25,7 @@ settings.load_profile("millrace")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        # Tests of Triton kernels run on the GPU where there is one: `-m gpu` means those too.
+        # Triton kernel tests run on the GPU if there is one, so `-m gpu` includes them.
         if getattr(getattr(item, "module", None), "interpreted", None) is False:
             item.add_marker("gpu")
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]

@@ -93,7 +93,7 @@ def imported(file: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-def test_plan_imports_only_what_it_may() -> None:
+def test_plan_imports_only_allowed_modules() -> None:
     allowed = ("millrace.plan", "millrace.config", "millrace.errors", "millrace.params", "numpy")
     for file in modules("plan"):
         for name in imported(file):

@@ -1,4 +1,4 @@
-"""Settings: three layers in order, typed, checked, with the nearest name for a misspelt one."""
+"""Settings: precedence of the three layers, types, ranges, and hints for misspelt names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_defaults_come_from_the_tree_and_say_so() -> None:
+def test_defaults_and_their_sources() -> None:
     loaded = load_config()
     assert loaded.config == Config()
     assert set(loaded.sources.values()) == {"default"}
@@ -61,7 +61,7 @@ def test_misspelt_name_is_refused_with_the_nearest(key: str, nearest: str) -> No
         load_config(None, {key: 1})
 
 
-def test_name_unlike_any_other_points_to_the_list() -> None:
+def test_unknown_name_points_to_the_list() -> None:
     with pytest.raises(ConfigError, match="millrace config"):
         load_config(None, {"zzzzzz.qqqq": 1})
 
@@ -89,7 +89,7 @@ def test_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> No
         load_config(write(tmp_path, text))
 
 
-def test_missing_file_and_folder_and_binary_file_are_sentences(tmp_path: Path) -> None:
+def test_missing_file_directory_and_binary_file_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no settings file"):
         load_config(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError):
@@ -116,7 +116,7 @@ def test_contradictions_are_refused_with_both_settings_named(settings: dict[str,
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
-def test_numbers_that_are_no_numbers_are_refused(value: str) -> None:
+def test_nan_and_infinity_are_refused(value: str) -> None:
     with pytest.raises(ConfigError):
         load_config(None, {"memory.kv_gib": value})
 
@@ -129,7 +129,7 @@ def test_replace_checks_like_a_layer() -> None:
         replace(Config(), plan__token_budget=1, plan__max_running=2)
 
 
-def test_flags_are_unique_and_every_leaf_is_explained() -> None:
+def test_flags_are_unique_and_every_setting_has_help() -> None:
     flags = [setting.flag for setting in all_settings().values()]
     assert len(flags) == len(set(flags))
     assert all(setting.help for setting in all_settings().values())
@@ -141,7 +141,7 @@ def legal_value(setting: Setting) -> st.SearchStrategy[Any]:
     if setting.kind is bool:
         return st.booleans()
     if setting.kind is str:
-        # A lone surrogate is no text and cannot stand in a file.
+        # A lone surrogate cannot be encoded as UTF-8.
         return st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
     low = setting.minimum or 0
     if setting.kind is int:
@@ -154,12 +154,12 @@ def any_settings() -> st.SearchStrategy[dict[str, Any]]:
 
 
 @given(any_settings())
-def test_whatever_is_accepted_survives_toml_and_text(settings: dict[str, Any]) -> None:
+def test_accepted_settings_survive_toml_and_text(settings: dict[str, Any]) -> None:
     """The tree printed as TOML, or given as command-line strings, loads as the same tree."""
     try:
         loaded = load_config(None, settings)
     except ConfigError:
-        return  # a contradiction between two legal values
+        return  # Two legal values can contradict each other.
     for key, value in settings.items():
         section, _, name = key.partition(".")
         assert as_dict(loaded.config)[section][name] == value
@@ -175,7 +175,7 @@ ANYTHING = st.one_of(st.none(), st.text(max_size=8), st.integers(), st.floats(),
 
 
 @given(st.sampled_from(sorted(all_settings())), ANYTHING)
-def test_any_single_value_is_taken_or_refused_with_a_sentence(key: str, value: object) -> None:
+def test_any_single_value_is_accepted_or_refused_by_key(key: str, value: object) -> None:
     try:
         loaded = load_config(None, {key: value})
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""The audit log: one JSON line per request, for those who must be able to say who asked what and when.
+"""Audit log: one JSON line per request with tenant, times, token counts and outcome.
 
-It holds who, when, how much and how it ended; never prompts, answers or keys. Several fronts append to one file: a line
-is one write. A file that was moved away is opened anew, so that log rotation needs no signal.
+Prompts, answers and keys are never written. Several fronts append to the same file, each line with a single write. When
+the file has been moved or deleted, a new one is opened, so log rotation needs no signal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from millrace.errors import ConfigError
 
 log = logging.getLogger("millrace.observe")
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
+"""How often `write` checks whether the file was moved."""
 
 
 class AuditLog:
@@ -27,14 +28,15 @@ class AuditLog:
             self._descriptor = self._open()
         except OSError as error:
             raise ConfigError(
-                f"The audit log {path} cannot be written: {error.strerror}.", param="observe.audit_log"
+                f"The audit log {path} cannot be opened: {error.strerror}. Set --audit-log to a writable file.",
+                param="observe.audit_log",
             ) from error
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._encode = msgspec.json.Encoder().encode
 
     def write(self, record: dict[str, Any]) -> None:
         try:
-            self._follow()
+            self._reopen_if_moved()
             os.write(self._descriptor, self._encode(record) + b"\n")
         except OSError as error:
             log.error("The audit log %s cannot be written: %s", self._path, error.strerror)
@@ -45,15 +47,15 @@ class AuditLog:
     def _open(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def _follow(self) -> None:
+    def _reopen_if_moved(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at < LOOK_EVERY_S:
+        if now - self._checked_at < CHECK_INTERVAL_S:
             return
-        self._looked_at = now
-        mine = os.fstat(self._descriptor)
+        self._checked_at = now
+        opened = os.fstat(self._descriptor)
         try:
-            there = os.stat(self._path)
-            if (there.st_ino, there.st_dev) == (mine.st_ino, mine.st_dev):
+            present = os.stat(self._path)
+            if (present.st_ino, present.st_dev) == (opened.st_ino, opened.st_dev):
                 return
         except FileNotFoundError:
             pass

@@ -1,6 +1,6 @@
-"""Log lines for people: one format, one place that sets it up, on standard error.
+"""Sets up logging to standard error.
 
-Loggers are named after rooms (`logging.getLogger("millrace.engine")`); prompts and answers are never logged.
+Loggers are named after packages (`logging.getLogger("millrace.engine")`). Prompts and answers are never logged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LEVELS: dict[LogLevel, int] = {
 
 
 def setup_logging(level: LogLevel, *, process: str = "", stream: TextIO | None = None) -> None:
-    """Send everything under "millrace" to `stream` (standard error). A second call replaces the first.
+    """Send all log messages to `stream` (default: standard error). A second call replaces the first.
 
-    `process` names the process in each line ("engine", "front 1"), for when several share one terminal.
+    `process` is shown in each line ("engine", "front 1"), since several processes share one terminal.
     """
     out = stream if stream is not None else sys.stderr
     handler = logging.StreamHandler(out)
@@ -32,14 +32,14 @@ def setup_logging(level: LogLevel, *, process: str = "", stream: TextIO | None =
     logger.handlers = [handler]
     logger.setLevel(_LEVELS[level])
     logger.propagate = False
-    # Libraries speak only when something is wrong, in our format.
+    # Other libraries log warnings and errors only, in the same format.
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(_LEVELS[level], logging.WARNING))
 
 
 class LineFormatter(logging.Formatter):
-    """`14:03:07.123 warning engine | message`, coloured on a terminal; a traceback follows on its own lines."""
+    """`14:03:07.123 warning engine | message`, coloured on a terminal, followed by the traceback if there is one."""
 
     default_time_format = "%H:%M:%S"
     default_msec_format = "%s.%03d"
@@ -50,7 +50,7 @@ class LineFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        # One event is one line: a line break inside a message could forge the next event.
+        # Escape line breaks: a message with one could forge the next log line.
         message = record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
         line = f"{self.formatTime(record)} {record.levelname.lower()}{self._process} | {message}"
         if self._colour and record.levelname in _COLOURS:

@@ -1,4 +1,4 @@
-"""The metrics of several fronts as one page: what each counted is added up, what each process is stays apart."""
+"""Merges the metrics pages of several fronts: counts are summed, process metrics get a `front` label."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ PER_PROCESS = ("process_", "python_")
 
 
 def merge(pages: dict[int, bytes]) -> bytes:
-    """Expositions by front, in Prometheus's text format, all made by the same version of this program."""
+    """Pages by front, in Prometheus text format. All must come from the same version of Millrace."""
     families: dict[str, tuple[list[str], dict[str, float]]] = {}
-    """By name: its comments, and the sum of each of its series."""
+    """By family name: its comment lines, and the sum of each series."""
     for front, page in pages.items():
         comments: list[str] = []
         series: dict[str, float] = {}
@@ -20,10 +20,10 @@ def merge(pages: dict[int, bytes]) -> bytes:
                     comments.append(line)
                 continue
             name, _, value = line.rpartition(" ")
-            name = _of_front(name, front) if name.startswith(PER_PROCESS) else name
+            name = _with_front(name, front) if name.startswith(PER_PROCESS) else name
             if name not in series:
                 series[name] = float(value)
-            elif not name.partition("{")[0].endswith("_created"):  # When a counter came into being is no amount.
+            elif not name.partition("{")[0].endswith("_created"):  # A creation time is not summed.
                 series[name] += float(value)
     lines = []
     for comments, series in families.values():
@@ -31,7 +31,7 @@ def merge(pages: dict[int, bytes]) -> bytes:
     return ("\n".join(lines) + "\n").encode("utf-8")
 
 
-def _of_front(name: str, front: int) -> str:
+def _with_front(name: str, front: int) -> str:
     if name.endswith("}"):
         return f'{name[:-1]},front="{front}"}}'
     return f'{name}{{front="{front}"}}'

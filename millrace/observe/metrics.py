@@ -1,7 +1,7 @@
-"""Prometheus metrics of a front: what its requests saw, counted as each ends, and what the engine last reported.
+"""Prometheus metrics of a front: its requests, counted as each ends, and the engine's last report.
 
-Nothing here runs per token. The engine's own counters arrive in `EngineStats` a few times a second and are read only
-when somebody scrapes.
+Nothing here runs per token. The engine sends its counters as `EngineStats` a few times a second; they are turned into
+metrics only when `/metrics` is scraped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TOTALS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
 
 
 class EngineView(Protocol):
-    """The part of the engine's client that is scraped."""
+    """The part of the engine client that metrics are read from."""
 
     ready: EngineReady | None
     stats: EngineStats | None
@@ -35,39 +35,46 @@ class EngineView(Protocol):
 
 
 class FrontMetrics:
-    """One front's metrics in a registry of their own, so that several fronts may live in one process."""
+    """Metrics of one front, in their own registry, so that one process can hold several fronts."""
 
     def __init__(self, engine: EngineView) -> None:
         registry = self.registry = CollectorRegistry()
         self.requests = Counter(
             "millrace_requests",
-            "HTTP requests by route, status and, where text was generated, how that ended.",
+            "HTTP requests by route, status and, if text was generated, finish reason.",
             ("route", "status", "finish_reason"),
             registry=registry,
         )
-        self.ttft = _histogram(registry, "ttft", "From a request's arrival to its first token.", _WAITS_S)
-        self.tpot = _histogram(registry, "tpot", "Between tokens after the first, mean per sequence.", _PER_TOKEN_S)
-        self.e2e = _histogram(registry, "e2e", "From a request's arrival to its last token.", _TOTALS_S)
-        self.queued = _histogram(registry, "queue", "From arrival to admission by the scheduler.", _WAITS_S)
+        self.ttft = _histogram(registry, "ttft", "Time from a request's arrival to its first token.", _WAITS_S)
+        self.tpot = _histogram(
+            registry, "tpot", "Mean time per output token after the first, per sequence.", _PER_TOKEN_S
+        )
+        self.e2e = _histogram(registry, "e2e", "Time from a request's arrival to its last token.", _TOTALS_S)
+        self.queued = _histogram(registry, "queue", "Time from arrival to admission by the scheduler.", _WAITS_S)
         self.prompt_tokens = Counter(
             "millrace_request_prompt_tokens", "Prompt tokens of ended sequences.", registry=registry
         )
         self.cached_tokens = Counter(
-            "millrace_request_cached_tokens", "Those found in the prefix cache.", registry=registry
+            "millrace_request_cached_tokens",
+            "Prompt tokens of ended sequences that were found in the prefix cache.",
+            registry=registry,
         )
         self.output_tokens = Counter(
             "millrace_request_output_tokens", "Generated tokens of ended sequences.", registry=registry
         )
         self.open_requests = Gauge("millrace_open_requests", "Requests that are generating.", registry=registry)
-        self.open_streams = Gauge("millrace_open_streams", "Those of them that stream.", registry=registry)
+        self.open_streams = Gauge("millrace_open_streams", "Streaming requests that are generating.", registry=registry)
         self.slow_client_drops = Counter(
-            "millrace_slow_client_drops", "Streams cut because their client did not read.", registry=registry
+            "millrace_slow_client_drops", "Streams closed because their client read too slowly.", registry=registry
         )
         self.client_disconnects = Counter(
-            "millrace_client_disconnects", "Requests whose client left before the end.", registry=registry
+            "millrace_client_disconnects", "Requests whose client disconnected before the end.", registry=registry
         )
         self.refused = Counter(
-            "millrace_refused_requests", "Requests refused with a 429, by class.", ("priority",), registry=registry
+            "millrace_refused_requests",
+            "Requests refused with a 429, by priority class.",
+            ("priority",),
+            registry=registry,
         )
         ProcessCollector(registry=registry)
         self._engine_registry = CollectorRegistry()
@@ -76,12 +83,12 @@ class FrontMetrics:
         )
         self.fronts_up.set(1)
         self.front_restarts = Counter(
-            "millrace_front_restarts", "Fronts that died and were started again.", registry=registry
+            "millrace_front_restarts", "Fronts that were restarted after they died.", registry=registry
         )
         self._engine_registry.register(_EngineCollector(engine))
 
     def observe_sequence(self, finish: Finish, before_submit_s: float) -> None:
-        """Count one ended sequence. `before_submit_s` is what the front spent before the engine knew of it."""
+        """Count one ended sequence. `before_submit_s` is the front's time before it submitted it to the engine."""
         self.prompt_tokens.inc(finish.prompt_tokens)
         self.cached_tokens.inc(finish.cached_tokens)
         self.output_tokens.inc(finish.output_tokens)
@@ -93,11 +100,11 @@ class FrontMetrics:
             self.tpot.observe(max(0.0, finish.total_s - finish.first_token_s) / (finish.output_tokens - 1))
 
     def own_part(self) -> bytes:
-        """What this front counted itself."""
+        """The page of this front's own metrics."""
         return generate_latest(self.registry)
 
     def engine_part(self) -> bytes:
-        """What all fronts would say alike."""
+        """The page of the engine's metrics, which is the same for all fronts."""
         return generate_latest(self._engine_registry)
 
 
@@ -106,7 +113,7 @@ def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple
 
 
 class _EngineCollector(Collector):
-    """The engine's last report, as metrics."""
+    """Turns the engine's last report into metrics."""
 
     def __init__(self, engine: EngineView) -> None:
         self._engine = engine
@@ -114,9 +121,13 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         ready, stats = self._engine.ready, self._engine.stats
         is_ready = self._engine.is_progressing(time.monotonic())
-        yield GaugeMetricFamily("millrace_engine_ready", "1 when the engine makes progress.", value=float(is_ready))
+        yield GaugeMetricFamily(
+            "millrace_engine_ready", "1 if the engine makes progress, else 0.", value=float(is_ready)
+        )
         starts = self._engine.num_engine_starts
-        yield CounterMetricFamily("millrace_engine_starts", "Times that an engine became ready.", value=float(starts))
+        yield CounterMetricFamily(
+            "millrace_engine_starts", "Number of times that an engine became ready.", value=float(starts)
+        )
         if ready is not None:
             yield from _limits(ready)
         if stats is not None:
@@ -126,15 +137,19 @@ class _EngineCollector(Collector):
 
 def _limits(ready: EngineReady) -> Iterator[Metric]:
     labels = {"version": __version__, "model": ready.model_name, "dtype": ready.dtype, "device": ready.device}
-    yield InfoMetricFamily("millrace_engine", "What is served.", value=labels)
-    yield GaugeMetricFamily("millrace_max_context_tokens", "Longest prompt + output.", value=ready.max_context)
-    yield GaugeMetricFamily("millrace_kv_capacity_tokens", "Tokens that the KV pool holds.", value=ready.kv_tokens)
+    yield InfoMetricFamily("millrace_engine", "Version, model, dtype and device.", value=labels)
+    yield GaugeMetricFamily(
+        "millrace_max_context_tokens", "Maximum tokens of prompt and output together.", value=ready.max_context
+    )
+    yield GaugeMetricFamily("millrace_kv_capacity_tokens", "Capacity of the KV pool in tokens.", value=ready.kv_tokens)
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("millrace_running_requests", "Sequences in the running set.", value=stats.running)
-    yield GaugeMetricFamily("millrace_waiting_requests", "Sequences that wait for admission.", value=stats.waiting)
-    by_class = GaugeMetricFamily("millrace_waiting_by_class", "Those by class.", labels=["priority"])
+    yield GaugeMetricFamily("millrace_running_requests", "Running sequences.", value=stats.running)
+    yield GaugeMetricFamily("millrace_waiting_requests", "Sequences waiting for admission.", value=stats.waiting)
+    by_class = GaugeMetricFamily(
+        "millrace_waiting_by_class", "Sequences waiting for admission, by priority class.", labels=["priority"]
+    )
     for name, count in zip(("interactive", "standard", "batch"), stats.waiting_by_class, strict=True):
         by_class.add_metric([name], count)
     yield by_class
@@ -143,20 +158,20 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     blocks.add_metric(["cached"], stats.blocks_cached)
     blocks.add_metric(["used"], stats.blocks_total - stats.blocks_free - stats.blocks_cached)
     yield blocks
-    left = "Captures still to be made before every usual step is a replay."
+    left = "CUDA graphs that remain to be captured during warm-up."
     yield GaugeMetricFamily("millrace_engine_graphs_left", left, value=stats.graphs_left)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
     for name, text, value in (
-        ("steps", "Steps the engine has completed.", stats.step_no),
-        ("preemptions", "Sequences preempted to make room.", stats.preemptions),
+        ("steps", "Completed steps.", stats.step_no),
+        ("preemptions", "Sequences preempted to free KV blocks.", stats.preemptions),
         ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
-        ("prefix_query_tokens", "Prompt tokens looked up there.", stats.prefix_query_tokens),
-        ("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens),
-        ("output_tokens", "Tokens generated.", stats.output_tokens),
-        ("step_seconds", "Time in steps, from launch to result.", stats.step_seconds),
+        ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_query_tokens),
+        ("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", stats.prompt_tokens),
+        ("output_tokens", "Output tokens.", stats.output_tokens),
+        ("step_seconds", "Time of steps, from launch to result.", stats.step_seconds),
         ("plan_seconds", "Time spent planning steps.", stats.plan_seconds),
-        ("host_seconds", "What the host did for steps, waiting for the device left out.", stats.host_seconds),
+        ("host_seconds", "Host time for steps, without waiting for the device.", stats.host_seconds),
     ):
         yield CounterMetricFamily(f"millrace_engine_{name}", text, value=value)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def count_progress(what: str, total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
-    """A bar over `total` items, if `enabled`; yields the function to call after each item."""
+    """Show a bar over `total` items if `enabled`. Yields the function to call after each item."""
     if not enabled:
         yield lambda: None
         return

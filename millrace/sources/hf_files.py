@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory hold its tensors."""
+"""Finds the weight files of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PICKLED_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def find_weights(folder: Path) -> tuple[Path, ...]:
-    """The directory's safetensors files: those its index names, else the single file, else none."""
+    """The directory's safetensors files: those in its index, else the only file, else none."""
     if (folder / INDEX).is_file():
         return _shards(folder, weight_map(folder))
     if (folder / SINGLE).is_file():
@@ -22,15 +22,15 @@ def find_weights(folder: Path) -> tuple[Path, ...]:
     if len(others) <= 1:
         return tuple(others)
     listed = ", ".join(path.name for path in others[:4])
-    raise ModelError(f"{folder} holds several safetensors files ({listed}) but no {INDEX}; fetch that file too.")
+    raise ModelError(f"{folder} has several safetensors files ({listed}) but no {INDEX}; download that file too.")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """The index: tensor name to file name."""
+    """File name of each tensor, from the index."""
     path = folder / INDEX
     found = read_json_object(path).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise ModelError(f"{path} has no usable weight_map. Fetch it again.")
+        raise ModelError(f"{path} has no valid weight_map. Download it again.")
     return found
 
 
@@ -38,12 +38,14 @@ def _shards(folder: Path, names: dict[str, str]) -> tuple[Path, ...]:
     paths = []
     for name in sorted(set(names.values())):
         if Path(name).name != name:
-            raise ModelError(f"{folder / INDEX} names the file '{name}' outside its directory. Fetch it again.")
+            raise ModelError(
+                f"{folder / INDEX} names the file '{name}', which is outside its directory. Download it again."
+            )
         if not (folder / name).is_file():
-            raise ModelError(f"{folder} lacks the shard {name} that {INDEX} names. Fetch the missing file.")
+            raise ModelError(f"{folder} has no file {name}, which {INDEX} names. Download it.")
         paths.append(folder / name)
     if not paths:
-        raise ModelError(f"{folder / INDEX} names no files. Fetch it again.")
+        raise ModelError(f"{folder / INDEX} names no files. Download it again.")
     return tuple(paths)
 
 

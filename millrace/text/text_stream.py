@@ -1,4 +1,4 @@
-"""The text of one choice as it is generated: detokenised, with stop strings watched over."""
+"""Text of one choice as it is generated: detokenizer and stop strings together."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Tokens in, showable text out. Stop strings are matched against the text that is shown, special tokens hidden or
-    not as the request asks. For one thread."""
+    """Converts token ids to text for the client. Stop strings are matched against the text that the client sees, so
+    special tokens count only if the request shows them. Not thread-safe."""
 
     __slots__ = ("_detokenizer", "_stops", "push")
 
     push: Callable[[int], str]
-    """Takes the next token id; returns the text that may be shown now, "" while it is held back or after a stop."""
+    """Takes the next token id and returns the text to send: "" while it is held back or after a stop."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
-        # Without stop strings there is nothing between a token and its text, so nothing is called in between.
-        self.push = self._detokenizer.push if self._stops is None else self._push_watched
+        # Without stop strings, `push` is the detokenizer's method: one call less per token.
+        self.push = self._detokenizer.push if self._stops is None else self._push_with_stops
 
-    def _push_watched(self, token_id: int) -> str:
+    def _push_with_stops(self, token_id: int) -> str:
         assert self._stops is not None
         text = self._detokenizer.push(token_id)
         return self._stops.push(text) if text else ""
 
     def finish(self) -> str:
-        """The held-back rest, at the end of generation; "" after a stop. The end can itself complete a stop string,
-        so look at `stopped_by` afterwards too."""
+        """Text still held back at the end of generation; "" after a stop. This text can complete a stop string, so
+        read `stopped_by` afterwards."""
         rest = self._detokenizer.flush()
         if self._stops is None:
             return rest

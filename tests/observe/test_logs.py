@@ -1,4 +1,4 @@
-"""Log lines: one event, one line, the chosen level, the process named."""
+"""Log lines: one line per event, level, process name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_second_set_up_replaces_the_first() -> None:
     assert second.getvalue().count("hello") == 1
 
 
-def test_libraries_speak_only_when_something_is_wrong() -> None:
+def test_other_libraries_log_only_warnings_and_errors() -> None:
     out = io.StringIO()
     setup_logging("debug", stream=out)
     logging.getLogger("somebody.else").info("chatter")

@@ -1,4 +1,4 @@
-"""Who may come in and how much they may ask for: keys, tenants, quotas, origins, deadlines, the audit log."""
+"""API keys, tenants, quotas, origins, deadlines and the audit log."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def guarded(tmp_path: Path, script: Any = None, **tenants: str) -> Iterator[Fron
         yield front
 
 
-def test_a_key_is_wanted_and_known(tmp_path: Path) -> None:
+def test_a_known_key_is_required(tmp_path: Path) -> None:
     with guarded(tmp_path, acme="") as front:
         for headers, code in (
             ({}, "missing_api_key"),
@@ -73,9 +73,7 @@ def test_a_key_is_wanted_and_known(tmp_path: Path) -> None:
         assert get(front.port, "/v1/nowhere").status == 401
 
 
-def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_keys_file_is_reloaded_and_a_broken_one_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keyring, "RELOAD_CHECK_S", 0.0)
     with guarded(tmp_path, acme="") as front:
         assert post(front.port, COMPLETIONS, body(), bearer("key-new")).status == 401
@@ -99,7 +97,7 @@ def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
         ("tenants = 3", "tenants"),
     ],
 )
-def test_a_wrong_file_is_refused_at_the_start(tmp_path: Path, text: str, says: str) -> None:
+def test_a_wrong_keys_file_is_refused_at_start(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -139,7 +137,7 @@ def test_tokens_per_minute_count_what_was_used(tmp_path: Path) -> None:
         assert (hopeless.status, hopeless.error["code"]) == (400, "quota_exceeded")
 
 
-def test_a_refused_request_gives_its_share_back(tmp_path: Path) -> None:
+def test_a_refused_request_releases_its_reservation(tmp_path: Path) -> None:
     with guarded(tmp_path, small="max_concurrent = 1\ntokens_per_minute = 10000") as front:
         for _ in range(3):
             assert post(front.port, COMPLETIONS, body(max_tokens=5000), bearer("key-small")).status == 400
@@ -156,7 +154,7 @@ def test_quotas_are_shared_between_fronts(tmp_path: Path) -> None:
     assert one.usage("a").spent(150) == 7
     assert one.usage("a").spent(160) == 0
     assert one.usage("b").num_open == 0
-    again = Quotas(str(tmp_path), 2, 1)  # The second front died and was started again.
+    again = Quotas(str(tmp_path), 2, 1)  # The second front was restarted.
     assert again.usage("a").num_open == one.usage("a").num_open == 1
 
 
@@ -182,7 +180,7 @@ def test_classes_and_weights_reach_the_engine(tmp_path: Path) -> None:
         assert sent.cache_salt.startswith("plain")
 
 
-def test_the_deadline_may_come_in_a_header() -> None:
+def test_a_deadline_in_a_header() -> None:
     with running_front(endless, step_s=0.01) as front:
         reply = post(front.port, COMPLETIONS, body(max_tokens=3000), {"X-Request-Timeout": "0.2"})
         assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
@@ -194,7 +192,7 @@ def test_the_deadline_may_come_in_a_header() -> None:
 
 
 # ── origins ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_browsers_of_allowed_origins_may_call_and_no_others() -> None:
+def test_only_allowed_origins_may_call() -> None:
     config = replace(Config(), server__port=0, server__cors_origins="https://a.example, https://b.example")
     with running_front(saying("ok"), config=config) as front:
         ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
@@ -222,7 +220,7 @@ def test_browsers_of_allowed_origins_may_call_and_no_others() -> None:
 
 
 # ── the audit log ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_audit_log_says_who_and_how_much_but_never_what(tmp_path: Path) -> None:
+def test_the_audit_log_has_tenants_and_counts_but_no_text(tmp_path: Path) -> None:
     file = tmp_path / "audit.jsonl"
     with guarded(tmp_path, saying("SECRET ANSWER"), acme="") as front:
         front.state.audit = AuditLog(str(file))
@@ -260,7 +258,7 @@ def test_the_audit_log_follows_a_rotation(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_keys_are_made_listed_and_withdrawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_created_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     assert main(["keys", "add", str(file), "--tenant", "acme", "--tokens-per-minute", "500"]) == 0
     key = capsys.readouterr().out.split()[0]

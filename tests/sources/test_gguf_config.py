@@ -68,7 +68,7 @@ def test_llama(tmp_path: Path) -> None:
     )
 
 
-def test_biases_and_the_head_are_seen_from_the_tensors(tmp_path: Path) -> None:
+def test_biases_and_lm_head_follow_from_the_tensors(tmp_path: Path) -> None:
     zeros = np.zeros(64, dtype=np.float32)
     tensors = {"output.weight": np.zeros((100, 64), dtype=np.float32), "blk.0.attn_q.bias": zeros}
     config = config_of(tmp_path, "llama", tensors | {"blk.0.ffn_gate.bias": zeros})
@@ -80,7 +80,7 @@ def test_all_end_tokens_are_kept(tmp_path: Path) -> None:
     assert config_of(tmp_path, "llama", **ends)["eos_token_id"] == [5, 7]
 
 
-def test_mistral_and_mixtral_live_in_the_llama_architecture(tmp_path: Path) -> None:
+def test_mistral_and_mixtral_use_the_llama_architecture(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", attention__sliding_window=512)
     assert holds(config, model_type="mistral", sliding_window=512, architectures=["MistralForCausalLM"])
     config = config_of(tmp_path, "llama", expert_count=8, expert_used_count=2)
@@ -151,7 +151,7 @@ def test_smollm3_leaves_every_fourth_layer_unrotated(tmp_path: Path) -> None:
     assert holds(config, model_type="smollm3", no_rope_layers=[1, 1, 1, 0] * 2)
 
 
-def test_per_layer_lists_of_one_value_are_that_value(tmp_path: Path) -> None:
+def test_list_of_equal_values_per_layer_is_one_value(tmp_path: Path) -> None:
     assert config_of(tmp_path, "llama", attention__head_count_kv=[2, 2])["num_key_value_heads"] == 2
     with pytest.raises(ModelError, match="differs between layers"):
         config_of(tmp_path, "llama", attention__head_count_kv=[2, 1])
@@ -190,7 +190,7 @@ def test_yarn_variants_and_unknown_types_are_refused(tmp_path: Path) -> None:
 
 
 def divisors(theta: float, head_dim: int, factor: float, low: float, high: float, context: int) -> Any:
-    """As the rule is written down: long waves divided by `factor`, short ones kept, a blend between."""
+    """Reference: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
     found = []
     for index in range(0, head_dim, 2):
         wave = 2 * math.pi * theta ** (index / head_dim)
@@ -237,11 +237,11 @@ def test_other_tables_of_divisors(tmp_path: Path) -> None:
             config_of(tmp_path, "llama", {"rope_freqs.weight": table})
 
 
-# --- what is refused ---
+# --- refused files ---
 
 
 def test_unknown_architectures_are_named_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'phi3', which cannot be served.*llama.*gemma3"):
+    with pytest.raises(ModelError, match=r"'phi3', which is not supported.*llama.*gemma3"):
         config_of(tmp_path, "phi3")
 
 
@@ -267,12 +267,12 @@ def test_missing_keys_are_named(tmp_path: Path, key: str) -> None:
         ("expert_shared_count", 1),
     ],
 )
-def test_values_that_cannot_be_right_or_served_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+def test_invalid_and_unsupported_values_are_refused(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(ModelError, match=key.replace("__", ".")):
         config_of(tmp_path, "llama", **{key: value})
 
 
-def test_a_file_without_an_embedding_is_no_model(tmp_path: Path) -> None:
+def test_file_without_embedding_is_refused(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "x.gguf", {f"llama.{key}": value for key, value in BASE.items()}, {"x": np.zeros(4, np.float32)}
     )

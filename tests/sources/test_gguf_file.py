@@ -57,7 +57,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "sample.gguf", metadata, tensors)
 
 
-def test_metadata_and_tensors_are_those_the_reference_reader_sees(sample: Path) -> None:
+def test_metadata_and_tensors_equal_those_of_the_gguf_package(sample: Path) -> None:
     ours, theirs = read_gguf(sample), gguf.GGUFReader(sample)
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
@@ -151,7 +151,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_end_in_a_sentence_at_once(tmp_path: Path, case: str) -> None:
+def test_hostile_files_are_refused_quickly(tmp_path: Path, case: str) -> None:
     path = tmp_path / "hostile.gguf"
     path.write_bytes(HOSTILE[case])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -242,7 +242,7 @@ def test_a_split_model_is_one_model(tmp_path: Path) -> None:
 
 def test_a_split_model_with_a_part_missing_renamed_or_repeated_is_refused(tmp_path: Path) -> None:
     paths = split(tmp_path)
-    with pytest.raises(ModelError, match=r"part 2 of 3; name the first part, toy-00001-of-00003.gguf"):
+    with pytest.raises(ModelError, match=r"part 2 of 3; give the first part, toy-00001-of-00003.gguf"):
         open_gguf_model(paths[1])
     other = paths[0].rename(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match="one of 3 parts"):

@@ -1,4 +1,4 @@
-"""From what a user types to model files."""
+"""Model sources resolve to local files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_directory(folder: Path, config: dict[str, Any] | None = CONFIG, name: s
 
 @pytest.fixture
 def known_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Known models are 'fetched' as a tiny file; the list holds the names asked for."""
+    """Replaces downloads of known models by a tiny file. The list records the requested names."""
     asked: list[str] = []
 
     def fetch(model: KnownModel, *, progress: Any = None) -> Path:
@@ -105,7 +105,7 @@ def test_a_directory_with_one_gguf_is_that_gguf(tmp_path: Path) -> None:
     files = resolve_model(str(tmp_path / "m"))
     assert (files.name, files.kind, files.path.name) == ("m", "gguf", "a.gguf")
     make_gguf(tmp_path / "m" / "b.gguf")
-    with pytest.raises(ModelError, match=r"holds 2 GGUF models \(a.gguf, b.gguf\)"):
+    with pytest.raises(ModelError, match=r"contains 2 GGUF models \(a.gguf, b.gguf\)"):
         resolve_model(str(tmp_path / "m"))
 
 
@@ -131,7 +131,7 @@ def test_shards_come_from_the_index_and_must_all_be_there(tmp_path: Path) -> Non
     index.write_text(json.dumps({"weight_map": names}))
     assert [path.name for path in resolve_model(str(folder)).weights] == sorted(names.values())
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"lacks the shard model-00002-of-00002.safetensors"):
+    with pytest.raises(ModelError, match=r"has no file model-00002-of-00002.safetensors"):
         resolve_model(str(folder))
     index.write_text(json.dumps({"weight_map": {"x": "../../etc/passwd"}}))
     with pytest.raises(ModelError, match="outside its directory"):
@@ -143,7 +143,7 @@ def test_shards_come_from_the_index_and_must_all_be_there(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "last.ckpt"])
-def test_pickled_weights_are_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / name).write_bytes(b"\x80\x04")
@@ -159,7 +159,7 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     folder = make_directory(tmp_path / "m", config=None)
     cases = {
-        "empty": "neither .safetensors nor .gguf",
+        "empty": "has no .safetensors or .gguf files",
         "notes.txt": "neither a .gguf file nor a model directory",
         "absent.gguf": "no file or directory",
         "m": r"There is no config.json in",
@@ -183,7 +183,7 @@ def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
         resolve_model(str(make_directory(tmp_path / "m", config)))
 
 
-def test_a_nested_text_config_is_lifted(tmp_path: Path) -> None:
+def test_nested_text_config_moves_to_the_top_level(tmp_path: Path) -> None:
     nested = {
         "model_type": "gemma3",
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -258,7 +258,7 @@ def test_a_hub_id_fetches_only_what_is_needed(tmp_path: Path, monkeypatch: pytes
         "tokenizer.model",
         "chat_template.jinja",
     ]
-    assert reports == [("fetching some-org/Some.Model-1b from the hub", 0, 0)]
+    assert reports == [("downloading some-org/Some.Model-1b from the hub", 0, 0)]
 
 
 def test_a_gguf_file_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_a_gguf_file_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     files = resolve_model("org/name:quants/m.Q4_0.gguf")
     assert (files.kind, files.path.name) == ("gguf", "m.Q4_0.gguf")
-    with pytest.raises(ModelError, match="holds no file 'x-00001-of-00002.gguf'"):
+    with pytest.raises(ModelError, match="has no file 'x-00001-of-00002.gguf'"):
         resolve_model("org/name:x-00001-of-00002.gguf")
     assert asked == [["quants/m.Q4_0.gguf"], ["x-?????-of-00002.gguf"]]
 
@@ -280,14 +280,14 @@ def test_a_gguf_file_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_hub_repository_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(tmp_path))
-    with pytest.raises(ModelError, match=r"'org/name' on the hub holds no safetensors.*pickled"):
+    with pytest.raises(ModelError, match=r"'org/name' on the hub has no safetensors.*Pickled"):
         resolve_model("org/name")
 
 
-def test_an_unreachable_hub_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(repo: str, **options: Any) -> str:
         raise ConnectionError("Name or service not known\nand a long trace")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelError, match=r"'org/name' could not be fetched.*Name or service not known\).*network"):
+    with pytest.raises(ModelError, match=r"'org/name' could not be downloaded.*Name or service not known\).*network"):
         resolve_model("org/name")

@@ -1,4 +1,4 @@
-"""Vocabularies for the tests of this room: the default model's, and small ones that need no download."""
+"""Tokenizers for these tests: the default model's, and small ones that need no download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template can do wrong, and what can be wrong with the messages: a sentence, never a crash or a hang."""
+"""Bad chat templates and bad messages give an error message, never a crash or a hang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def render(template: str, messages: Any = USER, **options: Any) -> str:
     [
         ("{% if %}", "has a syntax error in line 1"),
         ("\n\n{{ x", "has a syntax error in line 3"),
-        ("{{ raise_exception('Only users may speak.') }}", r"refuses these messages: Only users may speak\.$"),
+        ("{{ raise_exception('Only users may speak.') }}", r"rejects these messages: Only users may speak\.$"),
         ("{{ messages[0].content + 1 }}", "cannot be applied to these messages: TypeError"),
         ("{{ messages[0].nothing.deeper }}", "cannot be applied to these messages: .*has no attribute"),
         ("{{ messages[3].role }}", "cannot be applied"),
@@ -75,7 +75,7 @@ def test_template_errors_are_sentences(template: str, message: str) -> None:
         "{% for a in range(1000) %}{% for b in range(900) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
     ],
 )
-def test_greedy_templates_are_stopped(template: str) -> None:
+def test_templates_that_use_too_much_are_stopped(template: str) -> None:
     start = time.perf_counter()
     with pytest.raises(BadRequest, match=r"was stopped: .*--chat-template"):
         render(template)
@@ -85,11 +85,11 @@ def test_greedy_templates_are_stopped(template: str) -> None:
 def test_a_slow_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     body = "{% for a in x %}{% for b in x %}{% for c in x %}{% if messages[0].role == 'z' %}{% endif %}{% endfor %}"
-    with pytest.raises(BadRequest, match="it computes for more than 0.2 seconds"):
+    with pytest.raises(BadRequest, match="it runs for more than 0.2 seconds"):
         render(body + "{% endfor %}{% endfor %}", x=list(range(1000)))
 
 
-def test_bounds_do_not_touch_honest_templates() -> None:
+def test_limits_do_not_affect_normal_templates() -> None:
     template = (
         "{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ '%5d|%s' % (7, '20240101123456') }}{{ '20240101 {:>4}'.format(1) }}{{ 7 % 4 }}"
     )
@@ -97,7 +97,7 @@ def test_bounds_do_not_touch_honest_templates() -> None:
     assert render("{{ ['a'] + ['b'] }}{{ 'x'.ljust(3) }}|{{ 'a'.replace('a', 'b') }}") == "['a', 'b']x  |b"
 
 
-def test_a_budget_is_for_one_rendering() -> None:
+def test_each_rendering_has_its_own_budget() -> None:
     template = ChatTemplate({"default": "{% for a in range(900000) %}{% endfor %}done"}, {})
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: template.render(USER), range(6))) == ["done"] * 6
@@ -109,7 +109,7 @@ def test_a_budget_is_for_one_rendering() -> None:
     [
         ([], "messages is empty"),
         (["hello"], r"messages\[0\] is a str; it must be an object"),
-        ([{"role": "user", "content": object()}], "holds a object; only JSON values"),
+        ([{"role": "user", "content": object()}], "contain a value of type object; only JSON values"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "part of type 'image_url'"),
         ([{"role": "user", "content": ["bare"]}], "part of type 'str'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text parts only"),
@@ -120,7 +120,7 @@ def test_messages_that_cannot_be_rendered(messages: Any, message: str) -> None:
         render("{{ messages }}", messages)
 
 
-def test_the_callers_messages_are_left_alone() -> None:
+def test_messages_of_the_caller_are_not_changed() -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]
     before = repr(chat)
     render("{% for m in messages %}{{ m.content }}{% endfor %}", chat, continue_final_message=True)
@@ -138,30 +138,30 @@ def test_parts_are_joined_for_templates_that_read_text() -> None:
 
 def test_continuing_what_cannot_be_continued() -> None:
     shown = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadRequest, match="either begins or continues"):
+    with pytest.raises(BadRequest, match="either starts a new turn or continues the last message"):
         render(shown, continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(BadRequest, match="has no 'content' to continue"):
         render(shown, [{"role": "assistant", "content": None}], continue_final_message=True)
     with pytest.raises(BadRequest, match="names 'reasoning', which the chat template does not read"):
         render(shown, [{"role": "assistant", "reasoning": "x"}], continue_final_message="reasoning")
-    with pytest.raises(BadRequest, match="does not write the last message as it is"):
+    with pytest.raises(BadRequest, match="changes the text of the last message"):
         render("{{ messages[0].content | upper }}", continue_final_message=True)
-    with pytest.raises(BadRequest, match="is not a text"):
+    with pytest.raises(BadRequest, match="is not a string"):
         render(shown, [{"role": "assistant", "content": 5}], continue_final_message=True)
 
 
-def test_opening_a_turn_is_the_default() -> None:
+def test_generation_prompt_is_added_by_default() -> None:
     template = "{{ messages[0].content }}{% if add_generation_prompt %}<go>{% endif %}"
     assert render(template) == "Hello<go>"
     assert render(template, add_generation_prompt=False) == render(template, continue_final_message=True) == "Hello"
 
 
-def test_python_cannot_be_seen() -> None:
+def test_python_objects_cannot_be_reached() -> None:
     for path in ("messages.__class__", "raise_exception.__globals__", "namespace.__init__", "''.__class__"):
         assert render("[{{ " + path + " }}]") == "[]"
 
 
-def test_the_date() -> None:
+def test_strftime_now() -> None:
     assert len(render("{{ strftime_now('%d %b %Y') }}")) == 11
 
 

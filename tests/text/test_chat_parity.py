@@ -139,7 +139,7 @@ def reference(template: str | dict[str, str], special: dict[str, str]) -> Any:
 
 
 def compare(ours: ChatTemplate, theirs: Any) -> int:
-    """Render everything both ways; a refusal must be a refusal on both sides. Returns how many texts were compared."""
+    """Render everything with both; both must raise or neither. Returns the number of compared texts."""
     num_equal = 0
     for chat in CHATS:
         for options in OPTIONS:
@@ -155,7 +155,7 @@ def compare(ours: ChatTemplate, theirs: Any) -> int:
 
 
 @pytest.mark.parametrize("name", SIMPLE)
-def test_own_templates(name: str) -> None:
+def test_handwritten_templates(name: str) -> None:
     num_equal = compare(ChatTemplate({"default": SIMPLE[name]}, SPECIAL), reference(SIMPLE[name], SPECIAL))
     assert num_equal >= (0 if name in ("strict", "undefined") else 10)
 

@@ -1,4 +1,4 @@
-"""The default model's tokenizer: the ids, the ends and the text that its own tokenizer gives."""
+"""The default model's tokenizer gives the ids, end tokens and text of its original tokenizer."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_text_survives_the_round_trip(default_tokenizer: Tokenizer) -> None:
         assert default_tokenizer.decode(default_tokenizer.encode(text), skip_special=False) == kept
 
 
-def test_special_tokens_and_ends(default_tokenizer: Tokenizer) -> None:
+def test_special_tokens_and_end_tokens(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.vocab_size == 49152
     assert default_tokenizer.bos_token_id == 1
     assert default_tokenizer.end_token_ids == (2, 0)
@@ -137,7 +137,7 @@ def test_a_lone_surrogate_is_refused(default_tokenizer: Tokenizer) -> None:
         default_tokenizer.encode(broken)
 
 
-def test_ids_that_are_none(default_tokenizer: Tokenizer) -> None:
+def test_invalid_ids(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.decode([19556, 49999, 905]) == "Hello world"
     for wrong in (-1, 2**40):
         with pytest.raises(BadRequest, match=f"{wrong} is not a token id"):

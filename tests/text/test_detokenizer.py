@@ -1,4 +1,4 @@
-"""Streaming text equals decoding at once, for any ids; and comes as early as it can."""
+"""Streamed text equals decoding all ids at once, and is returned as early as possible."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool) ->
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Mostly the low ids, where special and byte tokens are; some beyond the vocabulary."""
+    """Mostly low ids, where special and byte tokens are, and some ids beyond the vocabulary."""
     return st.lists(st.one_of(st.integers(0, 270), st.integers(0, tokenizer.vocab_size + 3)), max_size=40)
 
 
@@ -64,7 +64,7 @@ def test_any_bytes(data: bytes) -> None:
 
 
 @given(st.text(max_size=60))
-def test_text_comes_as_soon_as_its_characters_are_whole(text: str) -> None:
+def test_text_is_returned_once_its_characters_are_complete(text: str) -> None:
     ids = BYTE_LEVEL.encode(text)
     stream = Detokenizer(BYTE_LEVEL)
     shown, data = "", b""
@@ -74,7 +74,7 @@ def test_text_comes_as_soon_as_its_characters_are_whole(text: str) -> None:
         assert shown == data.decode("utf-8", "ignore")
 
 
-def test_a_broken_character_never_shows(default_tokenizer: Tokenizer) -> None:
+def test_incomplete_character_is_never_returned(default_tokenizer: Tokenizer) -> None:
     for text in corpus.SENTENCES:
         if "\ufffd" in text:
             continue
@@ -84,7 +84,7 @@ def test_a_broken_character_never_shows(default_tokenizer: Tokenizer) -> None:
         assert "".join(parts) == default_tokenizer.decode(ids, skip_special=False)
 
 
-def test_an_unfinished_character_ends_as_a_replacement() -> None:
+def test_incomplete_character_becomes_a_replacement_at_the_end() -> None:
     ids = BYTE_LEVEL.encode("👍")
     stream = Detokenizer(BYTE_LEVEL)
     assert [stream.push(index) for index in ids[:-1]] == [""] * (len(ids) - 1)
@@ -93,7 +93,7 @@ def test_an_unfinished_character_ends_as_a_replacement() -> None:
     assert stream.push(BYTE_LEVEL.encode("h")[0]) == "h"
 
 
-def test_a_hidden_token_does_not_part_a_character() -> None:
+def test_hidden_token_does_not_split_a_character() -> None:
     first, *rest = BYTE_LEVEL.encode("👍")
     ids = [first, 0, *rest]
     assert "".join(streamed(BYTE_LEVEL, ids, skip_special=True)) == "👍"
@@ -109,7 +109,7 @@ def test_runs_of_byte_tokens() -> None:
     assert "".join(streamed(SENTENCE_PIECE, [*thumb, 3 + 0xFF, cat], skip_special=True)) == "\ufffd" * 5 + " cat"
 
 
-def test_the_first_space_goes_once() -> None:
+def test_only_the_first_space_is_removed() -> None:
     cat = SENTENCE_PIECE.token_id("▁cat")
     assert cat is not None
     assert streamed(SENTENCE_PIECE, [1, cat, cat], skip_special=True) == ["", "cat", " cat", ""]
@@ -118,7 +118,7 @@ def test_the_first_space_goes_once() -> None:
     assert streamed(SENTENCE_PIECE, [3 + 0x20, 3 + 0x41], skip_special=True) == ["", "", "A"]
 
 
-def test_streams_do_not_disturb_each_other(default_tokenizer: Tokenizer) -> None:
+def test_streams_are_independent(default_tokenizer: Tokenizer) -> None:
     texts = ["né 👍🏽 中文", "plain words", "emoji 🙂🙃 end"]
     streams = [Detokenizer(default_tokenizer) for _ in texts]
     shown = [""] * len(texts)
@@ -137,10 +137,10 @@ def test_the_stand_in_streams() -> None:
     assert tokenizer.decode(ids) == "hé 256 299"
 
 
-def test_a_decoder_that_cannot_be_streamed_is_refused() -> None:
+def test_unsupported_decoder_is_refused() -> None:
     backend = Backend(WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match="decoder is WordPiece, which cannot be streamed"):
+    with pytest.raises(ModelError, match="decoder is WordPiece, which is not supported"):
         Detokenizer(Tokenizer(backend))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 1, 0)])
     with pytest.raises(ModelError, match="ByteFallback \\+ Strip"):

@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata: every way of cutting text, SentencePiece's merges, flags, and bad files."""
+"""Tokenizers built from GGUF metadata: pre-tokenizers, SentencePiece merges, flags, and bad files."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def cut(pre: str, text: str) -> list[str]:
         ("default", "He|'|LL| say| |123|45| x|²|  \n\n| dogs|,|\t|CamelCase|/|é中文|!?|\r\n"),
     ],
 )
-def test_each_rule_cuts_as_its_family_does(pre: str, expected: str) -> None:
+def test_each_pre_tokenizer_splits_as_its_family_does(pre: str, expected: str) -> None:
     assert "|".join(cut(pre, SAMPLE)) == expected
 
 
 @pytest.mark.parametrize("pre", sorted(RECIPES))
-def test_every_rule_keeps_the_whole_text(pre: str) -> None:
+def test_every_pre_tokenizer_keeps_the_whole_text(pre: str) -> None:
     for text in corpus.written_pieces():
         assert "".join(cut(pre, text)) == text
     assert small_byte_level(pre=pre).decode(small_byte_level(pre=pre).encode("hello world 12 é")) == "hello world 12 é"
 
 
-def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"small.gguf: tokenizer.ggml.pre is 'surprise'.*Known are .*qwen2"):
+def test_unknown_pre_tokenizer_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"small.gguf: the pre-tokenizer 'surprise' .*Supported: .*qwen2"):
         small_byte_level(pre="surprise")
 
 
-def test_a_missing_rule_is_told_from_the_family() -> None:
+def test_missing_pre_tokenizer_name_follows_from_the_family() -> None:
     plain = byte_level_metadata()
     del plain["tokenizer.ggml.pre"]
     decomposed = "e\u0301"
@@ -105,7 +105,7 @@ def test_bos_and_eos_follow_the_flags() -> None:
     assert small_byte_level(add_eos_token=True, eos_token_id=1).encode("hello") == [*body, 1]
 
 
-def test_ends_are_named_or_well_known() -> None:
+def test_end_tokens_are_named_or_well_known() -> None:
     assert small_byte_level(eos_token_id=0).end_token_ids == (0, 1)
     assert small_byte_level(eos_token_id=1, eot_token_id=2).end_token_ids == (1, 2)
     assert small_sentence_piece().end_token_ids == (2, small_sentence_piece().token_id("<end_of_turn>"))
@@ -133,7 +133,7 @@ def test_sentence_piece_decodes(sentence_piece: Any) -> None:
     assert sentence_piece.decode(sentence_piece.encode("the"), skip_special=False) == "<s> the"
 
 
-def test_the_space_in_front_is_optional() -> None:
+def test_leading_space_is_optional() -> None:
     bare = small_sentence_piece(add_space_prefix=False)
     assert spelled(bare, "the cat") == ["<s>", "t", "he", "▁cat"]
     assert bare.decode(bare.encode(" the")) == " the"
@@ -181,7 +181,7 @@ def test_merges_are_in_the_order_that_hugging_face_writes(tokens: list[str], sco
 
 def test_merges_of_large_vocabularies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(merge_cache, "WORTH_KEEPING", 3)
+    monkeypatch.setattr(merge_cache, "MIN_CACHED_TOKENS", 3)
     ids = {token: index for index, token in enumerate(["▁", "a", "b", "ab", "▁ab"])}
     scores = [-5.0, -4.0, -3.0, -2.0, -1.0]
     expected = derive_merges(ids, scores)
@@ -191,7 +191,7 @@ def test_merges_of_large_vocabularies_are_kept(tmp_path: Path, monkeypatch: pyte
     assert merge_cache.merges_of(ids, scores) == expected
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(merge_cache, "WORTH_KEEPING", 3)
+    monkeypatch.setattr(merge_cache, "MIN_CACHED_TOKENS", 3)
     for broken in (b"", b"junk", kept.read_bytes()[:-3]):
         kept.write_bytes(broken)
         assert merge_cache.merges_of(ids, scores) == expected
@@ -202,7 +202,7 @@ def test_merges_of_large_vocabularies_are_kept(tmp_path: Path, monkeypatch: pyte
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(merge_cache, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(merge_cache, "MIN_CACHED_TOKENS", 1)
     assert merge_cache.merges_of({"a": 0, "b": 1, "ab": 2}, [0.0, 0.0, 0.0]) == [("a", "b")]
 
 
@@ -210,11 +210,11 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.tokens": None}, "holds no vocabulary"),
-        ({"tokenizer.ggml.tokens": []}, "holds no vocabulary"),
+        ({"tokenizer.ggml.tokens": None}, "has no vocabulary"),
+        ({"tokenizer.ggml.tokens": []}, "has no vocabulary"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 entries for 2"),
         ({"tokenizer.ggml.scores": [0.5]}, "scores has 1 entries for"),
-        ({"tokenizer.ggml.merges": None}, "holds no merges"),
+        ({"tokenizer.ggml.merges": None}, "has no merges"),
         ({"tokenizer.ggml.merges": ["a nosuchtoken"]}, "cannot be built.*nosuchtoken"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert', which is not supported"),
         ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is 'None', which is not supported"),
@@ -225,13 +225,13 @@ def test_damaged_metadata_is_refused(change: dict[str, Any], message: str) -> No
         build_gguf_tokenizer(byte_level_metadata() | change, "bad.gguf")
 
 
-def test_ids_out_of_range_are_as_if_absent() -> None:
+def test_ids_out_of_range_are_ignored() -> None:
     tokenizer = small_byte_level(bos_token_id=10**6, eos_token_id=10**6, add_bos_token=True)
     assert tokenizer.bos_token_id is None
     assert tokenizer.encode("h") == small_byte_level().encode("h")
 
 
-def test_without_types_the_ends_are_still_special() -> None:
+def test_end_tokens_are_special_without_token_types() -> None:
     bare = byte_level_metadata(eos_token_id=1)
     del bare["tokenizer.ggml.token_type"]
     tokenizer = build_gguf_tokenizer(bare, "a.gguf")

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories, held to what transformers makes of the same files."""
+"""Tokenizers of Hugging Face directories equal those of transformers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_template_of_the_post_processor_is_honoured(tmp_path: Path) -> None:
     assert ours.encode("Hello", add_special=False) == ours.encode("Hello")[1:-1]
 
 
-def test_flags_decide_for_llama_classes(tmp_path: Path) -> None:
+def test_flags_override_for_llama_classes(tmp_path: Path) -> None:
     settings = NAMED | {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "add_eos_token": False}
     with_bos = load_tokenizer(write(tmp_path, trained(), tokenizer_config=settings))
     assert with_bos.encode("Hello") == [0, *with_bos.encode("Hello", add_special=False)]
@@ -96,7 +96,7 @@ def test_flags_decide_for_llama_classes(tmp_path: Path) -> None:
     assert without.encode("Hello") == with_bos.encode("Hello", add_special=False)
 
 
-def test_tokens_that_only_the_settings_know(tmp_path: Path) -> None:
+def test_tokens_only_in_tokenizer_config(tmp_path: Path) -> None:
     added = {
         "700": {"content": "<tool>", "special": False, "normalized": False},
         "701": {"content": "<|end of turn|>", "special": True, "lstrip": True},
@@ -112,7 +112,7 @@ def test_tokens_that_only_the_settings_know(tmp_path: Path) -> None:
 def test_a_token_under_another_id_is_refused(tmp_path: Path) -> None:
     added = {"900": {"content": "<tool>", "special": False}}
     files = write(tmp_path, trained(), tokenizer_config={"added_tokens_decoder": added})
-    with pytest.raises(ModelError, match="gives the token '<tool>' the id 900, but tokenizer.json makes it 700"):
+    with pytest.raises(ModelError, match="gives the token '<tool>' the id 900, but tokenizer.json gives it 700"):
         load_tokenizer(files)
 
 
@@ -135,12 +135,12 @@ def test_special_tokens_from_the_old_file(tmp_path: Path) -> None:
         ({}, {"eos_token_id": None}, (1,)),
     ],
 )
-def test_every_file_may_name_ends(tmp_path: Path, generation: Any, config: Any, ends: tuple[int, ...]) -> None:
+def test_every_file_can_list_end_tokens(tmp_path: Path, generation: Any, config: Any, ends: tuple[int, ...]) -> None:
     files = write(tmp_path, trained(), tokenizer_config=NAMED, generation_config=generation, config=config)
     assert load_tokenizer(files).end_token_ids == ends
 
 
-def test_ends_are_known_by_name_where_no_file_lists_them(tmp_path: Path) -> None:
+def test_end_tokens_are_found_by_name_if_no_file_lists_them(tmp_path: Path) -> None:
     backend = trained()
     backend.add_special_tokens(["<|im_end|>"])
     backend.add_tokens([AddedToken("<|eot_id|>", special=False)])
@@ -219,7 +219,7 @@ def test_a_directory_without_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "Nothing"}}'])
 def test_a_broken_tokenizer(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ModelError, match=r"tokenizer.json is not a tokenizer that can be read"):
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read"):
         load_tokenizer(ModelFiles("m", "safetensors", tmp_path, {}, ()))
 
 

@@ -78,7 +78,7 @@ def _converted(name: str) -> Any:
     return backend
 
 
-def test_bos_as_each_model_wants_it(tokenizers: dict[str, Tokenizer]) -> None:
+def test_bos_of_each_model(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers[QWEN].encode("Hello") == [9707]
     assert tokenizers[GEMMA].encode("Hello") == [2, 9259]
     assert tokenizers[TINYLLAMA].encode("Hello") == [1, 15043]
@@ -87,7 +87,7 @@ def test_bos_as_each_model_wants_it(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers[GEMMA].encode("<bos>Hello", add_special=False) == [2, 9259]
 
 
-def test_ends_and_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
+def test_end_tokens_and_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers[QWEN].end_token_ids == (151645, 151643)
     assert tokenizers[GEMMA].end_token_ids == (1, 106)
     assert tokenizers[TINYLLAMA].end_token_ids == (2,)

@@ -23,7 +23,7 @@ def test_ids_are_bytes() -> None:
     assert tokenizer.special_ids == frozenset()
 
 
-def test_further_ids_are_visible_but_never_encoded() -> None:
+def test_ids_above_255_are_visible_but_never_encoded() -> None:
     tokenizer = build_stand_in({"vocab_size": 400})
     assert tokenizer.decode([72, 399, 300]) == "H 399 300"
     assert max(tokenizer.encode(" 399")) < 256
@@ -43,6 +43,6 @@ def test_a_config_without_vocabulary(size: object) -> None:
         build_stand_in({"vocab_size": size})
 
 
-def test_random_models_get_it(tmp_path: Path) -> None:
+def test_random_models_get_the_stand_in_tokenizer(tmp_path: Path) -> None:
     files = ModelFiles("r", "random", tmp_path / "config.json", {"vocab_size": 300}, ())
     assert load_tokenizer(files).encode("A") == [65]

@@ -1,4 +1,4 @@
-"""Stop strings: the outcome depends on the text alone, and nothing is held back without need."""
+"""Stop strings: the result depends only on the text, and text is held back only as long as needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=5)
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The rule: the earliest place in the text, then the order of the list."""
+    """Reference: the earliest match, then the order of the list."""
     found = [(text.index(stop), place, stop) for place, stop in enumerate(stops) if stop in text]
     if not found:
         return text, None
@@ -26,7 +26,7 @@ def pushed(stops: StopStrings, pieces: list[str]) -> str:
 
 @settings(max_examples=600)
 @given(pieces=st.lists(st.text("abc\n", max_size=5), max_size=12), stops=STOPS, include=st.booleans())
-def test_the_pieces_do_not_matter(pieces: list[str], stops: list[str], include: bool) -> None:
+def test_result_does_not_depend_on_the_pieces(pieces: list[str], stops: list[str], include: bool) -> None:
     watch = StopStrings(stops, include=include)
     text = pushed(watch, pieces)
     assert (text, watch.matched) == expected("".join(pieces), stops, include)
@@ -34,7 +34,7 @@ def test_the_pieces_do_not_matter(pieces: list[str], stops: list[str], include: 
 
 @settings(max_examples=400)
 @given(text=st.text("abc\n", max_size=30), stops=STOPS)
-def test_text_is_released_as_soon_as_it_is_free(text: str, stops: list[str]) -> None:
+def test_text_is_released_as_early_as_possible(text: str, stops: list[str]) -> None:
     watch = StopStrings(stops)
     shown = ""
     for place, char in enumerate(text, 1):
@@ -46,7 +46,7 @@ def test_text_is_released_as_soon_as_it_is_free(text: str, stops: list[str]) -> 
         assert not held or any(stop.startswith(held) or held.startswith(stop) for stop in stops)
 
 
-def test_across_pieces() -> None:
+def test_stop_string_across_pieces() -> None:
     watch = StopStrings(["</end>"])
     assert [watch.push(piece) for piece in ("Hi <", "b> <", "/e", "nd", "> more")] == ["Hi ", "<b> ", "", "", ""]
     assert watch.matched == "</end>"
@@ -54,7 +54,7 @@ def test_across_pieces() -> None:
     assert watch.flush() == ""
 
 
-def test_a_broken_promise_is_released() -> None:
+def test_partial_match_that_fails_is_released() -> None:
     watch = StopStrings(["\n\nUser:"])
     assert watch.push("a\n") == "a"
     assert watch.push("\nUs") == ""
@@ -62,7 +62,7 @@ def test_a_broken_promise_is_released() -> None:
     assert watch.matched is None
 
 
-def test_the_rest_comes_at_the_end() -> None:
+def test_held_text_is_flushed_at_the_end() -> None:
     watch = StopStrings(["abc"])
     assert watch.push("xab") == "x"
     assert watch.flush() == "ab"
@@ -92,7 +92,7 @@ def test_including_the_stop_string() -> None:
         (["é👍"], "xé👍y", "x", "é👍"),
     ],
 )
-def test_which_one_wins(stops: list[str], text: str, shown: str, matched: str | None) -> None:
+def test_precedence_of_stop_strings(stops: list[str], text: str, shown: str, matched: str | None) -> None:
     watch = StopStrings(stops)
     assert pushed(watch, list(text)) == shown
     assert watch.matched == matched

@@ -1,4 +1,4 @@
-"""Long texts take time in proportion, other threads go on meanwhile, and threads share one tokenizer."""
+"""Tokenizing takes linear time, does not block other threads, and is thread-safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEGABYTE = 1_000_000
 
 
 @pytest.mark.parametrize("unit", ["a", "xq", " ", "\n", "!", "中文", "👍", "0", "é"])
-def test_one_endless_word_is_tokenised_in_bounded_time(default_tokenizer: Tokenizer, unit: str) -> None:
+def test_very_long_word_is_tokenized_in_bounded_time(default_tokenizer: Tokenizer, unit: str) -> None:
     text = unit * (300_000 // len(unit))
     start = time.perf_counter()
     ids = default_tokenizer.encode(text)
@@ -25,12 +25,12 @@ def test_one_endless_word_is_tokenised_in_bounded_time(default_tokenizer: Tokeni
     assert default_tokenizer.decode(ids) == text
 
 
-def test_an_endless_word_for_sentence_piece(sentence_piece: Tokenizer) -> None:
+def test_very_long_word_for_sentence_piece(sentence_piece: Tokenizer) -> None:
     text = "the" * 100_000
     assert sentence_piece.decode(sentence_piece.encode(text)) == text
 
 
-def test_other_threads_go_on_while_a_long_text_is_tokenised(default_tokenizer: Tokenizer) -> None:
+def test_other_threads_run_while_a_long_text_is_tokenized(default_tokenizer: Tokenizer) -> None:
     text = (" ".join(corpus.SENTENCES) * 1000)[: 2 * MEGABYTE]
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""One choice's text: tokens in, shown text out, stop strings matched against what is shown."""
+"""Text of one choice; stop strings match the text that the client sees."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_stop_string_across_tokens(default_tokenizer: Tokenizer, include: bool
     assert stream.finish() == ""
 
 
-def test_stop_strings_see_what_is_shown(default_tokenizer: Tokenizer) -> None:
+def test_stop_strings_match_the_visible_text(default_tokenizer: Tokenizer) -> None:
     text = "Hello<|im_end|> world"
     assert run(default_tokenizer, text, stop=("<|im_end|>",))[0] == "Hello world"
     assert run(default_tokenizer, text, stop=("<|im_end|>",), skip_special_tokens=False)[0] == "Hello"
@@ -39,7 +39,7 @@ def test_stop_strings_see_what_is_shown(default_tokenizer: Tokenizer) -> None:
     assert run(default_tokenizer, text, skip_special_tokens=False)[0] == text
 
 
-def test_the_end_releases_what_was_held(default_tokenizer: Tokenizer) -> None:
+def test_end_of_stream_releases_held_text(default_tokenizer: Tokenizer) -> None:
     stream = TextStream(default_tokenizer, SamplingParams(stop=("world peace",)))
     shown = "".join(map(stream.push, default_tokenizer.encode("Hello world")))
     assert shown == "Hello "
@@ -47,14 +47,14 @@ def test_the_end_releases_what_was_held(default_tokenizer: Tokenizer) -> None:
     assert stream.stopped_by is None
 
 
-def test_the_end_can_complete_a_stop_string(default_tokenizer: Tokenizer) -> None:
+def test_end_of_stream_can_complete_a_stop_string(default_tokenizer: Tokenizer) -> None:
     stream = TextStream(default_tokenizer, SamplingParams(stop=("world peace", "world")))
     shown = "".join(map(stream.push, default_tokenizer.encode("Hello world")))
     assert shown + stream.finish() == "Hello "
     assert stream.stopped_by == "world"
 
 
-def test_a_stop_string_behind_an_unfinished_character(default_tokenizer: Tokenizer) -> None:
+def test_stop_string_after_an_incomplete_character(default_tokenizer: Tokenizer) -> None:
     ids = default_tokenizer.encode("ab👍")[:-1]
     stream = TextStream(default_tokenizer, SamplingParams(stop=("b\ufffd",)))
     assert "".join(map(stream.push, ids)) + stream.finish() == "a"

@@ -1,4 +1,4 @@
-"""Translates GGUF metadata into the configuration that the model's own Hugging Face `config.json` would hold."""
+"""Translates GGUF metadata into the content of the model's Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _NEUTRAL: dict[str, float] = {
     "attention.temperature_scale": 0.0,
     "attention.max_alibi_bias": 0.0,
 }
-"""Settings that would change the result and that no supported family uses, with the value that changes nothing."""
+"""Parameters that no supported family uses, with the value that has no effect. Other values are refused."""
 
 
 def config_from_gguf(model: GgufModel) -> dict[str, Any]:
-    """The config of a supported architecture. Unknown architectures and contradictory metadata are refused."""
+    """The config of a supported architecture. Raises for unknown architectures and inconsistent metadata."""
     arch = model.metadata.get("general.architecture")
     translate = _ARCHITECTURES.get(arch) if isinstance(arch, str) else None
     if translate is None:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(
-            f"{model.path} has architecture {arch!r}, which cannot be served. Supported GGUF architectures: {known}."
+            f"{model.path} has architecture {arch!r}, which is not supported. Supported GGUF architectures: {known}."
         )
     return translate(Metadata(model, str(arch)))
 
 
-# --- what every family has ---
+# --- all families ---
 
 
 def _common(meta: Metadata, model_type: str, architecture: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _common(meta: Metadata, model_type: str, architecture: str) -> dict[str, Any
 def _refuse_unsupported(meta: Metadata) -> None:
     for key, neutral in _NEUTRAL.items():
         if meta.number(key, neutral) != neutral:
-            raise meta.fail(key, f"is {meta.get(key)}, a scaling that no supported family has")
+            raise meta.fail(key, f"is {meta.get(key)}; only {neutral:g} is supported")
     if meta.whole("expert_shared_count", 0, minimum=0):
         raise meta.fail("expert_shared_count", "is not 0; shared experts are not supported")
 
@@ -90,7 +90,9 @@ def _check_head(meta: Metadata, hidden: int, heads: int, head_dim: int) -> None:
 
 def _vocab_size(meta: Metadata) -> int:
     if "token_embd.weight" not in meta.model:
-        raise ModelError(f"{meta.model.path} holds no tensor 'token_embd.weight', so it is not a whole language model.")
+        raise ModelError(
+            f"{meta.model.path} has no tensor 'token_embd.weight', so it is not a complete language model."
+        )
     return meta.model.tensor("token_embd.weight").shape[0]
 
 
@@ -110,7 +112,7 @@ def _has_bias(meta: Metadata, part: str) -> bool:
 
 
 def _llama(meta: Metadata) -> dict[str, Any]:
-    """Llama, Mistral, SmolLM and Mixtral share this architecture; experts and windows tell them apart."""
+    """Llama, Mistral, SmolLM and Mixtral: experts and sliding windows tell them apart."""
     config = _common(meta, "llama", "LlamaForCausalLM")
     config["intermediate_size"] = meta.whole("feed_forward_length")
     config["attention_bias"] = _has_bias(meta, "attn_q") or _has_bias(meta, "attn_qkv")
@@ -159,7 +161,7 @@ def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
         "moe_intermediate_size": per_expert,
         "num_experts": meta.whole("expert_count"),
         "num_experts_per_tok": used,
-        # The format's own convention: routing weights of the chosen experts always sum to one.
+        # GGUF convention: routing weights of the chosen experts sum to one.
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -192,7 +194,7 @@ def _gemma3(meta: Metadata) -> dict[str, Any]:
 
 
 def _gemma_shared(meta: Metadata, config: dict[str, Any], layers_of_27b: int) -> dict[str, Any]:
-    """The 27B models alone scale queries by the width per head instead of the head size; no key says so."""
+    """Only the 27B models scale queries by hidden size per head instead of the head size; no key says so."""
     head_dim: int = config["head_dim"]
     is_27b = config["num_hidden_layers"] == layers_of_27b
     return {
@@ -205,7 +207,7 @@ def _gemma_shared(meta: Metadata, config: dict[str, Any], layers_of_27b: int) ->
 
 
 def _windows(meta: Metadata, num_layers: int, window: int, period: int) -> dict[str, Any]:
-    """Which layers slide: a list in the file, or every layer but each `period`th."""
+    """Layers with a sliding window: a list in the file, or all but every `period`th."""
     pattern = meta.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if len(pattern) != num_layers:

@@ -1,4 +1,4 @@
-"""Typed look-ups in the metadata of a GGUF model. What is missing or malformed is named with its file and key."""
+"""Typed access to GGUF metadata. Errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.sources.gguf.model import GgufModel
 
 
 class Metadata:
-    """The metadata of one architecture; keys are given without the architecture's prefix."""
+    """Metadata of one model. Keys are given without the architecture prefix."""
 
     def __init__(self, model: GgufModel, arch: str) -> None:
         self.model, self.arch = model, arch
@@ -26,7 +26,7 @@ class Metadata:
         return self.model.metadata.get(f"{self.arch}.{key}")
 
     def whole(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """A whole number. A per-layer list is accepted when all its entries are equal."""
+        """A whole number. A list with one value per layer is accepted if all values are equal."""
         value = self.get(key)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
@@ -35,13 +35,13 @@ class Metadata:
                 raise self.fail(key, "is missing")
             return default
         if isinstance(value, list):
-            raise self.fail(key, "differs between layers, which no supported family does")
+            raise self.fail(key, "differs between layers, which is not supported")
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**31:
             raise self.fail(key, f"is {value!r}, not a whole number of at least {minimum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number. Values stored in 32 bits come back as their shortest decimal: 1e-06, not 9.99999997e-07."""
+        """A finite number. A 32-bit value is returned as its shortest decimal: 1e-06, not 9.99999997e-07."""
         value = self.get(key)
         if value is None:
             if default is None:

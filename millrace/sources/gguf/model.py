@@ -1,4 +1,4 @@
-"""A GGUF model as one thing, whether it lies in one file or is split into several (`name-00001-of-00003.gguf`)."""
+"""A GGUF model in one file or split into several (`name-00001-of-00003.gguf`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 class GgufModel:
-    """The metadata of the first file and the tensors of all of them."""
+    """Metadata of the first file and tensors of all files."""
 
     def __init__(self, files: tuple[GgufFile, ...]) -> None:
         self.files = files
-        self._home = {name: file for file in files for name in file.tensors}
-        if len(self._home) != sum(len(file.tensors) for file in files):
+        self._file_by_tensor = {name: file for file in files for name in file.tensors}
+        if len(self._file_by_tensor) != sum(len(file.tensors) for file in files):
             names = ", ".join(str(file.path) for file in files)
-            raise ModelError(f"The same tensor name appears in more than one of {names}; the split is inconsistent.")
+            raise ModelError(f"The same tensor name appears in more than one of {names}. Download all parts again.")
 
     @property
     def path(self) -> Path:
@@ -35,10 +35,10 @@ class GgufModel:
         return self.files[0].metadata
 
     def __contains__(self, name: str) -> bool:
-        return name in self._home
+        return name in self._file_by_tensor
 
     def names(self) -> list[str]:
-        return list(self._home)
+        return list(self._file_by_tensor)
 
     def tensor(self, name: str) -> GgufTensor:
         return self.file_of(name).tensors[name]
@@ -47,14 +47,14 @@ class GgufModel:
         return self.file_of(name).data(name)
 
     def file_of(self, name: str) -> GgufFile:
-        file = self._home.get(name)
+        file = self._file_by_tensor.get(name)
         if file is None:
-            raise ModelError(f"{self.path} holds no tensor '{name}'.")
+            raise ModelError(f"{self.path} has no tensor '{name}'. Download the file again.")
         return file
 
 
 def open_gguf_model(path: Path) -> GgufModel:
-    """Open a file and, if it says that it is the first of several, the others beside it."""
+    """Open a file and, if it is the first part of a split model, the other parts in the same directory."""
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
     if count in (0, 1):
@@ -66,12 +66,12 @@ def _others(first: GgufFile, count: object) -> list[Path]:
     match = _SPLIT_NAME.fullmatch(first.path.name)
     if match is None or not isinstance(count, int) or int(match["count"]) != count:
         raise ModelError(
-            f"{first.path} is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf"
-            " as the parts of a split model do. Restore the names, or merge the parts into one file."
+            f"{first.path} is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf."
+            " Restore the names of the parts, or merge them into one file."
         )
     if int(match["index"]) != 1:
         raise ModelError(
-            f"{first.path} is part {int(match['index'])} of {count}; name the first part,"
+            f"{first.path} is part {int(match['index'])} of {count}; give the first part,"
             f" {match['stem']}-00001-of-{count:05}.gguf."
         )
     paths = [first.path.with_name(f"{match['stem']}-{index:05}-of-{count:05}.gguf") for index in range(2, count + 1)]
@@ -79,6 +79,6 @@ def _others(first: GgufFile, count: object) -> list[Path]:
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ModelError(
-            f"{first.path} is split into {count} parts and {shown} is missing beside it. Fetch every part."
+            f"{first.path} is split into {count} parts, but {shown} is missing in its directory. Download every part."
         )
     return paths

@@ -1,7 +1,7 @@
-"""Reads a GGUF file's metadata and tensor table over a memory map, trusting nothing the file says.
+"""Reads the metadata and tensor table of an untrusted GGUF file through a memory map.
 
-Every count, length and offset is compared with the bytes that are left before anything is read or allocated, so a
-truncated or hostile file ends in a `ModelError` that names the place, in time proportional to the file's header.
+Every count, length and offset is checked against the remaining bytes before anything is read or allocated. A truncated
+or hostile file raises a `ModelError` with the position, in time proportional to the size of its header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ALIGNMENT = 1 << 20
 MAX_DIMS = 4
 MAX_NAME_BYTES = 1 << 16
 MAX_ARRAY_ITEMS = 1 << 24
-"""More than sixty times the largest vocabulary known; bounds what a hostile array can make us allocate."""
+"""Limits the memory for a hostile array. More than sixty times the largest known vocabulary."""
 MAX_ARRAY_DEPTH = 4
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -53,15 +53,15 @@ _MIN_PAIR_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 class GgufTensor:
     name: str
     shape: tuple[int, ...]
-    """In NumPy's order: the last axis is the one that is contiguous (and quantised in blocks)."""
+    """In NumPy's order: the last axis is contiguous (and quantised in blocks)."""
     type: gguf.GGMLQuantizationType
     offset: int
-    """From the start of the file, in bytes."""
+    """Bytes from the start of the file."""
     num_bytes: int
 
 
 class GgufFile:
-    """An open GGUF file: plain Python metadata, the tensor table, and views of the tensors' bytes."""
+    """An open GGUF file: metadata as Python values, the tensor table, and views of the tensors' bytes."""
 
     def __init__(self, path: Path, buffer: mmap.mmap, metadata: dict[str, Any], tensors: dict[str, GgufTensor]) -> None:
         self.path = path
@@ -73,19 +73,19 @@ class GgufFile:
         """The tensor's bytes as stored: a read-only view of the memory map."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise ModelError(f"{self.path} holds no tensor '{name}'.")
+            raise ModelError(f"{self.path} has no tensor '{name}'. Download the file again.")
         return np.frombuffer(self._buffer, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Open and check a GGUF file of version 2 or 3, little-endian."""
+    """Open and check a little-endian GGUF file of version 2 or 3."""
     try:
         with path.open("rb") as handle:
             buffer = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
-        raise ModelError(f"There is no file {path}.") from error
+        raise ModelError(f"There is no file {path}. Check the path.") from error
     except ValueError as error:
-        raise ModelError(f"{path} is empty, not a GGUF file. Fetch it again.") from error
+        raise ModelError(f"{path} is empty, not a GGUF file. Download it again.") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be opened: {error}.") from error
     reader = _Reader(path, buffer)
@@ -96,19 +96,21 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """A cursor over the map. Every advance is checked against the end of the file."""
+    """Cursor over the memory map. Every read is checked against the end of the file."""
 
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self.path, self.buffer, self.size, self.at = path, buffer, len(buffer), 0
 
     def fail(self, what: str) -> NoReturn:
-        raise ModelError(f"{self.path} is not a valid GGUF file: {what}. It is damaged or incomplete; fetch it again.")
+        raise ModelError(
+            f"{self.path} is not a valid GGUF file: {what}. It is damaged or incomplete; download it again."
+        )
 
     def take(self, count: int, what: str) -> int:
         """Move past `count` bytes and return where they start."""
         start = self.at
         if count > self.size - start:
-            self.fail(f"{what} at byte {start} needs {count} bytes and {self.size - start} are left")
+            self.fail(f"{what} at byte {start} needs {count} bytes, but {self.size - start} are left")
         self.at = start + count
         return start
 
@@ -136,7 +138,7 @@ class _Reader:
             self.fail(f"{what} is not UTF-8")
 
     def count(self, kind: int, what: str) -> int:
-        """The length of an array, refused when even its smallest items could not fit in what is left."""
+        """Length of an array. Fails if even items of minimal size would not fit in the remaining bytes."""
         count = self.u64(f"the count of {what}")
         if count > MAX_ARRAY_ITEMS or count * _MIN_BYTES[kind] > self.size - self.at:
             self.fail(f"{what} claims {count} items with {self.size - self.at} bytes left")
@@ -150,10 +152,12 @@ def _read_header(reader: _Reader) -> tuple[int, int]:
     reader.take(4, "the magic")
     version = reader.u32("the version")
     if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-        raise ModelError(f"{reader.path} is a big-endian GGUF file; only little-endian files can be read. Convert it.")
+        raise ModelError(
+            f"{reader.path} is a big-endian GGUF file; only little-endian files are supported. Convert it."
+        )
     if version not in VERSIONS:
         raise ModelError(
-            f"{reader.path} has GGUF version {version}; versions 2 and 3 can be read."
+            f"{reader.path} has GGUF version {version}; versions 2 and 3 are supported."
             " Convert the model again with a current converter."
         )
     num_tensors, num_pairs = reader.u64("the tensor count"), reader.u64("the metadata count")
@@ -201,7 +205,7 @@ def _read_array(reader: _Reader, what: str, depth: int) -> list[Any]:
 
 
 def _read_strings(reader: _Reader, count: int, what: str) -> list[str]:
-    """Vocabularies hold hundreds of thousands of strings: the cursor is a local here, not an attribute."""
+    """The cursor is a local variable for speed: vocabularies have hundreds of thousands of strings."""
     buffer, size, at = reader.buffer, reader.size, reader.at
     unpack: Callable[[mmap.mmap, int], tuple[int]] = _LENGTH.unpack_from
     strings: list[str] = []
@@ -249,7 +253,7 @@ def _read_tensor_entry(reader: _Reader, index: int) -> tuple[str, tuple[int, ...
     name = reader.text(f"the name of tensor {index}", MAX_NAME_BYTES)
     num_dims = reader.u32(f"the number of dimensions of '{name}'")
     if not 1 <= num_dims <= MAX_DIMS:
-        reader.fail(f"tensor '{name}' has {num_dims} dimensions; 1 to {MAX_DIMS} are possible")
+        reader.fail(f"tensor '{name}' has {num_dims} dimensions; 1 to {MAX_DIMS} are supported")
     dims = [reader.u64(f"a dimension of '{name}'") for _ in range(num_dims)]
     if 0 in dims:
         reader.fail(f"tensor '{name}' has a dimension of 0")
@@ -258,7 +262,7 @@ def _read_tensor_entry(reader: _Reader, index: int) -> tuple[str, tuple[int, ...
         kind = gguf.GGMLQuantizationType(number)
     except ValueError:
         raise ModelError(
-            f"{reader.path}: tensor '{name}' has type {number}, which the installed gguf package does not know."
+            f"{reader.path}: tensor '{name}' has type {number}, which the installed gguf package does not support."
             " Use a file with another quantisation, or a newer gguf package."
         ) from None
     return name, tuple(reversed(dims)), kind, reader.u64(f"the offset of '{name}'")

@@ -1,4 +1,4 @@
-"""The `rope_scaling` entry of a config, from GGUF keys or, for Llama 3, from its table of frequency divisors."""
+"""Derives the `rope_scaling` entry of a config from GGUF keys or, for Llama 3, from its table of frequency divisors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Divisors = npt.NDArray[np.float64]
 
 
 def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
-    """None when positions are used as they are."""
+    """None if positions are not scaled."""
     if ROPE_FREQS in meta.model:
         return _from_divisors(meta, head_dim)
     kind = meta.get("rope.scaling.type")
@@ -36,7 +36,7 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
 def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
     if meta.number("rope.scaling.yarn_ext_factor", 1.0) not in (-1.0, 1.0):
         raise meta.fail(
-            "rope.scaling.yarn_ext_factor", f"is {meta.get('rope.scaling.yarn_ext_factor')}; only 1 is known"
+            "rope.scaling.yarn_ext_factor", f"is {meta.get('rope.scaling.yarn_ext_factor')}; only 1 is supported"
         )
     found: dict[str, Any] = {
         "rope_type": "yarn",
@@ -55,7 +55,7 @@ def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
 
 
 def _yarn_attention_factor(meta: Metadata, factor: float) -> float | None:
-    """What the file says about the scale of rotated queries and keys; None leaves it to YaRN's own rule."""
+    """The file's scale of rotated queries and keys; None = YaRN's default."""
     if meta.get("rope.scaling.yarn_attn_factor") is not None:
         return meta.number("rope.scaling.yarn_attn_factor")
     multiplier = meta.number("rope.scaling.yarn_log_multiplier", 0.0)
@@ -67,7 +67,7 @@ def _yarn_attention_factor(meta: Metadata, factor: float) -> float | None:
 
 
 def _from_divisors(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3 files hold, per frequency, what it is divided by. Recover the parameters that produce the table."""
+    """Llama 3 files store a divisor per frequency. Recover the parameters that produce this table."""
     tensor = meta.model.tensor(ROPE_FREQS)
     if tensor.type != gguf.GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):
         raise ModelError(
@@ -83,8 +83,8 @@ def _from_divisors(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
         if candidate is not None and _explains(candidate, divisors, wavelengths):
             return candidate
     raise ModelError(
-        f"{meta.model.path}: tensor '{ROPE_FREQS}' does not follow the llama3 rule for scaling frequencies,"
-        " so its positions cannot be reproduced. Use the model's safetensors files instead."
+        f"{meta.model.path}: tensor '{ROPE_FREQS}' does not follow the llama3 scaling rule, which is the only one"
+        " supported. Use the model's safetensors files instead."
     )
 
 
@@ -99,7 +99,7 @@ def _llama3(factor: float, low: float, high: float, context: int) -> dict[str, A
 
 
 def _fit(divisors: Divisors, wavelengths: Divisors, context: int = 8192) -> dict[str, Any] | None:
-    """Between its plateaus the rule is a line: smooth = context / (high - low) / wavelength - low / (high - low)."""
+    """Fit the linear part of the rule: smooth = context / (high - low) / wavelength - low / (high - low)."""
     factor = float(np.max(divisors))
     between = (divisors > 1.0) & (divisors < factor)
     if factor <= 1.0 or np.count_nonzero(between) < 2:

@@ -1,9 +1,9 @@
-"""The Jinja environment that chat templates run in: set up as Hugging Face sets it up, and with bounds.
+"""Jinja environment for chat templates: configured as in Hugging Face, with limits on time and memory.
 
-A template comes with the model, so it is somebody else's program. It sees plain data only, cannot reach Python, and a
-budget stops it when it computes too long, counts too far or grows too large. The bounds are far above what an honest
-template needs and never change what one writes. (Memory is bounded where Jinja lets one look: repetition, addition,
-padding, attributes and the output. A chain of `~` is not.)
+A template comes with the model, so it is untrusted code. It sees only plain data, cannot reach Python objects, and is
+stopped when it runs too long, iterates too often or builds too large a value. The limits are far above what real
+templates need and never change their output. Memory is checked where Jinja has hooks: repetition, addition, padding,
+attributes and the output. A chain of `~` is not checked.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jinja2.utils import Namespace
 
 MAX_OUTPUT_CHARS = 64 * 1024 * 1024
 MAX_VALUE_ITEMS = MAX_OUTPUT_CHARS
-"""Characters of a text or items of a list."""
+"""Maximum characters of a string or items of a list."""
 MAX_RANGE_ITEMS = 1_000_000
-"""All the `range`s of one rendering together."""
+"""Maximum items of all `range`s of one rendering together."""
 MAX_SECONDS = 10.0
 _MAX_WIDTH = 100_000
 _MAX_POWER_BITS = 65_536
-_TICKS_PER_LOOK = 1024
+_TICKS_PER_CLOCK_READ = 1024
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{6,}|\d*\.\d{6,})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*\d{6,}")
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """One per template; renderings in several threads have a budget each."""
+    """Sandbox of one model's templates. Each rendering has its own budget, also in other threads."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -57,7 +57,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _TemplateNamespace
 
     def render_within_budget(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        self._budget.ticks = _TICKS_PER_LOOK
+        self._budget.ticks = _TICKS_PER_CLOCK_READ
         self._budget.deadline = time.monotonic() + MAX_SECONDS
         self._budget.range_items = MAX_RANGE_ITEMS
         parts: list[str] = []
@@ -72,17 +72,17 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def _tick(self) -> None:
         budget = self._budget
-        budget.ticks = getattr(budget, "ticks", _TICKS_PER_LOOK) - 1
+        budget.ticks = getattr(budget, "ticks", _TICKS_PER_CLOCK_READ) - 1
         if budget.ticks <= 0:
-            budget.ticks = _TICKS_PER_LOOK
+            budget.ticks = _TICKS_PER_CLOCK_READ
             if time.monotonic() > getattr(budget, "deadline", float("inf")):
-                raise SecurityError(f"it computes for more than {MAX_SECONDS:g} seconds")
+                raise SecurityError(f"it runs for more than {MAX_SECONDS:g} seconds")
 
     def _range(self, *bounds: int) -> range:
         items = range(*bounds)
         left = getattr(self._budget, "range_items", MAX_RANGE_ITEMS) - len(items)
         if left < 0:
-            raise SecurityError(f"it counts over more than {MAX_RANGE_ITEMS} items")
+            raise SecurityError(f"it iterates over more than {MAX_RANGE_ITEMS} items")
         self._budget.range_items = left
         return items
 
@@ -95,7 +95,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return _sized(super().getitem(obj, argument))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """The names are such that no keyword argument of a template can collide with them."""
+        """The parameter names cannot collide with a template's keyword arguments."""
         __self._tick()
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
@@ -109,7 +109,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training. Here it only lets its content through."""
+    """`{% generation %}` marks the assistant's text for training. Here its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
 
@@ -123,7 +123,7 @@ class GenerationTag(Extension):
 
 
 class _TemplateDict:
-    """`dict` without the type behind it."""
+    """`dict` as a function, without access to the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -133,9 +133,11 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """Jinja's namespace, which refuses names that could reach into Python."""
+    """Jinja's namespace, without names that start with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that a template may set `self`
+    def __init__(
+        *args: Any, **kwargs: Any
+    ) -> None:  # Without a parameter `self`, so that a template can set that name.
         self, given = args[0], dict(*args[1:], **kwargs)
         for name in given:
             _check_name(name)
@@ -162,7 +164,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape HTML, which models were not trained on."""
+    """Unlike Jinja's filter, does not escape HTML, as models were trained without it."""
     if isinstance(indent, int) and indent > _MAX_WIDTH:
         raise SecurityError(f"it indents by {indent}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -189,7 +191,7 @@ def _check_binop(operator: str, left: Any, right: Any) -> None:
             raise SecurityError(f"it builds a value of {len(left) + len(right)} items")
     elif operator == "**":
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_POWER_BITS:
-            raise SecurityError("it computes too high a power")
+            raise SecurityError("it computes a power that is too large")
     elif isinstance(left, str):
         _check_percent(left, right)
 
@@ -198,7 +200,7 @@ def _check_percent(text: str, values: Any) -> None:
     given = values if isinstance(values, tuple) else (values,)
     by_value = "*" in text and any(isinstance(one, int) and one > _MAX_WIDTH for one in given)
     if by_value or _WIDE_PERCENT.search(text):
-        raise SecurityError("it pads a text too far")
+        raise SecurityError("it pads a string too far")
 
 
 def _check_str_call(text: str, method: str, args: tuple[Any, ...]) -> None:
@@ -209,7 +211,7 @@ def _check_str_call(text: str, method: str, args: tuple[Any, ...]) -> None:
     else:
         too_wide = method == "replace" and len(args) > 1 and _replaced_size(text, args) > MAX_VALUE_ITEMS
     if too_wide:
-        raise SecurityError("it pads a text too far")
+        raise SecurityError("it pads a string too far")
 
 
 def _replaced_size(text: str, args: tuple[Any, ...]) -> int:
@@ -223,7 +225,7 @@ def _limited_width(filter_: Callable[..., str]) -> Callable[..., str]:
     def limited(value: Any, width: Any = None, *args: Any, **kwargs: Any) -> str:
         given = [width, kwargs.get("width")]
         if any(isinstance(one, int) and one > _MAX_WIDTH for one in given):
-            raise SecurityError("it pads a text too far")
+            raise SecurityError("it pads a string too far")
         return filter_(value, *([] if width is None else [width]), *args, **kwargs)
 
     return limited

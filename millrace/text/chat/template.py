@@ -1,4 +1,4 @@
-"""Conversations to prompts: the model's own Jinja template, rendered byte for byte as Hugging Face renders it."""
+"""Renders a conversation as a prompt with the model's Jinja template, byte for byte as Hugging Face does."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 _REMEDY = "give another template with --chat-template"
 _PROBE = "qxqPROBEqxq"
-"""A text that templates let through unchanged: no spaces, nothing to escape."""
+"""Text that templates do not change: no spaces, nothing to escape."""
 
 
 class ChatTemplate:
-    """A model's templates by name, compiled when first used. May be used from any number of threads."""
+    """A model's templates by name, compiled on first use. Thread-safe."""
 
     def __init__(
         self, templates: Mapping[str, str], special_tokens: Mapping[str, str], model: str = "The model"
     ) -> None:
-        """`special_tokens` are variables in every template: bos_token and its like."""
+        """`special_tokens` (bos_token, eos_token, …) are variables in every template."""
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._model = model
@@ -50,36 +50,38 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt, special tokens included; encode it with `add_special=False`.
+        """The prompt, including special tokens; encode it with `add_special=False`.
 
-        `add_generation_prompt` opens the assistant's turn, which is the default. `continue_final_message` leaves the
-        last message open instead, at its content or at the field named. Content given as text parts reaches the
-        template as parts if it renders them like plain text, and otherwise joined by newlines.
+        `add_generation_prompt` (the default) starts the assistant's turn. `continue_final_message` instead leaves the
+        last message open, at the end of its content or of the given field. Text parts are passed as parts if the
+        template renders them like a plain string, else joined by newlines.
         """
         if continue_final_message and add_generation_prompt:
             raise BadRequest(
-                "add_generation_prompt and continue_final_message are both set, but an answer either begins or"
-                " continues; drop one of them.",
+                "add_generation_prompt and continue_final_message are both true, but an answer either starts a new turn"
+                " or continues the last message; set only one of them.",
                 param="continue_final_message",
             )
         opens_turn = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         name = self._choose(tools)
         chat = _checked_messages(messages)
         for message in chat:
-            self._settle_parts(name, message)
-        given = _plain({"tools": tools, "documents": documents, **_checked_variables(variables)}, "The template's data")
+            self._join_parts(name, message)
+        given = _plain(
+            {"tools": tools, "documents": documents, **_checked_variables(variables)}, "The template variables"
+        )
         field = continue_final_message if isinstance(continue_final_message, str) else "content"
         final = _tag_final(chat, field, self._templates[name]) if continue_final_message else None
-        own = {"messages": chat, "add_generation_prompt": opens_turn}
-        text = self._run(name, {**self._special_tokens, **given, **own})
+        conversation = {"messages": chat, "add_generation_prompt": opens_turn}
+        text = self._run(name, {**self._special_tokens, **given, **conversation})
         return text if final is None else _cut_at_tag(text, final)
 
     def _choose(self, tools: object) -> str:
-        """The template's name. A model may have one of its own for conversations with tools."""
+        """Name of the template to use. Some models have a separate one for conversations with tools."""
         if not self._templates:
             raise BadRequest(
-                f"{self._model} has no chat template, so it takes no messages. Use /v1/completions with a prompt, or"
-                " start the server with --chat-template <file>.",
+                f"{self._model} has no chat template, so it cannot answer messages. Use /v1/completions with a prompt,"
+                " or start the server with --chat-template <file>.",
                 param="messages",
                 code="no_chat_template",
             )
@@ -95,7 +97,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The default template as it was written; empty where there is none."""
+        """Source of the default template; empty if there is none."""
         return self._templates.get(DEFAULT, "")
 
     def compile(self, name: str = DEFAULT) -> jinja2.Template:
@@ -115,18 +117,18 @@ class ChatTemplate:
         except jinja2.UndefinedError as error:
             what = f"cannot be applied to these messages: {error}"
         except jinja2.TemplateError as error:
-            what = f"refuses these messages: {error}"
+            what = f"rejects these messages: {error}"
         except RecursionError:
-            what = f"was stopped: it calls itself without end; {_REMEDY}"
+            what = f"was stopped: its recursion is too deep; {_REMEDY}"
         except MemoryError:
-            what = f"was stopped: it needs more memory than there is; {_REMEDY}"
-        except Exception as error:  # whatever a template's own expressions can raise
+            what = f"was stopped: it ran out of memory; {_REMEDY}"
+        except Exception as error:  # A template's expressions can raise anything.
             what = f"cannot be applied to these messages: {type(error).__name__}: {error}"
         raise BadRequest(f"The chat template {_one_sentence(what)}", param="messages", code="chat_template_failed")
 
     # ── content in parts ──────────────────────────────────────────────────────────────────────────────────────────────
-    def _settle_parts(self, name: str, message: Message) -> None:
-        """Content in parts becomes one text unless the template reads parts itself."""
+    def _join_parts(self, name: str, message: Message) -> None:
+        """Replace content parts by one string unless the template reads parts."""
         content = message.get("content")
         if not isinstance(content, (list, tuple)):
             return
@@ -139,7 +141,7 @@ class ChatTemplate:
             message["content"] = "\n".join(texts)
 
     def _renders_parts(self, name: str, role: str) -> bool:
-        """Whether one text part of this role renders as the text itself does, or as only parts do."""
+        """True if the template renders a text part of this role like a plain string, or renders only parts."""
 
         def rendered(content: Any) -> str:
             probe: Message = {"role": role, "content": content}
@@ -173,7 +175,7 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Templates read a message's reasoning under several names; all of them are filled."""
+    """Set every field name under which templates read a message's reasoning."""
     reasoning = next((message[field] for field in _REASONING_FIELDS if message.get(field) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -186,7 +188,7 @@ def _checked_variables(variables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A deep copy out of plain JSON types, so that a template can reach nothing else and change nothing of ours."""
+    """A deep copy made of plain JSON types, so that a template cannot reach or change other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -197,7 +199,9 @@ def _plain(value: Any, where: str) -> Any:
         return str.__str__(value)
     if isinstance(value, (int, float)):
         return int.__int__(value) if isinstance(value, int) else float.__float__(value)
-    raise BadRequest(f"{where} holds a {type(value).__name__}; only JSON values are allowed there.", param="messages")
+    raise BadRequest(
+        f"{where} contain a value of type {type(value).__name__}; only JSON values are allowed.", param="messages"
+    )
 
 
 def _part_text(part: Any) -> str:
@@ -205,7 +209,7 @@ def _part_text(part: Any) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise BadRequest(
-        f"A message's content has a part of type {kind!r}; this model reads text parts only:"
+        f"A message's content has a part of type {kind!r}; this model accepts text parts only:"
         ' {"type": "text", "text": "…"}.',
         param="messages",
     )
@@ -213,7 +217,7 @@ def _part_text(part: Any) -> str:
 
 # ── continuing the last message ───────────────────────────────────────────────────────────────────────────────────────
 def _tag_final(chat: list[Message], field: str, template: str) -> str:
-    """Mark the end of the text to continue, and return that text."""
+    """Append a tag to the text to continue, and return the text without it."""
     final = chat[-1]
     text = final.get(field)
     if text is None:
@@ -230,7 +234,7 @@ def _tag_final(chat: list[Message], field: str, template: str) -> str:
     if isinstance(text, list):
         return _tag_last_part(text)
     if not isinstance(text, str):
-        raise BadRequest(f"The last message's {field!r} is not a text, so it cannot be continued.", param="messages")
+        raise BadRequest(f"The last message's {field!r} is not a string, so it cannot be continued.", param="messages")
     for name in fields:
         final[name] = final[name] + _CONTINUE_TAG
     return text
@@ -246,11 +250,11 @@ def _tag_last_part(parts: list[Any]) -> str:
 
 
 def _cut_at_tag(rendered: str, final: str) -> str:
-    """The prompt up to the tag. Where the template trimmed the tag's space, it would have trimmed the text's too."""
+    """The prompt up to the tag. If the template stripped the tag's trailing space, strip the text too."""
     if final.strip() not in rendered or _CONTINUE_TAG.strip() not in rendered:
         raise BadRequest(
-            "continue_final_message is set, but the chat template does not write the last message as it is, so it"
-            " cannot be continued.",
+            "continue_final_message is set, but the chat template changes the text of the last message, so it cannot be"
+            " continued.",
             param="continue_final_message",
         )
     at = rendered.rindex(_CONTINUE_TAG.strip())
@@ -260,7 +264,7 @@ def _cut_at_tag(rendered: str, final: str) -> str:
 
 # ── finding templates ─────────────────────────────────────────────────────────────────────────────────────────────────
 def load_chat_template(files: ModelFiles, tokenizer: Tokenizer, override_path: str = "") -> ChatTemplate:
-    """The model's templates, or the one in the file given. Without any, `render` says what to do."""
+    """The model's templates, or the template in `override_path`. If there is none, `render` raises an error."""
     if not override_path:
         return ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens, f"The model '{files.name}'")
     path = Path(override_path).expanduser()

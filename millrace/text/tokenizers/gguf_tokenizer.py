@@ -1,7 +1,7 @@
-"""Builds the tokenizer that a GGUF file's metadata describes: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
+"""Builds the tokenizer described by GGUF metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-The result gives the same ids as the tokenizer the model was published with. Where the metadata is silent, the family
-decides: a SentencePiece text begins with a space and with BOS; Gemma takes BOS, but no space.
+It gives the same ids as the model's original tokenizer. Missing metadata is filled in by family: SentencePiece adds BOS
+and a leading space; Gemma adds BOS but no space.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SPM_DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The part of the metadata that describes the tokenizer, checked."""
+    """The validated tokenizer part of the metadata."""
 
     where: str
     architecture: str
@@ -61,7 +61,7 @@ class Vocabulary:
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
-    """`where` names the file in errors."""
+    """`where` is the file, for error messages."""
     vocabulary = _vocabulary(metadata, where)
     model = vocabulary.get("model")
     try:
@@ -71,8 +71,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
             return _sentence_piece(vocabulary)
     except ModelError:
         raise
-    except Exception as error:  # the library raises bare exceptions for merges that name no token, and the like
-        raise ModelError(f"{where}: its tokenizer cannot be built: {error}. The file is damaged.") from error
+    except Exception as error:  # tokenizers raises plain `Exception`, for example for merges of unknown tokens.
+        raise ModelError(
+            f"{where}: the tokenizer cannot be built: {error}. The file is damaged; download it again."
+        ) from error
     raise ModelError(
         f"{where}: tokenizer.ggml.model is '{model}', which is not supported; 'gpt2' and 'llama' are."
         " Serve the model from its Hugging Face directory (with tokenizer.json) instead."
@@ -82,13 +84,15 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
 def _vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
-        raise ModelError(f"{where} holds no vocabulary (tokenizer.ggml.tokens); convert the model again with one.")
+        raise ModelError(
+            f"{where} has no vocabulary (tokenizer.ggml.tokens); convert the model again with its vocabulary."
+        )
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     for key, values in (("token_type", types), ("scores", metadata.get("tokenizer.ggml.scores"))):
         if values is not None and len(values) != len(tokens):
             raise ModelError(
                 f"{where}: tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens;"
-                " the file is damaged, fetch it again."
+                " the file is damaged, download it again."
             )
     return Vocabulary(where, str(metadata.get("general.architecture", "")), tokens, types, metadata)
 
@@ -112,7 +116,7 @@ def _adds_bos(vocabulary: Vocabulary, recipe: Recipe) -> bool:
 
 
 def _pre_name(vocabulary: Vocabulary) -> str:
-    """The rule's name. Files from before GGUF had the key are recognised by what only one family has."""
+    """Name of the pre-tokenizer. Files older than this key are recognised by architecture or by a token."""
     name = vocabulary.get("pre")
     if name:
         return str(name)
@@ -126,7 +130,7 @@ def _pre_name(vocabulary: Vocabulary) -> str:
 def _stored_merges(vocabulary: Vocabulary) -> list[Merge]:
     merges = vocabulary.get("merges")
     if not isinstance(merges, list):
-        raise ModelError(f"{vocabulary.where} holds no merges (tokenizer.ggml.merges); convert the model again.")
+        raise ModelError(f"{vocabulary.where} has no merges (tokenizer.ggml.merges); convert the model again.")
     pairs: list[Merge] = []
     for merge in merges:
         cut = merge.find(" ", 1)
@@ -136,7 +140,7 @@ def _stored_merges(vocabulary: Vocabulary) -> list[Merge]:
 
 # ── SentencePiece BPE ─────────────────────────────────────────────────────────────────────────────────────────────────
 def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
-    tokens = _respelled(vocabulary)
+    tokens = _with_space_marks(vocabulary)
     ids = _ids(vocabulary, tokens)
     unknown = vocabulary.token_id("unknown_token_id", _SPM_DEFAULT_IDS["unknown_token_id"])
     merges = _stored_merges(vocabulary) if vocabulary.get("merges") else merges_of(ids, _scores(vocabulary))
@@ -157,17 +161,17 @@ def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
     _add_tokens(backend, vocabulary, tokens)
-    # A Gemma model without BOS talks nonsense, and converted files have been seen that deny it.
+    # Gemma writes nonsense without BOS, and some converted files set add_bos_token to false.
     return _finish(backend, vocabulary, adds_bos=vocabulary.is_gemma or vocabulary.flag("add_bos_token", True))
 
 
-def _respelled(vocabulary: Vocabulary) -> list[str]:
-    """Conversion writes user-defined runs of spaces with real spaces; merges know them as marks."""
+def _with_space_marks(vocabulary: Vocabulary) -> list[str]:
+    """Runs of spaces with U+2581, as in the merges. Converters write these tokens with plain spaces."""
     return [token.replace(" ", SPACE_MARK) if token.isspace() else token for token in vocabulary.tokens]
 
 
 def _scores(vocabulary: Vocabulary) -> list[float]:
-    """Scores as SentencePiece has them: 0 for what is not a learned piece. Without real ones, ids give the order."""
+    """SentencePiece scores, 0 for tokens that were not learned. If the file has no usable scores, the order of ids."""
     types, scores = vocabulary.types, vocabulary.get("scores")
     learned = {score for score, kind in zip(scores, types, strict=True) if kind == NORMAL} if scores else set()
     if len(learned) <= 1:
@@ -177,8 +181,7 @@ def _scores(vocabulary: Vocabulary) -> list[float]:
 
 # ── both ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _ids(vocabulary: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:
-    """Tokens to ids, without the rows that only fill the embedding up to a round size: those have no text, and nothing
-    may encode to them."""
+    """Tokens to ids, without the unused `[PAD<id>]` tokens that pad the embedding: no text may encode to them."""
     if UNUSED not in vocabulary.types:
         return dict(zip(tokens, range(len(tokens)), strict=True))
     kinds = zip(tokens, vocabulary.types, strict=True)
@@ -188,9 +191,9 @@ def _ids(vocabulary: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _add_tokens(backend: Backend, vocabulary: Vocabulary, tokens: Sequence[str]) -> None:
-    """Tokens that are found in a text before anything else is cut. Control tokens are the ones decoding may hide."""
+    """Add the tokens that are matched before pre-tokenization. Control tokens can be hidden when decoding."""
     kinds = list(enumerate(vocabulary.types))
-    if vocabulary.get("token_type") is None:  # then at least the ends of a text must be found
+    if vocabulary.get("token_type") is None:  # Then at least BOS and the end tokens must be matched.
         named = (vocabulary.token_id(key) for key in ("bos_token_id", "eos_token_id", "eot_token_id"))
         kinds = [(index, CONTROL) for index in named if index is not None]
     added = [
@@ -222,7 +225,7 @@ def _finish(backend: Backend, vocabulary: Vocabulary, *, adds_bos: bool) -> Toke
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The default template under its own key, others under keys that end in their names."""
+    """Jinja sources by name: `tokenizer.chat_template` is the default, other keys end in the template's name."""
     found = {"default": metadata.get("tokenizer.chat_template")}
     for key, value in metadata.items():
         if key.startswith("tokenizer.chat_template."):

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model directory: tokenizer.json and the small files beside it."""
+"""Builds the tokenizer of a Hugging Face directory from tokenizer.json and the configuration files beside it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from millrace.errors import ModelError
 from millrace.text.tokenizers.tokenizer import END_NAMES, Tokenizer
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_FLAGS_DECIDE = ("Llama", "CodeLlama", "Gemma")
-"""Tokenizer classes for which add_bos_token and add_eos_token in tokenizer_config.json overrule tokenizer.json."""
+_FLAGS_OVERRIDE = ("Llama", "CodeLlama", "Gemma")
+"""Tokenizer classes for which add_bos_token and add_eos_token in tokenizer_config.json override tokenizer.json."""
 
 
 def build_hf_tokenizer(directory: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """`config` is the model's config.json. What files contradict each other, transformers' order of trust settles."""
+    """`config` is the model's config.json. Where files disagree, the precedence is that of transformers."""
     backend = _read_backend(directory / "tokenizer.json")
     settings = _tokenizer_settings(directory)
     _add_missing(backend, settings, directory)
@@ -27,7 +27,7 @@ def build_hf_tokenizer(directory: Path, config: Mapping[str, Any]) -> Tokenizer:
     _mark_special(backend, settings, named)
     bos = _id_of(backend, named.get("bos_token"))
     eos = _id_of(backend, named.get("eos_token"))
-    prefix, suffix = _surroundings(backend, settings, bos, eos)
+    prefix, suffix = _prefix_and_suffix(backend, settings, bos, eos)
     special = frozenset(_ids_of(backend, _all_special(settings, named)))
     return Tokenizer(
         backend,
@@ -44,37 +44,37 @@ def build_hf_tokenizer(directory: Path, config: Mapping[str, Any]) -> Tokenizer:
 def _read_backend(path: Path) -> Backend:
     if not path.is_file():
         raise ModelError(
-            f"There is no {path}, so text cannot be tokenised. Save the model's fast tokenizer there"
+            f"There is no {path}, so text cannot be tokenized. Save the model's fast tokenizer there"
             " (transformers' save_pretrained writes it)."
         )
     try:
         return Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare exceptions
-        raise ModelError(f"{path} is not a tokenizer that can be read: {error}. Fetch the file again.") from error
+    except Exception as error:  # tokenizers raises plain `Exception`.
+        raise ModelError(f"The tokenizer {path} cannot be read: {error}. Download the file again.") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
+    """The JSON object in the file; empty if there is no file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}. Fetch the file again.") from error
+        raise ModelError(f"{path} is not valid JSON: {error}. Download the file again.") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object. Fetch the file again.")
+        raise ModelError(f"{path} must contain a JSON object. Download the file again.")
     return content
 
 
 def _tokenizer_settings(directory: Path) -> dict[str, Any]:
     settings = read_json(directory / "tokenizer_config.json")
-    if "added_tokens_decoder" not in settings:  # from before tokenizer_config.json told all
+    if "added_tokens_decoder" not in settings:  # Older models list special tokens in a file of their own.
         settings = settings | read_json(directory / "special_tokens_map.json")
     return settings
 
 
 def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and its like by role, each as text. Models may name more roles of their own."""
+    """Text of each special token by role (bos_token, …). Models may add their own roles."""
     roles = [*NAMED, *(key for key in settings if key.endswith("_token") and not key.startswith("add_"))]
     extra = settings.get("extra_special_tokens")
     found = {role: _content(settings.get(role)) for role in roles}
@@ -84,7 +84,7 @@ def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _content(token: Any) -> str | None:
-    """A token is written as its text, or as an object that also says how it is matched."""
+    """Text of a token, which is stored as a string or as an object with matching flags."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -101,7 +101,7 @@ def _list(settings: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _add_missing(backend: Backend, settings: Mapping[str, Any], directory: Path) -> None:
-    """Tokens that only tokenizer_config.json knows. Each must get the id it is listed under."""
+    """Add tokens that only tokenizer_config.json lists. Each must get its listed id."""
     listed = settings.get("added_tokens_decoder") or {}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for index, entry in sorted(((int(key), value) for key, value in listed.items()), key=lambda item: item[0]):
@@ -112,7 +112,7 @@ def _add_missing(backend: Backend, settings: Mapping[str, Any], directory: Path)
         if backend.token_to_id(content) != index:
             raise ModelError(
                 f"{directory}: tokenizer_config.json gives the token {content!r} the id {index}, but tokenizer.json"
-                f" makes it {backend.token_to_id(content)}. The two files are not of the same model."
+                f" gives it {backend.token_to_id(content)}. They belong to different models; download both again."
             )
 
 
@@ -129,18 +129,18 @@ def _added_token(entry: Mapping[str, Any], content: str) -> AddedToken:
 
 
 def _mark_special(backend: Backend, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Tokens with a role are special even where tokenizer.json does not say so."""
+    """Mark tokens with a role as special, even if tokenizer.json does not."""
     tokens = dict.fromkeys(_all_special(settings, named))
     backend.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in tokens])
 
 
-def _surroundings(
+def _prefix_and_suffix(
     backend: Backend, settings: Mapping[str, Any], bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids put before and after a text."""
+    """Ids that are added before and after a text."""
     class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast").removesuffix("Tokenizer")
     flags = [settings.get("add_bos_token"), settings.get("add_eos_token")]
-    if class_name in _FLAGS_DECIDE and any(isinstance(flag, bool) for flag in flags):
+    if class_name in _FLAGS_OVERRIDE and any(isinstance(flag, bool) for flag in flags):
         before = (bos,) if bos is not None and flags[0] is not False else ()
         return before, (eos,) if eos is not None and flags[1] is True else ()
     bare = backend.encode("a", add_special_tokens=False).ids
@@ -150,7 +150,7 @@ def _surroundings(
 
 
 def _end_ids(backend: Backend, eos: int | None, directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every token that ends a turn. Where generation_config.json does not list them, well-known names help out."""
+    """Every token that ends a turn. If generation_config.json lists none, well-known names are added."""
     listed = ids_in(read_json(directory / "generation_config.json").get("eos_token_id"))
     ends = [*([] if eos is None else [eos]), *listed, *ids_in(config.get("eos_token_id"))]
     if not listed:
@@ -160,7 +160,7 @@ def _end_ids(backend: Backend, eos: int | None, directory: Path, config: Mapping
 
 
 def ids_in(value: Any) -> list[int]:
-    """Token ids from a field that holds one, a list of them, or null."""
+    """Token ids in a field that holds one id, a list of ids or null."""
     values: Iterable[Any] = value if isinstance(value, list) else [value]
     return [one for one in values if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
 
@@ -174,7 +174,7 @@ def _ids_of(backend: Backend, tokens: Iterable[str]) -> list[int]:
 
 
 def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Jinja sources by name. Template files, where there are any, replace what tokenizer_config.json holds."""
+    """Jinja sources by name. Template files take precedence over tokenizer_config.json."""
     found: dict[str, Any] = {}
     files = {"default": directory / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}

@@ -1,7 +1,7 @@
-"""Keeps the merges of very large SentencePiece vocabularies on disk: deriving Gemma's takes most of a second.
+"""Caches the merges of large SentencePiece vocabularies on disk, since deriving Gemma's takes most of a second.
 
-A file is named by a digest of the vocabulary and its scores, so it can never be stale. It is only a saving: whatever
-is wrong with it, the merges are derived again.
+The file name is a digest of the vocabulary and its scores, so a file is never stale. If a file cannot be read, the
+merges are derived again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy.typing as npt
 from millrace.config import cache_dir
 from millrace.text.tokenizers.spm_merges import Merge, derive_merges
 
-WORTH_KEEPING = 100_000
-"""Tokens; below this, deriving is as fast as reading a file."""
+MIN_CACHED_TOKENS = 100_000
+"""Number of tokens below which deriving is as fast as reading a file."""
 _FORMAT = b"1"
 
 
 def merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> list[Merge]:
-    """As `derive_merges`, remembered across starts where that pays."""
-    if len(ids) < WORTH_KEEPING:
+    """As `derive_merges`, with a cache on disk for large vocabularies."""
+    if len(ids) < MIN_CACHED_TOKENS:
         return derive_merges(ids, scores)
     path = cache_dir() / "merges" / f"{_digest(ids, scores)}.npy"
     pairs = _read(path, len(scores))
@@ -52,12 +52,12 @@ def _read(path: Path, num_ids: int) -> npt.NDArray[np.int32] | None:
         pairs: npt.NDArray[np.int32] = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    is_sound = pairs.dtype == np.int32 and pairs.ndim == 2 and pairs.shape[1] == 2
-    return pairs if is_sound and pairs.size and 0 <= pairs.min() <= pairs.max() < num_ids else None
+    is_valid = pairs.dtype == np.int32 and pairs.ndim == 2 and pairs.shape[1] == 2
+    return pairs if is_valid and pairs.size and 0 <= pairs.min() <= pairs.max() < num_ids else None
 
 
 def _write(path: Path, pairs: npt.NDArray[np.int32]) -> None:
-    """All or nothing: another process may read or write the same file."""
+    """Write atomically, since other processes may read or write the same file."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""How each family of byte-level vocabularies cuts a text before its merges apply, by the name GGUF gives it.
+"""Pre-tokenizers of byte-level vocabularies, by their names in GGUF files.
 
-A vocabulary's merges were learned on pieces cut by one exact rule, so a near-miss gives other ids. A name that is not
-in `RECIPES` is therefore refused, never approximated.
+Merges were learned on text split by one exact rule, and a similar rule gives other ids. An unknown name is therefore an
+error, never approximated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cased_words(suffix: str) -> str:
-    """Words cut where lower case turns into upper case."""
+    """Words, split where lower case is followed by upper case."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     return f"{lead}{_UPPER}*{_LOWER}+{suffix}|{lead}{_UPPER}+{_LOWER}*{suffix}"
 
@@ -55,18 +55,18 @@ _DEEPSEEK_V3_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One rule: Unicode form, cuts, and the two habits of a vocabulary that go with them."""
+    """One pre-tokenizer: normalisation, splits, and two properties of its vocabularies."""
 
     splits: tuple[str, ...]
-    """Regular expressions, each cutting the pieces that the one before left; matches and gaps both stay pieces."""
+    """Regular expressions, applied in order to the pieces of the one before; matches and gaps both become pieces."""
     digits: bool = False
-    """Every decimal digit is a piece of its own, before the splits."""
+    """Each digit is split off before `splits` are applied."""
     nfc: bool = False
-    """The text is brought into Unicode's composed form first."""
+    """The text is normalised to Unicode NFC first."""
     whole_words: bool = False
-    """A piece that is itself in the vocabulary is one token, whatever the merges say."""
+    """A piece that is in the vocabulary becomes one token without applying merges."""
     adds_bos: bool = False
-    """A text begins with the BOS token unless the file says otherwise."""
+    """BOS is added before a text unless the file says otherwise."""
 
     def normalizer(self) -> normalizers.Normalizer | None:
         return normalizers.NFC() if self.nfc else None
@@ -122,12 +122,12 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_for(name: str, where: str) -> Recipe:
-    """The rule called `name` in `tokenizer.ggml.pre`, or an error that names the file."""
+    """The rule for `name`, the value of `tokenizer.ggml.pre` in the file `where`."""
     recipe = RECIPES.get(name)
     if recipe is None:
         raise ModelError(
-            f"{where}: tokenizer.ggml.pre is '{name}', a way of cutting text that is not known here, and guessing it"
-            f" would give wrong tokens. Known are {', '.join(sorted(RECIPES))}. Serve the model from its Hugging Face"
-            " directory (with tokenizer.json) instead."
+            f"{where}: the pre-tokenizer '{name}' (tokenizer.ggml.pre) is not supported, and another one would give"
+            f" wrong tokens. Supported: {', '.join(sorted(RECIPES))}. Serve the model from its Hugging Face directory"
+            " (with tokenizer.json) instead."
         )
     return recipe

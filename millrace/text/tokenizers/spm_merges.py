@@ -1,9 +1,8 @@
-"""Merges of a SentencePiece BPE vocabulary, recovered from its scores.
+"""Derives the merges of a SentencePiece BPE vocabulary from its scores.
 
-Such a vocabulary stores no merges: it always joins the neighbouring pieces whose union has the best score. The
-`tokenizers` library wants the pairs in order of priority instead. The order below is the one Hugging Face's own
-conversion writes into tokenizer.json (best score first, then the longer left piece), so that ids agree in the
-corners too, such as runs of spaces.
+SentencePiece stores no merges: it joins the neighbouring pieces whose union has the best score. The `tokenizers`
+library needs the pairs in order of priority. The order is that of Hugging Face's converter (best score first, then the
+longer left piece), so that ids agree in corner cases too, such as runs of spaces.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ Merge = tuple[str, str]
 
 
 def derive_merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[Merge]:
-    """Every way to build a token from two others, by priority.
+    """Every pair of tokens that forms another token, by priority.
 
-    `ids` maps each token, spelled with `▁` for a space, to its place in `scores`, in ascending order.
+    `ids` maps each token (with `▁` for a space) to its index in `scores`, in ascending order.
     """
     tokens = list(ids)
     own_scores = [scores[index] for index in ids.values()]
@@ -35,7 +34,7 @@ def derive_merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[Merge
 
 
 def _splits(token: str, ids: Mapping[str, int], into: list[Merge]) -> None:
-    """Append the token's splits, the longest left piece first."""
+    """Append the token's splits into two tokens, longest left piece first."""
     for cut in range(len(token) - 1, 0, -1):
         left = token[:cut]
         if left in ids:
@@ -45,11 +44,11 @@ def _splits(token: str, ids: Mapping[str, int], into: list[Merge]) -> None:
 
 
 def _equal_scores(tokens: Sequence[str], ids: Mapping[str, int]) -> list[Merge]:
-    """Splits of tokens with one score: by length of the left piece, then of the right, across all of them."""
+    """Splits of all tokens with the same score, longest left piece first, then longest right piece."""
     merges: list[Merge] = []
     for token in tokens:
-        own: list[Merge] = []
-        _splits(token, ids, own)
-        merges += sorted(own, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        splits: list[Merge] = []
+        _splits(token, ids, splits)
+        merges += sorted(splits, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     merges.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
     return merges

@@ -1,7 +1,7 @@
-"""A tokenizer for models of random weights that have none, so that they can be driven over HTTP.
+"""Stand-in tokenizer for models with random weights that have none, so that they can be served over HTTP.
 
-Ids 0 to 255 are the bytes of UTF-8. Further ids show as their own number, so that every generated token has a visible
-text; no text encodes to them. In a vocabulary below 256, a byte without an id becomes the last id.
+Ids 0 to 255 are UTF-8 bytes. Higher ids decode to their number, so that every generated token has visible text; no text
+encodes to them. If the vocabulary has fewer than 256 ids, bytes without an id become the last id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPACE = CHAR_OF_BYTE[ord(" ")]
 
 
 def build_stand_in(config: Mapping[str, Any]) -> Tokenizer:
-    """`config` is the model's config.json, for the size of the vocabulary and the ids that end a text."""
+    """`config` is the model's config.json: the size of the vocabulary and the BOS and EOS ids."""
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
         raise ModelError(f"config.json: vocab_size is {vocab_size!r}; it must be a whole number above 0.")

@@ -1,8 +1,8 @@
-"""Token ids to bytes and text, by the rule of the vocabulary's decoder.
+"""Tables of the bytes and text of each token, for each kind of decoder.
 
-A table knows, for a token in the middle of a stream, the text it stands for, or that it is only part of a character.
-Entries are computed when first asked for and kept, so a start costs nothing and a lookup is one list index.
-Concurrent readers may compute an entry twice; both write the same value.
+A table gives the text of a token in the middle of a stream, or says that it is only part of a character. Entries are
+computed on first use, so building a table costs nothing and a lookup is one list index. Two threads may compute the
+same entry; both write the same value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_of_char() -> dict[int, int]:
-    """The alphabet of byte-level vocabularies: visible Latin-1 stands for itself, the rest is moved above 255."""
+    """Alphabet of byte-level vocabularies: visible Latin-1 characters are their own bytes, others map above 255."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
     return {byte: byte for byte in visible} | {256 + place: byte for place, byte in enumerate(hidden)}
@@ -34,10 +34,10 @@ _BYTE_CHARS = frozenset(CHAR_OF_BYTE.values())
 
 
 class TokenTable(ABC):
-    """What every decoder rule answers. `pending` holds bytes that may still become part of a character."""
+    """Base of the tables. `pending` holds the bytes of an incomplete character."""
 
     opens_plainly = True
-    """Whether the first text of a stream is like any other."""
+    """True if the first text of a stream needs no special treatment."""
 
     def __init__(self, backend: Backend, vocab_size: int, special_ids: frozenset[int]) -> None:
         self._backend = backend
@@ -49,11 +49,11 @@ class TokenTable(ABC):
                 self._texts_skipping[token_id] = ""
 
     def texts(self, *, skip_special: bool) -> list[str | None]:
-        """By id: the token's text inside a stream; "" if it has none; None if not computed yet, or not whole."""
+        """Text of each token inside a stream; "" if it has none; None if not computed yet or not whole characters."""
         return self._texts_skipping if skip_special else self._texts
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's own bytes; none for an id without a token."""
+        """The token's bytes; b"" for an id without a token."""
         if not 0 <= token_id < len(self._bytes):
             return b""
         data = self._bytes[token_id]
@@ -63,7 +63,7 @@ class TokenTable(ABC):
         return data
 
     def advance(self, pending: bytes, token_id: int, *, skip_special: bool) -> tuple[str, bytes]:
-        """The text that is certain once the token has come, and the bytes that are not."""
+        """The text that is final after this token, and the bytes still pending."""
         texts = self.texts(skip_special=skip_special)
         text = texts[token_id] if token_id < len(texts) else ""
         if text is None:
@@ -83,19 +83,19 @@ class TokenTable(ABC):
 
     @abstractmethod
     def _join(self, pending: bytes, token_id: int, text: str | None) -> tuple[str, bytes]:
-        """As `advance`, for a token that is not whole or comes while bytes are pending."""
+        """As `advance`, for a token of incomplete characters or while bytes are pending."""
 
     @abstractmethod
     def close(self, pending: bytes) -> str:
-        """The text of bytes that nothing follows."""
+        """Text of the pending bytes at the end of the stream."""
 
     def open(self, text: str) -> str:
-        """The first text of a stream, as the decoder writes it."""
+        """The first text of a stream, as the decoder would write it."""
         return text
 
 
 class ByteLevelTable(TokenTable):
-    """Tokens are bytes; the text is their UTF-8, whatever the token boundaries."""
+    """Tokens are bytes; the text is all bytes decoded as UTF-8, regardless of token boundaries."""
 
     def _encode(self, token: str) -> bytes:
         if _BYTE_CHARS.issuperset(token):
@@ -120,8 +120,8 @@ class ByteLevelTable(TokenTable):
 class PieceTable(TokenTable):
     """Tokens are text with marks for spaces; characters outside the vocabulary are runs of byte tokens.
 
-    A run is text only if all of it is UTF-8; otherwise each of its bytes is one U+FFFD. So a run stays pending until
-    another token ends it.
+    A run is text only if all of it is valid UTF-8; otherwise each byte becomes U+FFFD. A run therefore stays pending
+    until another token ends it.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class PieceTable(TokenTable):
 
 
 class WordTable(TokenTable):
-    """No decoder: tokens are words, and a space stands between them."""
+    """For tokenizers without a decoder: tokens are words, joined by spaces."""
 
     opens_plainly = False
 
@@ -198,7 +198,7 @@ class WordTable(TokenTable):
 
 
 def table_for(backend: Backend, vocab_size: int, special_ids: frozenset[int]) -> TokenTable:
-    """The table that decodes as the backend's own decoder does."""
+    """The table that decodes like the backend's decoder."""
     decoder = backend.decoder
     if decoder is None:
         return WordTable(backend, vocab_size, special_ids)
@@ -223,8 +223,8 @@ def _piece_table(
     patterns = [step["pattern"].get("String") for step in steps[:num_replaced]]
     if rest not in ([], ["Fuse"], ["ByteFallback"], ["ByteFallback", "Fuse"]) or None in patterns:
         raise ModelError(
-            f"The tokenizer's decoder is {' + '.join(kinds)}, which cannot be streamed here;"
-            " ByteLevel, and Replace + ByteFallback + Fuse + Strip, can."
+            f"The tokenizer's decoder is {' + '.join(kinds)}, which is not supported."
+            " Supported: ByteLevel, and Replace + ByteFallback + Fuse + Strip."
         )
     return PieceTable(
         backend,

@@ -1,6 +1,6 @@
-"""Text to token ids and back, over the `tokenizers` library, with the same ids as the model's own tokenizer.
+"""The `Tokenizer` class: text to token ids and back, with the same ids as the model's original tokenizer.
 
-A `Tokenizer` is immutable once built and may be used from any number of threads.
+A `Tokenizer` is immutable and thread-safe. The `tokenizers` library does the work.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ END_NAMES = (
     "<|end_of_text|>",
     "<｜end▁of▁sentence｜>",
 )
-"""Control tokens that end a turn in every family that has them, whether or not the file names them as such."""
+"""Control tokens that end a turn in every family that has them, even if the model's files do not list them."""
 
 
 class Tokenizer:
-    """One model's vocabulary: how it cuts text, which ids are special, and what a text begins and ends with."""
+    """One model's vocabulary, special tokens and chat templates."""
 
     def __init__(
         self,
@@ -43,43 +43,44 @@ class Tokenizer:
         special_ids: frozenset[int] = frozenset(),
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """`special_ids` are hidden besides the ones that the backend itself calls special."""
+        """`special_ids` adds to the ids that the backend marks as special. `prefix_ids` and `suffix_ids` go before
+        and after an encoded text, such as BOS."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._prefix = list(prefix_ids)
         self._suffix = list(suffix_ids)
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
-        """Jinja sources by name ("default", "tool_use", …), as they came with the vocabulary."""
+        """Jinja sources by name ("default", "tool_use", …)."""
         added = backend.get_added_tokens_decoder()
         self.vocab_size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        """One above the highest id that may be decoded; ids in between can lack a token."""
+        """Highest id plus one. Some ids below it may have no token."""
         self.bos_token_id = bos_token_id
         self.end_token_ids = end_token_ids
-        """Every token that ends a turn, the model's own end of text first."""
+        """Every token that ends a turn; the model's EOS token is first."""
         self.special_tokens: dict[str, str] = dict(special_tokens or {})
-        """By role (bos_token, eos_token, …), as chat templates want them."""
+        """Special tokens by role (bos_token, eos_token, …), as chat templates read them."""
         self.special_ids = frozenset(index for index, token in added.items() if token.special) | special_ids
-        """Control tokens: the ones that decoding hides unless asked not to."""
+        """Ids that decoding hides by default."""
 
     @cached_property
     def table(self) -> TokenTable:
-        """Ids to bytes and text, for the detokeniser."""
+        """Bytes and text of each id, for the detokenizer."""
         return table_for(self._backend, self.vocab_size, self.special_ids)
 
     def to_json(self) -> str:
-        """In the form of a tokenizer.json, without the tokens that a text begins and ends with."""
+        """The content of a tokenizer.json, without the prefix and suffix tokens."""
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of the text. Special tokens spelled out in it become those tokens.
+        """Token ids of the text. A special token that is written out in the text becomes that token.
 
-        `add_special` puts BOS (and what else the model wants) around the text; a rendered chat has them already.
+        `add_special` adds the prefix and suffix tokens, such as BOS. A rendered chat already contains them.
         """
         return self.encode_batch([text], add_special=add_special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
-        """As `encode`, for many texts on all cores. The interpreter is free while it runs."""
+        """As `encode`, for several texts in parallel. Releases the GIL."""
         try:
             encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, TypeError) as error:
@@ -89,27 +90,27 @@ class Tokenizer:
         return [self._prefix + one.ids + self._suffix for one in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of the ids, as Hugging Face decodes them. Ids without a token have no text."""
+        """Text of the ids, as Hugging Face decodes them. Ids without a token are skipped."""
         if len(ids) and not (min(ids) >= 0 and max(ids) <= _MAX_ID):
             wrong = next(token_id for token_id in ids if not 0 <= token_id <= _MAX_ID)
             raise BadRequest(f"{wrong} is not a token id; ids run from 0 to {self.vocab_size - 1}.")
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes, which need not be whole characters. None for an id without a token."""
+        """The token's bytes, which may be part of a character; b"" for an id without a token."""
         return self.table.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The token's bytes as text, broken characters as U+FFFD."""
+        """The token's bytes as text, with U+FFFD for incomplete characters."""
         return self.table.bytes_of(token_id).decode("utf-8", "replace")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its spelling in the vocabulary."""
+        """Id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
 
 
 def _not_unicode(texts: Sequence[str]) -> BadRequest | None:
-    """The error for a text with half of a surrogate pair, which no encoding can carry."""
+    """The error for a text with a lone surrogate, which UTF-8 cannot encode."""
     for text in texts:
         for place, char in enumerate(text):
             if "\ud800" <= char <= "\udfff":
