@@ -1,4 +1,4 @@
-"""A real front on a real socket in a thread of its own, in front of a null engine. For tests only."""
+"""A real front on a real socket, in its own thread, with a null engine behind it. For tests only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids below 256 are bytes; 256 to 299 show as their numbers; 299 ends a text."""
+    """Ids below 256 are bytes; 256 to 299 are shown as numbers; 299 is the end token."""
     return build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})
 
 
@@ -44,7 +44,7 @@ def saying(text: str, *, then: int = END) -> Script:
 
 
 def endless(request: NewRequest) -> Iterator[int]:
-    """Letters for ever; only a limit ends it."""
+    """Letters without end; only a limit ends it."""
     number = 0
     while True:
         yield 97 + number % 26
@@ -66,7 +66,7 @@ class Front:
     thread: threading.Thread = field(repr=False)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the front's loop and wait for its result."""
+        """Run a function on the front's event loop and wait for its result."""
 
         async def run() -> T:
             return function()

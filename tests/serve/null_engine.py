@@ -1,6 +1,6 @@
-"""A stand-in for the engine, for tests of the front only: it answers every request with a script, one token a step.
+"""A stand-in for the engine, for tests of the front only: it answers every request with a script, one token per step.
 
-It stands at the far end of the channel, so the real `EngineClient` is under test with everything before it.
+It sits at the far end of the channel, so the real `EngineClient` and everything before it are under test.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Row:
 
 
 class NullEngine:
-    """`script` gives a request's tokens; after the last of them it "samples" its first end token, or repeats."""
+    """`script` returns a request's tokens; after the last one comes the first end token, or the script repeats."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class NullEngine:
                 row = self.rows.pop(request_id, None)
                 if row is not None:
                     self._finish(row, message.reason)
-        elif isinstance(message, Query):  # It keeps no history, so it knows of no request by name.
+        elif isinstance(message, Query):  # It keeps no history, so it finds no request.
             self._loop.call_soon(self._on_message, Reply(message.query_id, b""))
         self._schedule()
 
@@ -157,7 +157,7 @@ class NullEngine:
         self._schedule()
 
     def _next_token(self, row: Row) -> int | None:
-        """The row's token of this step, or None when it ended without one."""
+        """The row's token of this step, or None if it ended without one."""
         request, now = row.request, time.monotonic()
         if request.id in self.poison:
             self._end(row, "error", message="The step that computed this request failed.")

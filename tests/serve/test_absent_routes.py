@@ -1,4 +1,4 @@
-"""What this server does not have, it says so."""
+"""Endpoints that this server does not have answer 501."""
 
 from __future__ import annotations
 

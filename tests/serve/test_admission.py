@@ -1,4 +1,4 @@
-"""Refusing in time what would not be served in time."""
+"""Admission control: requests that would not be served in time are refused at once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stats(
     )
 
 
-def test_only_those_of_the_same_or_a_more_urgent_class_are_ahead() -> None:
+def test_only_the_same_and_more_urgent_classes_are_ahead() -> None:
     report = stats((5, 20, 60))
     assert [forecast(report, 0, priority).ttft_s for priority in range(3)] == [1.0, 5.0, 17.0]
     assert forecast(report, 5, 0).ttft_s == 2.0
@@ -55,7 +55,7 @@ def test_only_those_of_the_same_or_a_more_urgent_class_are_ahead() -> None:
     assert forecast(stats((50, 0, 0), seats=0.0), 0, 0).ttft_s == 0.0, "nothing is known yet: let it in"
 
 
-def test_who_would_wait_too_long_is_told_when_to_come_again() -> None:
+def test_a_request_that_would_wait_too_long_is_told_when_to_retry() -> None:
     admission = Admission(CONFIG)
     admission.check(None, 1000, 0, 1)
     admission.check(stats((10, 0, 0)), 0, 0, 1)
@@ -82,7 +82,7 @@ def test_the_queue_is_bounded_and_batch_is_shed_first() -> None:
     Admission(Config()).check(stats(), 0, 2, 20_000)  # One large request on an idle server is not a queue.
 
 
-def test_the_pace_tells_capacity_not_demand() -> None:
+def test_the_measured_rate_is_capacity_not_demand() -> None:
     rates = MeasuredRates()
     for second in range(10):
         rates.on_admitted(1)

@@ -1,4 +1,4 @@
-"""docs/api.md says what the code does."""
+"""docs/api.md matches the code."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_every_error_is_in_the_table() -> None:
             assert re.search(rf"\| {kind.status} \| `{kind.type}` \|.*{kind.code or ''}", PAGE), kind
 
 
-def test_what_is_absent_is_not_also_there() -> None:
+def test_absent_routes_are_not_also_present() -> None:
     assert not set(ABSENT) & {*api_routes.POST, *api_routes.GET, *api_routes.DELETE}

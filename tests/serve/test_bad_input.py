@@ -1,4 +1,4 @@
-"""Everything a client can get wrong: an error in OpenAI's shape that names the field, and a server that goes on."""
+"""Wrong requests: the error has OpenAI's shape and names the field, and the server keeps working."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_a_strange_request_id_is_replaced(front: Front, bad: str) -> None:
 
 # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_huge_body_is_refused_before_it_is_read(front: Front) -> None:
-    """Only the head is sent; the answer comes all the same."""
+    """Only the head is sent; the error comes anyway."""
     started = time.monotonic()
     with connected(front.port) as sock:
         head = (
@@ -371,7 +371,7 @@ def test_a_huge_body_is_refused_before_it_is_read(front: Front) -> None:
     assert time.monotonic() - started < 2
 
 
-def test_a_huge_body_asks_first(front: Front) -> None:
+def test_a_huge_body_with_expect_continue_is_refused(front: Front) -> None:
     with connected(front.port) as sock:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {100 << 20}\r\n"
         sock.sendall((head + "Expect: 100-continue\r\n\r\n").encode())

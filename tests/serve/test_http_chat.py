@@ -1,4 +1,4 @@
-"""Chat completions over a real socket: the shape of answers and streams, and that both say the same."""
+"""Chat completions over a real socket: answers and streams have the right shape and the same content."""
 
 from __future__ import annotations
 
@@ -161,13 +161,13 @@ def test_stop_strings(front: Front, stop: Any) -> None:
     assert chunks[-1]["choices"][0]["stop_reason"] == answer["choices"][0]["stop_reason"]
 
 
-def test_a_stop_string_may_be_kept(front: Front) -> None:
+def test_include_stop_str_in_output(front: Front) -> None:
     fields = body(stop="wor", include_stop_str_in_output=True)
     assert post(front.port, CHAT, fields).json["choices"][0]["message"]["content"] == "Hello, wor"
     assert chat_text(stream(front.port, CHAT, fields)) == "Hello, wor"
 
 
-def test_half_a_stop_string_is_let_go_at_the_end(front: Front) -> None:
+def test_half_a_stop_string_is_released_at_the_end(front: Front) -> None:
     fields = body(stop="worlds")
     assert post(front.port, CHAT, fields).json["choices"][0]["message"]["content"] == "Hello, world"
     assert chat_text(stream(front.port, CHAT, fields)) == "Hello, world"
@@ -325,7 +325,7 @@ def test_http_1_0_streams_without_chunks(front: Front) -> None:
 
 
 def test_head_and_first_token_come_together(letters: Front) -> None:
-    """Nothing is sent before there is something to say, so that an early failure can still have its status."""
+    """The HTTP head is sent with the first token, so that an early failure still gets its own status."""
     letters.call(lambda: setattr(letters.engine, "paused", True))
     with connected(letters.port) as sock:
         sock.sendall(raw_post(CHAT, body(stream=True, max_tokens=3)))
@@ -362,7 +362,7 @@ def test_broken_utf8_is_held_until_whole(front: Front) -> None:
         assert post(broken.port, CHAT, body()).json["choices"][0]["message"]["content"] == "🌍\ufffd"
 
 
-def test_long_prompts_are_tokenised_off_the_loop(front: Front) -> None:
+def test_long_prompts_are_tokenised_in_a_thread(front: Front) -> None:
     with running_front(saying("ok"), max_context=100_000, kv_tokens=200_000) as wide:
         reply = post(wide.port, CHAT, body(messages=[{"role": "user", "content": "x" * 50_000}], max_tokens=4))
         assert reply.json["usage"]["prompt_tokens"] == 50_000 + len("[user]\n[assistant]")

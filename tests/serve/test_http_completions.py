@@ -53,7 +53,7 @@ def test_a_stream(front: Front) -> None:
 
 
 def test_the_end_of_an_answer_can_complete_a_stop_string(front: Front) -> None:
-    """The longer stop holds "hello" back until generation ends; then the shorter one has matched."""
+    """The longer stop string holds "hello" back until generation ends; then the shorter one matches."""
     fields = body(stop=["hello there", "hello"], max_tokens=6)
     choice = post(front.port, COMPLETIONS, fields).json["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" ", "stop", "hello")

@@ -1,4 +1,4 @@
-"""Before the engine is ready, while it serves, when it dies, and on the way down."""
+"""The front while the engine loads, serves, dies, and while the server drains."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_before_the_engine_is_ready() -> None:
         assert post(front.port, CHAT, body()).status == 200
 
 
-def test_a_request_that_comes_while_loading_waits_for_the_engine() -> None:
+def test_a_request_during_loading_waits_for_the_engine() -> None:
     with running_front(saying("ok"), is_ready=False) as front:
         replies: list[Reply] = []
         thread = threading.Thread(target=lambda: replies.append(post(front.port, CHAT, body())))
@@ -137,7 +137,7 @@ def test_overload() -> None:
         assert int(reply.headers["retry-after"]) >= 1
         assert post(front.port, CHAT, body(max_tokens=2, stream=True)).status == 429
         thread.join(20)
-        # A request that only half fits leaves nothing behind.
+        # If only some sequences are accepted, they are aborted.
         assert post(front.port, CHAT, body(max_tokens=2, n=3)).status == 429
         eventually(lambda: not front.engine.rows)
         assert post(front.port, CHAT, body(max_tokens=2, n=2)).status == 200

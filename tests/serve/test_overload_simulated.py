@@ -1,5 +1,7 @@
-"""Twice the load that a device can take, in three classes, on a simulated clock: the real scheduler, the real measure
-of its rates, the real admission. What is let in gets its first token when it was promised."""
+"""Twice the load that a device can serve, in three classes, on a simulated clock.
+
+Scheduler, rate measurement and admission control are the real ones. Admitted requests must meet their TTFT objective.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from millrace.serve.tenancy.admission import Admission
 OBJECTIVES_S = (2.0, 10.0, 10.0)
 CALM_S, RUSH_S = 10.0, 90.0
 CAPACITY = 4.8
-"""Requests per second that the simulated device can do."""
+"""Requests per second that the simulated device can serve."""
 
 
 class Overload:
-    """16 rows; a closed loop of batch requests for a while, then an open one of all classes, twice what can be done."""
+    """16 rows; first a closed loop of batch requests, then an open loop of all classes at twice the capacity."""
 
     def __init__(self, seed: int) -> None:
         self._config = replace(
@@ -118,7 +120,7 @@ class Overload:
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5])
-def test_who_is_let_in_under_twice_the_load_is_served_in_time(seed: int) -> None:
+def test_admitted_requests_meet_their_objective_under_twice_the_load(seed: int) -> None:
     overload = Overload(seed)
     overload.run()
     assert np.percentile(overload.ttft_s[0], 99) <= OBJECTIVES_S[0]
@@ -129,7 +131,7 @@ def test_who_is_let_in_under_twice_the_load_is_served_in_time(seed: int) -> None
     assert shed[2] > 0.5
 
 
-def test_a_rush_is_believed_at_once_and_forgotten_with_the_window() -> None:
+def test_a_burst_counts_at_once_and_expires_with_the_window() -> None:
     rates = MeasuredRates()
     for tick in range(40):
         rates.sample(tick / 4)
@@ -142,7 +144,7 @@ def test_a_rush_is_believed_at_once_and_forgotten_with_the_window() -> None:
     assert rates.arrivals_per_s() == (0.0, 0.0, 0.0)
 
 
-def test_those_who_have_waited_for_long_are_counted_as_more_urgent() -> None:
+def test_aged_requests_count_as_more_urgent() -> None:
     scheduler = Scheduler(num_blocks=64, block_size=16, max_running=1, token_budget=64, aging_s=30.0)
     waiting: WaitingQueue = scheduler.waiting
     for number in range(6):

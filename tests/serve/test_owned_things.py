@@ -1,4 +1,4 @@
-"""What a tenant stored is its own: nobody else sees it, and what runs for it counts against its quotas."""
+"""Stored files, batches and responses are visible only to their tenant and count against its quotas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(number: int) -> dict[str, Any]:
     return {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
 
 
-def test_things_have_owners(tmp_path: Path) -> None:
+def test_stored_objects_have_owners(tmp_path: Path) -> None:
     with guarded(tmp_path, acme="", other="") as front:
         mine, theirs = bearer("key-acme"), bearer("key-other")
         file_id = upload(front.port, "key-acme", [line(1)])
@@ -45,7 +45,7 @@ def test_things_have_owners(tmp_path: Path) -> None:
 
 
 def test_a_batch_keeps_to_its_owners_quota(tmp_path: Path) -> None:
-    """One at a time is what the tenant may have, so its lines go one at a time, and all of them are answered."""
+    """The tenant may run one request at a time, so its lines run one by one, and all are answered."""
     with guarded(tmp_path, acme="max_concurrent = 1") as front:
         file_id = upload(front.port, "key-acme", [line(number) for number in range(3)])
         asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -59,7 +59,7 @@ def test_a_batch_keeps_to_its_owners_quota(tmp_path: Path) -> None:
         assert {one.tenant for one in front.engine.received} == {"acme"}
 
 
-def test_errors_keep_the_shape_of_their_api(tmp_path: Path) -> None:
+def test_errors_have_the_shape_of_their_dialect(tmp_path: Path) -> None:
     with guarded(tmp_path, acme="") as front:
 
         def refused(path: str) -> Reply:

@@ -1,4 +1,4 @@
-"""`truncate_prompt_tokens`: the client's own wish, never a default, and what was cut is reported."""
+"""`truncate_prompt_tokens`: never a default, and the answer reports how many tokens were cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def front() -> Iterator[Front]:
 
 
 def sent_prompt(front: Front) -> str:
-    """What the engine received last, as text."""
+    """The last prompt that the engine received, as text."""
     return bytes(unpack_tokens(front.engine.received[-1].prompt).tolist()).decode()
 
 
@@ -33,7 +33,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "max_tokens": 8, **fields}
 
 
-def test_without_the_wish_nothing_is_cut(front: Front) -> None:
+def test_nothing_is_cut_by_default(front: Front) -> None:
     assert post(front.port, COMPLETIONS, completion()).error["code"] == "context_length_exceeded"
     assert post(front.port, CHAT, chat()).error["code"] == "context_length_exceeded"
 
@@ -53,7 +53,7 @@ def test_as_many_as_fit(front: Front) -> None:
     assert answer["choices"][0]["message"]["content"] == "fine"
 
 
-def test_a_short_prompt_is_left_alone_and_said_to_be(front: Front) -> None:
+def test_a_short_prompt_is_not_cut_and_reports_zero(front: Front) -> None:
     answer = post(front.port, COMPLETIONS, completion(prompt=["hi", [1, 2, 3]][0], truncate_prompt_tokens=50)).json
     assert answer["choices"][0]["truncated_prompt_tokens"] == 0
     assert "truncated_prompt_tokens" not in post(front.port, COMPLETIONS, completion(prompt="hi")).json["choices"][0]
@@ -67,12 +67,12 @@ def test_streams_report_it_too(front: Front) -> None:
     assert cut[0] == len(LONG) - 100
 
 
-def test_an_echo_shows_what_the_model_read(front: Front) -> None:
+def test_an_echo_shows_the_cut_prompt(front: Front) -> None:
     answer = post(front.port, COMPLETIONS, completion(truncate_prompt_tokens=5, echo=True)).json
     assert answer["choices"][0]["text"] == LONG[-5:] + "fine"
 
 
-def test_a_wish_that_still_does_not_fit_is_refused(front: Front) -> None:
+def test_a_cut_prompt_that_does_not_fit_is_refused(front: Front) -> None:
     reply = post(front.port, COMPLETIONS, completion(truncate_prompt_tokens=125))
     assert reply.error["code"] == "context_length_exceeded"
     assert all(number in reply.error["message"] for number in ("125", "8", "128"))

@@ -1,4 +1,4 @@
-"""Clients that read slowly, stop reading, or leave: bounded, dropped with a reason, and nobody else notices."""
+"""Clients that read slowly, stop reading or disconnect: memory is bounded, and no other client is affected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_client_that_stops_reading_is_dropped(front: Front, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "millrace"), connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=LONG)))
         eventually(lambda: bool(front.engine.aborted), 30)
-        # Others stream meanwhile and afterwards.
+        # Other clients stream meanwhile and afterwards.
         assert len(events(post(front.port, COMPLETIONS, body(max_tokens=20)))) == 21
         eventually(lambda: not front.engine.rows)
         with contextlib.suppress(ConnectionResetError):
@@ -53,7 +53,7 @@ def test_a_client_that_stops_reading_is_dropped(front: Front, caplog: pytest.Log
 
 
 def test_a_slow_client_gets_everything_in_fewer_frames(front: Front) -> None:
-    """Reading pauses long enough to fill every buffer on the way, then goes on: nothing is lost."""
+    """The client pauses until every buffer is full, then reads on: nothing is lost."""
     num_tokens = 4000
     with connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=num_tokens), headers="Connection: close\r\n"))
@@ -70,7 +70,7 @@ def test_a_slow_client_gets_everything_in_fewer_frames(front: Front) -> None:
     assert metric(front, "millrace_slow_client_drops_total") == 0
 
 
-def test_one_byte_at_a_time_hurts_nobody(front: Front) -> None:
+def test_reading_one_byte_at_a_time_affects_no_other_client(front: Front) -> None:
     with connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=LONG)))
         sock.recv(1)
@@ -90,7 +90,7 @@ def test_a_detailed_stream_is_bounded_too(front: Front) -> None:
         eventually(lambda: not front.state.jobs)
 
 
-def test_the_end_of_a_stream_is_not_awaited_for_ever(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushing_a_finished_stream_has_a_time_limit(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.serve.generate.respond.FLUSH_GRACE_S", 0.3)
     with connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=9000)))
@@ -101,7 +101,7 @@ def test_the_end_of_a_stream_is_not_awaited_for_ever(front: Front, monkeypatch: 
 
 # ── leaving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("streamed", [True, False])
-def test_leaving_aborts_at_once(front: Front, streamed: bool) -> None:
+def test_a_disconnect_aborts_at_once(front: Front, streamed: bool) -> None:
     with connected(front.port) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(stream=streamed, max_tokens=LONG, n=3)))
         eventually(lambda: len(front.engine.rows) == 3)
@@ -114,7 +114,7 @@ def test_leaving_aborts_at_once(front: Front, streamed: bool) -> None:
     assert metric(front, "millrace_client_disconnects_total") == 1
 
 
-def test_leaving_while_waiting_for_the_first_token(front: Front) -> None:
+def test_a_disconnect_before_the_first_token(front: Front) -> None:
     front.call(lambda: setattr(front.engine, "paused", True))
     with connected(front.port) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=5)))
@@ -124,7 +124,7 @@ def test_leaving_while_waiting_for_the_first_token(front: Front) -> None:
     eventually(lambda: not front.state.jobs)
 
 
-def test_leaving_in_the_middle_of_the_body(front: Front) -> None:
+def test_a_disconnect_in_the_middle_of_the_body(front: Front) -> None:
     message = raw_post(COMPLETIONS, body(max_tokens=5))
     for cut in range(1, len(message), 7):
         with connected(front.port) as sock:
@@ -133,7 +133,7 @@ def test_leaving_in_the_middle_of_the_body(front: Front) -> None:
     eventually(lambda: not front.engine.rows and not front.state.jobs)
 
 
-def test_many_leave_at_random_moments(front: Front) -> None:
+def test_many_disconnects_at_random_times(front: Front) -> None:
     for number in range(120):
         with connected(front.port) as sock:
             sock.sendall(
@@ -146,8 +146,8 @@ def test_many_leave_at_random_moments(front: Front) -> None:
     assert len(events(post(front.port, COMPLETIONS, body(max_tokens=5)))) == 6
 
 
-def test_a_defect_in_one_stream_stays_there(front: Front) -> None:
-    """A sink that fails must not take the tokens of the same step from others."""
+def test_a_bug_in_one_stream_does_not_affect_others(front: Front) -> None:
+    """A choice that fails must not lose the tokens of other requests in the same step."""
 
     def script(request: NewRequest) -> list[int]:
         return [97] * 10

@@ -28,7 +28,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, which must have exactly OpenAI's four fields and a sentence for people."""
+        """The error, which must have exactly OpenAI's four fields and a readable message."""
         assert self.status >= 400, self.body
         assert self.headers["content-type"].startswith("application/json"), self.headers
         assert set(self.json) == {"error"}
@@ -49,7 +49,7 @@ def request(
     *,
     timeout: float = 30.0,
 ) -> Reply:
-    """One request on a connection of its own. A body that is not bytes is sent as JSON."""
+    """One request on a new connection. A body that is not bytes is sent as JSON."""
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body, ensure_ascii=False).encode()
         headers = {**JSON, **(headers or {})}
@@ -71,7 +71,7 @@ def events(reply: Reply) -> list[dict[str, Any]]:
     """A stream's events, which must be well formed and end with [DONE]."""
     assert reply.status == 200, reply.body
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-    # Cutting by Unicode's line breaks, as careless clients do, must find the same frames.
+    # Splitting at Unicode's line breaks, as some clients do, must find the same frames.
     text = reply.body.decode("utf-8")
     assert text.splitlines() == text.split("\n")[:-1]
     frames = text.split("\n\n")
