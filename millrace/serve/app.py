@@ -17,7 +17,7 @@ from aiohttp import web
 
 from millrace.config import Config
 from millrace.errors import ConfigError, EngineUnavailable
-from millrace.host.time_slice import ask_for_short_slices
+from millrace.host.time_slice import request_short_slices
 from millrace.link.client import EngineClient
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
@@ -257,7 +257,7 @@ def run_front(
 
     def listening(host: str, port: int) -> None:
         calm_collector()
-        ask_for_short_slices()
+        request_short_slices()
         if on_listening is not None:
             on_listening(host, port)
 

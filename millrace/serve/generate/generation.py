@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from millrace.link.client import ANYONE, Caller
+from millrace.link.client import ANONYMOUS, Caller
 from millrace.params import SamplingParams
 
 
@@ -51,7 +51,7 @@ class Generation:
     """The dialect's frames are more than text between two constants."""
     holds_end: bool = False
     """The last frames of a stream are sent by `Work.conclude`, which has something to do before them."""
-    caller: Caller = ANYONE
+    caller: Caller = ANONYMOUS
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
