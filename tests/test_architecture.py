@@ -54,10 +54,10 @@ def test_import_circle_is_found_at_module_and_function_level(
     assert set(find_circle(grimp.build_graph("toy", cache_dir=None))) == {"toy.a", "toy.b"}
 
 
-def test_no_room_is_crowded() -> None:
+def test_no_folder_has_too_many_files() -> None:
     num_files = Counter(file.parent for file in ROOT.rglob("*.py"))
-    crowded = {str(room.relative_to(ROOT)): count for room, count in num_files.items() if count > MAX_FILES_PER_ROOM}
-    assert not crowded, f"more than {MAX_FILES_PER_ROOM} files; make sub-rooms: {crowded}"
+    too_large = {str(room.relative_to(ROOT)): count for room, count in num_files.items() if count > MAX_FILES_PER_ROOM}
+    assert not too_large, f"more than {MAX_FILES_PER_ROOM} files; make sub-rooms: {too_large}"
 
 
 def contract_modules(contract: dict[str, Any]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def row_with(times: list[float]) -> TimedRow:
     return row
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- sizes and figures -------------------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_of_the_peer_figures() -> None:
@@ -116,19 +116,19 @@ def test_prompts_never_repeat_and_follow_the_seed() -> None:
     assert all(0 <= token < 300 for prompt in first for token in prompt)
 
 
-def test_pace_is_taken_while_all_rows_run() -> None:
+def test_decode_speed_is_measured_while_all_rows_run() -> None:
     early = row_with([0.1 * i for i in range(10)])  # 0.0 … 0.9
-    late = row_with([0.5, 0.6, 0.7, 0.8, 0.9, 0.91, 0.92])  # Quick once it is alone.
-    pace = decode_pace([early, late])
-    assert pace.seconds_per_step == pytest.approx(0.1)
-    assert pace.steps == 4
-    assert pace.all_rows
+    late = row_with([0.5, 0.6, 0.7, 0.8, 0.9, 0.91, 0.92])  # Fast once it is alone.
+    speed = decode_pace([early, late])
+    assert speed.seconds_per_step == pytest.approx(0.1)
+    assert speed.steps == 4
+    assert speed.all_rows
 
 
-def test_pace_reports_a_batch_that_was_never_full() -> None:
-    pace = decode_pace([row_with([0.0, 0.1]), row_with([1.0, 1.2, 1.4])])
-    assert not pace.all_rows
-    assert pace.seconds_per_step == pytest.approx(0.2)
+def test_decode_speed_reports_a_batch_that_was_never_full() -> None:
+    speed = decode_pace([row_with([0.0, 0.1]), row_with([1.0, 1.2, 1.4])])
+    assert not speed.all_rows
+    assert speed.seconds_per_step == pytest.approx(0.2)
     with pytest.raises(BenchError, match="at least 2 output tokens"):
         decode_pace([row_with([0.0])])
 
@@ -164,32 +164,32 @@ def test_host_time_is_per_step_of_every_counter() -> None:
 
 
 def test_is_warm_reads_what_the_engine_reports() -> None:
-    class Told:
+    class Capturing:
         graphs_left = 2
 
     class Warm:
         warm = True
 
     assert is_warm(None) is None
-    assert is_warm(Told()) is False  # type: ignore[arg-type]
+    assert is_warm(Capturing()) is False  # type: ignore[arg-type]
     assert is_warm(Warm()) is True  # type: ignore[arg-type]
 
 
 def test_wait_warm_waits_for_graphs_before_the_first_report() -> None:
-    said: list[Any] = [None, None, SimpleNamespace(graphs_left=2), SimpleNamespace(graphs_left=0)]
+    reports: list[Any] = [None, None, SimpleNamespace(graphs_left=2), SimpleNamespace(graphs_left=0)]
 
     class Client:
         failure = None
 
         @property
         def stats(self) -> Any:
-            return said.pop(0) if len(said) > 1 else said[0]
+            return reports.pop(0) if len(reports) > 1 else reports[0]
 
     session: Any = SimpleNamespace(client=Client(), started_at=time.monotonic())
     assert asyncio.run(EngineSession.wait_warm(session, 5.0)) is not None
-    assert len(said) == 1, "until the engine said that nothing is left"
+    assert len(reports) == 1, "it waits until the engine reports that no graph is left"
     session.client = SimpleNamespace(failure=None, stats=SimpleNamespace())
-    assert asyncio.run(EngineSession.wait_warm(session, 5.0)) is None, "an engine that never says"
+    assert asyncio.run(EngineSession.wait_warm(session, 5.0)) is None, "an engine that never reports graphs"
 
 
 # -- which models ------------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_engine_that_dies_is_replaced(shape: Path, monkeypatch: pytest.MonkeyPat
     assert len(sessions) == 1
 
 
-# -- beside the peer ---------------------------------------------------------------------------------------------------
+# -- comparison with the peer ------------------------------------------------------------------------------------------
 
 
 def test_peers_carry_source_and_bars() -> None:

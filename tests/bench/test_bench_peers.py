@@ -19,11 +19,11 @@ from helpers.served import wait_until
 
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
-from millrace.bench.http.workloads import Shape, Workload, mixed, shared_prefix, single
+from millrace.bench.http.workloads import RequestShape, Workload, mixed, shared_prefix, single
 from millrace.bench.local_server import ServerProcess, free_port
 from millrace.bench.peers.bars import BARS, Bar, ResultTable, bars_for, wanted_workloads
 from millrace.bench.peers.compared_engine import ComparedEngine
-from millrace.bench.peers.installed import PeerModels, find_installed, llama_launch, vllm_launch
+from millrace.bench.peers.installed import PeerModels, find_installed, llama_command, vllm_command
 from millrace.bench.peers.report import median_lines, print_tables, verdict_cells, verdict_line
 from millrace.bench.peers.rounds import Comparison, Listener, RoundOptions, workloads_that_fit
 from millrace.bench.peers.selection import EngineSelection, peers
@@ -31,7 +31,7 @@ from millrace.bench.peers.spec import PeerSpec, kind_of, parse_peer, parse_peer_
 from millrace.cli import main
 from millrace.errors import ConfigError
 
-TINY = Workload("tiny", "for tests", tuple(Shape("tiny", i, 0, 8, 3) for i in range(2)), 2)
+TINY = Workload("tiny", "for tests", tuple(RequestShape("tiny", i, 0, 8, 3) for i in range(2)), 2)
 SMOL = BARS["smollm2-135m"]
 
 
@@ -51,7 +51,7 @@ def test_malformed_peer_is_refused_with_the_expected_form(text: str) -> None:
 
 def test_arguments_of_a_peer_are_split_like_a_shell_does() -> None:
     assert parse_peer_args('llama.cpp=-fa on --name "a b"') == ("llama.cpp", ["-fa", "on", "--name", "a b"])
-    for wrong in ("nobody=-x", "vllm", 'vllm="'):
+    for wrong in ("unknown=-x", "vllm", 'vllm="'):
         with pytest.raises(ConfigError, match="--peer-args"):
             parse_peer_args(wrong)
 
@@ -61,7 +61,7 @@ def test_kinds_follow_from_names() -> None:
     assert [kind_of(name) for name in names] == ["vllm", "openvino", "llama.cpp", "millrace", ""]
 
 
-# ── who takes part ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── selecting engines ─────────────────────────────────────────────────────────────────────────────────────────────────
 def selection(**changes: Any) -> EngineSelection:
     return EngineSelection(**{"bars": SMOL, "workloads": (single(), shared_prefix(), mixed()), **changes})
 
@@ -122,12 +122,12 @@ def test_installed_peers_are_found_and_missing_ones_reported(tmp_path: Path, mon
     found = find_installed(
         [python], PeerModels(gguf="m.gguf", openvino="m.gguf"), threads=2, one_at_a_time=["llama.cpp"]
     )
-    assert [launch.name for launch in found.launches] == ["llama.cpp", "openvino"]
-    llama = " ".join(found.launches[0].with_port(77))
+    assert [launch.name for launch in found.commands] == ["llama.cpp", "openvino"]
+    llama = " ".join(found.commands[0].with_port(77))
     assert llama.startswith(str(tmp_path / "llama-server"))
     assert "-t 2 -c 2048 -np 1" in llama
     assert "--port 77" in llama
-    assert found.launches[1].with_port(77)[0] == python
+    assert found.commands[1].with_port(77)[0] == python
     assert len(found.missing) == 1
     assert found.missing[0].startswith("vllm is skipped: it needs the model as safetensors: --bf16-model")
     nothing = find_installed([], PeerModels("m.gguf", "dir", "m.gguf"))
@@ -140,10 +140,10 @@ def test_missing_interpreter_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_launch_commands_set_cores_and_slots() -> None:
-    vllm = " ".join(vllm_launch("/x/python", "dir", 1, 16).with_port(5))
+    vllm = " ".join(vllm_command("/x/python", "dir", 1, 16).with_port(5))
     assert vllm.startswith("env VLLM_CPU_OMP_THREADS_BIND=")
     assert "--max-num-seqs 16 " in vllm
-    assert "-np 16" in " ".join(llama_launch("llama-server", "m.gguf", 2, 16).command)
+    assert "-np 16" in " ".join(llama_command("llama-server", "m.gguf", 2, 16).command)
 
 
 # ── judging ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,7 +205,7 @@ def test_tables_contain_every_engine_and_bar() -> None:
 
 
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Heard:
+class Recorder:
     def __init__(self) -> None:
         self.figures: list[tuple[str, int, Figure]] = []
         self.problems: list[tuple[str, str]] = []
@@ -224,28 +224,28 @@ def options(rounds: int = 2, **changes: Any) -> RoundOptions:
 
 
 def test_engines_alternate_and_get_the_same_prompts() -> None:
-    heard = Heard()
+    recorder = Recorder()
     with running(FakeServer()) as a, running(FakeServer()) as b, running(FakeServer()) as c:
         three = [ComparedEngine(name, url=server.url) for name, server in (("a", a), ("b", b), ("c", c))]
-        comparison = Comparison(three, options(), heard.listener())
+        comparison = Comparison(three, options(), recorder.listener())
         asyncio.run(comparison.run())
         sent = [sorted(x["prompt"] for x in server.requests if x["max_tokens"] == 3) for server in (a, b, c)]
     assert comparison.order == [(1, "a"), (1, "b"), (1, "c"), (2, "a"), (2, "b"), (2, "c")]
     assert sent[0] == sent[1] == sent[2]
-    assert len({tuple(prompt) for prompt in sent[0]}) == 4  # two requests a round, fresh ones in each
-    rounds = [(name, number) for name, number, figure in heard.figures if figure.metric == "output"]
+    assert len({tuple(prompt) for prompt in sent[0]}) == 4  # two new requests in each round
+    rounds = [(name, number) for name, number, figure in recorder.figures if figure.metric == "output"]
     assert rounds == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("c", 2)]
-    assert not heard.problems
+    assert not recorder.problems
 
 
 def test_unreachable_peer_is_reported_and_the_others_continue() -> None:
-    heard = Heard()
+    recorder = Recorder()
     with running(FakeServer()) as server:
         two = [ComparedEngine("gone", url=f"http://127.0.0.1:{free_port()}"), ComparedEngine("here", url=server.url)]
-        comparison = Comparison(two, options(), heard.listener())
+        comparison = Comparison(two, options(), recorder.listener())
         asyncio.run(comparison.run())
     assert comparison.order == [(1, "here"), (2, "here")]
-    [(name, sentence)] = heard.problems
+    [(name, sentence)] = recorder.problems
     assert name == "gone"
     assert "is not reachable" in sentence
     assert "dropped:" in sentence
@@ -299,15 +299,15 @@ def test_engine_started_here_uses_no_cpu_between_its_turns(between: Any) -> None
 
 
 def test_process_that_exits_is_reported() -> None:
-    heard = Heard()
+    recorder = Recorder()
     dying = ComparedEngine("brief", make=lambda: fake_process(free_port(), answers=2), between="keep")
     with running(FakeServer()) as server:
-        comparison = Comparison([dying, ComparedEngine("here", url=server.url)], options(3), heard.listener())
+        comparison = Comparison([dying, ComparedEngine("here", url=server.url)], options(3), recorder.listener())
         asyncio.run(comparison.run())
     rounds = {name: [turn for turn, who in comparison.order if who == name] for name in ("brief", "here")}
     assert rounds["here"] == [1, 2, 3]
-    assert rounds["brief"] in ([1, 2], [1, 2, 3])  # it may not have ended yet when its third turn begins
-    said = [sentence for name, sentence in heard.problems if name == "brief"]
+    assert rounds["brief"] in ([1, 2], [1, 2, 3])  # it may still be running when its third turn begins
+    said = [sentence for name, sentence in recorder.problems if name == "brief"]
     assert any("brief has exited:" in sentence and "worn out" in sentence for sentence in said)
 
 
@@ -320,32 +320,32 @@ def test_process_that_cannot_start_raises_with_the_reason(tmp_path: Path) -> Non
 
 
 def test_busy_idle_engine_is_reported() -> None:
-    heard = Heard()
+    recorder = Recorder()
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         with running(FakeServer(token_delay_s=0.1)) as a, running(FakeServer()) as b:
             two = [ComparedEngine("quiet", url=a.url), ComparedEngine("busy", url=b.url, pid=burner.pid)]
-            asyncio.run(Comparison(two, options(1), heard.listener()).run())
+            asyncio.run(Comparison(two, options(1), recorder.listener()).run())
     finally:
         burner.kill()
         burner.wait()
-    assert any(name == "busy" and "of a core while quiet was measured" in said for name, said in heard.problems)
+    assert any(name == "busy" and "of a core while quiet was measured" in said for name, said in recorder.problems)
 
 
 def test_unrelated_processes_that_use_the_cores_are_reported() -> None:
-    heard = Heard()
+    recorder = Recorder()
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     quiet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         with running(FakeServer(token_delay_s=0.1)) as server:
             one = [ComparedEngine("own", url=server.url, pid=quiet.pid)]
-            asyncio.run(Comparison(one, options(1), heard.listener()).run())
+            asyncio.run(Comparison(one, options(1), recorder.listener()).run())
     finally:
         for process in (burner, quiet):
             process.kill()
             process.wait()
-    assert any("is unreliable" in said for _, said in heard.problems)
-    assert [figure.value > 15 for _, _, figure in heard.figures if figure.workload == "machine"] == [True]
+    assert any("is unreliable" in said for _, said in recorder.problems)
+    assert [figure.value > 15 for _, _, figure in recorder.figures if figure.workload == "machine"] == [True]
 
 
 def test_round_takes_the_workloads_that_fit_the_remaining_time() -> None:

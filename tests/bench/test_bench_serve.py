@@ -57,13 +57,13 @@ def test_shape_model_has_the_tokenizer_and_template_of_its_source(folder: Path) 
 
 def test_server_under_open_streams_is_measured(folder: Path) -> None:
     options = ("--model", f"random:{folder}", "--device", "cpu", "--kv-tokens", "8192", "--fronts", "2")
-    # Long enough that a reading which comes late, as on a busy machine, still falls into it.
+    # Long enough that a late reading on a busy machine still falls into the measured time.
     bench = ServeBench(options, streams=(6,), tokens=16, seconds=4, warm_up_s=0.5, clients=2)
     said: list[str] = []
     (figures,) = bench.run(said.append)
     assert figures.errors == 0, figures.first_error
     assert figures.requests_per_s > 1
-    # Answers cut by the ends of the measured time make the two differ a little.
+    # The two differ a little because answers are cut at both ends of the measured time.
     assert figures.output_tokens_per_s == pytest.approx(16 * figures.requests_per_s, rel=0.5)
     assert 0 < figures.ttft_p50_ms <= figures.ttft_p99_ms
     assert 0 < figures.burst_ttft_p50_ms <= figures.burst_ttft_p99_ms

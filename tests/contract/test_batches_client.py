@@ -324,6 +324,6 @@ def test_running_requests_are_listed(tmp_path: Path) -> None:
         assert running["path"] == CHAT
         assert running["priority"] == "standard"
         assert get(front.port, f"/v1/requests/{first.id}").json["prompt_tokens"] == running["prompt_tokens"]
-        assert get(front.port, "/v1/requests/nobody").status == 404
+        assert get(front.port, "/v1/requests/unknown").status == 404
         stream.close()
         eventually(lambda: get(front.port, "/v1/requests").json["data"] == [])

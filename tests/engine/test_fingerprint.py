@@ -103,7 +103,7 @@ def test_the_digest_is_cached_until_the_file_changes(tmp_path: Path, monkeypatch
     assert num_computed == 2
 
 
-def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "model.safetensors")
     expected = weights_digest([path])
     (tmp_path / "file").write_text("")

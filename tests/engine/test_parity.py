@@ -86,8 +86,8 @@ def test_choices_share_the_prompt_and_follow_their_seeds() -> None:
     prompt = "The mill wheel turned slowly while the river " * 4
     params = SamplingParams(temperature=1.0, seed=42, max_tokens=12, n=4)
     with LLM(dtype="float32", kv_tokens=4000) as llm:
-        (crowd,) = llm.generate([prompt], params)
-        texts = [choice.text for choice in crowd.choices]
+        (output,) = llm.generate([prompt], params)
+        texts = [choice.text for choice in output.choices]
         assert len(set(texts)) > 1
         for index in range(4):
             (alone,) = llm.generate([prompt], SamplingParams(temperature=1.0, seed=42 + index, max_tokens=12))
@@ -104,8 +104,8 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(dtype: str) -> None:
     with LLM(dtype=dtype, kv_tokens=8000) as llm:
         alone = llm.generate([prompt], params)[0].text
         others = [f"Story number {index}: " + "word " * (index * 7 % 50) for index in range(11)]
-        crowd = llm.generate([*others[:5], prompt, *others[5:]], [*[GREEDY] * 5, params, *[GREEDY] * 6])
-        assert crowd[5].text == alone
+        batched = llm.generate([*others[:5], prompt, *others[5:]], [*[GREEDY] * 5, params, *[GREEDY] * 6])
+        assert batched[5].text == alone
 
 
 def test_logprobs_equal_a_softmax_of_the_oracle(lone_answers) -> None:

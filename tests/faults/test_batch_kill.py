@@ -52,7 +52,7 @@ def test_batch_continues_after_kill_and_restart(tmp_path: Path) -> None:
         server.kill()
     time.sleep(0.2)
     with real_server(*options) as again:
-        assert completed(again, batch_id) >= before, "what was answered stays answered"
+        assert completed(again, batch_id) >= before, "completed lines stay completed"
         eventually(lambda: get(again.port, f"/v1/batches/{batch_id}").json["status"] == "completed", within_s=60)
         batch = get(again.port, f"/v1/batches/{batch_id}").json
         output = get(again.port, f"/v1/files/{batch['output_file_id']}/content").body.decode().splitlines()

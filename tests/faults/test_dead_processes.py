@@ -13,7 +13,7 @@ from helpers.served import MODEL, Served, Stream, is_ready, serving, wait_until
 
 
 def answer(served: Served) -> int:
-    # Answers are sampled, and one in some hundred would end by itself.
+    # Answers are sampled; without `ignore_eos` about one in several hundred would end early.
     asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
     return served.request("POST", "/v1/completions", asked)[0]
 
@@ -28,7 +28,7 @@ def test_killed_engine_is_replaced_and_every_stream_gets_an_error() -> None:
             last = list(stream)[-1]
             assert last["error"]["code"] == "engine_unavailable"
             assert "engine" in last["error"]["message"]
-        # A front that had none of the streams hears of it a moment later.
+        # A front without streams notices a moment later.
         wait_until(lambda: not is_ready(served), "the fronts know")
         body = served.request("GET", "/ready")[1]
         assert body["status"] == "not ready"
@@ -51,7 +51,7 @@ def kill_a_front(served: Served) -> None:
     streams = [served.open_stream(max_tokens=40) for _ in range(12)]
     os.kill(dead, signal.SIGKILL)
     ends = [ends_whole(stream) for stream in streams]
-    assert any(ends), "no stream of the other front went on"
+    assert any(ends), "no stream of the other front continued"
     wait_until(lambda: served.metric("millrace_front_restarts_total") == 1, "the death is counted")
     wait_until(lambda: served.metric("millrace_fronts_up") == 2, "a new front serves")
     assert served.child("front_child") != dead
@@ -60,7 +60,7 @@ def kill_a_front(served: Served) -> None:
     for _ in range(12):
         assert answer(served) == 200
     after = served.metric('millrace_requests_total{finish_reason="length",route="/v1/completions",status="200"}')
-    assert after - before == 12, "one scrape counts what all fronts did"
+    assert after - before == 12, "one scrape counts the requests of all fronts"
     assert not list(Path("/dev/shm").glob("millrace*"))
 
 

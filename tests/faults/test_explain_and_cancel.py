@@ -56,10 +56,10 @@ def test_request_can_be_explained_and_cancelled(tmp_path: Path) -> None:
         status, answer = results["later"]
         assert status == 200
         by_answer_id = ask("GET", f"/v1/requests/{answer['id']}/explain")[1]
-        told = ask("GET", "/v1/requests/later/explain")[1]
-        assert by_answer_id == told
-        assert (told["state"], told["request_id"], told["priority"]) == ("ended", "later", "standard")
-        (sequence,) = told["sequences"]
+        explained = ask("GET", "/v1/requests/later/explain")[1]
+        assert by_answer_id == explained
+        assert (explained["state"], explained["request_id"], explained["priority"]) == ("ended", "later", "standard")
+        (sequence,) = explained["sequences"]
         assert sequence["finish_reason"] == "length"
         assert sequence["queue"]["waited_for_s"]["rows"] > 0
         assert "the maximum number of requests was running" in sequence["queue"]["why"]
@@ -76,8 +76,8 @@ def test_request_can_be_explained_and_cancelled(tmp_path: Path) -> None:
         assert (ended["finish_reason"], ended["output_tokens"]) == ("length", 4)
         assert ask("GET", "/v1/requests/blocker")[1]["sequences"][0]["finish_reason"] == "cancelled"
         assert ask("GET", "/v1/requests/later", who="other")[0] == 404
-        status, missing = ask("GET", "/v1/requests/nobody")
+        status, missing = ask("GET", "/v1/requests/unknown")
         assert status == 404
         assert "the last 4096 that ended" in missing["error"]["message"]
         assert ask("DELETE", "/v1/requests/later")[1]["cancelled"] is False
-        assert ask("DELETE", "/v1/requests/nobody")[0] == 404
+        assert ask("DELETE", "/v1/requests/unknown")[0] == 404

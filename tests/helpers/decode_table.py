@@ -17,6 +17,6 @@ def change_decode_table(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 
 def want_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs programs one after the other, those without work too."""
+    """Triton's interpreter runs programs one by one, also those without work."""
     few = dict.fromkeys(("plain", "packed", "fp8"), 9)
     change_decode_table(monkeypatch, very_few_programs=few, few_programs=16)

@@ -1,6 +1,6 @@
 """Fake CUDA streams: queued work runs later, in a random order that respects the waits on events.
 
-Covers what copies need: streams, events, and `copy_` with `non_blocking`. Code that relies on an order that nothing
+Covers what copies use: streams, events, and `copy_` with `non_blocking`. Code that relies on an order that nothing
 enforces fails for some seed.
 """
 
@@ -21,7 +21,7 @@ PLACE = SimpleNamespace(type="cuda")
 
 
 class Streams:
-    """All streams, one of them current. Work is a deque of callables; one that returns False did not run, because it
+    """All streams; one is current. Work is a deque of callables; a callable that returns False did not run because it
     waits for an event."""
 
     def __init__(self, seed: int) -> None:

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 
-def said_by(script: str, *arguments: object) -> str:
-    """What a script says that compiles kernels, in an interpreter where Triton is not Triton's own interpreter; behind
-    it what went wrong, if something did."""
+def output_of(script: str, *arguments: object) -> str:
+    """Output of a script that compiles kernels, run in a process in which Triton compiles instead of interpreting,
+    followed by the end of its standard error."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],

@@ -38,13 +38,13 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def ctrl_c(self) -> None:
-        # CPython's readline looks for signals and then waits for a key: one that falls in between is seen only with
+        # CPython's readline checks for signals and then waits for a key: a signal in between is noticed only with
         # the next key. No person is that fast; a test is.
         time.sleep(0.3)
         self.type("\x03")
 
     def expect(self, text: str, timeout_s: float = 20.0) -> str:
-        """Read until `text` appears; return what came before it. Colours are left out."""
+        """Read until `text` appears; return the text before it. Colours are removed."""
         deadline = time.monotonic() + timeout_s
         while text not in self._seen:
             if not self._read(deadline):
@@ -60,7 +60,7 @@ class Terminal:
         return self.process.wait(max(deadline - time.monotonic(), 0.1))
 
     def _read(self, deadline: float) -> bool:
-        """Take in what there is; False when the time or the program is over."""
+        """Read the available output; False if there is none until the deadline or the program has ended."""
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([self._master], [], [], left)[0]:
             return False
@@ -74,7 +74,7 @@ class Terminal:
 
 @contextmanager
 def on_terminal(arguments: Sequence[str]) -> Iterator[Terminal]:
-    """`python -m millrace ARGUMENTS` with a terminal as its controlling one, so that Ctrl-C is a signal."""
+    """`python -m millrace ARGUMENTS` on a controlling terminal, so that Ctrl-C sends a signal."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "millrace", *arguments],

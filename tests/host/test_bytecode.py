@@ -51,7 +51,7 @@ def test_first_start_with_many_cores_compiles_ahead(
     assert compiling is not None
     compiling.join(60)
     kept = tmp_path / "cache" / "millrace" / "bytecode"
-    assert compiled(kept) == ["__init__", "part"], "but not what is hardly ever imported"
+    assert compiled(kept) == ["__init__", "part"], "rarely imported modules are not compiled"
     assert bytecode.keep_bytecode(environment(PYTHONDONTWRITEBYTECODE="1"), "heavy_library") is None
 
 

@@ -75,8 +75,8 @@ def forget(path: Path) -> None:
         os.close(file)
         if not held_pieces(path)[1]:
             return
-        time.sleep(0.05)  # pages on their way cannot be dropped
-    pytest.skip("this system keeps what it holds of a file")
+        time.sleep(0.05)  # pages being written or read cannot be dropped
+    pytest.skip("this system does not drop cached pages")
 
 
 def held_pieces(path: Path) -> tuple[set[int], set[int]]:
@@ -89,7 +89,7 @@ def held_pieces(path: Path) -> tuple[set[int], set[int]]:
         answer = ctypes.CDLL(None, use_errno=True).mincore(begin, num_bytes, flags)
         del first
     if answer != 0:
-        pytest.skip("this system does not tell what is in memory")
+        pytest.skip("this system does not report cached pages")
     step = page_reader.PIECE_BYTES // mmap.PAGESIZE
     pieces = [[flag & 1 for flag in flags.raw[at : at + step]] for at in range(0, num_pages, step)]
     return {n for n, held in enumerate(pieces) if all(held)}, {n for n, held in enumerate(pieces) if any(held)}
@@ -101,7 +101,7 @@ def pieces_of(*spans: tuple[int, int]) -> set[int]:
 
 
 def touched_pieces(at: dict[str, tuple[int, int]], head_bytes: int) -> set[int]:
-    """Of the library above, with as much of its code as of its data."""
+    """Touched pieces of the file that `library` makes, if code and data heads are equally long."""
     places = [at[name] for name in SECTIONS_TOUCHED]
     tails = [(max(begin + head_bytes, end - page_reader.TAIL_BYTES), end) for begin, end in places]
     return pieces_of(*((begin, min(end, begin + head_bytes)) for begin, end in places), *tails)
@@ -135,7 +135,7 @@ def test_only_missing_parts_are_read(library: tuple[Path, dict[str, tuple[int, i
     touched = touched_pieces(at, 2 * MB)
     assert touched <= whole
     last = path.stat().st_size // page_reader.PIECE_BYTES
-    assert begun <= touched | {0, last}, "but for the header and the list of sections"
+    assert begun <= touched | {0, last}, "other pieces: only the header and the section table"
     assert num_bytes == len(touched) * page_reader.PIECE_BYTES
 
 
@@ -165,7 +165,7 @@ def test_read_page_is_in_memory(library: tuple[Path, dict[str, tuple[int, int]]]
             assert page_reader.is_in_memory(file, MB)
     finally:
         os.close(file)
-    assert not page_reader.is_in_memory(file, MB), "a file that cannot be asked"
+    assert not page_reader.is_in_memory(file, MB), "a file that mincore cannot query"
 
 
 def test_whole_file_is_read_up_to_the_limit(
@@ -264,4 +264,4 @@ def test_libraries_are_read_only_for_a_gpu_engine(
     monkeypatch.setattr(process, "read_libraries_ahead", lambda: calls.append("read"))
     monkeypatch.setattr(process, "EngineProcess", lambda config: calls.append("engine"))
     process.start_engine(load_config(None, {"run.device": device}).config)
-    assert calls == ["engine"] + ["read"] * expected, "an engine does not wait for what is read for it"
+    assert calls == ["engine"] + ["read"] * expected, "the engine starts before the libraries are read"

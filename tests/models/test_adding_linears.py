@@ -1,5 +1,5 @@
-"""Linears that add their result to the residual themselves: the same logits in every family, for all tokens of a step,
-for the last ones, and in steps too small for it to pay."""
+"""Linears that add their result to the residual: the same logits in every family, for all tokens of a step, for the
+last ones, and in steps with too few rows to add."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from millrace.ops.linear import dense as linear
 
 CPU = torch.device("cpu")
 MIN_ROWS_TO_ADD = 4
-"""Minimum rows from which the linears of these tests add."""
+"""Minimum rows for which the linears of these tests add."""
 
 
 @pytest.fixture
 def added_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Build decoders with the GPU's linear, which here adds from few rows on; yields the rows of each call."""
+    """Build decoders with the GPU's linear, which here adds for few rows already; records the rows of each call."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install -r requirements-dev.txt")
     from millrace.ops.triton.gemm.choice import NO_TILES
 
@@ -74,7 +74,7 @@ def test_logits_are_the_same(case: str, added_rows: list[int]) -> None:
         steps = [len(tokens[at : at + chunk]) for at in range(0, len(tokens), chunk)]
         attention, mlp = ADDED[case]
         layers = len(decoder.spec.layers)
-        per_step = attention * layers + mlp * (layers - 1)  # The last one's goes to the final norm.
+        per_step = attention * layers + mlp * (layers - 1)  # The last layer's output goes to the final norm.
         assert sorted(added_rows) == sorted(rows for rows in steps if rows >= MIN_ROWS_TO_ADD for _ in range(per_step))
 
 
@@ -104,7 +104,7 @@ def test_when_only_some_tokens_are_needed(count: int, added_rows: list[int]) -> 
     assert added_rows.count(3 * count) == 2 * len(decoder.spec.layers) - 2
 
 
-def test_the_embedding_itself_is_not_added_to(added_rows: list[int]) -> None:
+def test_the_embedding_is_not_changed(added_rows: list[int]) -> None:
     _, decoder = make("llama_tied")
     tokens = random.Random(0).choices(range(VOCAB), k=12)
     first, second = (PagedDriver(decoder, block_size=4).run(0, tokens, 12) for _ in range(2))

@@ -11,7 +11,7 @@ from millrace.models.spec.rope import inverse_frequencies
 ROPES = (RopeSpec(8, 10000.0), RopeSpec(16, 500000.0, "yarn", factor=4.0, original_context=64, attention_factor=1.2))
 
 
-def test_looking_up_is_computing() -> None:
+def test_lookups_equal_computed_angles() -> None:
     angles = Angles(ROPES, [inverse_frequencies(rope) for rope in ROPES])
     positions = torch.tensor([0, 1, 7, 1023, 512, 7])
     for table, rows, rope in zip(angles.upto(1024), angles.of(positions), ROPES, strict=True):
@@ -19,7 +19,7 @@ def test_looking_up_is_computing() -> None:
         assert torch.equal(table[positions], rows)
 
 
-def test_tables_move_only_when_they_grow() -> None:
+def test_tables_are_rebuilt_only_when_they_grow() -> None:
     angles = Angles(ROPES[:1], [inverse_frequencies(ROPES[0])])
     first = angles.upto(3)
     assert angles.upto(FIRST_POSITIONS) is first

@@ -37,7 +37,7 @@ def test_logits(case: str, dtype: torch.dtype, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_with_sums_in_the_products(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_with_linears_that_add(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MIN_ROWS_TO_ADD", 5)
     test_logits(case, torch.bfloat16, 0.08)
 

@@ -97,7 +97,7 @@ def test_without_a_compiler_there_is_no_native_stack(monkeypatch: pytest.MonkeyP
     assert load("llama", torch.float32).native_stack is None
 
 
-def test_time_is_given_by_kind_of_work() -> None:
+def test_time_is_reported_by_kind_of_work() -> None:
     if native.native_missing(CPU):
         pytest.skip("there are no native kernels here")
     decoder = load("gemma3", torch.bfloat16)

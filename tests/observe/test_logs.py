@@ -45,8 +45,8 @@ def test_second_set_up_replaces_the_first() -> None:
 def test_other_libraries_log_only_warnings_and_errors() -> None:
     out = io.StringIO()
     setup_logging("debug", stream=out)
-    logging.getLogger("somebody.else").info("chatter")
-    logging.getLogger("somebody.else").error("trouble")
+    logging.getLogger("other.library").info("chatter")
+    logging.getLogger("other.library").error("trouble")
     assert "chatter" not in out.getvalue()
     assert "trouble" in out.getvalue()
 

@@ -140,10 +140,10 @@ def test_native_result_depends_only_on_the_query(dtype: torch.dtype, softcap: fl
         rows = make_batch([([0] * count, first, table)], 16)
         assert torch.equal(attention(part, kv, attention.prepare(rows, 16, window)), whole[first : first + count])
     others = [([0] * 9, 20, table), ([0], 149, table), ([0] * 30, 60, table)]
-    company = make_batch(others, 16)
+    mixed = make_batch(others, 16)
     together = torch.cat((queries[20:29], queries[149:], queries[60:90]))
     expected = torch.cat((whole[20:29], whole[149:], whole[60:90]))
-    assert torch.equal(attention(together, kv, attention.prepare(company, 16, window)), expected)
+    assert torch.equal(attention(together, kv, attention.prepare(mixed, 16, window)), expected)
     flat = kv[:, table].transpose(2, 3).flatten(1, 2)[:, :length]
     other = torch.full((2, 60, 2, 3, 40), float("nan"), dtype=dtype)
     other[:, 1:51] = flat.view(2, 50, 3, 2, 40).transpose(2, 3)

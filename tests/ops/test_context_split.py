@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gpu_compiler import said_by
+from helpers.gpu_compiler import output_of
 from helpers.paged import make_attention_case, rewritten
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
@@ -22,12 +22,12 @@ from millrace.ops.kv.packed import packed_items
 from millrace.ops.triton.attention.prefill import ContextSplit, HeadShape, SplitWorkspace
 
 HALF = torch.float16 if interpreted else torch.bfloat16
-"""Triton's interpreter multiplies no bfloat16."""
+"""Triton's interpreter cannot multiply bfloat16."""
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SAME_PACKED = 2e-2
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
-NEVER = {"packed": (packed_items, SCALE_WORDS, torch.int16, 0x7FC1), "fp8": (int, SCALE_BYTES, torch.uint8, 255)}
-"""(items of a head, what its scale takes, dtype, and what is NaN where nothing was written) of other caches."""
+UNWRITTEN = {"packed": (packed_items, SCALE_WORDS, torch.int16, 0x7FC1), "fp8": (int, SCALE_BYTES, torch.uint8, 255)}
+"""By cache format: items per head, items per scale, dtype, and the value of unwritten entries, which reads as NaN."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +37,20 @@ def quick() -> Iterator[None]:
 
 
 def in_format(kv: torch.Tensor, held: str) -> torch.Tensor:
-    """The same cache, packed or in eight bits; places that were never written stay so."""
-    items, scale, dtype, never = NEVER[held]
+    """The same cache, packed or in FP8; unwritten entries stay unwritten."""
+    items, scale, dtype, unwritten = UNWRITTEN[held]
     shape = (*kv.shape[:4], items(kv.shape[4]) + scale)
-    return rewritten(kv, torch.full(shape, never, dtype=dtype, device=kv.device))
+    return rewritten(kv, torch.full(shape, unwritten, dtype=dtype, device=kv.device))
 
 
-def beside_own(queries: torch.Tensor, kv: torch.Tensor, batch: Any) -> torch.Tensor:
+def with_own_keys(queries: torch.Tensor, kv: torch.Tensor, batch: Any) -> torch.Tensor:
     """The queries as a view of a projection that also holds the keys and values of the step's own tokens."""
     own = kv.permute(1, 3, 0, 2, 4).flatten(0, 1)[batch.slots].flatten(1, 2)
     return torch.cat((queries, own.to(queries.dtype)), 1)[:, : queries.shape[1]]
 
 
 def split(attention: PagedAttention, batch: Any, parts: int, spare_tiles: int = 2) -> None:
-    """What the packet of a bucket in parts brings: tiles of all queries, and some of none."""
+    """Set what the packet of a split bucket contains: tiles of all queries, and some empty tiles."""
     tiles = tiles_of(batch.query_starts_host, attention.queries_per_tile, every_row=True) + [(-1, -1)] * spare_tiles
     batch.tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
     batch.table_rows = torch.arange(len(batch.seq_lens_host), dtype=torch.int32, device=device)
@@ -74,10 +74,10 @@ def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **chan
     workspace = paged._split_workspace(torch.device(device))
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
-    queries = beside_own(queries, kv, batch) if held == "packed" else queries
+    queries = with_own_keys(queries, kv, batch) if held == "packed" else queries
     found = paged(queries, cache, paged.prepare(batch, sizes["block_size"], None)).float()
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    assert not workspace.lse[: len(queries) * sizes["heads"] * parts].isnan().any(), "a part has said nothing"
+    assert not workspace.lse[: len(queries) * sizes["heads"] * parts].isnan().any(), "a part was not written"
 
 
 FORMATS = {"plain": {}, "fp8": {}, "packed": {"head_dim": 64, "dtype": torch.float32 if interpreted else HALF}}
@@ -86,14 +86,14 @@ FORMATS = {"plain": {}, "fp8": {}, "packed": {"head_dim": 64, "dtype": torch.flo
 @pytest.mark.parametrize("held", FORMATS)
 @pytest.mark.parametrize("known", [0, 1, 16, 63, 64, 127, 333])
 def test_contexts_of_any_length(known: int, held: str) -> None:
-    """Those without keys for every part, too."""
+    """Also contexts too short for every part to have keys."""
     compare([(7, known)], 4, held, **FORMATS[held])
 
 
 @pytest.mark.parametrize("held", FORMATS)
 @pytest.mark.parametrize("parts", [2, 3, 8])
-def test_rows_of_several_tiles_beside_each_other(parts: int, held: str) -> None:
-    """One with a context, one without, and one of a single query, as padding may be."""
+def test_several_rows_of_several_tiles(parts: int, held: str) -> None:
+    """A row with a context, a row without, and a single query, as in padding."""
     compare([(40, 190), (5, 0), (1, 130)], parts, held, **FORMATS[held])
 
 
@@ -114,7 +114,7 @@ def test_head_sizes(head_dim: int) -> None:
     compare([(9, 121)], 4, head_dim=head_dim)
 
 
-def test_in_float32_with_a_cap_and_with_large_scores() -> None:
+def test_float32_softcap_and_large_scores() -> None:
     compare([(9, 150)], 4, dtype=torch.float32)
     compare([(9, 150)], 4, softcap=5.0, scale=2.0)
     compare([(9, 150)], 4, scale=40.0)
@@ -132,7 +132,7 @@ def test_windows_and_steps_beyond_the_workspace_are_refused() -> None:
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (32, 4), (28, 4), (9, 3), (16, 1), (200, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_rule_makes_about_one_wave_that_fits_the_workspace(heads: tuple[int, int], head_dim: int) -> None:
+def test_the_number_of_parts_gives_about_one_wave_and_fits_the_workspace(heads: tuple[int, int], head_dim: int) -> None:
     shape = HeadShape(*heads, head_dim, 0.1)
     per_tile = PagedAttention(*heads, head_dim, 0.1).queries_per_tile
     workspace = SplitWorkspace(SPLIT_CELLS, shape, torch.device("meta"))
@@ -145,7 +145,7 @@ def test_the_rule_makes_about_one_wave_that_fits_the_workspace(heads: tuple[int,
             ContextSplit(parts, workspace).check(tokens, shape, 0)
 
 
-def test_the_rule_for_two_tiles_of_eight_heads_and_for_more() -> None:
+def test_the_number_of_parts_falls_with_the_number_of_tiles() -> None:
     assert [context_parts(tiles, 8) for tiles in (1, 2, 4, 8, 16)] == [8, 8, 4, 2, 1]
 
 
@@ -178,7 +178,7 @@ print("waits", "griddepcontrol.wait" in join.asm["ptx"] and "griddepcontrol.wait
 
 
 def test_both_kernels_compile_for_a_gpu() -> None:
-    assert "wide True True\nwaits True" in said_by(COMPILE)
+    assert "wide True True\nwaits True" in output_of(COMPILE)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""cuBLASLt products with measured algorithms: the table is sound, every entry gives the result of cuBLASLt's own choice
+"""cuBLASLt products with measured algorithms: the table is valid, every entry gives the result of cuBLASLt's own choice
 on a GPU, also in a CUDA graph, and products without an entry are left to torch."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from millrace.ops.tuning.load import EntriesByRows, measured_on, read_product_ta
 TABLES = {name: read_product_table("h200", "cublaslt", name) for name in ("bf16", "float32")}
 CASES = [(name, size) for name, table in TABLES.items() for size in table]
 ROUNDED = 4e-3
-"""Relative error between two roundings to bf16 of sums in float32."""
+"""Tolerance: relative error of float32 sums rounded to bfloat16."""
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -36,7 +36,7 @@ def test_entries_name_tiles_and_clusters_that_exist(name: str, size: tuple[int, 
             assert 0 <= algorithm.option < 8
 
 
-def test_every_tile_is_used_and_has_a_number_of_its_own() -> None:
+def test_every_tile_is_used_and_has_a_unique_number() -> None:
     used = {
         choice[:2] for table in TABLES.values() for entries in table.values() for choice in entries.values() if choice
     }
@@ -45,7 +45,7 @@ def test_every_tile_is_used_and_has_a_number_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_without_a_gpu_or_a_choice_nothing_is_done(wide: bool) -> None:
+def test_without_a_gpu_or_an_entry_the_product_returns_none(wide: bool) -> None:
     weight = torch.randn(32, 16, dtype=torch.bfloat16)
     product = CublasltProduct(weight, {8: (128, 128, 2, 1, 1)}, wide=wide)
     assert product(torch.randn(8, 16, dtype=torch.bfloat16)) is None
@@ -62,7 +62,7 @@ def test_without_a_gpu_or_a_choice_nothing_is_done(wide: bool) -> None:
 def cublaslt_handle() -> cublaslt.Cublaslt:
     device = torch.device("cuda")
     if measured_on(device) is None:
-        pytest.skip("no algorithms were measured on this kind of GPU")
+        pytest.skip("no algorithms were measured on this GPU")
     found = cublaslt.open_cublaslt(device)
     if found is None:
         pytest.skip("the algorithms were measured with another major version of cuBLAS")
@@ -83,7 +83,7 @@ def poisoned(product: CublasltProduct, x: Tensor, wide: bool) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_every_entry_is_taken_and_right(cublaslt_handle: cublaslt.Cublaslt, name: str, size: tuple[int, int]) -> None:
+def test_every_entry_is_used_and_correct(cublaslt_handle: cublaslt.Cublaslt, name: str, size: tuple[int, int]) -> None:
     wide = name == "float32"
     entries = TABLES[name][size]
     most_x, weight = new(max(entries), *size)
@@ -127,7 +127,7 @@ def test_a_captured_graph_adds_at_every_replay(cublaslt_handle: cublaslt.Cublasl
         wanted = total.float() + x.float() @ weight.float().t()
         graph.replay()
         assert error(total, wanted) < ROUNDED
-    assert not product.add_to(x, total.t().contiguous().t()), "results that do not lie row by row"
+    assert not product.add_to(x, total.t().contiguous().t()), "a result that is not row-major"
 
 
 SMALL: EntriesByRows = {100: None, 200: (128, 128, 2, 1, 1), 300: (128, 128, 1, 1, 0)}
@@ -143,19 +143,19 @@ def test_odd_numbers_of_rows(cublaslt_handle: cublaslt.Cublaslt, rows: int, wide
 
 
 @pytest.mark.gpu
-def test_what_has_no_algorithm_returns_none(cublaslt_handle: cublaslt.Cublaslt) -> None:
+def test_products_without_an_algorithm_return_none(cublaslt_handle: cublaslt.Cublaslt) -> None:
     x, weight = new(301, 512, 256)
     product = CublasltProduct(weight, SMALL)
     assert product(x[:200]) is not None
-    assert product(x[:100]) is None, "a size without a choice"
+    assert product(x[:100]) is None, "an entry without an algorithm"
     assert product(x) is None, "more rows than were measured"
     assert product(x[:200].float()) is None, "another dtype"
     assert product(torch.randn(150, 512, device="cuda", dtype=torch.bfloat16)[:, :256]) is None, "rows with gaps"
     shifted = torch.randn(150 * 256 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(150, 256)
-    assert product(shifted) is None, "rows that begin between vectors"
+    assert product(shifted) is None, "rows that are not aligned"
     odd_x, odd_weight = new(150, 511, 255)
     odd = CublasltProduct(odd_weight, SMALL)
-    assert odd(odd_x) is None, "a size that the algorithm does not take"
+    assert odd(odd_x) is None, "a size that the algorithm does not support"
 
 
 @pytest.mark.gpu
@@ -174,7 +174,7 @@ def test_a_captured_graph_reads_its_input_at_replay(cublaslt_handle: cublaslt.Cu
 
 
 @pytest.mark.gpu
-def test_linear_takes_it_and_falls_back(cublaslt_handle: cublaslt.Cublaslt) -> None:
+def test_linear_uses_cublaslt_and_falls_back(cublaslt_handle: cublaslt.Cublaslt) -> None:
     x, weight = new(448, 4096, 4096)
     bias = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     plain, biased = TunedLinear(weight), TunedLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""FP8 products: rows and weights quantised as the reference says, every version near the unquantised product."""
+"""FP8 products: quantisation equals the reference, and every version is close to the unquantised product."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 70), spread=st.sampled_from([0.0, 1.0, 8.0]))
-def test_rows_keep_their_size_and_their_zeros(rows: int, columns: int, spread: float) -> None:
+def test_quantised_rows_keep_magnitudes_and_zeros(rows: int, columns: int, spread: float) -> None:
     x = random(rows, columns, torch.float32, spread)
     x[0] = 0
     found = quantise_rows(x)
@@ -49,7 +49,7 @@ def test_rows_keep_their_size_and_their_zeros(rows: int, columns: int, spread: f
     assert found.scales[0] == 1
 
 
-def test_weights_are_quantised_in_slices_like_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantising_in_slices_equals_quantising_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(37, 50)
     whole = quantise_weight(weight)
     monkeypatch.setattr("millrace.ops.base.quantised._SLICE_ITEMS", 150)
@@ -58,7 +58,7 @@ def test_weights_are_quantised_in_slices_like_whole(monkeypatch: pytest.MonkeyPa
     assert torch.equal(whole.scales, sliced.scales)
 
 
-def test_functions_get_the_keyword_they_lack() -> None:
+def test_with_quantise_adds_a_missing_keyword() -> None:
     x = random(3, 8)
     plain = with_quantise(lambda value: value * 2)
     assert torch.equal(plain(x), x * 2)
@@ -81,7 +81,7 @@ def test_functions_get_the_keyword_they_lack() -> None:
     ("rows", "columns", "whole_row"), [(1, 96, 16384), (7, 200, 16384), (4, 300, 64), (3, 128, 64)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_quantised_as_the_reference_does(rows: int, columns: int, whole_row: int, dtype: torch.dtype) -> None:
+def test_the_kernel_quantises_like_the_reference(rows: int, columns: int, whole_row: int, dtype: torch.dtype) -> None:
     x = random(rows, columns, dtype)
     x[-1] = 0
     found, wanted = fp8.quantise_rows(x, whole_row), quantise_rows(x)
@@ -89,7 +89,7 @@ def test_rows_are_quantised_as_the_reference_does(rows: int, columns: int, whole
     values, right = found.values.float(), wanted.values.float()
     if interpreted:  # Triton's interpreter loses the carry of a mantissa that rounds up to the next power of two.
         values = torch.where(values == right / 2, right, values)
-    # One more or less in the last place where a quotient lies between two numbers.
+    # Rounding may differ by one in the last place.
     assert (values - right).abs().le(right.abs() / 8).all()
     assert (values != right).float().mean() < 0.02
     assert (found.values[-1].float() == 0).all()
@@ -130,7 +130,7 @@ def make_tuned(weight: Tensor, bias: Tensor | None = None) -> Fp8Tuned:
 
 
 @pytest.mark.parametrize("make", [Fp8Reference, Fp8Invariant, make_tuned])
-def test_layers_are_near_the_product_they_stand_for(make: type[Fp8Reference]) -> None:
+def test_layers_are_close_to_the_unquantised_product(make: type[Fp8Reference]) -> None:
     weight, bias = random(80, 144, spread=0.0), random(1, 80)[0]
     layer = make(weight, bias)
     assert layer.takes_fp8
@@ -143,7 +143,7 @@ def test_layers_are_near_the_product_they_stand_for(make: type[Fp8Reference]) ->
         exact = x.double() @ weight.double().T
         assert relative_error(found, exact + bias.double()) < 0.06
         assert relative_error(found, Fp8Reference(weight, bias)(x)) < 8e-3
-        # From plain rows; the interpreter's rounding is the one described above.
+        # From plain rows, with the interpreter's rounding error described above.
         assert relative_error(layer(x), exact + bias.double()) < (0.3 if interpreted else 0.06)
 
 
@@ -163,12 +163,12 @@ def test_cublaslt_product_on_the_gpu() -> None:
         assert relative_error(layer(x), own(x)) < 1e-2
 
 
-# --- inputs in the model's dtype, and gates with ups ---
+# --- inputs in the model's dtype, and gated products ---
 
 
 @pytest.mark.parametrize("shared_x", [True, False])
 @pytest.mark.parametrize(("rows", "n", "k", "with_bias"), [(1, 21, 128, True), (2, 16, 200, False)])
-def test_one_or_two_rows_are_taken_as_they_are(rows: int, n: int, k: int, with_bias: bool, shared_x: bool) -> None:
+def test_one_or_two_rows_are_not_quantised(rows: int, n: int, k: int, with_bias: bool, shared_x: bool) -> None:
     x, weight = random(rows, k), quantise_weight(random(n, k))
     bias = random(1, n)[0] if with_bias else None
     tiles = Tiles("gemv", 2, 4, 64, stages=1, shared_x=shared_x)
@@ -180,7 +180,7 @@ def test_one_or_two_rows_are_taken_as_they_are(rows: int, n: int, k: int, with_b
 
 
 @pytest.mark.parametrize(("kind", "split"), [("dot", 1), ("swap", 2), ("swap_tma", 1)])
-def test_gates_and_ups_in_one_product(kind: Kind, split: int) -> None:
+def test_gate_and_up_in_one_product(kind: Kind, split: int) -> None:
     rows, inner, k = 18, 72, 192
     x, weight = quantise_rows(random(rows, k)), quantise_weight(random(2 * inner, k, spread=0.0))
     found = multiply(
@@ -200,8 +200,8 @@ def make_linear(tiles: Tiles) -> Callable[[Tensor, Tensor | None], Fp8Tuned]:
     return lambda weight, bias: Fp8Tuned(weight, bias, Fp8Tiles(TilesByRows((99,), (tiles,))))
 
 
-def test_an_mlp_is_near_the_unquantised_whatever_passes_between_its_halves() -> None:
-    """Results of one kernel in the model's dtype, and by the parts; gate_up [2 I, H], down [H, I]."""
+def test_an_mlp_is_close_to_the_unquantised_one() -> None:
+    """The gated product is one kernel with a result in the model's dtype, or separate ops with an FP8 result."""
     inner, hidden = 128, 64
     gate_up, down = random(2 * inner, hidden, spread=0.0) * 0.2, random(hidden, inner, spread=0.0) * 0.1
     tiles, one_row = Tiles("swap", 16, 64, 64, stages=2), Tiles("gemv", 2, 4, 64, stages=1)
@@ -216,7 +216,7 @@ def test_an_mlp_is_near_the_unquantised_whatever_passes_between_its_halves() -> 
         assert isinstance(between, kind)
         gate, up = (x.double() @ gate_up.double().T).chunk(2, dim=-1)
         wanted = (torch.nn.functional.silu(gate) * up) @ down.double().T
-        # The interpreter's rounding to eight bits is the one described above.
+        # With the interpreter's rounding error described above.
         assert relative_error(second(between), wanted) < (0.3 if interpreted else 0.08)
     assert isinstance(first(random(2, hidden), quantise=True), Quantised)
     assert isinstance(first(quantise_rows(random(2, hidden))), Tensor)

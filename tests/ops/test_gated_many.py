@@ -1,4 +1,4 @@
-"""The gated product of many rows: equals its parts on a GPU, and compiles for one anywhere."""
+"""The gated product for many rows: equals the separate ops on a GPU, and compiles on any machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gpu_compiler import said_by
+from helpers.gpu_compiler import output_of
 from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
@@ -22,9 +22,9 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
-from millrace.ops.triton.gemm import gated_many as room, operand_ring
+from millrace.ops.triton.gemm import gated_many as module, operand_ring
 
-kernel, (rows, outputs) = room.gated_many_kernel, map(int, sys.argv[1:])
+kernel, (rows, outputs) = module.gated_many_kernel, map(int, sys.argv[1:])
 blocks = {"x_desc": (rows, 64), "w_desc": (outputs, 64), "out_desc": (rows, outputs)}
 constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 64, "STAGES": 4, "GROUP": 16, "GELU": False,
              "FETCHING_REGISTERS": 24}
@@ -41,17 +41,17 @@ print("wide", instruction in built.asm["ptx"], built.metadata.shared <= 227 << 1
 @pytest.mark.parametrize("tile", [(128, 128), (256, 64)])
 def test_it_compiles_to_the_warpgroup_instruction(tile: tuple[int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    assert "wide True True" in said_by(COMPILE, *tile)
+    assert "wide True True" in output_of(COMPILE, *tile)
 
 
 def test_every_entry_is_a_tile_that_fits() -> None:
     unmeasured = entries_by_rows(read("h200", "gemm")["gated_many_unmeasured"]["tiles"])
     for entries in (*read_product_table("h200", "gemm", "gated_many").values(), unmeasured):
-        assert max(entries) == ANY_ROWS, "no number of rows is too many"
+        assert max(entries) == ANY_ROWS, "the last entry covers any number of rows"
         assert set(entries.values()) <= {None, (128, 128), (256, 64)}
 
 
-def test_without_a_gpu_there_is_no_choice() -> None:
+def test_without_a_gpu_there_is_no_table() -> None:
     if not interpreted:
         pytest.skip("there is a GPU")
     weight = torch.zeros(28672, 4096, dtype=torch.bfloat16)
@@ -87,7 +87,7 @@ def check(got: Tensor, x: Tensor, weight: Tensor, activation: Activation) -> Non
         (8200, 8, 8),
     ],
 )
-def test_it_equals_its_parts(
+def test_the_kernel_equals_the_separate_ops(
     rows: int, outputs: int, inputs: int, activation: Activation, tile: tuple[int, int]
 ) -> None:
     from millrace.ops.triton.gemm.gated_many import gated_many
@@ -97,7 +97,7 @@ def test_it_equals_its_parts(
 
 
 @pytest.mark.gpu
-def test_nothing_beyond_the_result_is_written_and_x_may_lie_anywhere() -> None:
+def test_repeated_results_are_equal_and_x_may_have_any_alignment() -> None:
     from millrace.ops.triton.gemm.gated_many import gated_many
 
     x, weight = operands(300, 264, 128)
@@ -112,19 +112,19 @@ def test_nothing_beyond_the_result_is_written_and_x_may_lie_anywhere() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_op_takes_it_where_it_can(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millrace.ops.triton.gemm import gated_many as room
+def test_the_op_uses_the_kernel_where_it_is_supported(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from millrace.ops.triton.gemm import gated_many as module
 
     x, weight = operands(2048, 3072, 1024)
     bias = torch.randn(6144, device=device).bfloat16() if has_bias else None
     calls: list[int] = []
-    kernel = room.gated_many
+    kernel = module.gated_many
 
     def counted(x: Tensor, *rest: Any) -> Tensor:
         calls.append(x.shape[0])
         return kernel(x, *rest)
 
-    monkeypatch.setattr(room, "gated_many", counted)
+    monkeypatch.setattr(module, "gated_many", counted)
     layer = TunedGatedLinear(weight, bias, "silu", PlainLinear, make_torch("silu"))
     for rows in (256, 1408, 2048):
         sums = torch.nn.functional.linear(x[:rows].float(), weight.float(), None if bias is None else bias.float())

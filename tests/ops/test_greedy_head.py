@@ -1,11 +1,11 @@
-"""The LM head product that keeps only the greatest logit: equals its parts on a GPU, compiles for one anywhere, and
-picks among its programs."""
+"""The greedy LM head, which keeps only the largest logit: equals product and argmax on a GPU, compiles on any machine,
+and picks the best result of all programs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gpu_compiler import said_by
+from helpers.gpu_compiler import output_of
 from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
@@ -40,14 +40,14 @@ TILES = sorted({tile for entries in TABLE.values() for tile in entries.values() 
 @pytest.mark.parametrize("tile", TILES)
 def test_it_compiles_to_the_warpgroup_instruction(tile: tuple[int, int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    assert "wide True True" in said_by(COMPILE, *tile)
+    assert "wide True True" in output_of(COMPILE, *tile)
 
 
 def test_every_number_of_rows_has_an_entry() -> None:
     assert all(max(entries) == ANY_ROWS for entries in TABLE.values())
 
 
-def test_without_a_gpu_there_is_no_choice() -> None:
+def test_without_a_gpu_there_is_no_table() -> None:
     if not interpreted:
         pytest.skip("there is a GPU")
     assert gemm_choice.measured_head(torch.zeros(151936, 1024, dtype=torch.bfloat16), None).of(64) is None
@@ -63,7 +63,7 @@ def drawn(rows: list[int]) -> DrawnTokens:
     )
 
 
-def test_the_best_of_all_programs_is_picked_and_the_first_among_equals() -> None:
+def test_the_best_of_all_programs_is_picked_and_ties_go_to_the_lowest_token() -> None:
     from millrace.ops.triton.gemm.greedy_head import pick
 
     best = torch.tensor([[1.0, 2.0, -torch.inf, 9.0], [3.0, 2.0, -torch.inf, 0.0], [3.0, 2.0, -torch.inf, 0.0]])
@@ -81,7 +81,7 @@ def operands(rows: int, vocab: int, inputs: int) -> tuple[Tensor, Tensor]:
 
 
 def check(x: Tensor, weight: Tensor, vocab: int, tile: tuple[int, int, int]) -> None:
-    """Tokens are those of exact sums, but where the next best is nearer than sums in another order can tell."""
+    """Tokens equal those of exact sums, except where two logits are closer than the rounding error."""
     from millrace.ops.triton.gemm.greedy_head import HeadTile, greedy_head
 
     count = x.shape[0]
@@ -110,7 +110,7 @@ def check(x: Tensor, weight: Tensor, vocab: int, tile: tuple[int, int, int]) -> 
         (33, 128256, 4096),
     ],
 )
-def test_it_equals_its_parts(rows: int, vocab: int, inputs: int, tile: tuple[int, int, int]) -> None:
+def test_the_kernel_equals_product_and_argmax(rows: int, vocab: int, inputs: int, tile: tuple[int, int, int]) -> None:
     x, weight = operands(rows, vocab, inputs)
     check(x, weight, vocab, tile)
 
@@ -131,12 +131,12 @@ def test_padding_ties_and_nan(tile: tuple[int, int, int]) -> None:
     weight[4000] = torch.nan
     to = drawn(list(range(70)))
     greedy_head(x, weight, HeadTile(*tile), to, 5000)
-    # Of row 3 all but three logits are 0; of row 4 none is a number.
+    # Row 3: all logits but three are 0. Row 4: all logits are NaN.
     assert to.out[3:].tolist() == [77, 77, 77, 0, 0, *[77] * 65]
 
 
 @pytest.mark.gpu
-def test_it_gives_the_same_again_and_the_head_takes_it() -> None:
+def test_repeated_draws_are_equal_and_the_lm_head_uses_the_kernel() -> None:
     x, weight = operands(160, 151936, 1024)
     head = TunedLinear(weight)
     assert head.draws(160)

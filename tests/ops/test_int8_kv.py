@@ -14,7 +14,7 @@ from torch import Tensor
 from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceAttention
 from millrace.ops.attention.qkv import NativePrepareQkv, TorchPrepareQkv
 from millrace.ops.cpp import native
-from millrace.ops.elementwise.rope import rope_rows
+from millrace.ops.elementwise.rope import rope_angles
 from millrace.ops.kv.cache import SCALE_BYTES, int8_parts, read_kv, write_kv
 
 needs_native = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
@@ -65,7 +65,7 @@ def test_native_write_equals_the_reference(dtype: torch.dtype, head_dim: int, ro
     torch.manual_seed(1)
     weights = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if norms else (None, None)
     qkv = torch.randn(37, (6 + 4) * head_dim).to(dtype)
-    angles = rope_rows(torch.arange(37), 1.0 / 10000 ** torch.linspace(0, 1, rotary // 2), 1.0) if rotary else None
+    angles = rope_angles(torch.arange(37), 1.0 / 10000 ** torch.linspace(0, 1, rotary // 2), 1.0) if rotary else None
     places = torch.randperm(5 * 16)[:37] + 16
     caches = [empty((2, 7, 2, 16, head_dim)) for _ in range(2)]
     for version, kv in zip((TorchPrepareQkv, NativePrepareQkv), caches, strict=True):
@@ -154,10 +154,10 @@ def test_result_depends_only_on_the_query(dtype: torch.dtype, softcap: float | N
         rows = make_batch([([0] * count, first, table)], 16)
         found = attention(queries[first : first + count], narrow, attention.prepare(rows, 16, window))
         assert torch.equal(found, whole[first : first + count])
-    company = make_batch([([0] * 9, 20, table), *[([0], 149, table)] * 7, ([0] * 30, 60, table)], 16)
+    mixed = make_batch([([0] * 9, 20, table), *[([0], 149, table)] * 7, ([0] * 30, 60, table)], 16)
     together = torch.cat((queries[20:29], *[queries[149:]] * 7, queries[60:90]))
     expected = torch.cat((whole[20:29], *[whole[149:]] * 7, whole[60:90]))
-    assert torch.equal(attention(together, narrow, attention.prepare(company, 16, window)), expected)
+    assert torch.equal(attention(together, narrow, attention.prepare(mixed, 16, window)), expected)
     flat = kv[:, table].transpose(2, 3).flatten(1, 2)[:, :length]
     other = torch.full((2, 60, 2, 3, 48), float("nan"), dtype=dtype)
     other[:, 1:51] = flat.view(2, 50, 3, 2, 48).transpose(2, 3)

@@ -1,4 +1,4 @@
-"""Long prompt chunks through cuDNN's attention equal the reference: alone, after a context, and beside other rows."""
+"""Long prompt chunks through cuDNN's attention equal the reference: alone, after a context, and next to other rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HEADS, KV_HEADS, DIM, BLOCK = 8, 2, 64, 16
 
 
 @pytest.mark.parametrize("context", [0, 16, 300])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("with_other_rows", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_long_row(context: int, beside: bool, fp8: bool) -> None:
+def test_long_row(context: int, with_other_rows: bool, fp8: bool) -> None:
     count = 500
-    rows = [(count, context)] + ([(1, 40), (3, 9)] if beside else [])
+    rows = [(count, context)] + ([(1, 40), (3, 9)] if with_other_rows else [])
     used, blocks = 1, []
     for queries, before in rows:
         needed = -(-(queries + before) // BLOCK)
@@ -43,9 +43,9 @@ def test_long_row(context: int, beside: bool, fp8: bool) -> None:
     paged = PagedAttention(HEADS, KV_HEADS, DIM, 0.125)
     batch.table_rows = torch.arange(len(rows), dtype=torch.int32, device=device)
     batch.long_rows = (LongRow(0, 0, count, context),)
-    batch.tiles = torch.tensor([[2, 0]], dtype=torch.int32, device=device) if beside else None
+    batch.tiles = torch.tensor([[2, 0]], dtype=torch.int32, device=device) if with_other_rows else None
     found = paged(queries, kv, paged.prepare(batch, BLOCK, None))
-    if fp8:  # the step's own keys and values are taken as they are, before they were rounded to eight bits
+    if fp8:  # the step's own keys and values are used before they are rounded to FP8
         assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 2.0**-4
     else:
         torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)

@@ -60,14 +60,14 @@ def test_norms(dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(total, sums)
 
 
-def test_several_rows_of_a_program_are_normed_as_one_is() -> None:
+def test_norms_do_not_depend_on_the_rows_per_program() -> None:
     x, residual, weight = random(7, 576, dtype=HALF), random(7, 576, dtype=HALF), random(576)
     alone = norm.add_rms_norm(x, residual, weight, 1e-5, shape=norm.Shape(1, 4))
     together = norm.add_rms_norm(x, residual, weight, 1e-5, shape=norm.Shape(2, 4))
     assert torch.equal(alone[0], together[0])
     assert torch.equal(alone[2], together[2])
     few, many = norm.shape_for(4096, 1), norm.shape_for(4096, 8192)
-    assert few.warps == many.warps, "a row's sum does not depend on how many rows there are"
+    assert few.warps == many.warps, "a row's sum does not depend on the number of rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -81,7 +81,7 @@ def test_norms_of_some_rows(dtype: torch.dtype) -> None:
 
 
 def unsummed(tokens: int, choices: int, dim: int, dtype: torch.dtype) -> tuple[Unsummed, torch.Tensor]:
-    """Parts, and their sum."""
+    """Unsummed expert outputs, and their sum."""
     outputs, weights = random(tokens * choices, dim, dtype=dtype), torch.rand(tokens, choices, device=device)
     counters = torch.full((2, 5), 7, dtype=torch.int32, device=device)
     total = (outputs.view(tokens, choices, dim).float() * weights[..., None]).sum(dim=1).to(dtype)
@@ -90,7 +90,7 @@ def unsummed(tokens: int, choices: int, dim: int, dtype: torch.dtype) -> tuple[U
 
 @pytest.mark.parametrize(("tokens", "choices", "dim"), [(1, 1, 8), (5, 3, 72), (3, 8, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_norms_add_what_experts_left_unsummed(tokens: int, choices: int, dim: int, dtype: torch.dtype) -> None:
+def test_norms_add_unsummed_expert_outputs(tokens: int, choices: int, dim: int, dtype: torch.dtype) -> None:
     residual, weight = random(tokens, dim, dtype=dtype), random(dim)
     parts, total = unsummed(tokens, choices, dim, dtype)
     assert tuple(parts.shape) == tuple(total.shape)
@@ -111,7 +111,7 @@ def test_norm_of_a_view_with_gaps() -> None:
     close(make_triton_rms_norm()(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
 
 
-@pytest.mark.skipif(interpreted, reason="Triton's interpreter rounds to FP8 in another way")
+@pytest.mark.skipif(interpreted, reason="Triton's interpreter rounds to FP8 differently")
 @pytest.mark.parametrize("dim", [64, 576, 14336])
 def test_fp8_rows_are_within_half_a_step(dim: int) -> None:
     x, weight = random(9, dim, dtype=HALF) * 5, random(dim)
@@ -154,7 +154,7 @@ def test_qkv(rotary: int | None, normed: bool, heads: int, kv_heads: int) -> Non
     close(kv, expected_kv)
 
 
-def test_qkv_heads_of_a_program_do_not_matter() -> None:
+def test_qkv_results_do_not_depend_on_the_heads_per_program() -> None:
     qkv, angles = random(3, 6 * 64, dtype=HALF), random(3, 64)
     places = (torch.tensor([1, 2, 3], device=device), torch.tensor([0, 15, 7], device=device))
     prepare = PrepareQkvKernel(4, 1, 64, 1e-6, None, None)
@@ -166,7 +166,9 @@ def test_qkv_heads_of_a_program_do_not_matter() -> None:
         assert torch.equal(queries, results[0][0])
         assert torch.equal(kv, results[0][1])
     assert shape_for(8192, 48, False) != shape_for(8, 48, False)
-    assert shape_for(8192, 48, True) == shape_for(8, 48, True), "normed heads are summed alike for any number of tokens"
+    assert shape_for(8192, 48, True) == shape_for(8, 48, True), (
+        "the sum of a normed head does not depend on the number of tokens"
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

@@ -74,7 +74,7 @@ def test_products(kind: Kind, rows: int, n: int, k: int, split: int, with_bias: 
 @pytest.mark.parametrize(
     ("kind", "rows", "split"), [("dot", 3, 1), ("swap", 18, 3), ("dot_tma", 9, 2), ("swap_tma", 5, 1), ("gemv", 2, 1)]
 )
-def test_gates_and_ups_in_one_product(kind: Kind, rows: int, split: int, activation: Activation) -> None:
+def test_gate_and_up_in_one_product(kind: Kind, rows: int, split: int, activation: Activation) -> None:
     dtype, inner, k = DTYPES[0], 80, 96
     x, weight, bias = tensors(rows, 2 * inner, k, dtype)
     tiles = Tiles(kind, 2 if kind == "gemv" else 16, BLOCK_N.get(kind, 16), 32, split=split, stages=2)
@@ -88,7 +88,7 @@ def test_gates_and_ups_in_one_product(kind: Kind, rows: int, split: int, activat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "n", "k", "block"), [(1, 21, 96, 32), (2, 16, 200, 64), (1, 5, 7, 16)])
-def test_few_rows_without_the_matrix_unit(rows: int, n: int, k: int, block: int, dtype: torch.dtype) -> None:
+def test_few_rows_without_tensor_cores(rows: int, n: int, k: int, block: int, dtype: torch.dtype) -> None:
     x, weight, bias = tensors(rows, n, k, dtype)
     poison(rows, n, dtype)
     found = multiply(x, weight, Tiles("gemv", 2, 4, block, stages=1), bias=bias)
@@ -111,7 +111,7 @@ def test_any_stride_no_rows_and_missing_counters() -> None:
 # --- the choice by rows ---
 
 
-def test_rows_take_the_next_entry_and_beyond_the_last_cublaslt() -> None:
+def test_rows_use_the_next_larger_entry_and_beyond_the_last_cublaslt() -> None:
     small, large = Tiles("gemv", 2, 4, 512), Tiles("dot", 64, 64, 64, split=4)
     by_rows = TilesByRows((2, 16, 64), (small, None, large))
     assert [by_rows.of(rows) for rows in (1, 2, 3, 16, 17, 64, 65, 9999)] == (
@@ -123,7 +123,7 @@ def test_rows_take_the_next_entry_and_beyond_the_last_cublaslt() -> None:
     assert gemm_choice.NO_TILES.counters(1000, device) is None
 
 
-def test_unmeasured_sizes_take_the_entries_of_the_nearest() -> None:
+def test_unmeasured_sizes_use_the_entries_of_the_nearest_size() -> None:
     entry: Entry = ("dot", 16, 32, 64, 1, 4, 4, False)
     table: ProductTable = {(1024, 2048): {1: entry}, (4096, 4096): {1: None}}
     assert gemm_choice.nearest(table, 1024, 2048) == {1: entry}
@@ -169,17 +169,17 @@ def test_tuned_linear_follows_its_table() -> None:
     assert layer.num_bytes == weight.nbytes + bias.nbytes
     for rows in (1, 2, 3, 20, 40):
         check(layer(x[:rows]), expected(x[:rows], weight, bias), dtype)
-    assert torch.equal(layer(x), F.linear(x, weight, bias)), "beyond the table it is cuBLASLt"
+    assert torch.equal(layer(x), F.linear(x, weight, bias)), "beyond the table cuBLASLt is used"
 
 
-def test_tuned_linear_adds_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_linear_adds_to_the_residual_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MIN_ROWS_TO_ADD", 10)
     dtype = DTYPES[-1]
     x, weight, bias = tensors(40, 64, 96, dtype)
     tiles = TilesByRows((12, 20), (None, Tiles("dot", 16, 32, 32, stages=2)))
     layer = TunedLinear(weight, tiles=tiles)
     assert [layer.adds(rows) for rows in (9, 10, 12, 13, 20, 21)] == [False, True, True, False, False, True]
-    assert not TunedLinear(weight, bias, tiles).adds(40), "a bias would be a second thing to add"
+    assert not TunedLinear(weight, bias, tiles).adds(40), "a bias would need a second addition"
     for rows in (12, 21, 40):
         total = torch.randn(rows, 64, device=device).to(dtype)
         wanted = expected(x[:rows], weight, None) + total.double()
@@ -188,19 +188,19 @@ def test_tuned_linear_adds_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 40])
-def test_wide_sums_are_not_rounded(rows: int) -> None:
+def test_float32_results_are_not_rounded(rows: int) -> None:
     x, weight, bias = tensors(rows, 64, 96, DTYPES[-1])
     wanted = expected(x, weight, bias)
     tiles = TilesByRows((2, 20), (Tiles("gemv", 2, 4, 32, stages=1), Tiles("dot", 16, 32, 32, split=2, stages=2)))
     for head in (TunedLinear(weight, bias, tiles), InvariantLinear(weight, bias)):
         out = torch.full((rows, 64), float("nan"), device=device)
         for wide in (head.wide(x), head.wide(x, out)):
-            if not interpreted or rows <= 20:  # torch's own product on a CPU is rounded
+            if not interpreted or rows <= 20:  # torch rounds its own product on a CPU
                 check(wide, wanted, torch.float32)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_tuned_gated_linear_is_the_composed_one(activation: Activation) -> None:
+def test_tuned_gated_linear_equals_the_composed_one(activation: Activation) -> None:
     dtype = DTYPES[0]
     x, weight, bias = tensors(40, 128, 96, dtype)
     gated = with_quantise(lambda gate_up: gated_reference(gate_up, activation))
@@ -231,7 +231,7 @@ def test_invariant_linear_does_not_depend_on_the_batch(n: int, k: int, dtype: to
         assert torch.equal(layer(x[first : first + rows]), whole[first : first + rows]), rows
 
 
-def test_split_sums_are_the_same_in_parallel_and_in_sequence() -> None:
+def test_split_sums_are_equal_in_parallel_and_in_sequence() -> None:
     x, weight, _ = tensors(20, 64, 200, torch.float32)
     counters = new_counters(16, device)
     results = [
@@ -250,8 +250,8 @@ def test_split_sums_are_the_same_in_parallel_and_in_sequence() -> None:
         Tiles("swap_tma", 16, 64, 256, 4, 4, 4, pdl=True),
     ],
 )
-def test_kernels_with_pdl_wait_for_what_they_read(tiles: Tiles) -> None:
-    """In a graph, as in the engine: the input is written by the kernel before, the output read by the one after."""
+def test_kernels_with_pdl_wait_for_their_inputs(tiles: Tiles) -> None:
+    """In a graph, as in the engine: the previous kernel writes the input, the next one reads the output."""
     source, weight, _ = tensors(tiles.m, 2048, 2048, torch.bfloat16)
     weight *= 0.1
     counters = new_counters(1024, device)

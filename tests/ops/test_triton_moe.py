@@ -1,4 +1,4 @@
-"""Mixture of experts in Triton against a plain loop over tokens: every method, odd sizes, equal bits in any batch."""
+"""Mixture of experts in Triton against a plain loop over tokens: every method, odd sizes, batch invariance."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def inputs(tokens: int, shape: MoeShape, dtype: torch.dtype) -> tuple[torch.Tens
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no kernel writes is not a number, or an absurd index."""
+    """Fill new tensors with NaN or invalid indices, so that reading unwritten memory is noticed."""
     plain_empty: Callable[..., torch.Tensor] = torch.empty
 
     def poisoned(*args: object, **options: object) -> torch.Tensor:
@@ -89,14 +89,14 @@ def test_route(tokens: int, num_experts: int, top_k: int, renormalise: bool) -> 
         torch.testing.assert_close(weights, expected_weights)
 
 
-def test_route_takes_rows_of_a_wider_matrix_and_logits_whose_shares_vanish() -> None:
+def test_route_with_strided_rows_and_vanishing_probabilities() -> None:
     logits = (torch.randn(4, 20, device=device) * 200)[:, 3:14]
     weights, ids = moe.route(logits, 3, True)
     assert torch.equal(ids.long(), logits.topk(3).indices)
     torch.testing.assert_close(weights, route_reference(logits, 3, True)[0])
 
 
-def test_route_prefers_the_lower_expert_and_stays_in_range_when_logits_are_not_numbers() -> None:
+def test_route_ties_go_to_the_lower_expert_and_nan_stays_in_range() -> None:
     logits = torch.zeros(2, 5, device=device)
     logits[1] = float("nan")
     _, ids = moe.route(logits, 3, True)
@@ -118,7 +118,7 @@ def test_route_prefers_the_lower_expert_and_stays_in_range_when_logits_are_not_n
 )
 def test_every_method(tokens: int, shape: tuple[int, int, int, int], way: Way, dtype: torch.dtype) -> None:
     if way == "vector" and interpreted:
-        tokens = min(tokens, 4)  # a program per token and few columns: slow to interpret
+        tokens = min(tokens, 4)  # a program per token and a few columns is slow to interpret
     torch.manual_seed(tokens)
     moe_shape = MoeShape(*shape, itemsize=dtype.itemsize)
     pairs = random_pairs(moe_shape, dtype)
@@ -141,7 +141,7 @@ def test_activations(kind: Activation, way: Way) -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_all_tokens_to_the_same_experts(swap: bool) -> None:
-    """More slots than a tile has rows, on the first and the last expert only, as the padding of a bucket does."""
+    """More slots than rows in a tile, only on the first and the last expert, as with a bucket's padding."""
     shape = MoeShape(6, 2, 32, 16, itemsize=2)
     pairs = random_pairs(shape, HALF)
     x, weights, _ = inputs(37, shape, HALF)
@@ -152,8 +152,8 @@ def test_all_tokens_to_the_same_experts(swap: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 6, 40])
-def test_the_version_by_the_number_of_tokens(tokens: int) -> None:
-    """The configurations really used, over sizes that their tiles do not divide."""
+def test_the_default_configuration_for_each_number_of_tokens(tokens: int) -> None:
+    """The configurations in use, with sizes that are not multiples of their tiles."""
     torch.manual_seed(tokens)
     shape = MoeShape(8, 2, 72, 56, itemsize=2)
     pairs = random_pairs(shape, HALF)
@@ -165,10 +165,10 @@ def test_the_version_by_the_number_of_tokens(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 4, 2), (21, 8, 3), (40, 128, 8)])
-def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: int, top_k: int) -> None:
+def test_fused_routing_and_grouping_equals_separate_kernels(tokens: int, num_experts: int, top_k: int) -> None:
     torch.manual_seed(tokens)
     logits = torch.randn(tokens, num_experts, device=device)
-    logits[:, 0] += 2  # one expert that many choose
+    logits[:, 0] += 2  # many tokens choose one expert
     counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
     weights, groups = moe.route_and_group(logits, top_k, True, counts)
     expected_weights, ids = moe.route(logits, top_k, True)
@@ -179,11 +179,11 @@ def test_routing_and_grouping_in_one_kernel_is_both(tokens: int, num_experts: in
         assert sorted(groups.table[expert, :count].tolist()) == alone.table[expert, :count].tolist()
 
 
-@pytest.mark.skipif(not interpreted, reason="what kernels ask for is seen in the interpreter only")
+@pytest.mark.skipif(not interpreted, reason="prefetches can be observed only in the interpreter")
 @pytest.mark.parametrize(
     ("num_bytes", "ahead", "shares"), [(1 << 20, 1 << 19, 2), (700_000, 1 << 20, 2), (9_000, 1 << 20, 0)]
 )
-def test_prefetched_weights_are_the_first_ones_and_none_beyond(
+def test_only_the_first_weights_are_prefetched(
     num_bytes: int, ahead: int, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
@@ -203,7 +203,7 @@ def test_prefetched_weights_are_the_first_ones_and_none_beyond(
     places = [place - gate_up.data_ptr() for place, _ in asked]
     ends = [place + size for place, (_, size) in zip(places, asked, strict=True)]
     assert [0, *ends] == [*places, shares * moe.SHARE_AHEAD]
-    # Every token waits for the router, and so does the second half of those who ask.
+    # Every token's program waits for the router, and so does the second half of the prefetching programs.
     assert waits == [0] * 5 + [len(asked) // 2] * (shares // 2)
 
 
@@ -212,7 +212,7 @@ def test_prefetched_weights_are_the_first_ones_and_none_beyond(
     [
         (1, (4, 2, 32, 16), (16, 16), (32, 16)),
         (19, (5, 2, 48, 33), (16, 32), (16, 16)),
-        (40, (3, 1, 17, 9), (32, 16), (16, 32)),  # more rows of an expert than a tile has
+        (40, (3, 1, 17, 9), (32, 16), (16, 32)),  # more rows per expert than in a tile
         (21, (4, 2, 40, 24), (16, 16), (64, 16)),  # tiles that reach into the next expert
     ],
 )
@@ -239,7 +239,7 @@ def test_one_launch_equals_two(
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 21])
-def test_experts_that_route(tokens: int) -> None:
+def test_fused_routing_and_experts(tokens: int) -> None:
     torch.manual_seed(tokens)
     shape = MoeShape(8, 2, 72, 56, itemsize=2)
     pairs = random_pairs(shape, HALF)
@@ -247,7 +247,7 @@ def test_experts_that_route(tokens: int) -> None:
     assert isinstance(experts, RoutingExperts)
     x, logits = torch.randn(tokens, 72).to(device, HALF), torch.randn(tokens, shape.num_experts, device=device)
     weights, ids = route_reference(logits, 2, True)
-    for _ in range(2):  # the counts of the first step are gone in the second
+    for _ in range(2):  # the second step starts with zero counts
         check(experts.routed(x, logits, 2, True), plain(x, weights, ids, pairs))
     assert experts.routed(x[:0], logits[:0], 2, True).shape == (0, 72)
 
@@ -281,14 +281,14 @@ def test_the_fixed_version_does_not_depend_on_the_batch(dtype: torch.dtype) -> N
 def test_enough_tiles_are_launched(slots: int) -> None:
     for num_experts in (1, 3, 128):
         for rows in (16, 64):
-            # As many experts as possible with one row too many for their tiles is the worst case.
+            # Worst case: as many experts as possible have one row more than fits their tiles.
             sizes = [1] * min(slots, num_experts)
             left, index = slots - len(sizes), 0
             while left:
                 step = min(left, rows)
                 sizes[index % len(sizes)] += step
                 left, index = left - step, index + 1
-            assert sum(-(-size // rows) for size in sizes) <= moe.most_tiles(slots, num_experts, rows)
+            assert sum(-(-size // rows) for size in sizes) <= moe.max_tiles(slots, num_experts, rows)
 
 
 def test_configurations_fit_their_matrices_and_the_gpu() -> None:
@@ -312,7 +312,7 @@ def test_configurations_fit_their_matrices_and_the_gpu() -> None:
                 assert config.way == "vector" or stage_bytes * tile.stages <= shape.gpu.shared_bytes
 
 
-def test_the_choice_on_a_gpu_where_triton_is_installed() -> None:
+def test_which_version_a_gpu_with_triton_uses() -> None:
     cuda = torch.device("cuda")
     for deterministic, name in ((False, "triton"), (True, "triton_fixed")):
         shape = {"in_features": 2048, "inner_features": 768}
@@ -339,8 +339,8 @@ def test_a_captured_graph_follows_new_choices() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [8, 32, 128])
-def test_one_launch_waits_for_what_it_needs(tokens: int) -> None:
-    """Many programs at once, many times over: a down product that did not wait would now and then be wrong."""
+def test_one_launch_waits_for_its_inputs(tokens: int) -> None:
+    """Many programs and many repetitions: a down product that did not wait would sometimes be wrong."""
     torch.manual_seed(tokens)
     num_experts, top_k, hidden, inner = 128, 8, 2048, 768
     gate_up = torch.randn((num_experts, 2 * inner, hidden), dtype=HALF, device=device) * hidden**-0.5

@@ -1,4 +1,4 @@
-"""The sampling kernels by themselves: the race for the greatest logit, the noise, the records, the search."""
+"""The sampling kernels one by one: greedy draw, noise, row records, and the candidate search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _quick() -> Iterator[None]:
         yield
 
 
-class Race:
+class GreedyDraw:
     def __init__(self, rows: list[int], max_rows: int = 16) -> None:
         self.rows = torch.tensor(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.full((max_rows,), -5, dtype=torch.int64, device=device)
@@ -45,29 +45,29 @@ class Race:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 50, 333, 3001])
-def test_greedy_is_argmax_however_the_row_is_cut(vocab: int, dtype: torch.dtype) -> None:
+def test_greedy_is_argmax_for_any_number_of_programs(vocab: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab)
-    race = Race([4, 0, 9])
+    draw = GreedyDraw([4, 0, 9])
     for programs in (1, 8, 1000):
         logits = (torch.randn(3, vocab) * 3).to(dtype)
-        tokens = race.run(logits, tile=256, programs=programs)
+        tokens = draw.run(logits, tile=256, programs=programs)
         assert tokens.tolist() == logits.float().argmax(-1).tolist()
-        assert race.last_tokens[[4, 0, 9]].tolist() == tokens.tolist()
+        assert draw.last_tokens[[4, 0, 9]].tolist() == tokens.tolist()
 
 
 def test_out_start_is_read_on_the_device() -> None:
-    """`out_start` is read when the kernel runs, so that a captured draw can write to another place each time."""
-    race, logits = Race([4, -1, 9]), torch.randn(3, 50, device=device)
+    """`out_start` is read when the kernel runs, so that a captured draw can write to a different place each time."""
+    draw, logits = GreedyDraw([4, -1, 9]), torch.randn(3, 50, device=device)
     expected = logits.argmax(-1).tolist()
     columns = torch.zeros((16, ROW_WORDS), dtype=torch.int32, device=device)
     for start in (0, 5, 9):
         at = torch.tensor([start], dtype=torch.int32, device=device)
-        for draw in ("greedy", "full"):
+        for kind in ("greedy", "full"):
             out = torch.full((12,), -9, dtype=torch.int32, device=device)
-            if draw == "greedy":
-                draw_greedy(logits, race.rows, out, race.last_tokens, race.races, race.arrivals, at)
+            if kind == "greedy":
+                draw_greedy(logits, draw.rows, out, draw.last_tokens, draw.races, draw.arrivals, at)
             else:
-                draw_full(logits, race.rows, race.rows, columns, columns, out, race.last_tokens, WHOLE, at)
+                draw_full(logits, draw.rows, draw.rows, columns, columns, out, draw.last_tokens, WHOLE, at)
             wanted = [-9] * 12
             wanted[start], wanted[start + 2] = expected[0], expected[2]
             assert out.tolist() == wanted
@@ -82,19 +82,19 @@ def test_greedy_ties_go_to_the_lowest_token() -> None:
     logits[3, 1::2] = -0.0
     logits[4] = -torch.inf
     logits[4, 640] = -3e38
-    assert Race([0, 1, 2, 3, 4]).run(logits, tile=128).tolist() == [77, 256, 0, 1, 640]
+    assert GreedyDraw([0, 1, 2, 3, 4]).run(logits, tile=128).tolist() == [77, 256, 0, 1, 640]
 
 
-def test_greedy_leaves_padding_alone_and_survives_nan() -> None:
+def test_greedy_skips_padding_and_handles_nan() -> None:
     logits = torch.randn(4, 700)
     logits[1] = torch.nan
     logits[2, 5] = torch.nan
-    race = Race([3, -1, 5, -1])
-    tokens = race.run(logits, tile=128)
+    draw = GreedyDraw([3, -1, 5, -1])
+    tokens = draw.run(logits, tile=128)
     assert tokens[1] == tokens[3] == -9
     assert tokens[0] == logits[0].argmax()
     assert 0 <= tokens[2] < 700
-    assert race.last_tokens.tolist() == [tokens[0] if row == 3 else tokens[2] if row == 5 else -5 for row in range(16)]
+    assert draw.last_tokens.tolist() == [tokens[0] if row == 3 else tokens[2] if row == 5 else -5 for row in range(16)]
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _noise_kernel(seeds, positions, out, N: tl.constexpr):
     tl.store(out + at, values._uniform(tl.load(seeds + at), tl.load(positions + at)))
 
 
-def test_the_noise_is_that_of_the_reference_bit_for_bit() -> None:
+def test_the_noise_is_bit_equal_to_the_reference() -> None:
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**64, 256, dtype=np.uint64)
     seeds[:4] = [0, 1, 2**63, 2**64 - 1]
@@ -116,7 +116,7 @@ def test_the_noise_is_that_of_the_reference_bit_for_bit() -> None:
     assert out.cpu().numpy().tolist() == uniforms(seeds, positions.astype(np.uint64)).tolist()
 
 
-def test_records_reach_their_rows_and_no_others() -> None:
+def test_records_are_written_only_to_their_rows() -> None:
     packed = np.zeros(3, ROW_DTYPE)
     packed["row"], packed["seed"], packed["top_p"] = [6, 0, 3], [2**64 - 1, 7, 2**40], [0.25, 1.0, 0.5]
     columns = torch.full((8, ROW_WORDS), -1, dtype=torch.int32, device=device)
@@ -147,7 +147,7 @@ WHOLE = Cut(tile=512, group=8, capacity=4096)
     "fields",
     [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.9}, {"min_p": 1e-6, "top_p": 0.8}],
 )
-def test_a_list_of_candidates_draws_what_the_whole_row_draws(fields: dict[str, float], dtype: torch.dtype) -> None:
+def test_a_candidate_list_draws_the_same_token_as_the_whole_row(fields: dict[str, float], dtype: torch.dtype) -> None:
     torch.manual_seed(len(fields))
     for seed in range(2):
         logits = (torch.randn(1500) * (4.0 if seed else 0.3)).to(dtype)
@@ -161,7 +161,7 @@ def test_more_ties_than_the_list_holds() -> None:
         assert 100 <= one_row(logits, LISTED, seed=3, **fields) < 900
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # infinities, as NumPy sees them in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy warns about infinities in the interpreter
 @pytest.mark.parametrize("cut", [LISTED, WHOLE])
 def test_degenerate_rows_still_draw_a_token(cut: Cut) -> None:
     nothing = torch.full((600,), -torch.inf)

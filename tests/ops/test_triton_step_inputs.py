@@ -1,4 +1,4 @@
-"""A step's inputs prepared by kernels against NumPy: single tokens, chunks, new blocks, new records, looked-up rows."""
+"""Step input kernels against NumPy: single tokens, chunks, block-table updates, row records, and table lookups."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 from helpers.triton_mode import device, interpreted
 
-from millrace.ops.elementwise.rope import rope_rows
+from millrace.ops.elementwise.rope import rope_angles
 from millrace.ops.triton.row_records import ROW_WORD
 from millrace.ops.triton.step_inputs import TokenTables, Updates, gather
 
 ROWS, WIDTH, BLOCK, VOCAB, HIDDEN, ROTARY, ALIGN, WORDS = 9, 12, 4, 50, 24, 12, 16, 16
-HALF = torch.float16 if interpreted else torch.bfloat16  # the interpreter rounds to bfloat16 in another way
+HALF = torch.float16 if interpreted else torch.bfloat16  # the interpreter rounds to bfloat16 differently
 
 
 def tensor(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -31,7 +31,7 @@ def make_updates(triples: list[tuple[int, int, int]], records: np.ndarray) -> Up
 def make_tables(ropes: int, scale: float) -> TokenTables:
     frequencies = torch.rand(ropes, ROTARY // 2, device=device)
     positions = torch.arange(WIDTH * BLOCK, device=device)
-    angles = torch.stack([rope_rows(positions, one, 1.1) for one in frequencies]) if ropes else None
+    angles = torch.stack([rope_angles(positions, one, 1.1) for one in frequencies]) if ropes else None
     return TokenTables(torch.randn(VOCAB, HIDDEN).to(device, HALF), scale, angles)
 
 

@@ -82,7 +82,7 @@ def drive(
     runner: Runner | CudaRunner, asked: list[Request], mixed_budget: int = 24, later: Sequence[Request] = ()
 ) -> tuple[dict[int, list[int]], list[float]]:
     """Run all requests to their end with two steps in flight; returns tokens by request and all log-probabilities.
-    Those that come `later` come when the others have ended."""
+    Requests in `later` are submitted when the others have ended."""
     limits = {"token_budget": BUDGET, "mixed_budget": mixed_budget}
     scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, **limits)
     for request in asked:
@@ -132,7 +132,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if interpreted:  # the interpreter runs one program after the other, those without work too
+    if interpreted:  # the interpreter runs programs one by one, also those without work
         want_few_programs(monkeypatch)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
@@ -190,8 +190,8 @@ def test_a_greedy_head_computes_logits_only_where_they_are_needed(kind: str, mon
 
 
 def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with many rows: decode rows come from a list, the longest first and split, with or without tiles of others,
-    and on top of as many tokens as the budget allows."""
+    """As in large batches: decode rows come from a list, longest first and split, with or without prefill tiles, and in
+    addition to a full token budget."""
     change_decode_table(monkeypatch, few_streams=0, list_from=dict.fromkeys(("plain", "packed", "fp8"), 0))
     monkeypatch.setattr(step_packet, "MIN_LISTED_ROWS", 1)
     monkeypatch.setattr(decode_rows, "LONG_TOKENS", 8)
@@ -208,9 +208,9 @@ def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch)
     assert max(sizes) > BUDGET
 
 
-def test_a_packed_cache_gives_what_the_full_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts whole and in chunks, with decode rows beside them. Here keys and values are rounded to bfloat16, as
-    they come from a model in it."""
+def test_a_packed_cache_gives_the_results_of_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and chunked prompts next to decode rows. Keys and values are rounded to bfloat16 here, as a bfloat16 model
+    produces them."""
     if interpreted:
         want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
@@ -267,7 +267,7 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
 
 
 def with_kernels(decoder: Decoder) -> Decoder:
-    """The same with the Triton kernel that packs keys and values, on any device."""
+    """The decoder with the Triton kernel that packs keys and values, on any device."""
     spec = decoder.spec
     for layer in decoder._weights.layers:
         own = layer.prepare_qkv
@@ -344,7 +344,7 @@ def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest
     assert scores == pytest.approx(tiled_scores, abs=0.1)
 
 
-class Played:
+class FakeGraph:
     """Stands in for a CUDA graph on a CPU: replay runs the work, capture does nothing."""
 
     def __init__(self, work: Callable[[], torch.Tensor]) -> None:
@@ -354,18 +354,18 @@ class Played:
         self.output = self._work()
 
 
-@pytest.mark.skipif(not interpreted, reason="graphs are played where there are none")
+@pytest.mark.skipif(not interpreted, reason="a GPU captures real graphs")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want_few_programs(monkeypatch)
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
 
-    def play(key: object, work: Callable[[], torch.Tensor]) -> Played:
-        fast._graphs.captured[key] = played = Played(work)
-        return played
+    def fake_capture(key: object, work: Callable[[], torch.Tensor]) -> FakeGraph:
+        fast._graphs.captured[key] = graph = FakeGraph(work)
+        return graph
 
-    monkeypatch.setattr(fast._graphs, "capture", play)
+    monkeypatch.setattr(fast._graphs, "capture", fake_capture)
     fast._graphs.is_capturing = True
     expected, _ = drive(plain, requests(5, 4, KINDS[kind]))
     with quick_interpreter():

@@ -55,18 +55,18 @@ class Pair:
         self.device_table.last_tokens.fill_(-5)
         self.ours = DeviceSampler(self.place, self.device_table, max_rows=max_rows, vocab_size=vocab, cut=cut)
 
-    def seat(self, *admissions: Admission) -> None:
+    def admit(self, *admissions: Admission) -> None:
         plan = plan_of(list(admissions))
         self.table.update(plan)
         self.reference.update(plan)
         self.ours.admit(plan)
 
     def expect(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-        own = logits.to(torch.float32, copy=True)  # it is changed
+        own = logits.to(torch.float32, copy=True)  # `draw` changes it
         return self.reference.draw(own, np.array(rows, np.int32), np.array(positions, np.int32)).tokens.tolist()
 
     def draw(self, logits: torch.Tensor, rows: list[int], positions: list[int], variant: str = "") -> list[int]:
-        """Ours; what it leaves of the logits is in `self.left`."""
+        """Draws with our sampler. `self.left` holds the logits as it left them."""
         due, at = np.array(rows, np.int32), np.array(positions, np.int32)
         self.left = logits.clone().to(device)
         out = torch.full((len(rows),), -9, dtype=torch.int64, device=device)
@@ -79,13 +79,13 @@ class Pair:
         return out.tolist()
 
 
-def seat(row: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt: int = 0, ends=()) -> Admission:
+def admission(row: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt: int = 0, ends=()) -> Admission:
     array = np.asarray(tokens, np.int32)
     return Admission(row, row, array, num_prompt or len(array), RowParams(params, tuple(ends)))
 
 
 def could_draw(adjusted: np.ndarray, params: SamplingParams, noise: float, token: int) -> bool:
-    """Whether rounding at an edge explains this token: in float64, with the bounds nudged either way."""
+    """True if rounding at a bound explains this token: checked in float64 with the bounds moved either way."""
     for nudge in (0.0, 1e-5, -1e-5):
         scaled = adjusted / params.temperature
         if 0 < params.top_k < len(scaled):
@@ -134,14 +134,14 @@ def some_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         (49_152, torch.bfloat16, None, 2.5),
     ],
 )
-def test_the_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype, cut: Cut | None, spread: float) -> None:
+def test_tokens_equal_those_of_the_reference(vocab: int, dtype: torch.dtype, cut: Cut | None, spread: float) -> None:
     rng = np.random.default_rng(vocab + int(10 * spread))
     count = 8
     pair = Pair(vocab, cut=cut)
     specs = [some_params(rng, vocab) for _ in range(count)]
     rows = rng.permutation(16)[:count].tolist()
-    pair.seat(
-        *(seat(row, spec, rng.integers(0, vocab, 12), 8, rng.integers(0, vocab, 3).tolist())
+    pair.admit(
+        *(admission(row, spec, rng.integers(0, vocab, 12), 8, rng.integers(0, vocab, 3).tolist())
           for row, spec in zip(rows, specs, strict=True))
     )  # fmt: skip
     for step in range(2 if interpreted else 30):
@@ -157,7 +157,7 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype, c
                 noise = uniforms(np.array([spec.seed], np.uint64), np.array(positions[:1], np.uint64))[0]
                 assert spec.temperature > 0, spec
                 assert could_draw(adjusted[at].double().numpy(), spec, float(noise), drawn[at]), (spec, expected[at])
-                return  # counts for penalties may differ from here on
+                return  # penalty counts may differ from here on
 
 
 def test_extreme_parameters() -> None:
@@ -168,13 +168,13 @@ def test_extreme_parameters() -> None:
     logits[4] = -torch.inf
     logits[4, 211] = -40.0
     greatest = logits.argmax(-1).tolist()
-    pair.seat(
-        seat(0, SamplingParams(temperature=2.0, top_k=1, seed=1)),
-        seat(1, SamplingParams(temperature=2.0, top_p=1e-9, seed=2)),
-        seat(2, SamplingParams(temperature=2.0, min_p=1.0, seed=3)),
-        seat(3, SamplingParams(temperature=1e-4, seed=4)),
-        seat(4, SamplingParams(temperature=100.0, top_k=17, seed=5)),
-        seat(5, SamplingParams(temperature=1.0, top_k=vocab + 9, top_p=0.4, seed=6)),
+    pair.admit(
+        admission(0, SamplingParams(temperature=2.0, top_k=1, seed=1)),
+        admission(1, SamplingParams(temperature=2.0, top_p=1e-9, seed=2)),
+        admission(2, SamplingParams(temperature=2.0, min_p=1.0, seed=3)),
+        admission(3, SamplingParams(temperature=1e-4, seed=4)),
+        admission(4, SamplingParams(temperature=100.0, top_k=17, seed=5)),
+        admission(5, SamplingParams(temperature=1.0, top_k=vocab + 9, top_p=0.4, seed=6)),
     )
     for position in (3, 4):
         drawn = pair.draw(logits, list(range(6)), [position] * 6)
@@ -185,7 +185,7 @@ def test_extreme_parameters() -> None:
 
 def test_padding_is_untouched() -> None:
     pair = Pair(200, cut=SMALL)
-    pair.seat(seat(2, SamplingParams(temperature=1.0, seed=1)), seat(3, SamplingParams(temperature=0)))
+    pair.admit(admission(2, SamplingParams(temperature=1.0, seed=1)), admission(3, SamplingParams(temperature=0)))
     logits = torch.randn(5, 200)
     for variant in ("greedy", "full"):
         pair.device_table.last_tokens.fill_(-5)
@@ -198,7 +198,9 @@ def test_padding_is_untouched() -> None:
 
 def test_the_padding_of_a_wide_head_is_never_drawn() -> None:
     pair = Pair(200, cut=SMALL)
-    pair.seat(seat(0, SamplingParams(temperature=0)), seat(1, SamplingParams(temperature=1.0, top_k=3, seed=1)))
+    pair.admit(
+        admission(0, SamplingParams(temperature=0)), admission(1, SamplingParams(temperature=1.0, top_k=3, seed=1))
+    )
     logits = torch.full((2, 256), 50.0)
     logits[:, :200] = torch.randn(2, 200)
     for variant in ("greedy", "full"):
@@ -208,13 +210,13 @@ def test_the_padding_of_a_wide_head_is_never_drawn() -> None:
 def test_a_token_does_not_depend_on_the_batch() -> None:
     vocab = 700
     rng = np.random.default_rng(8)
-    alone, crowd = Pair(vocab, cut=SMALL), Pair(vocab, cut=SMALL)
+    alone, batched = Pair(vocab, cut=SMALL), Pair(vocab, cut=SMALL)
     spec = SamplingParams(temperature=1.3, top_p=0.95, seed=77, presence_penalty=0.2)
-    alone.seat(seat(3, spec))
-    crowd.seat(*(seat(row, spec if row == 9 else some_params(rng, vocab)) for row in (1, 9, 4)))
+    alone.admit(admission(3, spec))
+    batched.admit(*(admission(row, spec if row == 9 else some_params(rng, vocab)) for row in (1, 9, 4)))
     for position in range(3, 6):
         logits = torch.from_numpy(rng.normal(size=(3, vocab)) * 2).float()
-        together = crowd.draw(logits, [1, 9, 4], [position] * 3)
+        together = batched.draw(logits, [1, 9, 4], [position] * 3)
         assert alone.draw(logits[1:2], [3], [position]) == [together[1]]
 
 
@@ -222,7 +224,7 @@ def test_draws_follow_the_distribution_over_seeds() -> None:
     draws = 96 if interpreted else 4096
     pair = Pair(5, max_rows=draws)
     logits = torch.tensor([0.1, 1.0, -0.5, 0.7, -torch.inf])
-    pair.seat(*(seat(row, SamplingParams(temperature=0.8, seed=row * 7919), [1]) for row in range(draws)))
+    pair.admit(*(admission(row, SamplingParams(temperature=0.8, seed=row * 7919), [1]) for row in range(draws)))
     drawn = pair.draw(logits.expand(draws, 5).contiguous(), list(range(draws)), [1] * draws)
     seen = np.bincount(drawn, minlength=5)
     wanted = torch.softmax(logits / 0.8, -1).numpy() * draws
@@ -230,16 +232,16 @@ def test_draws_follow_the_distribution_over_seeds() -> None:
     assert ((seen[:4] - wanted[:4]) ** 2 / wanted[:4]).sum() < 16.27  # chi-square, 3 degrees of freedom, p = 0.001
 
 
-def test_penalties_count_what_was_drawn_on_the_device() -> None:
+def test_penalties_count_tokens_drawn_on_the_device() -> None:
     pair = Pair(40)
     spec = SamplingParams(temperature=0, frequency_penalty=0.6, presence_penalty=0.3, repetition_penalty=1.1)
-    pair.seat(seat(6, spec, [1, 2, 2, 30], num_prompt=2))
+    pair.admit(admission(6, spec, [1, 2, 2, 30], num_prompt=2))
     logits = torch.linspace(3.0, 2.0, 40)[None]
     drawn = [pair.draw(logits, [6], [position])[0] for position in range(4, 16)]
     assert len(set(drawn)) > 6
     assert drawn == [pair.expect(logits.clone(), [6], [position])[0] for position in range(4, 16)]
     resumed = Pair(40)
-    resumed.seat(seat(0, spec, [1, 2, 2, 30, *drawn[:7]], num_prompt=2))
+    resumed.admit(admission(0, spec, [1, 2, 2, 30, *drawn[:7]], num_prompt=2))
     assert resumed.draw(logits, [0], [11])[0] == drawn[7]
 
 
@@ -247,8 +249,10 @@ def test_end_tokens_are_masked_before_the_minimum_length() -> None:
     pair = Pair(60)
     plain = SamplingParams(temperature=0, min_tokens=4)
     scored = SamplingParams(temperature=0, min_tokens=4, logprobs=3)
-    pair.seat(
-        seat(0, plain, ends=[7, 8]), seat(1, scored, ends=[7, 8]), seat(2, SamplingParams(temperature=0), ends=[7])
+    pair.admit(
+        admission(0, plain, ends=[7, 8]),
+        admission(1, scored, ends=[7, 8]),
+        admission(2, SamplingParams(temperature=0), ends=[7]),
     )
     logits = torch.zeros(3, 60)
     logits[:, 7], logits[:, 8], logits[:, 40] = 5.0, 4.0, 3.0
@@ -259,21 +263,21 @@ def test_end_tokens_are_masked_before_the_minimum_length() -> None:
 
 def test_bias_adds_up_over_repeated_tokens() -> None:
     pair = Pair(60)
-    pair.seat(seat(0, SamplingParams(temperature=0, logit_bias=((5, 2.0), (9, 2.5), (5, 1.0)))))
+    pair.admit(admission(0, SamplingParams(temperature=0, logit_bias=((5, 2.0), (9, 2.5), (5, 1.0)))))
     assert pair.draw(torch.zeros(1, 60), [0], [3]) == [5]
 
 
 def test_the_cheapest_sufficient_variant_is_chosen() -> None:
     sampler = (pair := Pair(50)).ours
-    pair.seat(
-        seat(0, SamplingParams(temperature=0)),
-        seat(1, SamplingParams(temperature=1e-7, top_k=4, top_p=0.5)),
-        seat(2, SamplingParams(temperature=0.5)),
-        seat(3, SamplingParams(temperature=0, presence_penalty=0.1)),
-        seat(4, SamplingParams(temperature=0, logit_bias=((1, 1.0),))),
-        seat(5, SamplingParams(temperature=0, min_tokens=4), ends=[3]),
-        seat(6, SamplingParams(temperature=0, min_tokens=4)),
-        seat(7, SamplingParams(temperature=0, logprobs=0)),
+    pair.admit(
+        admission(0, SamplingParams(temperature=0)),
+        admission(1, SamplingParams(temperature=1e-7, top_k=4, top_p=0.5)),
+        admission(2, SamplingParams(temperature=0.5)),
+        admission(3, SamplingParams(temperature=0, presence_penalty=0.1)),
+        admission(4, SamplingParams(temperature=0, logit_bias=((1, 1.0),))),
+        admission(5, SamplingParams(temperature=0, min_tokens=4), ends=[3]),
+        admission(6, SamplingParams(temperature=0, min_tokens=4)),
+        admission(7, SamplingParams(temperature=0, logprobs=0)),
     )
 
     def variant(*rows: int, at: int | None = None) -> str:
@@ -284,25 +288,25 @@ def test_the_cheapest_sufficient_variant_is_chosen() -> None:
     assert {variant(0, row) for row in (2, 3, 4, 5, 7)} == {"full"}
     assert variant(5, at=6) == "full"
     assert variant(5, at=7) == "greedy"
-    pair.seat(seat(2, SamplingParams(temperature=0)))
+    pair.admit(admission(2, SamplingParams(temperature=0)))
     assert variant(0, 2) == "greedy"
 
 
-def test_admission_is_one_upload_and_a_row_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_is_one_upload_and_resets_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(50)
     uploads: list[int] = []
     upload = pair.place.upload
     monkeypatch.setattr(pair.place, "upload", lambda array: (uploads.append(array.nbytes), upload(array))[1])
     pair.ours.admit(plan_of([], [Release(3, 3, "stop")]))
     assert uploads == []
-    pair.seat(*(seat(row, SamplingParams(temperature=0)) for row in range(16)))
+    pair.admit(*(admission(row, SamplingParams(temperature=0)) for row in range(16)))
     assert uploads == [16 * 128]
     busy = SamplingParams(temperature=0, frequency_penalty=2.0, logit_bias=((4, 9.0),))
-    pair.seat(seat(3, busy, [4, 4, 4, 4, 4, 4, 4], num_prompt=1))
+    pair.admit(admission(3, busy, [4, 4, 4, 4, 4, 4, 4], num_prompt=1))
     pair.ours.admit(plan_of([], [Release(3, 3, "stop")]))
     logits = torch.zeros(1, 50)
     logits[0, 4] = 1.0
-    pair.seat(seat(3, SamplingParams(temperature=0)), seat(8, busy, [2]))
+    pair.admit(admission(3, SamplingParams(temperature=0)), admission(8, busy, [2]))
     assert pair.draw(logits, [3], [3], "full") == [4]
     assert pair.draw(logits, [8], [1]) == [4]
 
@@ -310,8 +314,8 @@ def test_admission_is_one_upload_and_a_row_starts_afresh(monkeypatch: pytest.Mon
 def test_a_token_outside_the_vocabulary_is_refused_before_it_reaches_the_device() -> None:
     pair = Pair(50)
     with pytest.raises(RequestFailed, match="Token id 50 is outside"):
-        pair.ours.admit(plan_of([seat(0, SamplingParams(logit_bias=((50, 1.0),)))]))
+        pair.ours.admit(plan_of([admission(0, SamplingParams(logit_bias=((50, 1.0),)))]))
     with pytest.raises(RequestFailed, match="Token id 99 is outside"):
-        pair.ours.admit(plan_of([seat(0, SamplingParams(presence_penalty=1.0), [1, 99])]))
+        pair.ours.admit(plan_of([admission(0, SamplingParams(presence_penalty=1.0), [1, 99])]))
     with pytest.raises(RequestFailed, match="200 end tokens"):
-        pair.ours.admit(plan_of([seat(0, SamplingParams(min_tokens=1), ends=range(200))]))
+        pair.ours.admit(plan_of([admission(0, SamplingParams(min_tokens=1), ends=range(200))]))

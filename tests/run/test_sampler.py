@@ -26,7 +26,7 @@ from millrace.run.table.request_table import RequestTable
 VOCAB = 1500
 
 
-class Bench:
+class SamplerUnderTest:
     """A sampler whose rows are admitted directly, as the runner would."""
 
     def __init__(self, vocab: int = VOCAB, max_rows: int = 64) -> None:
@@ -34,7 +34,7 @@ class Bench:
         self.table = RequestTable(self.device, max_rows=max_rows, max_blocks=4)
         self.sampler = Sampler(self.device, self.table, max_rows=max_rows, vocab_size=vocab)
 
-    def seat(self, row: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt=None, ends=()) -> None:
+    def admit(self, row: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt=None, ends=()) -> None:
         array = np.asarray(tokens, np.int32)
         admission = Admission(row, row, array, num_prompt or len(array), RowParams(params, tuple(ends)))
         nothing = np.zeros(0, np.int32)
@@ -58,11 +58,11 @@ class Bench:
 
 def support(params: SamplingParams, logits: torch.Tensor, draws: int = 3000) -> torch.Tensor:
     """How often each token is drawn over many positions."""
-    bench = Bench(vocab=logits.shape[-1], max_rows=1)
-    bench.seat(0, params)
+    sampler = SamplerUnderTest(vocab=logits.shape[-1], max_rows=1)
+    sampler.admit(0, params)
     counts = torch.zeros(logits.shape[-1])
     for position in range(draws):
-        counts[bench.draw(logits[None], [0], [position]).tokens] += 1
+        counts[sampler.draw(logits[None], [0], [position]).tokens] += 1
     return counts
 
 
@@ -116,11 +116,11 @@ def test_the_nucleus_equals_hugging_face_even_when_it_is_wide(top_p: float, spre
 def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, VOCAB)
-    bench = Bench()
-    bench.seat(0, SamplingParams(temperature=0))
-    bench.seat(1, SamplingParams(temperature=1.0, seed=7))
-    bench.seat(2, SamplingParams(temperature=1e-9))
-    tokens = bench.draw(logits, [0, 1, 2], [3, 3, 3]).tokens
+    sampler = SamplerUnderTest()
+    sampler.admit(0, SamplingParams(temperature=0))
+    sampler.admit(1, SamplingParams(temperature=1.0, seed=7))
+    sampler.admit(2, SamplingParams(temperature=1e-9))
+    tokens = sampler.draw(logits, [0, 1, 2], [3, 3, 3]).tokens
     assert tokens[0] == logits[0].argmax()
     assert tokens[2] == logits[2].argmax()
 
@@ -128,14 +128,14 @@ def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
 def test_a_seeded_row_draws_the_same_whatever_is_beside_it() -> None:
     torch.manual_seed(2)
     logits = torch.randn(8, VOCAB)
-    alone, crowd = Bench(), Bench()
-    alone.seat(5, SamplingParams(seed=11, top_p=0.9))
+    alone, batched = SamplerUnderTest(), SamplerUnderTest()
+    alone.admit(5, SamplingParams(seed=11, top_p=0.9))
     for row in range(8):
-        crowd.seat(row, SamplingParams(seed=11 if row == 5 else row, top_p=0.9 if row == 5 else 0.5, top_k=row))
-    crowd.seat(5, SamplingParams(seed=11, top_p=0.9))
+        batched.admit(row, SamplingParams(seed=11 if row == 5 else row, top_p=0.9 if row == 5 else 0.5, top_k=row))
+    batched.admit(5, SamplingParams(seed=11, top_p=0.9))
     for position in range(40):
         one = alone.draw(logits[5:6], [5], [position]).tokens[0]
-        many = crowd.draw(logits, list(range(8)), [position] * 8).tokens[5]
+        many = batched.draw(logits, list(range(8)), [position] * 8).tokens[5]
         assert one == many
 
 
@@ -144,10 +144,10 @@ def test_penalties_equal_their_definitions() -> None:
     logits = torch.randn(1, VOCAB)
     tokens, num_prompt = [3, 9, 9, 40, 41, 41], 3
     params = SamplingParams(temperature=0, repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3)
-    bench = Bench()
-    bench.seat(0, params, tokens, num_prompt)
+    sampler = SamplerUnderTest()
+    sampler.admit(0, params, tokens, num_prompt)
     changed = logits.clone()
-    bench.sampler._constrain(changed, np.asarray([0], np.int32), np.asarray([6], np.int32))
+    sampler.sampler._constrain(changed, np.asarray([0], np.int32), np.asarray([6], np.int32))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
     output = torch.bincount(torch.tensor(tokens[num_prompt:]), minlength=VOCAB)
     expected = expected - 0.3 * output - 0.4 * (output > 0)
@@ -157,26 +157,26 @@ def test_penalties_equal_their_definitions() -> None:
 def test_penalties_count_the_tokens_drawn() -> None:
     """With a strong presence penalty a flat model never repeats itself."""
     logits = torch.zeros(1, 20)
-    bench = Bench(vocab=20)
-    bench.seat(0, SamplingParams(temperature=0, presence_penalty=2.0), [0], 1)
-    drawn = [int(bench.draw(logits, [0], [position]).tokens[0]) for position in range(20)]
+    sampler = SamplerUnderTest(vocab=20)
+    sampler.admit(0, SamplingParams(temperature=0, presence_penalty=2.0), [0], 1)
+    drawn = [int(sampler.draw(logits, [0], [position]).tokens[0]) for position in range(20)]
     assert sorted(drawn) == list(range(20))
 
 
 def test_logit_bias_can_force_and_forbid() -> None:
     logits = torch.zeros(1, 20)
     logits[0, 4] = 5.0
-    bench = Bench(vocab=20)
-    bench.seat(0, SamplingParams(temperature=0, logit_bias=((4, -100.0), (7, 3.0))))
-    assert bench.draw(logits, [0], [1]).tokens[0] == 7
+    sampler = SamplerUnderTest(vocab=20)
+    sampler.admit(0, SamplingParams(temperature=0, logit_bias=((4, -100.0), (7, 3.0))))
+    assert sampler.draw(logits, [0], [1]).tokens[0] == 7
 
 
 def test_end_tokens_are_impossible_before_min_tokens() -> None:
     logits = torch.zeros(1, 20)
     logits[0, 6] = 9.0
-    bench = Bench(vocab=20)
-    bench.seat(0, SamplingParams(temperature=0, min_tokens=2), [1, 2, 3], 3, ends=(6,))
-    drawn = [int(bench.draw(logits, [0], [position]).tokens[0]) for position in (3, 4, 5)]
+    sampler = SamplerUnderTest(vocab=20)
+    sampler.admit(0, SamplingParams(temperature=0, min_tokens=2), [1, 2, 3], 3, ends=(6,))
+    drawn = [int(sampler.draw(logits, [0], [position]).tokens[0]) for position in (3, 4, 5)]
     assert drawn[0] != 6
     assert drawn[1] != 6
     assert drawn[2] == 6
@@ -185,10 +185,10 @@ def test_end_tokens_are_impossible_before_min_tokens() -> None:
 def test_logprobs_are_of_the_raw_logits() -> None:
     torch.manual_seed(4)
     logits = torch.randn(2, VOCAB)
-    bench = Bench()
-    bench.seat(0, SamplingParams(temperature=0))
-    bench.seat(1, SamplingParams(temperature=0.1, seed=3, logprobs=4, logit_bias=((17, 50.0),)))
-    drawn = bench.draw(logits, [0, 1], [3, 3])
+    sampler = SamplerUnderTest()
+    sampler.admit(0, SamplingParams(temperature=0))
+    sampler.admit(1, SamplingParams(temperature=0.1, seed=3, logprobs=4, logit_bias=((17, 50.0),)))
+    drawn = sampler.draw(logits, [0, 1], [3, 3])
     assert drawn.logprob_index.tolist() == [1]
     assert drawn.logprobs is not None
     reference = torch.log_softmax(logits[1], -1)

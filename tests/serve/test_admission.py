@@ -22,7 +22,12 @@ CONFIG = replace(
 
 
 def stats(
-    waiting: tuple[int, int, int] = (0, 0, 0), *, seats: float = 5.0, free: int = 0, tokens: int = 0, speed: float = 0.0
+    waiting: tuple[int, int, int] = (0, 0, 0),
+    *,
+    admission_rate: float = 5.0,
+    free: int = 0,
+    tokens: int = 0,
+    speed: float = 0.0,
 ) -> EngineStats:
     return EngineStats(
         step_no=1,
@@ -41,7 +46,7 @@ def stats(
         waiting_by_class=waiting,
         waiting_tokens=(tokens, 0, 0),
         rows_free=free,
-        admissions_per_s=seats,
+        admissions_per_s=admission_rate,
         tokens_per_s=speed,
     )
 
@@ -52,10 +57,10 @@ def test_only_the_same_and_more_urgent_classes_are_ahead() -> None:
     assert forecast(report, 5, 0).ttft_s == 2.0
     assert forecast(stats((5, 20, 60), free=25), 0, 1).ttft_s == 0.0
     assert forecast(stats((1, 0, 0), free=5, tokens=9000, speed=3000.0), 0, 0).ttft_s == 3.0
-    assert forecast(stats((50, 0, 0), seats=0.0), 0, 0).ttft_s == 0.0, "nothing is known yet: let it in"
+    assert forecast(stats((50, 0, 0), admission_rate=0.0), 0, 0).ttft_s == 0.0, "no rate is known yet: admit"
 
 
-def test_a_request_that_would_wait_too_long_is_told_when_to_retry() -> None:
+def test_a_refused_request_gets_a_time_to_retry() -> None:
     admission = Admission(CONFIG)
     admission.check(None, 1000, 0, 1)
     admission.check(stats((10, 0, 0)), 0, 0, 1)

@@ -42,7 +42,7 @@ class Overload:
         self._scheduler = Scheduler(num_blocks=256, block_size=16, max_running=16, token_budget=512, mixed_budget=192)
         self._rates, self._stats, self._unreported = MeasuredRates(), EngineStats(*[0] * 13), 0
         self._arrived: dict[int, tuple[float, int]] = {}
-        self._seated: dict[int, float] = {}
+        self._admitted_at: dict[int, float] = {}
         self.ttft_s: tuple[list[float], ...] = ([], [], [])
         self.num_offered, self.num_shed = [0, 0, 0], [0, 0, 0]
 
@@ -88,7 +88,7 @@ class Overload:
         if plan is None:
             return now + 0.01
         self._rates.on_admitted(len(plan.admitted))
-        self._seated.update({admission.request_id: now for admission in plan.admitted})
+        self._admitted_at.update({admission.request_id: now for admission in plan.admitted})
         step_s = 0.03 + 0.0017 * len(plan.rows) + 0.0009 * (plan.num_tokens - len(plan.rows))
         now += step_s
         self._rates.on_step(plan.num_tokens, step_s)
@@ -98,7 +98,7 @@ class Overload:
             if at >= CALM_S:
                 self.ttft_s[priority].append(now - at)
         for ended in outcome.ended:
-            self._rates.on_ended(now - self._seated[ended.request_id])
+            self._rates.on_ended(now - self._admitted_at[ended.request_id])
             if now < CALM_S:
                 self._submit(2, now)
         return now
