@@ -1,4 +1,4 @@
-"""The one error of the benchmarks."""
+"""The error that all benchmarks raise."""
 
 from __future__ import annotations
 

@@ -89,13 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what != "peers":
-        bench_peers.refuse_elsewhere(args)
+        bench_peers.reject_own_options(args)
     if args.what == "gpu":
         return bench_gpu.run(args)
     if args.what == "serve":
         return bench_serve.run(args)
-    bench_gpu.refuse_elsewhere(args, allowed=("quick",) if args.what == "peers" else ())
-    bench_serve.refuse_elsewhere(args)
+    bench_gpu.reject_own_options(args, allowed=("quick",) if args.what == "peers" else ())
+    bench_serve.reject_own_options(args)
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "local": _bench_server,
         "peers": lambda args: _until_terminated(lambda: bench_peers.run(args)),
@@ -161,17 +161,17 @@ def _bench_front(args: argparse.Namespace) -> int:
 
 
 def _bench_policies(args: argparse.Namespace) -> int:
-    from millrace.bench.micro.policies import Replayed, compare, judge, plot_svg, read_trace
+    from millrace.bench.micro.policies import ReplayResult, compare, plot_svg, policy_figures, read_trace
 
     if args.trace is None:
         raise UsageError("bench policies needs --trace FILE: a CSV with TIMESTAMP, ContextTokens and GeneratedTokens.")
     arrivals = read_trace(args.trace, args.requests, args.speed)
-    results: list[Replayed] = []
+    results: list[ReplayResult] = []
 
     def figures() -> Iterable[Figure]:
         for done in compare(arrivals):
             results.append(done)
-            yield from judge(done).figures()
+            yield from policy_figures(done).figures()
 
     title = f"Policies on {args.requests} requests of {args.trace.name}, {args.speed:g} times as fast"
     code = _print_figures(figures(), title, "policies", as_json=args.json)

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--table", type=Path, metavar="FILE", help="print results from FILE as markdown and exit")
 
 
-def refuse_elsewhere(args: argparse.Namespace, *, allowed: tuple[str, ...] = ()) -> None:
+def reject_own_options(args: argparse.Namespace, *, allowed: tuple[str, ...] = ()) -> None:
     """Refuse options of `bench gpu` in other benchmarks, except those in `allowed`."""
     for name in ("models", "shapes", "cases", "batches", "quick", "profile", "table"):
         if getattr(args, name) and name not in allowed:

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_elsewhere(args: argparse.Namespace) -> None:
+def reject_own_options(args: argparse.Namespace) -> None:
     for name in _OWN_OPTIONS:
         if getattr(args, name) not in (None, "", []):
             flag = f"--{name.replace('_', '-')}"

@@ -17,7 +17,7 @@ from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
     from millrace.bench.http.serving import ServingFigures
-    from millrace.bench.http.stack_samples import Hot
+    from millrace.bench.http.stack_samples import HotFunctions
     from millrace.config import LoadedConfig
 
 SHAPE = "smollm2-135m"
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_elsewhere(args: argparse.Namespace) -> None:
+def reject_own_options(args: argparse.Namespace) -> None:
     for name in ("export", "profile_at"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
@@ -108,7 +108,7 @@ def _measure(args: argparse.Namespace, options: tuple[str, ...]) -> int:
     return 1 if any(figures.errors for figures in found) else 0
 
 
-def _print_hot(title: str, hot: Hot) -> None:
+def _print_hot(title: str, hot: HotFunctions) -> None:
     print(f"-- {title}: {hot.samples} samples {hot.problem}", file=sys.stderr)
     for own, whole in itertools.zip_longest(hot.own, hot.all, fillvalue=("", 0.0)):
         texts = (f"{100 * share:5.1f}% {name[-60:]:60}" if name else " " * 67 for name, share in (own, whole))

@@ -25,7 +25,7 @@ Each run starts its own server. The exit code is 1 if a check failed."""
 
 _SMALL_POOL = ("--kv-tokens", "4096", "--max-context", "512")
 """KV pages become resident when first used; a large pool would look like a leak."""
-_OPTIONS: dict[str, tuple[str, ...]] = {
+_SERVER_OPTIONS: dict[str, tuple[str, ...]] = {
     "disconnects": (*_SMALL_POOL, "--max-running", "64"),
     "fuzz": _SMALL_POOL,
     "kill-engine": (*_SMALL_POOL, "--fronts", "2"),
@@ -38,10 +38,11 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 MEMORY_SLACK_MIB = 48.0
 """Growth allowed in the second half: allocators never return to exactly the same size."""
 FILES_SLACK = 12
+"""Growth allowed in the number of open files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", help=", ".join(_OPTIONS))
+    parser.add_argument("what", metavar="WHAT", help=", ".join(_SERVER_OPTIONS))
     parser.add_argument("--seconds", type=float, default=60.0, metavar="X", help="duration (default: 60)")
     parser.add_argument(
         "--clients", type=int, default=2000, metavar="N", help="concurrent clients of disconnects (default: 2000)"
@@ -53,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.what not in _OPTIONS:
-        raise UsageError(f"Unknown fault '{args.what}'. Faults: {', '.join(_OPTIONS)}.")
+    if args.what not in _SERVER_OPTIONS:
+        raise UsageError(f"Unknown fault '{args.what}'. Faults: {', '.join(_SERVER_OPTIONS)}.")
     from millrace.serve.app import allow_many_connections
 
     allow_many_connections()
@@ -71,7 +72,7 @@ async def _with_server(args: argparse.Namespace) -> int:
         "kill-front": _kill,
         "overload": _overload,
     }
-    with LocalServer(_OPTIONS[args.what]) as server:
+    with LocalServer(_SERVER_OPTIONS[args.what]) as server:
         await server.wait_ready()
         failures = await actions[args.what](args, server.url, server.pid)
     for line in failures:
@@ -85,7 +86,8 @@ async def _disconnects(args: argparse.Namespace, url: str, pid: int) -> list[str
 
     result = await churn(url, pid, args.clients, args.seconds, args.seed)
     print(
-        f"Requests: {result.left} abandoned by their client, {result.ended} read to the end, {result.refused} refused."
+        f"Requests: {result.abandoned} abandoned by their client, {result.completed} read to the end,"
+        f" {result.refused} refused."
     )
     return _leaks(result.readings, args.seconds)
 
@@ -115,7 +117,7 @@ async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
 async def _overload(args: argparse.Namespace, url: str, pid: int) -> list[str]:
     from millrace.faults.overload import overload
 
-    capacity, results = await overload(url, args.seconds, args.factor, at_once=16)
+    capacity, results = await overload(url, args.seconds, args.factor, concurrency=16)
     print(f"Capacity {capacity:.1f} requests/s; offered {args.factor:g} times that for {args.seconds:g} s.")
     for one in results:
         retry = f", Retry-After {min(one.retry_after_s)} to {max(one.retry_after_s)} s" if one.retry_after_s else ""

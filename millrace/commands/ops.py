@@ -24,7 +24,7 @@ examples:
   millrace ops --dtype float32       with another compute dtype
   millrace ops --deterministic       batch-invariant versions only"""
 
-_MIN_WIDTH = 30
+_MIN_WHY_WIDTH = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,10 +60,10 @@ def table_lines(
     rows = list(_rows(device, dtype, deterministic))
     header = ("op", "", "version", "batch-invariant", "why")
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(4)]
-    room = None if width is None else max(width - sum(widths) - 8, _MIN_WIDTH)
+    why_width = None if width is None else max(width - sum(widths) - 8, _MIN_WHY_WIDTH)
     for row in (header, *rows):
         start = "  ".join(cell.ljust(size) for cell, size in zip(row[:4], widths, strict=True))
-        folded = textwrap.wrap(row[4], room) if room else [row[4]]
+        folded = textwrap.wrap(row[4], why_width) if why_width else [row[4]]
         yield f"{start}  {folded[0]}"
         yield from (" " * (len(start) + 2) + rest for rest in folded[1:])
 

@@ -16,8 +16,8 @@ MEAN_STAY_S = 0.7
 
 @dataclass(slots=True)
 class ChurnResult:
-    left: int = 0
-    ended: int = 0
+    abandoned: int = 0
+    completed: int = 0
     refused: int = 0
     """Connections that the system or the server refused."""
     readings: IdleReadings | None = None
@@ -62,10 +62,10 @@ async def _send_one(address: Address, rng: random.Random, result: ChurnResult) -
         async with asyncio.timeout(rng.expovariate(1 / MEAN_STAY_S)):
             while piece := await reader.read(65536):
                 if piece.endswith(b"0\r\n\r\n"):
-                    result.ended += 1
+                    result.completed += 1
                     return
     except TimeoutError:
-        result.left += 1
+        result.abandoned += 1
     finally:
         if rng.random() < 0.5:
             writer.transport.abort()  # TCP reset instead of an orderly close.

@@ -32,10 +32,10 @@ class ClassResult:
         return percentile(self.ttft_s, percent)
 
 
-async def overload(url: str, seconds: float, factor: float, at_once: int) -> tuple[float, list[ClassResult]]:
+async def overload(url: str, seconds: float, factor: float, concurrency: int) -> tuple[float, list[ClassResult]]:
     """Measure the server's capacity in requests/s, then offer `factor` times that for `seconds`."""
     address = Address.of(url)
-    capacity = await _capacity(address, at_once)
+    capacity = await _capacity(address, concurrency)
     results = {name: ClassResult(name) for name, _ in CLASSES}
     rng, tasks = random.Random(1), set()
     end = time.monotonic() + seconds
@@ -51,8 +51,8 @@ async def overload(url: str, seconds: float, factor: float, at_once: int) -> tup
     return capacity, list(results.values())
 
 
-async def _capacity(address: Address, at_once: int) -> float:
-    """Requests/s in a closed loop with `at_once` clients, as many as the server runs."""
+async def _capacity(address: Address, concurrency: int) -> float:
+    """Requests/s in a closed loop with `concurrency` clients, as many as the server runs."""
     result = ClassResult("batch")
     end = time.monotonic() + CALIBRATE_S
 
@@ -62,7 +62,7 @@ async def _capacity(address: Address, at_once: int) -> float:
             number += 1009
 
     began = time.monotonic()
-    await asyncio.gather(*(client(number) for number in range(at_once)))
+    await asyncio.gather(*(client(number) for number in range(concurrency)))
     return result.served / (time.monotonic() - began)
 
 

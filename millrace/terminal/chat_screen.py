@@ -67,7 +67,7 @@ class ChatScreen:
             if reply.answer_again:
                 self._answer()
             return not reply.leave
-        self._conversation.ask(line)
+        self._conversation.add_user_message(line)
         self._answer()
         return True
 
@@ -88,7 +88,7 @@ class ChatScreen:
             close = getattr(stream, "close", None)
             if close is not None:
                 close()
-        self._conversation.answered("".join(pieces))
+        self._conversation.add_answer("".join(pieces))
 
     def _say(self, text: str, colour: str = DIM) -> None:
         """Our own messages, set apart from the model's text."""

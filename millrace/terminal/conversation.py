@@ -31,22 +31,22 @@ class Conversation:
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.turns
 
-    def ask(self, text: str) -> None:
+    def add_user_message(self, text: str) -> None:
         self.turns.append({"role": "user", "content": text})
 
-    def answered(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         """Add an answer, whole or partial. An empty one removes the user message instead."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         else:
-            self.take_back()
+            self.drop_unanswered()
 
-    def take_back(self) -> None:
+    def drop_unanswered(self) -> None:
         """Remove a user message that got no answer, to keep the roles alternating."""
         if self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
 
-    def reopen(self) -> bool:
+    def drop_last_answer(self) -> bool:
         """Remove the last answer so that it can be generated again. False if there is none."""
         if len(self.turns) < 2 or self.turns[-1]["role"] != "assistant":
             return False
@@ -108,6 +108,6 @@ def _system(conversation: Conversation, argument: str) -> Reply:
 
 
 def _regenerate(conversation: Conversation) -> Reply:
-    if conversation.reopen():
+    if conversation.drop_last_answer():
         return Reply(answer_again=True)
     return Reply("There is no answer to regenerate.")

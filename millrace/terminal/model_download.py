@@ -33,7 +33,8 @@ def download_model(source: str) -> ModelFiles:
 
 
 def is_downloaded(source: str) -> bool:
-    """True if no download is needed: a known model in the cache, an existing path, or random weights."""
+    """True for a known model in the cache, an existing path, and random weights. Does not look for Hugging Face ids in
+    the cache: for these it is always False."""
     known = find_known(source)
     if known is not None:
         return is_cached(known)

@@ -20,13 +20,13 @@ from millrace.bench.http.prompts import IdPrompts, TextPrompts
 from millrace.bench.http.suite import SuiteOptions, run_remote
 from millrace.bench.http.target import Sample, Target
 from millrace.bench.http.workload_figures import figures_of
-from millrace.bench.http.workloads import Shape, Workload, mixed, shared_prefix, single, suite
+from millrace.bench.http.workloads import RequestShape, Workload, mixed, shared_prefix, single, suite
 from millrace.bench.local_server import cpu_seconds, descendants, free_port, resident_mib
 from millrace.cli import main
 
 
-def tiny(requests: int = 6, at_once: int = 3) -> Workload:
-    return Workload("tiny", "for tests", tuple(Shape("tiny", i, 4, 8, 5) for i in range(requests)), at_once)
+def tiny(requests: int = 6, concurrency: int = 3) -> Workload:
+    return Workload("tiny", "for tests", tuple(RequestShape("tiny", i, 4, 8, 5) for i in range(requests)), concurrency)
 
 
 def measure(
@@ -50,27 +50,27 @@ def test_workloads_have_the_documented_sizes() -> None:
     ]  # fmt: skip
     assert {(s.prompt_tokens, s.output_tokens) for s in single().shapes} == {(512, 128)}
     assert len(mixed().shapes) == 64
-    assert mixed().at_once == 16
+    assert mixed().concurrency == 16
     assert all(64 <= s.prompt_tokens <= 512 and 64 <= s.output_tokens <= 256 for s in mixed().shapes)
     assert {(s.shared_tokens, s.own_tokens, s.output_tokens) for s in shared_prefix().shapes} == {(1024, 32, 32)}
-    assert shared_prefix().at_once == 8
+    assert shared_prefix().concurrency == 8
     assert mixed() == mixed()
 
 
 @pytest.mark.parametrize("maker", [IdPrompts(7, tuple(range(50))), TextPrompts(7, 1.3)])
 def test_prompts_follow_the_seed_and_share_prefixes(maker: IdPrompts | TextPrompts) -> None:
-    first, second = maker.make(Shape("g", 0, 100, 20, 1)), maker.make(Shape("g", 1, 100, 20, 1))
-    assert first == maker.make(Shape("g", 0, 100, 20, 1))
+    first, second = maker.make(RequestShape("g", 0, 100, 20, 1)), maker.make(RequestShape("g", 1, 100, 20, 1))
+    assert first == maker.make(RequestShape("g", 0, 100, 20, 1))
     assert first != second
     split = (lambda p: p) if isinstance(maker, IdPrompts) else str.split
     shared = 100 if isinstance(maker, IdPrompts) else round(100 / 1.3)
     assert split(first)[:shared] == split(second)[:shared]
     other = type(maker)(8, maker.pool if isinstance(maker, IdPrompts) else 1.3)
-    assert other.make(Shape("g", 0, 100, 20, 1)) != first
+    assert other.make(RequestShape("g", 0, 100, 20, 1)) != first
 
 
 def test_id_prompts_are_exact() -> None:
-    assert len(IdPrompts(0, (5, 6, 7)).make(Shape("g", 3, 1024, 32, 1))) == 1056
+    assert len(IdPrompts(0, (5, 6, 7)).make(RequestShape("g", 3, 1024, 32, 1))) == 1056
 
 
 def test_full_featured_server_gets_ids_and_ignore_eos() -> None:
@@ -117,7 +117,7 @@ def test_answers_that_end_early_are_reported() -> None:
 
 def test_failures_are_counted_and_the_rest_measured() -> None:
     with running(FakeServer(fail_after=6)) as server:
-        figures = measure(server, tiny(requests=8, at_once=1))
+        figures = measure(server, tiny(requests=8, concurrency=1))
     noted = [figure for figure in figures if "failed" in figure.note]
     assert len(noted) == 1
     assert "HTTP 500" in noted[0].note
@@ -127,7 +127,7 @@ def test_failures_are_counted_and_the_rest_measured() -> None:
 def test_time_limit_ends_a_workload_and_reports_the_rest() -> None:
     with running(FakeServer(token_delay_s=0.1)) as server:
         started = time.monotonic()
-        figures = measure(server, tiny(requests=50, at_once=1), limit_s=1.2)
+        figures = measure(server, tiny(requests=50, concurrency=1), limit_s=1.2)
     assert time.monotonic() - started < 10
     assert any("of 50 requests not completed within the time limit" in figure.note for figure in figures)
 
@@ -194,7 +194,7 @@ def test_drive_reuses_clients_until_the_work_is_done() -> None:
     with running(FakeServer(token_delay_s=0.02)) as server:
         outcome = asyncio.run(go(server))
     assert len(outcome.good) == 10
-    assert outcome.unsent == 0
+    assert outcome.incomplete == 0
     assert server.most_at_once == 4
 
 

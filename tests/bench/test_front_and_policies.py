@@ -9,7 +9,7 @@ import pytest
 from millrace.bench.errors import BenchError
 from millrace.bench.micro.front import FrontBench
 from millrace.bench.micro.link import measure_link
-from millrace.bench.micro.policies import POLICIES, compare, judge, plot_svg, read_trace
+from millrace.bench.micro.policies import POLICIES, compare, plot_svg, policy_figures, read_trace
 from millrace.cli import main
 from millrace.config import DEFAULT_MODEL
 
@@ -38,7 +38,7 @@ def test_policies_are_compared_on_a_trace(tmp_path: Path) -> None:
     arrivals = read_trace(trace, 150, speed=2.0)
     assert len(arrivals) == 150
     results = list(compare(arrivals))
-    verdicts = [judge(done) for done in results]
+    verdicts = [policy_figures(done) for done in results]
     assert [verdict.policy for verdict in verdicts] == list(POLICIES)
     for verdict in verdicts:
         assert 0 < verdict.ttft_p50_s <= verdict.ttft_p99_s

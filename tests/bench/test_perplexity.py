@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from millrace.bench.figures import Figure
-from millrace.bench.http.perplexity import TEXT_FILE, NotOffered, Perplexity, cut, measure_perplexity
+from millrace.bench.http.perplexity import TEXT_FILE, Perplexity, UnsupportedByServer, cut, measure_perplexity
 from millrace.bench.http.suite import SuiteOptions, run_remote
 from millrace.bench.http.target import Target
 
@@ -80,7 +80,7 @@ def test_perplexity_is_reproducible(served: Served) -> None:
 
 def test_server_without_prompt_logprobs_is_reported(tmp_path: Path) -> None:
     with running(FakeServer()) as server:
-        with pytest.raises(NotOffered, match="returns no prompt log-probabilities"):
+        with pytest.raises(UnsupportedByServer, match="returns no prompt log-probabilities"):
             measured(server.url, text=TEXT)
         figures: list[Figure] = []
         options = SuiteOptions((), seed=1, time_limit_s=20.0, perplexity=True)
@@ -91,7 +91,7 @@ def test_server_without_prompt_logprobs_is_reported(tmp_path: Path) -> None:
 
 
 def test_server_without_tokenize_is_reported() -> None:
-    with running(FakeServer(tokenize=False)) as server, pytest.raises(NotOffered, match="no /tokenize"):
+    with running(FakeServer(tokenize=False)) as server, pytest.raises(UnsupportedByServer, match="no /tokenize"):
         measured(server.url)
 
 

@@ -19,7 +19,7 @@ def test_mutated_requests_and_disconnects_break_and_leak_nothing() -> None:
         assert min(fuzzed.statuses) >= 200
         assert max(fuzzed.statuses) < 500
         left = asyncio.run(churn(url, served.process.pid, 100, 3.0))
-        assert left.left > 50
+        assert left.abandoned > 50
         readings = left.readings
         assert readings is not None
         assert (readings.after.used_blocks, readings.after.requests) == (0, 0)

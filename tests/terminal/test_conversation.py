@@ -18,15 +18,15 @@ from millrace.terminal.sampling_options import AnswerStats
 
 def test_message_without_answer_is_removed() -> None:
     conversation = Conversation()
-    conversation.ask("a")
-    conversation.answered("")
+    conversation.add_user_message("a")
+    conversation.add_answer("")
     assert conversation.messages == []
 
 
 def test_save_as_text_and_save_errors(tmp_path: Path) -> None:
     conversation = Conversation("sys")
-    conversation.ask("q")
-    conversation.answered("a")
+    conversation.add_user_message("q")
+    conversation.add_answer("a")
     reply = run_slash(f"/save {tmp_path / 'talk.md'}", conversation, "")
     assert "Saved 2 messages" in reply.text
     assert (tmp_path / "talk.md").read_text() == "## system\n\nsys\n\n## user\n\nq\n\n## assistant\n\na\n"

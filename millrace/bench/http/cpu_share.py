@@ -16,17 +16,17 @@ from millrace.bench.local_server import descendants
 
 ENGINE, FRONT, SERVER, CLIENT = "engine", "front", "server", "clients"
 _ENGINE_MODULE = b"millrace.supervise.engine_child"
-_MANY_AT_ONCE = 16
+_MIN_CONCURRENCY = 16
 """With fewer concurrent requests there are too few tokens for a figure per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds, summed over threads."""
+    """Scheduler times in seconds, summed over threads."""
 
     ran_s: float = 0.0
     waited_s: float = 0.0
-    """Runnable, but without a core."""
+    """Time runnable without getting a core."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(self.ran_s + other.ran_s, self.waited_s + other.waited_s)
@@ -69,8 +69,8 @@ class CpuShare:
         self._before = {name: usage_of(pids) for name, pids in self._parts.items()}
         self._started = time.monotonic()
 
-    def figures(self, workload: str, at_once: int, output_tokens: int) -> list[Figure]:
-        if at_once < _MANY_AT_ONCE or not output_tokens:
+    def figures(self, workload: str, concurrency: int, output_tokens: int) -> list[Figure]:
+        if concurrency < _MIN_CONCURRENCY or not output_tokens:
             return []
         wall_s = max(time.monotonic() - self._started, 1e-6)
         used = {name: usage_of(pids) - self._before[name] for name, pids in self._parts.items()}

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 from millrace.bench.http.prompts import PromptMaker
 from millrace.bench.http.target import Sample, Target
-from millrace.bench.http.workloads import Shape, Workload
+from millrace.bench.http.workloads import RequestShape, Workload
 
 
 @dataclass(slots=True)
 class Outcome:
     workload: Workload
     samples: list[Sample] = field(default_factory=list)
-    unsent: int = 0
-    """Requests that the time limit left out; the figures cover the others."""
+    incomplete: int = 0
+    """Requests not completed within the time limit; the figures cover the others."""
     wall_s: float = 0.0
 
     @property
@@ -37,7 +37,7 @@ async def drive(
     time_limit_s: float,
     on_done: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Closed loop: `at_once` clients, each sending the next request when its last one ends."""
+    """Closed loop: `concurrency` clients, each sending the next request when its last one ends."""
     outcome = Outcome(workload)
     work = [(shape, prompts.make(shape)) for shape in workload.shapes]
     waiting = iter(work)
@@ -51,15 +51,15 @@ async def drive(
     started = time.monotonic()
     try:
         async with asyncio.timeout(time_limit_s):
-            await asyncio.gather(*(client() for _ in range(min(workload.at_once, len(work)))))
+            await asyncio.gather(*(client() for _ in range(min(workload.concurrency, len(work)))))
     except TimeoutError:
         pass
     outcome.wall_s = time.monotonic() - started
-    outcome.unsent = len(work) - len(outcome.samples)
+    outcome.incomplete = len(work) - len(outcome.samples)
     return outcome
 
 
 async def warm_up(target: Target, prompts: PromptMaker) -> None:
     """One short request, so that lazy initialisation does not count in the first figure."""
-    shape = Shape("warm-up", 0, 0, 16, 8)
+    shape = RequestShape("warm-up", 0, 0, 16, 8)
     await target.complete(prompts.make(shape), shape.output_tokens)

@@ -23,7 +23,7 @@ WINDOW = 512
 """Tokens of a window. The first has no context and is not scored."""
 
 
-class NotOffered(Exception):
+class UnsupportedByServer(Exception):
     """The server lacks a feature that is needed; the message says which."""
 
 
@@ -41,7 +41,7 @@ async def measure_perplexity(
     window: int = WINDOW,
     on_done: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Perplexity of `text` (default: the text that ships with Millrace). Raises `NotOffered`."""
+    """Perplexity of `text` (default: the text that ships with Millrace). Raises `UnsupportedByServer`."""
     prefix, ids = await _tokens(target, text or TEXT_FILE.read_text(encoding="utf-8"))
     windows = list(cut(ids, window - len(prefix)))
     total, scored = 0.0, 0
@@ -78,7 +78,7 @@ async def prompt_logprobs(target: Target, ids: list[int]) -> list[float]:
                 problems.append("the answer contains no prompt log-probabilities")
         else:
             problems.append(f"HTTP {status}")
-    raise NotOffered(f"the server returns no prompt log-probabilities ({'; '.join(problems)})")
+    raise UnsupportedByServer(f"the server returns no prompt log-probabilities ({'; '.join(problems)})")
 
 
 def _from_prompt_logprobs(choice: Any, ids: list[int]) -> list[float]:
@@ -116,7 +116,7 @@ async def _tokenize(target: Target, text: str, *, special: bool) -> list[int]:
         ids = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
         if isinstance(ids, list) and len(ids) > 1 and all(isinstance(token, int) for token in ids):
             return ids
-    raise NotOffered("the server has no /tokenize")
+    raise UnsupportedByServer("the server has no /tokenize")
 
 
 async def _post(target: Target, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -124,4 +124,4 @@ async def _post(target: Target, path: str, body: dict[str, Any]) -> tuple[int, A
         async with target.session.post(f"{target.url}{path}", json=body) as response:
             return response.status, json.loads(await response.text()) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise NotOffered(f"{path} failed: {type(error).__name__} {error}".strip()) from error
+        raise UnsupportedByServer(f"{path} failed: {type(error).__name__} {error}".strip()) from error

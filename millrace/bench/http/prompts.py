@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.bench.http.workloads import Shape
+from millrace.bench.http.workloads import RequestShape
 
 Prompt = str | list[int]
 
@@ -31,7 +31,7 @@ class IdPrompts:
     seed: int
     pool: Sequence[int]
 
-    def make(self, shape: Shape) -> Prompt:
+    def make(self, shape: RequestShape) -> Prompt:
         shared = _rng(self.seed, shape.group, -1).choices(self.pool, k=shape.shared_tokens)
         return shared + _rng(self.seed, shape.group, shape.index).choices(self.pool, k=shape.own_tokens)
 
@@ -43,7 +43,7 @@ class TextPrompts:
     seed: int
     tokens_per_word: float
 
-    def make(self, shape: Shape) -> Prompt:
+    def make(self, shape: RequestShape) -> Prompt:
         parts = (
             self._words(shape.shared_tokens, shape.group, -1),
             self._words(shape.own_tokens, shape.group, shape.index),

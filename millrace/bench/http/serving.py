@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import percentile
 from millrace.bench.http.client_processes import ClientProcesses
-from millrace.bench.http.stack_samples import Hot, sample_processes
+from millrace.bench.http.stack_samples import HotFunctions, sample_processes
 from millrace.bench.http.stream_clients import Tally
 from millrace.bench.local_server import LocalServer, command_line, descendants, own_cpu_seconds
 from millrace.bench.metrics_page import SCRAPE_TIMEOUT_S, scrape
@@ -68,7 +68,7 @@ class ServingFigures:
     waiting: float
     cores: dict[str, float]
     """CPU use by process: engine, front 0, front 1, …, and all clients together."""
-    hot: dict[str, Hot] = field(default_factory=dict)
+    hot: dict[str, HotFunctions] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
         found = {key: _rounded(value) for key, value in asdict(self).items()}
@@ -122,7 +122,7 @@ class ServeBench:
             return self._figures(streams, clients.results(), before, after, hot)
 
     def _figures(
-        self, streams: int, tally: Tally, before: Reading, after: Reading, hot: dict[str, Hot]
+        self, streams: int, tally: Tally, before: Reading, after: Reading, hot: dict[str, HotFunctions]
     ) -> ServingFigures:
         if not tally.whole:
             raise BenchError(

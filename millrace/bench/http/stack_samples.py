@@ -15,7 +15,7 @@ GRACE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hot:
+class HotFunctions:
     """Hottest functions of one process by share of samples: `own` time, and `all` time including callees."""
 
     own: tuple[tuple[str, float], ...]
@@ -24,11 +24,11 @@ class Hot:
     problem: str = ""
 
 
-def sample_processes(pids: Mapping[str, int], seconds: float) -> dict[str, Hot]:
+def sample_processes(pids: Mapping[str, int], seconds: float) -> dict[str, HotFunctions]:
     """Sample all processes at once. If py-spy is missing or not permitted, `problem` says so."""
     program = shutil.which("py-spy")
     if program is None:
-        return {name: Hot((), (), 0, "py-spy is not installed") for name in pids}
+        return {name: HotFunctions((), (), 0, "py-spy is not installed") for name in pids}
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / name.replace(" ", "-") for name in pids}
         running = {name: _start(program, pid, seconds, files[name]) for name, pid in pids.items()}
@@ -46,19 +46,19 @@ def _start(program: str, pid: int, seconds: float, file: Path) -> subprocess.Pop
     )
 
 
-def _result(process: subprocess.Popen[str], file: Path, seconds: float) -> Hot:
+def _result(process: subprocess.Popen[str], file: Path, seconds: float) -> HotFunctions:
     try:
         _, problem = process.communicate(timeout=seconds + GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return Hot((), (), 0, "py-spy timed out")
+        return HotFunctions((), (), 0, "py-spy timed out")
     if not file.is_file():
-        return Hot((), (), 0, " ".join(problem.split())[-300:])
+        return HotFunctions((), (), 0, " ".join(problem.split())[-300:])
     return hottest(file.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
-def hottest(stacks: Sequence[str], most: int = 25) -> Hot:
+def hottest(stacks: Sequence[str], most: int = 25) -> HotFunctions:
     """`stacks`: lines of semicolon-separated frames, outermost first, followed by a count."""
     own: Counter[str] = Counter()
     called: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def hottest(stacks: Sequence[str], most: int = 25) -> Hot:
         for frame in dict.fromkeys(frames):
             called[frame] += int(count)
     total = max(1, own.total())
-    return Hot(
+    return HotFunctions(
         tuple((name, count / total) for name, count in own.most_common(most)),
         tuple((name, count / total) for name, count in called.most_common(most)),
         own.total(),

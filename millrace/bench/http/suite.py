@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from millrace.bench.figures import Figure
 from millrace.bench.http.cpu_share import CpuShare
 from millrace.bench.http.drive import drive, warm_up
-from millrace.bench.http.perplexity import NotOffered, measure_perplexity
+from millrace.bench.http.perplexity import UnsupportedByServer, measure_perplexity
 from millrace.bench.http.prompts import IdPrompts, PromptMaker
 from millrace.bench.http.target import Target
 from millrace.bench.http.workload_figures import figures_of
@@ -82,7 +82,7 @@ async def _run_workloads(
             report(figure)
         if share is not None:
             tokens = sum(sample.output_tokens for sample in outcome.good)
-            for figure in share.figures(workload.name, workload.at_once, tokens):
+            for figure in share.figures(workload.name, workload.concurrency, tokens):
                 report(figure)
     if options.perplexity:
         progress("perplexity", 0, 1)
@@ -94,7 +94,7 @@ async def perplexity_figure(target: Target, time_limit_s: float, progress: Progr
     try:
         async with asyncio.timeout(time_limit_s):
             found = await measure_perplexity(target, on_done=lambda done, total: progress("perplexity", done, total))
-    except NotOffered as error:
+    except UnsupportedByServer as error:
         return Figure("quality", "perplexity", math.nan, "", note=f"not measured: {error}")
     except TimeoutError:
         return Figure("quality", "perplexity", math.nan, "", note=f"not completed within {time_limit_s:g} s")

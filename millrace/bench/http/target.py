@@ -38,7 +38,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepts:
+class AcceptedFeatures:
     """Features found by probing. Each missing one has a fallback that the report names."""
 
     chat_only: bool = False
@@ -55,7 +55,7 @@ class Target:
     model: str = ""
     api_key: str = ""
     request_timeout_s: float = 600.0
-    accepts: Accepts = field(default_factory=Accepts)
+    accepts: AcceptedFeatures = field(default_factory=AcceptedFeatures)
     _session: aiohttp.ClientSession | None = None
 
     def __post_init__(self) -> None:

@@ -18,13 +18,13 @@ def figures_of(outcome: Outcome) -> list[Figure]:
     tpot_ms = [1000 * t for t in map(_seconds_per_token, good) if t is not None]
     output = sum(sample.output_tokens for sample in good)
     found = [Figure(name, "TTFT p50", percentile(ttft_ms, 50), "ms", count, note)]
-    if outcome.workload.at_once > 1:
+    if outcome.workload.concurrency > 1:
         found.append(Figure(name, "TTFT p99", percentile(ttft_ms, 99), "ms", count))
     if tpot_ms and not name.startswith("prefix-"):
         found.append(Figure(name, "TPOT p50", percentile(tpot_ms, 50), "ms", count))
-        if outcome.workload.at_once == 1:
+        if outcome.workload.concurrency == 1:
             found.append(Figure(name, "decode", 1000 / percentile(tpot_ms, 50), "tok/s", count))
-    if outcome.workload.at_once > 1:
+    if outcome.workload.concurrency > 1:
         found.append(Figure(name, "output", output / outcome.wall_s, "tok/s", count))
         found.append(Figure(name, "wall", outcome.wall_s, "s", count))
     cached = sum(sample.cached_tokens for sample in good)
@@ -46,10 +46,12 @@ def _note(outcome: Outcome) -> str:
     parts = []
     if outcome.errors:
         parts.append(f"{len(outcome.errors)} requests failed, first error: {outcome.errors[0]}")
-    if outcome.unsent:
-        parts.append(f"{outcome.unsent} of {len(outcome.workload.shapes)} requests not completed within the time limit")
+    if outcome.incomplete:
+        parts.append(
+            f"{outcome.incomplete} of {len(outcome.workload.shapes)} requests not completed within the time limit"
+        )
     wanted = sum(shape.output_tokens for shape in outcome.workload.shapes) / len(outcome.workload.shapes)
     got = sum(sample.output_tokens for sample in outcome.good) / max(len(outcome.good), 1)
-    if outcome.good and not outcome.unsent and not outcome.errors and got < 0.98 * wanted:
+    if outcome.good and not outcome.incomplete and not outcome.errors and got < 0.98 * wanted:
         parts.append(f"answers ended early: {got:.0f} tokens on average instead of {wanted:.0f}")
     return "; ".join(parts)

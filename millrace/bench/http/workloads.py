@@ -12,8 +12,8 @@ _LENGTH_SEED = 20_240
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """One request: prompt tokens shared within its `group`, prompt tokens of its own, output tokens."""
+class RequestShape:
+    """Lengths of one request. Requests of the same `group` share their first `shared_tokens` prompt tokens."""
 
     group: str
     index: int
@@ -30,8 +30,8 @@ class Shape:
 class Workload:
     name: str
     what: str
-    shapes: tuple[Shape, ...]
-    at_once: int
+    shapes: tuple[RequestShape, ...]
+    concurrency: int
 
     @property
     def longest(self) -> int:
@@ -40,21 +40,21 @@ class Workload:
 
 
 def single(repeats: int = 3) -> Workload:
-    return _uniform("single", "512 in / 128 out, one at a time", repeats, 512, 128, at_once=1)
+    return _uniform("single", "512 in / 128 out, one at a time", repeats, 512, 128, concurrency=1)
 
 
 def decode(batch: int) -> Workload:
-    return _uniform(f"batch-{batch}", f"256 in / 64 out, {batch} at once", batch, 256, 64, at_once=batch)
+    return _uniform(f"batch-{batch}", f"256 in / 64 out, {batch} at once", batch, 256, 64, concurrency=batch)
 
 
 def mixed(requests: int = 64) -> Workload:
     lengths = random.Random(_LENGTH_SEED)
-    shapes = [Shape("mixed", i, 0, lengths.randint(64, 512), lengths.randint(64, 256)) for i in range(requests)]
+    shapes = [RequestShape("mixed", i, 0, lengths.randint(64, 512), lengths.randint(64, 256)) for i in range(requests)]
     return Workload("mixed", f"{requests} requests, 64–512 in / 64–256 out, 16 at once", tuple(shapes), 16)
 
 
 def shared_prefix(requests: int = 64) -> Workload:
-    shapes = [Shape("shared", i, 1024, 32, 32) for i in range(requests)]
+    shapes = [RequestShape("shared", i, 1024, 32, 32) for i in range(requests)]
     return Workload(
         "shared-prefix", f"{requests} requests, 1,024 shared + 32 own in / 32 out, 8 at once", tuple(shapes), 8
     )
@@ -62,12 +62,12 @@ def shared_prefix(requests: int = 64) -> Workload:
 
 def prefix_cold(repeats: int = 3) -> Workload:
     """New prompts. `prefix_warm` repeats their first 1,024 tokens with other endings."""
-    shapes = [Shape(f"prefix-{i}", 0, 1024, 32, 8) for i in range(repeats)]
+    shapes = [RequestShape(f"prefix-{i}", 0, 1024, 32, 8) for i in range(repeats)]
     return Workload("prefix-cold", "1,056 in, never seen before, one at a time", tuple(shapes), 1)
 
 
 def prefix_warm(repeats: int = 3) -> Workload:
-    shapes = [Shape(f"prefix-{i}", 1, 1024, 32, 8) for i in range(repeats)]
+    shapes = [RequestShape(f"prefix-{i}", 1, 1024, 32, 8) for i in range(repeats)]
     return Workload("prefix-warm", "1,056 in, the first 1,024 seen before, one at a time", tuple(shapes), 1)
 
 
@@ -77,5 +77,5 @@ def suite() -> tuple[Workload, ...]:
     return (single(), *batches, mixed(), shared_prefix(), prefix_cold(), prefix_warm())
 
 
-def _uniform(name: str, what: str, count: int, own: int, output: int, *, at_once: int) -> Workload:
-    return Workload(name, what, tuple(Shape(name, i, 0, own, output) for i in range(count)), at_once)
+def _uniform(name: str, what: str, count: int, own: int, output: int, *, concurrency: int) -> Workload:
+    return Workload(name, what, tuple(RequestShape(name, i, 0, own, output) for i in range(count)), concurrency)

@@ -45,8 +45,8 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Replayed:
-    """The outcome of each request in order of arrival; NaN if it never got there."""
+class ReplayResult:
+    """Times of each request in order of arrival; NaN for an event that never happened."""
 
     policy: PolicyName
     arrivals: list[Arrival]
@@ -98,7 +98,7 @@ class Replay:
         self._policy = policy
         self._now = 0.0
 
-    def run(self) -> Replayed:
+    def run(self) -> ReplayResult:
         coming = [(arrival.at, index) for index, arrival in enumerate(self._arrivals)]
         heapq.heapify(coming)
         while coming or self._scheduler.has_work:
@@ -148,8 +148,8 @@ class Replay:
         for event in ended:
             self._ended[event.request_id] = (self._now, event.reason)
 
-    def _result(self) -> Replayed:
-        done = Replayed(self._policy, self._arrivals, preemptions=self._scheduler.num_preemptions, wall_s=self._now)
+    def _result(self) -> ReplayResult:
+        done = ReplayResult(self._policy, self._arrivals, preemptions=self._scheduler.num_preemptions, wall_s=self._now)
         for index, arrival in enumerate(self._arrivals):
             at, reason = self._ended[index]
             done.first_s.append(self._first.get(index, math.nan) - arrival.at)
@@ -159,8 +159,8 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A policy's figures."""
+class PolicyFigures:
+    """The figures of one policy over the whole trace."""
 
     policy: PolicyName
     ttft_mean_s: float
@@ -188,13 +188,13 @@ class Verdict:
         ]
 
 
-def judge(done: Replayed) -> Verdict:
+def policy_figures(done: ReplayResult) -> PolicyFigures:
     # A request without a first token waited until its deadline.
     waits = [total if math.isnan(first) else first for first, total in zip(done.first_s, done.total_s, strict=True)]
     slow = np.asarray([t / _alone_s(a) for t, a in zip(done.total_s, done.arrivals, strict=True)])
     heavy = max(TENANT_SHARES, key=lambda pair: pair[1])[0]
     light = [wait for wait, arrival in zip(waits, done.arrivals, strict=True) if arrival.tenant != heavy]
-    return Verdict(
+    return PolicyFigures(
         policy=done.policy,
         ttft_mean_s=float(np.mean(waits)),
         ttft_p50_s=percentile(waits, 50),
@@ -212,7 +212,7 @@ def _alone_s(arrival: Arrival) -> float:
     return (arrival.num_output * (STEP_MS + ROW_MS) + arrival.num_prompt * TOKEN_MS) / 1e3
 
 
-def compare(arrivals: list[Arrival]) -> Iterator[Replayed]:
+def compare(arrivals: list[Arrival]) -> Iterator[ReplayResult]:
     """The trace under each policy in turn."""
     for policy in POLICIES:
         yield Replay(policy, arrivals).run()
@@ -224,7 +224,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP = 720, 360, 60, 20
 _LOW_S, _HIGH_S = 0.05, 120.0
 
 
-def plot_svg(results: list[Replayed]) -> str:
+def plot_svg(results: list[ReplayResult]) -> str:
     """Cumulative distribution of TTFT, one line per policy, over a logarithmic time axis."""
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     parts = [
@@ -250,7 +250,7 @@ def plot_svg(results: list[Replayed]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _points(done: Replayed) -> str:
+def _points(done: ReplayResult) -> str:
     ordered = sorted(first for first in done.first_s if not math.isnan(first))
     at = np.geomspace(_LOW_S, _HIGH_S, 160)
     shares = np.searchsorted(ordered, at, side="right") / len(done.first_s)

@@ -48,7 +48,7 @@ _NO_MODEL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class StartCommand:
     """The command that starts one engine; `{port}` is replaced by a free port."""
 
     name: str
@@ -71,8 +71,8 @@ class PeerModels:
 
 
 @dataclass(slots=True)
-class Found:
-    launches: list[Launch] = field(default_factory=list)
+class InstalledPeers:
+    commands: list[StartCommand] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """One sentence for each peer that is skipped, with the remedy."""
 
@@ -85,17 +85,17 @@ def find_installed(
     threads: int = 0,
     one_at_a_time: Sequence[str] = (),
     extra: Mapping[str, Sequence[str]] | None = None,
-) -> Found:
+) -> InstalledPeers:
     """Look on PATH and in the given interpreters. Peers in `one_at_a_time` get one slot."""
     cores = threads or len(os.sched_getaffinity(0))
-    answers = {python: ask(python) for python in dict.fromkeys([*pythons, sys.executable])}
+    answers = {python: query_interpreter(python) for python in dict.fromkeys([*pythons, sys.executable])}
     where = {
         LLAMA: shutil.which("llama-server") or next(_llama_servers(answers), ""),
         VLLM: _python_with("vllm", answers) or shutil.which("vllm") or "",
         OPENVINO: _python_with("openvino_genai", answers),
     }
     model_of = {LLAMA: models.gguf, VLLM: models.bf16, OPENVINO: models.openvino}
-    found = Found()
+    found = InstalledPeers()
     for kind in kinds:
         if not where[kind]:
             found.missing.append(f"{kind} is skipped: {_NOT_INSTALLED[kind]}")
@@ -103,20 +103,20 @@ def find_installed(
             found.missing.append(f"{kind} is skipped: {_NO_MODEL[kind]}")
         else:
             slots = 1 if kind in one_at_a_time else SLOTS
-            launch = _LAUNCHES[kind]
-            found.launches.append(launch(where[kind], model_of[kind], cores, slots, (extra or {}).get(kind, ())))
+            make_command = _MAKE_COMMAND[kind]
+            found.commands.append(make_command(where[kind], model_of[kind], cores, slots, (extra or {}).get(kind, ())))
     return found
 
 
-def llama_launch(server: str, gguf: str, cores: int, slots: int, extra: Sequence[str] = ()) -> Launch:
-    """Without flash attention, which on a CPU costs more in decode than it gains in prefill."""
+def llama_command(server: str, gguf: str, cores: int, slots: int, extra: Sequence[str] = ()) -> StartCommand:
+    """llama.cpp, without flash attention: on a CPU it costs more in decode than it gains in prefill."""
     context = str(CONTEXT_PER_SLOT * slots)
     command = [server, "-m", gguf, "-t", str(cores), "-c", context, "-np", str(slots), "-fa", "off"]
-    return Launch(LLAMA, (*command, "--host", "127.0.0.1", "--port", "{port}", *extra))
+    return StartCommand(LLAMA, (*command, "--host", "127.0.0.1", "--port", "{port}", *extra))
 
 
-def vllm_launch(python: str, model: str, cores: int, slots: int, extra: Sequence[str] = ()) -> Launch:
-    """Bound to all cores: by default it keeps one free for its front."""
+def vllm_command(python: str, model: str, cores: int, slots: int, extra: Sequence[str] = ()) -> StartCommand:
+    """vLLM, bound to all cores: by default it keeps one free for its front."""
     ids = sorted(os.sched_getaffinity(0))[:cores]
     environment = (
         f"VLLM_CPU_OMP_THREADS_BIND={','.join(map(str, ids))}",
@@ -128,24 +128,24 @@ def vllm_launch(python: str, model: str, cores: int, slots: int, extra: Sequence
     vllm = [str(script)] if script.is_file() else [python, "-m", "vllm.entrypoints.cli.main"]
     options = ("--dtype", "bfloat16", "--max-model-len", str(CONTEXT_PER_SLOT), "--max-num-seqs", str(slots))
     command = (*vllm, "serve", model, *options, "--host", "127.0.0.1", "--port", "{port}", *extra)
-    return Launch(VLLM, ("env", *environment, *command))
+    return StartCommand(VLLM, ("env", *environment, *command))
 
 
-def openvino_launch(python: str, model: str, cores: int, slots: int, extra: Sequence[str] = ()) -> Launch:
-    """Through our adapter. OpenVINO GenAI runs as many requests at once as fit into its cache."""
+def openvino_command(python: str, model: str, cores: int, slots: int, extra: Sequence[str] = ()) -> StartCommand:
+    """OpenVINO GenAI, through `openvino_server.py`. It runs as many requests at once as fit into its cache."""
     options = ("--threads", str(cores), "--cache-gib", str(KV_GIB), "--port", "{port}")
-    return Launch(OPENVINO, (python, str(ADAPTER), model, *options, *extra))
+    return StartCommand(OPENVINO, (python, str(ADAPTER), model, *options, *extra))
 
 
-_LAUNCHES: Mapping[str, Callable[[str, str, int, int, Sequence[str]], Launch]] = {
-    LLAMA: llama_launch,
-    VLLM: vllm_launch,
-    OPENVINO: openvino_launch,
+_MAKE_COMMAND: Mapping[str, Callable[[str, str, int, int, Sequence[str]], StartCommand]] = {
+    LLAMA: llama_command,
+    VLLM: vllm_command,
+    OPENVINO: openvino_command,
 }
 
 
-def ask(python: str) -> dict[str, object]:
-    """The peers an interpreter has installed. Raises if it cannot be run: --peer-python is then wrong."""
+def query_interpreter(python: str) -> dict[str, object]:
+    """Which peers an interpreter has installed. Raises ConfigError if it cannot be run."""
     try:
         done = subprocess.run([python, "-c", _QUERY], capture_output=True, timeout=_QUERY_TIMEOUT_S, check=True)
         answer = json.loads(done.stdout)

@@ -26,8 +26,8 @@ _STREAM = b"Transfer-Encoding: chunked\r\nCache-Control: no-store\r\n\r\n"
 
 
 @dataclass(slots=True)
-class Work:
-    """One request between the event loop and the stepping thread."""
+class BenchRequest:
+    """One request, passed from the event loop to the stepping thread."""
 
     prompt: list[int]
     max_tokens: int
@@ -55,14 +55,14 @@ class Engine:
         self._genai = genai
         self._loop = loop
         self._numbers = itertools.count(1)
-        self._new: list[Work] = []
+        self._new: list[BenchRequest] = []
         self._wake = threading.Condition()
         self.events = self._make_events()
         threading.Thread(target=self._run_or_end, daemon=True).start()
 
-    def submit(self, work: Work) -> None:
+    def submit(self, request: BenchRequest) -> None:
         with self._wake:
-            self._new.append(work)
+            self._new.append(request)
             self._wake.notify()
 
     def _make_events(self) -> list[bytes]:
@@ -80,32 +80,32 @@ class Engine:
             os._exit(1)
 
     def _run(self) -> None:
-        active: list[Work] = []
+        active: list[BenchRequest] = []
         while True:
             with self._wake:
                 while not self._new and not active:
                     self._wake.wait()
                 fresh, self._new = self._new, []
-            for work in fresh:
-                self._admit(work)
+            for request in fresh:
+                self._admit(request)
             active += fresh
             self._pipeline.step()
-            arrived = [(work, *_read(work.handle)) for work in active]
+            arrived = [(request, *_read(request.handle)) for request in active]
             self._loop.call_soon_threadsafe(_deliver, arrived)
-            active = [work for work, _, _, ended in arrived if not ended]
+            active = [request for request, _, _, ended in arrived if not ended]
 
-    def _admit(self, work: Work) -> None:
+    def _admit(self, request: BenchRequest) -> None:
         import numpy as np
         from openvino import Tensor  # type: ignore[import-not-found]
 
         config = self._genai.GenerationConfig()
-        config.max_new_tokens = work.max_tokens
-        config.ignore_eos = work.ignore_eos
+        config.max_new_tokens = request.max_tokens
+        config.ignore_eos = request.ignore_eos
         config.do_sample = False
-        if work.score_prompt:
+        if request.score_prompt:
             config.echo, config.logprobs = True, 1
-        ids = Tensor(np.array([work.prompt], dtype=np.int64))
-        work.handle = self._pipeline.add_request(next(self._numbers), ids, config)
+        ids = Tensor(np.array([request.prompt], dtype=np.int64))
+        request.handle = self._pipeline.add_request(next(self._numbers), ids, config)
 
 
 def _read(handle: Any) -> tuple[list[int], list[float], bool]:
@@ -118,12 +118,12 @@ def _read(handle: Any) -> tuple[list[int], list[float], bool]:
     return tokens, logprobs, handle.get_status().name != "RUNNING"
 
 
-def _deliver(arrived: list[tuple[Work, list[int], list[float], bool]]) -> None:
-    for work, tokens, logprobs, ended in arrived:
-        if work.abandoned and not ended:
-            work.handle.cancel()
+def _deliver(arrived: list[tuple[BenchRequest, list[int], list[float], bool]]) -> None:
+    for request, tokens, logprobs, ended in arrived:
+        if request.abandoned and not ended:
+            request.handle.cancel()
         elif tokens or ended:
-            work.arrived.put_nowait((tokens, logprobs, ended))
+            request.arrived.put_nowait((tokens, logprobs, ended))
 
 
 def _event(body: object) -> bytes:
@@ -180,45 +180,45 @@ class Server:
         stream, score = bool(body.get("stream")), body.get("prompt_logprobs") is not None
         if stream and score:
             raise BadRequest("prompt_logprobs is not available with stream")
-        work = Work(ids, int(body.get("max_tokens") or 16), bool(body.get("ignore_eos")), score)
-        self._engine.submit(work)
+        request = BenchRequest(ids, int(body.get("max_tokens") or 16), bool(body.get("ignore_eos")), score)
+        self._engine.submit(request)
         try:
-            await (self._stream(work, writer) if stream else self._whole(work, writer))
+            await (self._stream(request, writer) if stream else self._whole(request, writer))
         finally:
-            work.abandoned = True
+            request.abandoned = True
 
-    async def _stream(self, work: Work, writer: asyncio.StreamWriter) -> None:
+    async def _stream(self, request: BenchRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(_OK.format(kind="text/event-stream").encode() + _STREAM)
         count, ended = 0, False
         while not ended:
-            tokens, _, ended = await work.arrived.get()
+            tokens, _, ended = await request.arrived.get()
             for token in tokens:
                 _chunk(writer, self._engine.events[token])
             count += len(tokens)
             if writer.is_closing():
                 return
-        _chunk(writer, _event({"choices": [], "usage": _usage(work, count)}) + b"data: [DONE]\n\n")
+        _chunk(writer, _event({"choices": [], "usage": _usage(request, count)}) + b"data: [DONE]\n\n")
         _chunk(writer, b"")
 
-    async def _whole(self, work: Work, writer: asyncio.StreamWriter) -> None:
+    async def _whole(self, request: BenchRequest, writer: asyncio.StreamWriter) -> None:
         tokens: list[int] = []
         logprobs: list[float] = []
         ended = False
         while not ended:
-            more, scores, ended = await work.arrived.get()
+            more, scores, ended = await request.arrived.get()
             tokens, logprobs = tokens + more, logprobs + scores
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
-        if work.score_prompt:
+        if request.score_prompt:
             # The echoed prompt precedes the output; the score of its first token is meaningless.
-            scored = list(zip(work.prompt, logprobs, strict=False))[1:]
+            scored = list(zip(request.prompt, logprobs, strict=False))[1:]
             choice["prompt_logprobs"] = [None, *({str(token): {"logprob": score}} for token, score in scored)]
-            tokens = tokens[len(work.prompt) :]
+            tokens = tokens[len(request.prompt) :]
         choice["text"] = self._engine.tokenizer.decode(tokens)
-        _send(writer, 200, {"choices": [choice], "usage": _usage(work, len(tokens))})
+        _send(writer, 200, {"choices": [choice], "usage": _usage(request, len(tokens))})
 
 
-def _usage(work: Work, count: int) -> dict[str, int]:
-    prompt = len(work.prompt)
+def _usage(request: BenchRequest, count: int) -> dict[str, int]:
+    prompt = len(request.prompt)
     return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
 

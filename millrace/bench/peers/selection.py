@@ -9,7 +9,7 @@ from millrace.bench.http.workloads import Workload
 from millrace.bench.local_server import LocalServer, ServerProcess, free_port
 from millrace.bench.peers.bars import Bar, wanted_workloads
 from millrace.bench.peers.compared_engine import ComparedEngine, IdleMode
-from millrace.bench.peers.installed import Launch, PeerModels, find_installed
+from millrace.bench.peers.installed import PeerModels, StartCommand, find_installed
 from millrace.bench.peers.spec import KINDS, MILLRACE, PeerSpec, kind_of
 from millrace.errors import ConfigError
 
@@ -45,7 +45,7 @@ class EngineSelection:
     def workloads_of(self, name: str) -> tuple[str, ...]:
         """The workloads whose bars need this engine; if none do, all workloads with a bar."""
         if self.everything or not self.bars:
-            return tuple(work.name for work in self.workloads)
+            return tuple(workload.name for workload in self.workloads)
         return wanted_workloads(self.bars, kind_of(name)) or wanted_workloads(self.bars, MILLRACE)
 
     def is_wanted(self, kind: str) -> bool:
@@ -59,7 +59,7 @@ class EngineSelection:
     def one_at_a_time(self, kind: str) -> bool:
         """True if this peer never gets two requests at once."""
         names = self.workloads_of(kind)
-        return all(work.at_once == 1 for work in self.workloads if work.name in names)
+        return all(workload.concurrency == 1 for workload in self.workloads if workload.name in names)
 
 
 def millrace_by_url(selection: EngineSelection, url: str, pid: int, api_key: str) -> ComparedEngine:
@@ -96,16 +96,20 @@ def peers(selection: EngineSelection, note: Callable[[str], None]) -> list[Compa
     )
     for sentence in found.missing:
         note(sentence)
-    for launch in found.launches:
-        workloads = selection.workloads_of(launch.name)
-        chosen.append(ComparedEngine(launch.name, make=_maker(launch), workloads=workloads, between=selection.between))
+    for start_command in found.commands:
+        workloads = selection.workloads_of(start_command.name)
+        chosen.append(
+            ComparedEngine(
+                start_command.name, make=_maker(start_command), workloads=workloads, between=selection.between
+            )
+        )
     return chosen
 
 
-def _maker(launch: Launch) -> Callable[[], ServerProcess]:
+def _maker(start_command: StartCommand) -> Callable[[], ServerProcess]:
     def make() -> ServerProcess:
         port = free_port()
-        command = launch.with_port(port)
-        return ServerProcess(command, port, ready_path=launch.ready_path, start_timeout_s=_START_TIMEOUT_S)
+        command = start_command.with_port(port)
+        return ServerProcess(command, port, ready_path=start_command.ready_path, start_timeout_s=_START_TIMEOUT_S)
 
     return make
