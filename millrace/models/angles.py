@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.models.spec.model_spec import RopeSpec
-from millrace.ops.elementwise.rope import rope_rows
+from millrace.ops.elementwise.rope import rope_angles
 
 FIRST_POSITIONS = 1024
 """Initial number of positions; doubled when a longer context needs it."""
@@ -23,7 +23,7 @@ class Angles:
 
     def of(self, positions: Tensor) -> list[Tensor]:
         """Per rope float32 [T, rotary_dim], computed for positions [T]."""
-        return [rope_rows(positions, frequencies, factor) for factor, frequencies in self._ropes]
+        return [rope_angles(positions, frequencies, factor) for factor, frequencies in self._ropes]
 
     def upto(self, num_positions: int) -> list[Tensor]:
         """Per rope float32 [at least num_positions, rotary_dim], bit-equal to `of`. The tables do not move until more

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millrace.ops.attention import qkv
 from millrace.ops.base.version import Version
 from millrace.ops.elementwise import activation, norm
-from millrace.ops.elementwise.rope import rope, rope_rows
+from millrace.ops.elementwise.rope import rope, rope_angles
 from millrace.ops.elementwise.softcap import softcap
 from millrace.ops.kv.cache import cache_places, write_kv
 
@@ -89,7 +89,7 @@ def test_qkv(
     heads = kv_heads * group
     rotary_dim = int(head_dim * rotated) // 2 * 2
     frequencies = torch.rand(rotary_dim // 2)
-    rows = rope_rows(torch.randint(0, 500, (tokens,)), frequencies, 1.3) if rotary_dim else None
+    angles = rope_angles(torch.randint(0, 500, (tokens,)), frequencies, 1.3) if rotary_dim else None
     norms = (torch.randn(head_dim), torch.randn(head_dim)) if with_norms else (None, None)
     num_blocks = -(-tokens // block_size) + 2
     slots = torch.tensor(random.Random(tokens).sample(range(num_blocks * block_size), tokens))
@@ -99,16 +99,16 @@ def test_qkv(
     for version in reversed(runnable(qkv.VERSIONS, dtype)):
         kv = torch.full((2, num_blocks, kv_heads, block_size, head_dim), 9.0, dtype=dtype)
         prepare = version.make(heads, kv_heads, head_dim, 1e-6, *norms)
-        results.append((prepare(fused.clone(), rows, kv, *places), kv))
+        results.append((prepare(fused.clone(), angles, kv, *places), kv))
     for queries, kv in results[1:]:
         close(queries, results[0][0])
         close(kv, results[0][1])
 
 
 def test_rope_rotates_pairs() -> None:
-    rows = rope_rows(torch.tensor([0, 2]), torch.tensor([0.5, 0.25]), 1.0)
+    angles = rope_angles(torch.tensor([0, 2]), torch.tensor([0.5, 0.25]), 1.0)
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 7.0]]]).expand(2, 1, 5)
-    turned = rope(x, rows)
+    turned = rope(x, angles)
     assert torch.equal(turned[0], x[0])
     cos, sin = torch.tensor([1.0, 0.5]).cos(), torch.tensor([1.0, 0.5]).sin()
     expected = torch.stack((cos[0] - 3 * sin[0], 2 * cos[1] - 4 * sin[1], 3 * cos[0] + sin[0], 4 * cos[1] + 2 * sin[1]))

@@ -1,8 +1,8 @@
-"""Attention with torch's scaled_dot_product_attention: rows with equally many queries form a group, long rows are
-split.
+"""Attention with torch's scaled_dot_product_attention (SDPA), one call per group of rows with equally many queries.
 
 Keys and values of a group are gathered per layer into [rows, kv_heads, keys, head_dim]. The query heads of a KV head
-are treated as further queries, so that KV is never repeated. Control flow reads only host copies, never the device.
+are treated as further queries, so that KV is never repeated. Long rows are split to bound the memory of the scores.
+Control flow reads only host copies, never the device.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Group:
     """int64 [rows · blocks]"""
     num_keys: int
     """Keys per row after gathering."""
-    hidden: Tensor | None
-    """bool [rows, 1, queries · group, keys], true where a query must not see a key; None for a plain causal mask."""
+    masked: Tensor | None
+    """bool [rows, 1, queries · group, keys], true where a query must not see a key; None: use SDPA's causal mask."""
     stale: Tensor | None
-    """bool [rows, 1, keys, 1], true where no key of the row is stored; such slots may hold anything, NaN included."""
+    """bool [rows, 1, keys, 1], true for slots after the row's last key, which may hold anything, even NaN."""
 
 
 class BatchedAttention:
@@ -101,17 +101,17 @@ class BatchedAttention:
         is_exact = count == 1 and window is None
         if is_exact and queries == longest and self.softcap is None:
             return Group(first_token, 1, queries, block_ids.flatten(), num_keys, None, None)
-        hidden = self._hidden(lens, key_positions, queries, window)
+        masked = self._mask(lens, key_positions, queries, window)
         stale = None if is_exact else (key_positions >= lens)[:, None, :, None]
-        return Group(first_token, count, queries, block_ids.flatten(), num_keys, hidden, stale)
+        return Group(first_token, count, queries, block_ids.flatten(), num_keys, masked, stale)
 
-    def _hidden(self, lens: Tensor, key_positions: Tensor, queries: int, window: int | None) -> Tensor:
+    def _mask(self, lens: Tensor, key_positions: Tensor, queries: int, window: int | None) -> Tensor:
         query_positions = lens[:, :, None] - queries + torch.arange(queries, device=lens.device)[:, None]
         keys = key_positions[:, None, :]
-        hidden = keys > query_positions
+        masked = keys > query_positions
         if window is not None:
-            hidden = hidden | (query_positions - keys >= window)
-        return hidden.repeat_interleave(self.group_size, dim=1)[:, None]
+            masked = masked | (query_positions - keys >= window)
+        return masked.repeat_interleave(self.group_size, dim=1)[:, None]
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: list[Group]) -> Tensor:
         if len(prepared) == 1:
@@ -126,7 +126,7 @@ class BatchedAttention:
         if not group.num_queries:
             return queries
         keys, values = (self._lay_out(blocks, group) for blocks in self._gather(kv, group, queries.dtype))
-        if group.hidden is None:
+        if group.masked is None:
             by_head = queries.transpose(0, 1)[None]
             heads = F.scaled_dot_product_attention(
                 by_head, keys, values, is_causal=True, scale=self.scale, enable_gqa=self.group_size > 1
@@ -134,9 +134,9 @@ class BatchedAttention:
             return heads[0].transpose(0, 1)
         packed = self._pack(queries, group)
         if self.softcap is None:
-            attended = F.scaled_dot_product_attention(packed, keys, values, attn_mask=~group.hidden, scale=self.scale)
+            attended = F.scaled_dot_product_attention(packed, keys, values, attn_mask=~group.masked, scale=self.scale)
         else:
-            attended = self._capped(packed, keys, values, group.hidden, self.softcap)
+            attended = self._capped(packed, keys, values, group.masked, self.softcap)
         return self._unpack(attended, group)
 
     def _gather(self, kv: Tensor, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class BatchedAttention:
         shape = (group.num_rows, self.num_kv_heads, group.num_queries, self.group_size, self.head_dim)
         return attended.view(shape).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
-    def _capped(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, cap: float) -> Tensor:
+    def _capped(self, queries: Tensor, keys: Tensor, values: Tensor, masked: Tensor, cap: float) -> Tensor:
         scores = torch.matmul(queries.float(), keys.float().transpose(-1, -2)).mul_(self.scale)
-        scores = apply_softcap(scores, cap).masked_fill_(hidden, float("-inf"))
+        scores = apply_softcap(scores, cap).masked_fill_(masked, float("-inf"))
         return torch.matmul(torch.softmax(scores, dim=-1), values.float()).to(queries.dtype).contiguous()

@@ -38,8 +38,8 @@ def can_take_long_rows(device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 
 def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, shape: HeadShape) -> Tensor:
-    """Attention of the row [queries, heads · head_dim]. `queries` are a view of the fused projection, whose key and
-    value heads hold the step's own, rotated."""
+    """Attention of one long row: [queries, heads · head_dim]. `queries` is a view of the fused projection, which also
+    holds this step's values and its keys after RoPE."""
     from millrace.ops.triton.attention.long_rows import contiguous_kv, join
 
     tokens = slice(row.first_token, row.first_token + row.num_queries)

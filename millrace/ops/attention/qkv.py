@@ -22,8 +22,8 @@ MAX_HEAD_DIM = 512
 
 
 class PrepareQkv(Protocol):
-    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
-        """qkv [T, (heads + 2 kv_heads) · head_dim]; `rows` [T, r] from `rope_rows`, or None for no rotation.
+    def __call__(self, qkv: Tensor, angles: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        """qkv [T, (heads + 2 kv_heads) · head_dim]; `angles` [T, r] from `rope_angles`, or None for no rotation.
 
         Returns queries [T, heads, head_dim], possibly a view of qkv, which may be overwritten."""
         ...
@@ -47,19 +47,19 @@ class TorchPrepareQkv:
         self.q_norm = q_norm
         self.k_norm = k_norm
 
-    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+    def __call__(self, qkv: Tensor, angles: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         queries, keys, values = torch.split(heads, self.heads, dim=1)
-        queries, keys = self._prepare(queries, self.q_norm, rows), self._prepare(keys, self.k_norm, rows)
+        queries, keys = self._prepare(queries, self.q_norm, angles), self._prepare(keys, self.k_norm, angles)
         write_kv(torch.stack((keys, values), dim=1), kv, block_ids, offsets)
         return queries
 
-    def _prepare(self, heads: Tensor, norm: Tensor | None, rows: Tensor | None) -> Tensor:
+    def _prepare(self, heads: Tensor, norm: Tensor | None, angles: Tensor | None) -> Tensor:
         dtype = heads.dtype
         if norm is not None:
             heads = rms_norm(heads.float(), norm, self.eps)
-        if rows is not None:
-            heads = rope(heads, rows)
+        if angles is not None:
+            heads = rope(heads, angles)
         return heads.to(dtype)
 
 
@@ -81,14 +81,14 @@ class NativePrepareQkv:
         self._norms = (q_norm, k_norm)
         self.norms_at = tuple(None if norm is None else norm.data_ptr() for norm in self._norms)
 
-    def __call__(self, qkv: Tensor, rows: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
+    def __call__(self, qkv: Tensor, angles: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
         tokens = qkv.shape[0]
         self._native.for_rows(tokens).prepare_qkv(
             DTYPES[qkv.dtype],
             KV_DTYPES[kv.dtype],
             qkv.data_ptr(),
-            None if rows is None else rows.data_ptr(),
+            None if angles is None else angles.data_ptr(),
             *self.norms_at,
             kv.data_ptr(),
             block_ids.data_ptr(),
@@ -97,7 +97,7 @@ class NativePrepareQkv:
             heads,
             kv_heads,
             head_dim,
-            0 if rows is None else rows.shape[1],
+            0 if angles is None else angles.shape[1],
             kv.shape[1],
             kv.shape[3],
             self._eps,

@@ -1,7 +1,7 @@
 """The interface of attention: ragged rows of queries over a paged cache.
 
 The queries of row i are the step's tokens query_starts[i] : query_starts[i + 1], which are the last of its seq_lens[i]
-tokens. The keys and values of all of them are in the cache when attention runs.
+tokens. When attention runs, the cache already holds the keys and values of all these tokens.
 """
 
 from __future__ import annotations
@@ -32,5 +32,6 @@ class Attention(Protocol):
     def __call__(self, queries: Tensor, kv: Tensor, prepared: Any) -> Tensor:
         """queries [T, heads, head_dim], kv: one layer of the cache (ops/kv/cache.py) -> [T, heads · head_dim]
 
-        On a GPU, queries are a view of the QKV projection: a prompt's own keys and values are read from behind them."""
+        On a GPU, queries are a view of the QKV projection: prefill reads this step's keys and values from the same
+        buffer."""
         ...

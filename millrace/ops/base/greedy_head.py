@@ -18,7 +18,7 @@ class DrawnTokens:
     """Receives the tokens, starting at the index in `out_start` [1]."""
     out_start: Tensor
     last_tokens: Tensor
-    """Receives the tokens too, each at its table row."""
+    """[table rows]: also receives each token, at its table row."""
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class GreedyHead(Protocol):
     """An LM head that can find the highest logit of each row without writing the others."""
 
     def draws(self, rows: int) -> bool:
-        """True if that is faster than logits and argmax for this number of rows."""
+        """True if `draw` is faster for this number of rows than computing logits and argmax."""
         ...
 
     def draw(self, x: Tensor, vocab_size: int, to: DrawnTokens) -> None:

@@ -1,10 +1,10 @@
-"""Matrix products by cuBLASLt with an algorithm of our choice.
+"""Matrix products by cuBLASLt with algorithms chosen from measured tables, not by its heuristic.
 
-By default cuBLASLt picks an algorithm with a heuristic. That is the fastest of its hundreds of kernels for some sizes,
-5 to 20% slower for many others, and once 50% slower. Here a product names the kernel's tile, thread block cluster and
-variant; `ops/tuning/<device>/cublaslt.json` holds what was measured. The bindings cover only the calls used here and
-use the copy of cuBLASLt that torch has loaded, so both have the same kernels. Where cuBLASLt does not know an
-algorithm, or does not accept it for a size, torch computes the product.
+For some sizes the heuristic picks the fastest of cuBLASLt's hundreds of kernels; for many others its pick is 5 to 20%
+slower, and for one 50%. Here a product names the kernel's tile, thread block cluster and variant, as measured in
+`ops/tuning/<device>/cublaslt.json`. The bindings cover only the calls used here and
+use the copy of cuBLASLt that torch has loaded, so both have the same kernels. If cuBLASLt does not
+know an algorithm, or rejects it for a size, torch computes the product.
 """
 
 from __future__ import annotations
@@ -139,7 +139,11 @@ def open_cublaslt(device: torch.device) -> Cublaslt | None:
         return None
     measured_major = rule_table(device, "cublaslt")["cublas_major"]
     if found.version // 10000 != measured_major:
-        log.info("Algorithms were measured with cuBLAS %d, not with %d.", measured_major, found.version)
+        log.info(
+            "cuBLASLt algorithms were measured with cuBLAS %d, found version %d; its heuristic chooses them.",
+            measured_major,
+            found.version,
+        )
         return None
     return found
 
@@ -209,7 +213,7 @@ class CublasltProduct:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=weight.device)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
-        """[T, K] -> [T, N], into `out` if given. Returns None and does nothing if no algorithm is chosen."""
+        """[T, K] -> [T, N], into `out` if given. Returns None and does nothing if no algorithm was measured."""
         rows = x.shape[0]
         matmul = self._matmul_for(rows)
         if matmul is None or not self._is_plain(x) or (out is not None and not out.is_contiguous()):
@@ -221,7 +225,7 @@ class CublasltProduct:
 
     def add_to(self, x: Tensor, total: Tensor) -> bool:
         """total [T, N] += x · weight^T, summed in float32 and rounded once. Returns False and does nothing if no
-        algorithm is chosen."""
+        algorithm was measured."""
         matmul = self._matmul_for(x.shape[0])
         if matmul is None or not self._is_plain(x) or not total.is_contiguous():
             return False
@@ -257,11 +261,11 @@ class CublasltProduct:
 def shared_matmul(
     lib: Cublaslt, rows: int, outputs: int, inputs: int, algorithm: Algorithm, wide: bool
 ) -> Matmul | None:
-    """Shared by all products of one size, of which a model has one per layer. None if cuBLASLt does not accept it."""
+    """Shared by all products of one size, of which a model has one per layer. None if cuBLASLt rejects it."""
     try:
         return Matmul(lib, rows, outputs, inputs, algorithm, wide)
     except CublasltError as error:
-        log.info("%d rows to %d outputs: %s; torch computes these.", rows, outputs, error)
+        log.info("cuBLASLt product of %d rows and %d outputs: %s; torch computes it.", rows, outputs, error)
         return None
 
 

@@ -62,7 +62,7 @@ class ResidualAdder(Protocol):
     """A linear that can add its result to the residual, so that the norm after it need not."""
 
     def adds(self, rows: int) -> bool:
-        """True if that is faster for this number of rows."""
+        """True if `add_to` is faster for this number of rows than leaving the addition to the norm."""
         ...
 
     def add_to(self, x: Any, total: Tensor) -> None:
@@ -128,7 +128,7 @@ class NativeParts:
         self._address = ctypes.addressof(self.native)
         self.num_bytes = sum(packed.nbytes for packed in self._packed) + (0 if bias is None else bias.nbytes)
         self.has_decode_kernel = bool(kernels.with_gil.has_decode_kernel(self._address))
-        """True if `decode` gives other results than a call."""
+        """True if `decode` uses another kernel than a call; its results then differ."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiply(x, self.dtype, False)

@@ -101,8 +101,8 @@ class TunedGatedLinear:
 
 
 class TunedFp8GatedLinear:
-    """The same over an FP8 weight. The fused kernel returns the model's dtype, because none of its programs sees a
-    whole row and could compute its scale. Elsewhere linear and gated run one after the other, and gated quantises."""
+    """As TunedGatedLinear, over an FP8 weight. The fused kernel returns the model's dtype, because no program sees
+    a whole row, whose scale it would need. Otherwise linear and gated run one after the other, and gated quantises."""
 
     takes_fp8 = True
 

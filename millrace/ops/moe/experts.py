@@ -69,7 +69,7 @@ def combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 class LoopExperts:
-    """The reference: one expert after the other. The host reads how many tokens chose each."""
+    """The reference: one expert after the other. The host waits for the number of tokens of each expert."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         self.experts = [(linear(gate_up, None), linear(down, None)) for gate_up, down in weights.pairs]
@@ -169,7 +169,7 @@ class TritonExperts(StackedExperts):
 
 
 class FixedTritonExperts(StackedExperts):
-    """The same with one tile size for any number of tokens, so that a token's sums do not depend on the batch."""
+    """As TritonExperts, with one tile size for any number of tokens: a token's sums do not depend on the batch."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         from millrace.ops.triton.moe import config as moe_config
@@ -183,7 +183,7 @@ class FixedTritonExperts(StackedExperts):
         return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, self._config, self._gpu)
 
 
-def _no_grouped_mm(device: torch.device) -> str:
+def _grouped_mm_missing(device: torch.device) -> str:
     if not hasattr(torch, "_grouped_mm"):
         return "needs a torch with grouped matrix products"
     return "" if torch.cuda.get_device_capability(device) >= (9, 0) else "needs compute capability 9.0"
@@ -215,7 +215,7 @@ VERSIONS = (
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
         fits=lambda shape: bool(shape["in_features"] % 8 == 0 and shape["inner_features"] % 8 == 0),
-        missing=_no_grouped_mm,
+        missing=_grouped_mm_missing,
     ),
     Version(
         op="experts",

@@ -1,7 +1,7 @@
 """Reads the measured tables and decides which of them a device gets, by its compute capability.
 
-A product table maps (outputs, inputs) of a weight to {rows: entry}. An entry serves every number of rows up to its own
-that has no smaller entry.
+A product table maps (outputs, inputs) of a weight to {rows: entry}. An entry applies to row counts up to its key and
+above the next smaller key.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 import torch
 
 Entry = tuple[Any, ...] | None
-"""The leading fields of what a product takes; None: another kernel is faster, the file says which."""
+"""First fields of the kernel's configuration, such as `Tiles`; None if another kernel, named in the file, is faster."""
 EntriesByRows = Mapping[int, Entry]
 ProductTable = Mapping[tuple[int, int], EntriesByRows]
 
 MEASURED: Mapping[tuple[int, int], str] = {(9, 0): "h200"}
-"""Compute capability -> folder of the tables that were measured on it."""
+"""Compute capability -> folder with the tables measured on it."""
 FALLBACK = "h200"
-"""Tables of rules that every device needs, where nothing was measured on it; and of Triton's interpreter."""
+"""Rule tables for devices without measurements and for Triton's interpreter."""
 H200_MULTIPROCESSORS = 132
 ANY_ROWS = 1 << 30
 """Stands for the key "any": no upper limit."""
 
 
 def measured_on(device: torch.device) -> str | None:
-    """The folder of the tables for this device, or None if nothing was measured on its kind."""
+    """Folder of the tables for this kind of device, or None if it was not measured."""
     return MEASURED.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
 def product_table(device: torch.device, name: str, section: str) -> ProductTable:
-    """One section of a file of product tables; empty where nothing was measured on this kind of device."""
+    """One section of a file of product tables; empty if this kind of device was not measured."""
     folder = measured_on(device)
     return {} if folder is None else read_product_table(folder, name, section)
 
 
 def rule_table(device: torch.device, name: str) -> dict[str, Any]:
-    """The numbers of a rule that every device needs: its own, or those of FALLBACK."""
+    """A table that every device needs: its own if it was measured, else that of FALLBACK."""
     return read(measured_on(device) or FALLBACK, name)
 
 
@@ -66,7 +66,7 @@ def entries_by_rows(entries: Mapping[str, list[Any] | None]) -> EntriesByRows:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of this device; Triton's interpreter counts as an H200."""
+    """Multiprocessors of this device; Triton's interpreter counts as an H200."""
     if device.type != "cuda":
         return H200_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,7 @@
 """Split KV for prefill: several programs share the keys of one tile of queries, and a second kernel combines them.
 
-A short new turn after a long context has so few tiles of queries that most of the GPU would be idle while each walks
-through all keys. Partial results go to the split workspace.
+A short new turn after a long context has few query tiles: without splitting, most of the GPU would be idle while each
+tile walks through all keys. Partial results go to the split workspace.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from millrace.ops.triton.attention.decode import JOINED_ITEMS, SplitWorkspace, _
 from millrace.ops.triton.attention.paged_kv import HeadShape, padded_dim
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
-MOST_JOINING_WARPS = 16
-"""Most warps of a combining program; each holds JOINED_ITEMS partial results in registers."""
+MAX_COMBINE_WARPS = 16
+"""Maximum warps of a combining program; each warp holds JOINED_ITEMS partial results in registers."""
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -58,5 +58,5 @@ class ContextSplit:
         _join_parts_kernel[(shape.num_kv_heads, out.shape[0])](
             self.workspace.partial, self.workspace.lse, out, self.parts,
             KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GJ=group, D=shape.head_dim, DP=width, PARTS=parts,
-            num_warps=min(max(warps, 1), MOST_JOINING_WARPS), **pdl_options(out.device),
+            num_warps=min(max(warps, 1), MAX_COMBINE_WARPS), **pdl_options(out.device),
         )  # fmt: skip

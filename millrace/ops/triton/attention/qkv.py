@@ -30,13 +30,13 @@ class Shape:
 FEW = Shape(8, 4)
 SOME, SOME_TOKENS = Shape(16, 4), 384
 MANY, MANY_TOKENS = Shape(64, 8), 1024
-"""The shape for more than SOME_TOKENS or MANY_TOKENS tokens."""
+"""SOME and MANY: shapes for more than SOME_TOKENS and more than MANY_TOKENS tokens."""
 
 
 def shape_for(tokens: int, heads: int, norm: bool, packed: bool = False) -> Shape:
     """Many small programs for few tokens, large ones for many. With a packed cache they stay small enough that some
-    have only queries and skip the packing. Normed heads have one shape for any number of tokens, so that the order of
-    their sums, and the result, stays the same."""
+    have only query heads and skip the packing. With QK norm the shape is the same for any number of tokens, so that the
+    order of summation, and the result, never changes."""
     if norm or tokens <= SOME_TOKENS:
         return FEW
     if tokens <= MANY_TOKENS or packed:

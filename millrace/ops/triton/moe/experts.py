@@ -119,7 +119,7 @@ def group(ids: Tensor, num_experts: int, pdl: bool = False) -> Groups:
     return Groups(slots, top_k, counts, table)
 
 
-def most_tiles(slots: int, num_experts: int, rows: int) -> int:
+def max_tiles(slots: int, num_experts: int, rows: int) -> int:
     """Upper bound on the tiles of up to `rows` slots of one expert that this many slots need."""
     groups = min(slots, num_experts)
     return (slots + groups * (rows - 1)) // rows
@@ -133,7 +133,7 @@ def grouped_product(
     num_experts, rows, depth = w.shape
     columns = rows if kind is None else rows // 2
     out = torch.empty((groups.slots, columns), dtype=x.dtype, device=x.device)
-    count = most_tiles(groups.slots, num_experts, tile.rows)
+    count = max_tiles(groups.slots, num_experts, tile.rows)
     kernels.grouped_kernel[(count * triton.cdiv(columns, tile.columns),)](
         x,
         w,
@@ -170,7 +170,7 @@ def joint_products(
     up, low = config.gate_up, config.down
     activated = torch.empty((groups.slots, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((groups.slots, hidden), dtype=x.dtype, device=x.device)
-    tiles = most_tiles(groups.slots, num_experts, up.rows)
+    tiles = max_tiles(groups.slots, num_experts, up.rows)
     joint_kernels.joint_kernel[(tiles * (triton.cdiv(inner, up.columns) + triton.cdiv(hidden, low.columns)),)](
         x,
         gate_up,
