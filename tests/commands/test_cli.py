@@ -33,15 +33,15 @@ def test_light_commands_import_nothing_heavy_and_are_instant(arguments: list[str
     )
     best_s = 1e9
     for _ in range(5):
-        before_s = processor_seconds_of_children()
+        before_s = cpu_seconds_of_children()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-        best_s = min(best_s, processor_seconds_of_children() - before_s)
+        best_s = min(best_s, cpu_seconds_of_children() - before_s)
         assert done.returncode == 0, done.stderr
-    # The bar is 0.15 s on an idle machine; beside busy neighbours even processor time can double.
+    # The bar is 0.15 s on an idle machine; on a busy one even CPU time can double.
     assert best_s < 0.4
 
 
-def processor_seconds_of_children() -> float:
+def cpu_seconds_of_children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

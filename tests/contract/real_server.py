@@ -1,4 +1,4 @@
-"""Starts `python -m millrace serve` in a process of its own, as a user does. For tests."""
+"""Starts `python -m millrace serve` in its own process, as a user does. For tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights' digest follows their content, not their names or places."""
+"""The digest of the weights depends on their content, not on file names or paths."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_copy_has_the_same_digest(tmp_path: Path) -> None:
     assert weights_digest([path]) == weights_digest([copy])
 
 
-def test_other_values_of_the_same_shapes_change_the_digest(tmp_path: Path) -> None:
+def test_different_values_change_the_digest(tmp_path: Path) -> None:
     assert weights_digest([save(tmp_path / "a.safetensors", 0)]) != weights_digest(
         [save(tmp_path / "b.safetensors", 1)]
     )
@@ -68,7 +68,7 @@ def test_one_changed_byte_in_any_sample_changes_the_digest(tmp_path: Path, tenso
     assert weights_digest([path]) != before
 
 
-def test_every_shard_counts_and_so_does_their_order(tmp_path: Path) -> None:
+def test_the_digest_depends_on_every_shard_and_their_order(tmp_path: Path) -> None:
     one, two = save(tmp_path / "1.safetensors", 1), save(tmp_path / "2.safetensors", 2)
     assert len({weights_digest(paths) for paths in ([one], [two], [one, two], [two, one], [])}) == 5
 

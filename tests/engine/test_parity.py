@@ -98,7 +98,7 @@ def test_choices_share_the_prompt_and_follow_their_seeds() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_seed_gives_the_same_text_whatever_else_runs(dtype: str) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(dtype: str) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=123, max_tokens=24)
     prompt = "Write a short story about a lighthouse keeper."
     with LLM(dtype=dtype, kv_tokens=8000) as llm:

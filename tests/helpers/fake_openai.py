@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         words = self._words(body)
         try:
-            # No longer open when the client hears of the end: it may send its next request before we run again.
+            # Closed before the client sees the end: it may send its next request before this thread runs again.
             with self.fake.one_open():
                 for word in words:
                     time.sleep(self.fake.token_delay_s)

@@ -1,4 +1,4 @@
-"""Small random models of every family, as `transformers` computes them and as our loader reads them."""
+"""Small random models of every family: as `transformers` models and as weight sources for our loader."""
 
 from __future__ import annotations
 

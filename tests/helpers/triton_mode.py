@@ -1,6 +1,6 @@
 """Triton kernels in tests: on the GPU where there is one, elsewhere through Triton's interpreter on the CPU.
 
-Import this before anything that imports Triton: kernels are made for the interpreter or for the GPU when they are
+Import this before anything that imports Triton: a kernel is bound to the interpreter or to the GPU when it is
 defined.
 """
 

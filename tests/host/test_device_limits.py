@@ -1,4 +1,4 @@
-"""Limits of known GPUs come from the table; those of unknown ones are computed and come close to it."""
+"""Limits of known GPUs come from the table; limits of unknown GPUs are computed, and are close to the table's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_h200_keeps_its_measured_rate() -> None:
     assert limits.bytes_per_s == 4.8e12
 
 
-def test_a_device_without_a_measurement_gets_a_share_of_its_data_sheet() -> None:
+def test_an_unmeasured_device_gets_a_fraction_of_its_data_sheet_rate() -> None:
     assert device_limits("NVIDIA L4") == DeviceLimits(121e12, 0.3e12, STEP_SHARE * 121e12)
 
 
@@ -49,6 +49,6 @@ def test_an_unknown_device_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert computed_limits(properties).flops == 10 * 1e9 * module.UNKNOWN_FLOPS_PER_CLOCK
 
 
-def test_a_device_whose_driver_says_nothing_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_driver_reports_nothing_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_read_properties", lambda index: None)
     assert device_limits("Something") == DeviceLimits(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Libraries are read ahead of a start: only the touched parts, and only what is not cached."""
+"""Libraries are read before they are loaded: only the parts that loading touches, and only if not cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS_TOUCHED = (".dynsym", ".text", ".rodata", ".data")
 
 
 def make_library(path: Path, sections: list[tuple[str, int, int, int]]) -> dict[str, tuple[int, int]]:
-    """An ELF file with these sections (name, type, flags, bytes), each on a piece's border, and where each is."""
+    """Write an ELF file with sections (name, type, flags, bytes), each at a piece boundary; returns their spans."""
     names, rows, places = b"\0", [b"\0" * 64], {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:

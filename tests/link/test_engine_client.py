@@ -1,4 +1,4 @@
-"""The engine client: readiness is progress, and a sink that fails affects no other request."""
+"""The engine client: readiness requires progress, and a failing sink affects no other request."""
 
 from __future__ import annotations
 

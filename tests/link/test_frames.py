@@ -1,4 +1,4 @@
-"""Framing: the same frames come out in order, however the bytes are split and however little the peer accepts."""
+"""Framing: frames arrive whole and in order for any split of the bytes and any size of the peer's buffer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_any_split_of_the_bytes_gives_the_same_frames(bodies: list[bytes], cuts:
     assert out == bodies
 
 
-def test_a_frame_longer_than_the_buffer_and_those_around_it() -> None:
+def test_a_frame_longer_than_the_buffer() -> None:
     reader = FrameReader()
     bodies = [b"a", bytes(3 * READ_BYTES + 5), b"b", b"", bytes(range(256)) * (READ_BYTES // 256), b"c"]
     assert list(feed(reader, b"".join(map(framed, bodies)), 70_001)) == bodies
@@ -78,7 +78,7 @@ def read_all(sock: socket.socket, reader: FrameReader) -> list[bytes]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60_000), st.booleans()), max_size=20))
-def test_a_writer_corrupts_and_loses_nothing(work: list[tuple[int, bool]]) -> None:
+def test_a_slow_peer_receives_every_frame_unchanged(work: list[tuple[int, bool]]) -> None:
     """Frames of any length to a peer with a small buffer that reads now and then."""
     ours, theirs = narrow_pair()
     with ours, theirs:
@@ -126,6 +126,6 @@ def test_writing_to_a_peer_that_is_gone_keeps_the_frames() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, READ_BYTES - HEADER.size, READ_BYTES - HEADER.size + 1, READ_BYTES])
-def test_frames_about_as_long_as_the_buffer(length: int) -> None:
+def test_frames_of_about_the_buffer_size(length: int) -> None:
     body = b"x" * length
     assert list(feed(FrameReader(), framed(body) * 3, READ_BYTES)) == [body] * 3

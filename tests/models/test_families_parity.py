@@ -107,7 +107,7 @@ def test_bfloat16_stays_close(case: str) -> None:
     ours = PagedDriver(decoder, block_size=4).run(0, tokens, chunk=8)
     assert ours.dtype == torch.float32
     errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    if decoder.spec.moe is not None:  # a token near the border between two experts may go to the other one
+    if decoder.spec.moe is not None:  # a token that two experts suit equally may go to the other one
         assert errors.median() < 0.08, f"median relative error {errors.median():.4f}"
         return
     assert errors.median() < 0.03, f"median relative error {errors.median():.4f}"

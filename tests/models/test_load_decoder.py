@@ -101,7 +101,7 @@ def test_progress_ends_at_the_predicted_bytes(case: str, dtype: torch.dtype) -> 
     assert done[-1] == total
 
 
-def test_tied_head_is_not_held_twice() -> None:
+def test_tied_head_is_stored_once() -> None:
     spec, source = tiny("llama_tied")
     untied, _ = tiny("llama")
     assert "lm_head.weight" not in source.tensors

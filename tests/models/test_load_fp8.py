@@ -1,4 +1,4 @@
-"""Loading with FP8 weights: what is quantised, memory, refusals and accuracy."""
+"""Loading with FP8 weights: quantised layers, memory, refusals and accuracy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(spec: Any, source: StateDictSource, **options: Any) -> Decoder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_are_those_predicted(case: str) -> None:
+def test_loaded_bytes_equal_the_prediction(case: str) -> None:
     spec, source = tiny(case)
     seen: list[tuple[int, int]] = []
     decoder = build(spec, source, progress=lambda done, total: seen.append((done, total)))
@@ -43,7 +43,7 @@ def test_bytes_are_those_predicted(case: str) -> None:
     assert {pair[1] for pair in seen} == {total}
 
 
-def test_the_layers_matrices_shrink_to_one_byte_and_a_scale_per_output() -> None:
+def test_layer_matrices_take_one_byte_per_weight_and_a_scale_per_output() -> None:
     spec, source = tiny("llama")
     shrunk = spec_weight_bytes(spec, torch.bfloat16) - spec_weight_bytes(spec, torch.bfloat16, "fp8")
     matrices = [t for name, t in source.tensors.items() if "_proj.weight" in name]
@@ -62,7 +62,7 @@ def test_which_ops_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe"])
-def test_logits_stay_near_the_unquantised(case: str) -> None:
+def test_logits_stay_close_to_the_unquantised_ones(case: str) -> None:
     spec, source = tiny(case)
     tokens = [token * 7 % VOCAB for token in range(40)]
     plain = PagedDriver(build(spec, source, quantization="none"), block_size=16).run(0, tokens, 40)
@@ -99,7 +99,7 @@ def test_refused_on_the_cpu_before_anything_is_read() -> None:
         assert part in str(error.value)
 
 
-def test_refused_beside_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_with_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.models.load.fp8_missing", lambda device: "")
     with pytest.raises(ConfigError, match="float32. Set --dtype bfloat16"):
         check_quantization("fp8", CPU, torch.float32)

@@ -31,7 +31,7 @@ def load(case: str, dtype: torch.dtype) -> Decoder:
 
 
 def mixed_batches(seed: str, vocab: int, block_size: int) -> list[ForwardBatch]:
-    """Steps of sequences that grow: long chunks, short ones and single tokens side by side."""
+    """Steps of growing sequences: long chunks, short chunks and single tokens in one batch."""
     draw = random.Random(seed)
     free = list(range(1, 256))
     draw.shuffle(free)
@@ -121,7 +121,7 @@ def test_the_default_model_equals_run_layers() -> None:
 
 
 def test_prompts_of_the_default_model_equal_run_layers() -> None:
-    """Hundreds of tokens use other kernels than few: in one row, in several, and beside decode rows."""
+    """Hundreds of tokens use other kernels than a few: in one row, in several rows, and next to decode rows."""
     if native.native_missing(CPU):
         pytest.skip("there are no native kernels here")
     decoder = load_decoder(resolve_model(DEFAULT_MODEL), device=CPU, dtype=torch.bfloat16)

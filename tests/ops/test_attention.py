@@ -155,7 +155,7 @@ def test_native_result_depends_only_on_the_query(dtype: torch.dtype, softcap: fl
     ("head_dim", "group", "window", "softcap", "scale"),
     [
         (64, 3, None, None, 0.125),
-        (64, 3, None, None, 4.0),  # the largest score keeps growing, and the base of the weights with it
+        (64, 3, None, None, 4.0),  # the running maximum keeps growing
         (64, 1, 100, None, 0.5),
         (128, 4, None, 20.0, 0.3),
         (128, 2, 33, None, 2.0),
@@ -166,7 +166,7 @@ def test_native_result_depends_only_on_the_query(dtype: torch.dtype, softcap: fl
 def test_native_prompt_does_not_depend_on_chunking(
     head_dim: int, group: int, window: int | None, softcap: float | None, scale: float
 ) -> None:
-    """Bit-identical for chunks from one token, whose unit has several heads, to several units."""
+    """Bit-identical for every chunk size, from one token (one unit for several heads) to several units."""
     sizes: dict[str, Any] = {"heads": 3 * group, "kv_heads": 3, "head_dim": head_dim, "dtype": torch.bfloat16}
     attention = NativeAttention(3 * group, 3, head_dim, scale, softcap)
     queries, kv, batch = make_attention_case([(330, 330)], block_size=16, **sizes)

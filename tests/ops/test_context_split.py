@@ -1,4 +1,4 @@
-"""Split KV for prefill: the result equals an unsplit context, however the keys are divided."""
+"""Split KV for prefill: the result equals that of an unsplit context for any division of the keys."""
 
 from __future__ import annotations
 

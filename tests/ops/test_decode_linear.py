@@ -42,7 +42,7 @@ def is_exact(layer: StoredLinear) -> bool:
 
 def check_close(layer: StoredLinear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
     expected = x.double() @ weight.T + bias
-    # Constants of up to 16 times their size are added to the integers before they are multiplied in float32.
+    # Before the float32 product, constants up to 16 times as large as the integers are added to them.
     size = x.double().abs() @ weight.abs().amax(1, keepdim=True).expand_as(weight).T + bias.abs()
     error = (layer.wide(x, decode=True).double() - expected).abs()
     assert (error <= size * (2e-6 if is_exact(layer) else 4e-3)).all(), float((error / size).max())

@@ -74,7 +74,7 @@ def test_native_write_equals_the_reference(dtype: torch.dtype, head_dim: int, ro
     (items, scales), (expected_items, expected_scales) = (int8_parts(kv) for kv in reversed(caches))
     difference = (items[:, blocks, :, offsets].int() - expected_items[:, blocks, :, offsets].int()).abs()
     assert int(difference.max()) <= 1
-    assert float((difference > 0).float().mean()) < 0.01  # where the last bit of a key differs it may round differently
+    assert float((difference > 0).float().mean()) < 0.01  # a key that differs in its last bit may round differently
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(scales, expected_scales, rtol=tolerance, atol=0, equal_nan=True)
     values = qkv.view(37, 10, head_dim)[:, 8:].float()

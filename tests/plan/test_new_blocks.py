@@ -1,4 +1,4 @@
-"""Block-table updates between two plans come out once, as columns, without those of released rows."""
+"""Block-table updates since the last plan are returned once, as columns, without updates of released rows."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_arrival_order_within_a_class_is_kept_exactly() -> None:
     assert sorted(run.began, key=run.began.__getitem__) == list(range(200))
 
 
-def test_tenants_share_by_weight_however_much_they_send() -> None:
+def test_tenants_share_by_weight_independent_of_their_load() -> None:
     """Three tenants with a backlog. The first sends ten times as many requests and gets no more than its share."""
     scheduler = make(max_running=4)
     weights = {"greedy": 1.0, "plain": 1.0, "double": 2.0}
@@ -211,7 +211,7 @@ def test_diagnostics_say_why_a_request_waited_and_where_its_prompt_diverged() ->
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(0, 2**32))
-def test_the_queue_yields_every_request_once_even_if_some_are_removed_meanwhile(policy: str, seed: int) -> None:
+def test_the_queue_yields_every_request_once_even_if_some_are_removed_during_iteration(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     scheduler = make(policy)
     for number in range(60):

@@ -240,7 +240,7 @@ def test_an_equal_prompt_waits_for_the_prefix_of_one_just_admitted() -> None:
         if runs_deferred:
             scheduler.run_deferred()
         assert [admission.request_id for admission in plan.admitted] == [0]
-        assert scheduler.plan(0.0) is not None, "the next token of the first request; the second still waits"
+        assert scheduler.plan(0.0) is not None, "the first request decodes; the second still waits"
         assert len(scheduler.waiting) == 1
         scheduler.apply(plan.step_no, device.run(plan))
         plan = scheduler.plan(1.0)

@@ -270,7 +270,7 @@ def isolate(world: World, suspects: list[int]) -> None:
             suspects = half
 
 
-def test_the_oldest_request_is_not_overtaken_for_ever() -> None:
+def test_the_oldest_request_does_not_starve() -> None:
     """A stream of small requests cannot keep a large one waiting."""
     scheduler = Scheduler(num_blocks=10, block_size=4, max_running=4, token_budget=16)
     device = ToyDevice(10, 4, 4, VOCAB)

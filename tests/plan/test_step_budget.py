@@ -62,7 +62,7 @@ def test_prompts_that_fill_a_step_are_not_split_for_decoding_rows(
     assert all(step.num_tokens <= mixed_budget for step in short)
 
 
-def test_every_decoding_row_is_in_every_step_whatever_the_budget() -> None:
+def test_every_decoding_row_is_in_every_step_for_any_budget() -> None:
     scheduler = a_scheduler(token_budget=4, max_running=6)
     for request_id in range(6):
         scheduler.submit(a_prompt(request_id, 2))

@@ -21,7 +21,7 @@ def next_token(state: int, vocab: int) -> int:
 
 
 def lone_run(prompt: list[int], max_tokens: int, end_tokens: tuple[int, ...], min_tokens: int, vocab: int):
-    """What a request must generate whatever else runs: (tokens without the end token, reason)."""
+    """What a request must generate in any batch: (tokens without the end token, reason)."""
     state = 0
     for token in prompt:
         state = digest(state, token)

@@ -1,4 +1,4 @@
-"""The GPU's runner against the plain one: the same plans give the same tokens, padded, chunked, sampled and scored.
+"""CudaRunner against Runner: the same plans give the same tokens, padded, chunked, sampled and scored.
 
 On a GPU this replays graphs; elsewhere the same code runs uncaptured, its kernels interpreted.
 """
@@ -152,7 +152,7 @@ class GreedyHead:
         self.drawn: list[int] = []
         """Rows of each draw."""
         self.asked: list[int] = []
-        """Rows whose logits were asked for."""
+        """Rows whose logits were computed."""
 
     def wide(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         self.asked.append(x.shape[0])
@@ -334,7 +334,7 @@ def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest
         scores: list[float] = []
         for index, prompt in enumerate(prompts):  # one after the other: whole chunks
             asked = Request(id=index, prompt=prompt, max_tokens=2, row_params=RowParams(params, ()))
-            scores += drive(runner, [asked])[1][:6]  # of the first token: a later one may follow on another
+            scores += drive(runner, [asked])[1][:6]  # of the first token; later tokens may differ
         captured = [key for key in runner._graphs.captured if isinstance(key, step_packet.Bucket)]
         return scores, {bucket.context for bucket in captured if bucket.long_from}
 

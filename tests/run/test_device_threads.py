@@ -1,4 +1,4 @@
-"""Number and cores of a CPU device's threads: as configured, or what the process may use."""
+"""Number and cores of a CPU device's threads: as configured, or as many as the process may use."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_logits_are_close_to_those_of_the_full_cache(case: str) -> None:
 
 
 @pytest.mark.usefixtures("reference_ops")
-def test_it_does_not_matter_how_a_sequence_is_cut_into_steps() -> None:
+def test_results_do_not_depend_on_chunking() -> None:
     decoder = decoder_of("llama")
     tokens = np.random.default_rng(5).integers(0, VOCAB, 30).tolist()
     whole = Fp8Driver(decoder).run(0, tokens, 30)
@@ -172,7 +172,7 @@ def test_heads_of_odd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         resolve("fp8", 80)
 
 
-def test_the_benchmark_has_a_suffix_for_it() -> None:
+def test_the_benchmark_has_an_fp8_suffix() -> None:
     model = make_model("llama-3.1-8b+fp8+fp8kv", load_config(), known_shapes())
     assert model.label == "llama-3.1-8b+fp8+fp8kv"
     assert (model.config.model.quantization, model.config.memory.kv_dtype) == ("fp8", "fp8")

@@ -12,7 +12,7 @@ def name(size: int) -> object:
     return ("a graph of", size)
 
 
-def test_the_own_graph_or_the_next_larger_one() -> None:
+def test_the_exact_graph_or_the_next_larger_one_is_used() -> None:
     fallback = GraphFallback(SIZES)
     captured = {name(size) for size in (4, 16, 32)}
     assert [fallback.choose(size, name, captured) for size in SIZES] == [1, 4, 4, 16, 16, 32, 32]

@@ -56,7 +56,7 @@ def test_logits_are_close_to_those_of_the_full_cache(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama", "gemma2"])
-def test_it_does_not_matter_how_a_sequence_is_cut_into_steps(case: str, dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_chunking(case: str, dtype: torch.dtype) -> None:
     decoder = decoder_of(case, dtype)
     tokens = np.random.default_rng(5).integers(0, VOCAB, TOKENS).tolist()
     whole = Int8Driver(decoder).run(0, tokens, TOKENS)

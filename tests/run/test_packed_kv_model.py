@@ -106,7 +106,7 @@ def test_without_triton_auto_is_full_and_packed_is_refused(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("with_triton")
-def test_layers_that_rotate_nothing_are_packed() -> None:
+def test_layers_without_rope_are_packed() -> None:
     spec = half_rotated()
     still = dataclasses.replace(spec, layers=tuple(LayerSpec(rope=None) for _ in spec.layers))
     assert not spec.rotates_whole_heads
@@ -152,7 +152,7 @@ def test_the_memory_plan_fits_a_third_more_tokens_and_says_why() -> None:
     assert f"KV pool, {packed.kv_tokens:,} tokens, packed" in packed.parts()
 
 
-def test_the_benchmark_has_a_suffix_for_doing_without() -> None:
+def test_the_benchmark_has_a_suffix_for_the_full_cache() -> None:
     model = make_model("llama-3.1-8b+fullkv", load_config(), known_shapes())
     assert (model.label, model.config.memory.kv_dtype) == ("llama-3.1-8b+fullkv", "full")
     assert make_model("llama-3.1-8b", load_config(), known_shapes()).config.memory.kv_dtype == "auto"
@@ -192,7 +192,7 @@ def test_logits_are_those_of_the_full_cache(case: str) -> None:
 
 
 @pytest.mark.usefixtures("reference_ops")
-def test_it_does_not_matter_how_a_sequence_is_cut_into_steps() -> None:
+def test_results_do_not_depend_on_chunking() -> None:
     decoder = decoder_of("llama")
     tokens = np.random.default_rng(5).integers(0, VOCAB, 30).tolist()
     whole = PackedDriver(decoder).run(0, tokens, 30)

@@ -110,10 +110,10 @@ def test_the_nucleus_equals_hugging_face_even_when_it_is_wide(top_p: float, spre
     _keep_nucleus(ours, torch.tensor([[top_p], [top_p]]))
     theirs = TopPLogitsWarper(top_p)(None, logits)
     differing = (torch.isinf(ours) != torch.isinf(theirs)).sum()
-    assert differing <= 2, "beyond rounding at the edge"
+    assert differing <= 2, "more differences than rounding at the bound explains"
 
 
-def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
+def test_greedy_rows_next_to_random_ones_stay_greedy() -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, VOCAB)
     sampler = SamplerUnderTest()
@@ -125,7 +125,7 @@ def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
     assert tokens[2] == logits[2].argmax()
 
 
-def test_a_seeded_row_draws_the_same_whatever_is_beside_it() -> None:
+def test_a_seeded_row_draws_the_same_in_any_batch() -> None:
     torch.manual_seed(2)
     logits = torch.randn(8, VOCAB)
     alone, batched = SamplerUnderTest(), SamplerUnderTest()
@@ -198,7 +198,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert int(drawn.logprobs.ranks[0]) == int((reference > reference[17]).sum()) + 1
 
 
-def test_noise_is_uniform_and_without_state() -> None:
+def test_noise_is_uniform_and_stateless() -> None:
     seeds = np.arange(20_000, dtype=np.uint64)
     values = uniforms(seeds, np.full(20_000, 5, np.uint64))
     assert 0 <= values.min()

@@ -109,7 +109,7 @@ class NullEngine:
         if self._timer is not None:
             self._timer.cancel()
 
-    # ── what tests do ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── for the tests ─────────────────────────────────────────────────────────────────────────────────────────────────
     def become_ready(self) -> None:
         self._on_message(self.ready)
 

@@ -126,7 +126,7 @@ def test_concurrent_requests_are_limited_per_tenant(tmp_path: Path) -> None:
 def test_tokens_per_minute_count_what_was_used(tmp_path: Path) -> None:
     with guarded(tmp_path, saying("abc"), small="tokens_per_minute = 50") as front:
         key = bearer("key-small")
-        # Each uses 2 + 4 tokens, however many it asked for.
+        # Each uses 2 + 4 tokens, whatever its limit is.
         for _ in range(5):
             assert post(front.port, COMPLETIONS, body(max_tokens=18), key).status == 200
         reply = post(front.port, COMPLETIONS, body(max_tokens=19), key)

@@ -41,11 +41,11 @@ def test_a_client_that_stops_reading_is_dropped(front: Front, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "millrace"), connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=LONG)))
         eventually(lambda: bool(front.engine.aborted), 30)
-        # Other clients stream meanwhile and afterwards.
+        # Other clients stream at the same time and afterwards.
         assert len(events(post(front.port, COMPLETIONS, body(max_tokens=20)))) == 21
         eventually(lambda: not front.engine.rows)
         with contextlib.suppress(ConnectionResetError):
-            assert not read_all(sock).endswith(LAST_CHUNK), "it must not look like a whole answer"
+            assert not read_all(sock).endswith(LAST_CHUNK), "it must not look like a complete answer"
     assert front.engine.aborted[0][1] == "abort"
     assert metric(front, "millrace_slow_client_drops_total") == 1
     assert "unread" in caplog.text

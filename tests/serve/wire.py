@@ -125,5 +125,5 @@ def read_all(sock: socket.socket) -> bytes:
 def eventually(check: Callable[[], bool], within_s: float = 10.0) -> None:
     end = time.monotonic() + within_s
     while not check():
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.01)

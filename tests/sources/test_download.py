@@ -127,7 +127,7 @@ def test_parts_are_fetched_joined_verified_and_put_in_place(shelf: Path, own_cac
     assert downloads[-1][1] == downloads[-1][2] == 8000
     assert [done for _, done, _ in downloads] == sorted(done for _, done, _ in downloads)
     assert reports[-1] == ("assembling toy", path.stat().st_size, path.stat().st_size)
-    assert not list(own_cache.glob(".toy.fetch*")), "the scratch directory is gone"
+    assert not list(own_cache.glob(".toy.fetch*")), "the scratch directory is deleted"
 
 
 def test_a_second_call_runs_no_client_and_reads_nothing(npm_calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_yarn_variants_and_unknown_types_are_refused(tmp_path: Path) -> None:
 
 
 def divisors(theta: float, head_dim: int, factor: float, low: float, high: float, context: int) -> Any:
-    """Reference: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Reference: long wavelengths are divided by `factor`, short ones are kept, and others are interpolated."""
     found = []
     for index in range(0, head_dim, 2):
         wave = 2 * math.pi * theta ** (index / head_dim)

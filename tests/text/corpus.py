@@ -74,7 +74,7 @@ def pieces(seed: int = 0) -> list[str]:
 
 
 def written_pieces(seed: int = 0) -> list[str]:
-    """The part without random code points, whose meaning no new version of Unicode will change."""
+    """The texts without random code points, which new versions of Unicode do not affect."""
     draw = random.Random(seed)
     texts = ["", *SENTENCES, CODE, *WHITESPACE, *LONG_RUNS]
     texts += [space + sentence + space for sentence in SENTENCES for space in draw.sample(WHITESPACE, 3)]
@@ -82,7 +82,7 @@ def written_pieces(seed: int = 0) -> list[str]:
 
 
 def large_text(parts: list[str], seed: int = 0) -> str:
-    """More than a hundred thousand characters in one."""
+    """One text of more than a hundred thousand characters."""
     draw = random.Random(seed)
     parts = parts * 3
     draw.shuffle(parts)
@@ -90,7 +90,7 @@ def large_text(parts: list[str], seed: int = 0) -> str:
 
 
 def with_tokens(tokens: list[str], seed: int = 0, count: int = 80) -> list[str]:
-    """Texts that spell special tokens, next to each other, to words and to spaces."""
+    """Texts with special tokens next to each other, to words and to spaces."""
     draw = random.Random(seed)
     fillers = ["", "", " ", "  ", "\n", "a", " a ", "Hello", "\nuser\n", "é", "<", "|>", "中", " \n"]
     return ["".join(draw.choice(fillers) + draw.choice([*tokens, ""]) for _ in range(6)) for _ in range(count)]
@@ -104,7 +104,7 @@ def _mixed(draw: random.Random) -> str:
 
 
 def _any_unicode(draw: random.Random) -> str:
-    """Any code points but surrogates, most of them from the planes in use."""
+    """Any code points except surrogates, mostly from the planes in use."""
     ranges = [(0, 0x7F), (0x80, 0x24F), (0x250, 0x1FFF), (0x2000, 0x2BFF), (0x2E80, 0xD7FF), (0xE000, 0xFFFF)]
     ranges += [(0x10000, 0x1FAFF), (0x20000, 0x2FFFF), (0xE0000, 0x10FFFF)]
     return "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 60)))

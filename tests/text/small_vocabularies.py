@@ -14,7 +14,7 @@ Entry = tuple[str, int, float]
 
 
 def metadata_of(model: str, entries: list[Entry], **keys: Any) -> dict[str, Any]:
-    """Entries are (token, type, score). Keys are those of tokenizer.ggml, and `architecture`."""
+    """Entries are (token, type, score). `keys` are keys of tokenizer.ggml, and `architecture`."""
     found: dict[str, Any] = {
         "general.architecture": keys.pop("architecture", "llama"),
         "tokenizer.ggml.model": model,

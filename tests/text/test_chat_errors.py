@@ -165,7 +165,7 @@ def test_strftime_now() -> None:
     assert len(render("{{ strftime_now('%d %b %Y') }}")) == 11
 
 
-# ── a template of the operator's ──────────────────────────────────────────────────────────────────────────────────────
+# ── the operator's own template ───────────────────────────────────────────────────────────────────────────────────────
 def files() -> ModelFiles:
     return ModelFiles("mine", "gguf", Path("mine.gguf"), {}, ())
 

@@ -48,7 +48,7 @@ def test_ids_equal_a_reference_written_from_the_definition(
 ) -> None:
     reference = ReferenceBpe(read_gguf(default_files.path).metadata)
     for text in corpus.written_pieces(seed=3):
-        # Texts may spell special tokens, which the reference does not know.
+        # Texts may contain special tokens, which the reference does not know.
         if not any(token in text for token in default_tokenizer.special_tokens.values()):
             assert default_tokenizer.encode(text) == reference.encode(text), text[:80]
 
@@ -91,7 +91,7 @@ def test_decoding_equals_transformers(default_tokenizer: Tokenizer, transformers
 
 
 def test_text_survives_the_round_trip(default_tokenizer: Tokenizer) -> None:
-    # The vocabulary was trained without some control characters, and drops them as the published one does.
+    # Like the published vocabulary, this one lacks some control characters and drops them.
     known = {byte for byte, char in CHAR_OF_BYTE.items() if default_tokenizer.token_id(char) is not None}
     assert len(known) > 230
     for text in corpus.pieces(seed=1):

@@ -1,6 +1,6 @@
-"""The tokenizers of the further real models, held to what their published tokenizers give.
+"""Tokenizers of the other packaged models give the ids of their published tokenizers.
 
-The digests were taken with those: Qwen's and Gemma's tokenizer.json, and SentencePiece with Llama's tokenizer.model.
+The digests were made with the published tokenizers: tokenizer.json of Qwen and Gemma, SentencePiece for Llama.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def test_ids_equal_the_published_tokenizer(tokenizers: dict[str, Tokenizer], nam
 
 
 def test_tinyllama_ids_equal_sentence_piece(tokenizers: dict[str, Tokenizer]) -> None:
-    # SentencePiece reads <unk> and NUL in a text in its own way.
+    # SentencePiece treats <unk> and NUL in a text differently.
     parts = [part for part in corpus.written_pieces() if "<unk>" not in part and "\0" not in part]
     expected = "d9570e3c82e25ee006cbd726d65e68a9f847085c4856330e291a30ca49a8837c"
     assert digest(tokenizers[TINYLLAMA], [*parts, corpus.large_text(parts)]) == expected
 
 
 def test_ids_equal_transformers(tokenizers: dict[str, Tokenizer]) -> None:
-    """Against transformers' conversion, with what it drops put back: Qwen's NFC, BOS, Llama's space after a token."""
+    """Against transformers' conversion, after restoring what it drops: Qwen's NFC, BOS, Llama's space after a token."""
     for name in (QWEN, TINYLLAMA):
         theirs = _converted(name)
         for text in [*corpus.pieces(seed=2), *corpus.with_tokens(["<|im_end|>", "</s>", "<tool_call>", "<s>"])]:
