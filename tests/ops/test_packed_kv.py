@@ -1,4 +1,4 @@
-"""Attention over a packed KV cache: what is written, what is read, and that it equals a plain cache."""
+"""Attention over a packed KV cache: writes, reads, and results equal to a plain cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.models.batch import ForwardBatch
 from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.qkv import TorchPrepareQkv
 from millrace.ops.kv.cache import SCALE_WORDS, packed_parts, read_kv, write_kv
 from millrace.ops.kv.packed import packed_items
@@ -27,14 +28,14 @@ from millrace.ops.triton.attention.prefill import (
     decode,
 )
 from millrace.ops.triton.attention.qkv import PrepareQkvKernel
-from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_rows
+from millrace.run.packet.decode_rows import num_words, write_decode_rows
 
 BF16 = torch.bfloat16
 DTYPE = torch.float32 if interpreted else BF16
 """Dtype of queries: Triton's interpreter cannot multiply bfloat16. Keys and values are bfloat16 numbers anyway."""
 SAME = 2e-2
-NEVER = 0x7FC1
-"""Words of places that were never written: two of them, as a scale, are NaN."""
+UNWRITTEN = 0x7FC1
+"""Word of an unwritten entry; two of them are NaN as a scale."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +51,12 @@ def attention_case(rows: list[tuple[int, int]], **sizes: Any) -> tuple[torch.Ten
 
 def empty_packed(kv: torch.Tensor) -> torch.Tensor:
     return torch.full(
-        (*kv.shape[:4], packed_items(kv.shape[4]) + SCALE_WORDS), NEVER, dtype=torch.int16, device=kv.device
+        (*kv.shape[:4], packed_items(kv.shape[4]) + SCALE_WORDS), UNWRITTEN, dtype=torch.int16, device=kv.device
     )
 
 
 def in_packed(kv: torch.Tensor) -> torch.Tensor:
-    """The same cache, packed; places that were never written stay so."""
+    """The same cache, packed; unwritten entries stay unwritten."""
     return rewritten(kv, empty_packed(kv))
 
 
@@ -77,7 +78,7 @@ def fused(queries: torch.Tensor, kv: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("norm", "rotary"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_kernel_writes_what_the_reference_writes(head_dim: int, norm: bool, rotary: bool) -> None:
+def test_the_kernel_writes_the_same_as_the_reference(head_dim: int, norm: bool, rotary: bool) -> None:
     torch.manual_seed(2)
     heads, kv_heads, tokens = 3, 2, 5
     weights = [torch.rand(head_dim, device=device) + 0.5 if norm else None for _ in range(2)]
@@ -93,8 +94,8 @@ def test_the_kernel_writes_what_the_reference_writes(head_dim: int, norm: bool, 
     projection = qkv.clone()
     TorchPrepareQkv(*sizes)(qkv.clone(), rows, expected, slots // 16, slots % 16)
     PrepareQkvKernel(*sizes)(projection, rows, found, slots // 16, slots % 16)
-    assert torch.equal((expected != NEVER).any(-1), (found != NEVER).any(-1))
-    # What was written is what the projection holds, packed; and near what the reference computed.
+    assert torch.equal((expected != UNWRITTEN).any(-1), (found != UNWRITTEN).any(-1))
+    # The cache holds the projection's keys and values, packed, and is close to the reference's.
     own = projection.view(tokens, -1, head_dim)[:, heads:].unflatten(1, (2, kv_heads))
     again = empty_packed(wide)
     write_kv(own, again, slots // 16, slots % 16)
@@ -104,10 +105,10 @@ def test_the_kernel_writes_what_the_reference_writes(head_dim: int, norm: bool, 
     assert torch.equal(packed_parts(found)[1].isnan(), packed_parts(expected)[1].isnan())
 
 
-def test_part_of_a_head_rotated_is_refused() -> None:
+def test_partly_rotated_heads_are_refused() -> None:
     kv = torch.zeros((2, 2, 1, 16, packed_items(64) + SCALE_WORDS), dtype=torch.int16, device=device)
     qkv, one = torch.zeros(1, 3 * 64, dtype=BF16, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="whole heads"):
+    with pytest.raises(ValueError, match="all of it rotated"):
         PrepareQkvKernel(1, 1, 64, 1e-6, None, None)(qkv, torch.zeros(1, 32, device=device), kv, one, one)
 
 
@@ -125,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_paged_attention_is_what_the_plain_cache_gives(name: str) -> None:
+def test_paged_attention_equals_that_over_a_plain_cache(name: str) -> None:
     case = {"heads": 4, "kv_heads": 2, "head_dim": 64, "block_size": 16, **CASES[name]}
     window, softcap = case.pop("window", None), case.pop("softcap", None)
     rows = case.pop("rows", [(1, 70), (1, 33), (5, 40), (33, 33)])
@@ -140,14 +141,14 @@ def test_paged_attention_is_what_the_plain_cache_gives(name: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_listed_rows(splits: int) -> None:
-    """Rows with one query from a list, the longest of them in parts."""
+    """Decode rows from a list, the longest one split."""
     lengths, sizes = [20, 600, 70], {"heads": 4, "kv_heads": 2, "head_dim": 64, "block_size": 16}
     queries, kv, batch = attention_case([(1, length) for length in lengths], **sizes)
     packed, reference, rows = in_packed(kv), ReferenceAttention(4, 2, 64, 0.2), np.arange(3)
     expected = reference(queries, kv, reference.prepare(batch, 16, None))
     words = np.zeros(num_words(3), np.int32)
     write_decode_rows(words, rows, rows, np.array(lengths, np.int32))
-    listed = torch.from_numpy(words.reshape(COLUMNS, -1)).to(device) if splits == 1 else None
+    listed = torch.from_numpy(words.reshape(LIST_COLUMNS, -1)).to(device) if splits == 1 else None
     table_rows = torch.arange(3, dtype=torch.int32, device=device)
     paged = PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables)
     shape = HeadShape(4, 2, 64, 0.2)

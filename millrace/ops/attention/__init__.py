@@ -68,6 +68,6 @@ VERSIONS = (
         op="attention",
         name="reference",
         make=ReferenceAttention,
-        when="defines the meaning: row by row in float32",
+        when="the reference: row by row in float32",
     ),
 )

@@ -139,7 +139,7 @@ VERSIONS = (
         op="qkv",
         name="torch",
         make=TorchPrepareQkv,
-        when="defines the meaning: norm, rotation and cache write in sequence, in float32",
+        when="the reference: norm, rotation and cache write in sequence, in float32",
         invariant_on=("cpu",),
     ),
 )

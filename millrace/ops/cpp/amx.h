@@ -31,7 +31,7 @@ struct TileConfig {
 };
 
 // The whole structure is an operand of the asm. The compiler's intrinsic names only its first bytes, so stores to the
-// others may be moved behind it.
+// others may be moved after it.
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
 
 // Compiler barriers, because tile loads and stores do not tell the compiler which memory they access.

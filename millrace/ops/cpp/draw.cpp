@@ -1,5 +1,5 @@
-// Draws tokens from logits: greedily, or by temperature, top-k, min-p and top-p, applied in that order, at the position
-// where the cumulative distribution reaches a given uniform number. Each row on its own, in a fixed order of summation.
+// Draws tokens from logits: greedily, or with temperature, top-k, min-p and top-p, applied in that order. A given uniform
+// number selects the position in the cumulative distribution. Rows are independent, with a fixed order of summation.
 #include "pool.h"
 #include "vec.h"
 

@@ -186,7 +186,7 @@ struct WideCache {
     }
 };
 
-// The same for an int8 cache. A key is first rounded to the model's dtype: the cache holds the quantised plain cache.
+// The same for an int8 cache. Keys are first rounded to the model's dtype, as if a plain cache were quantised.
 template <typename T>
 struct NarrowCache {
     int8_t* kv;
@@ -209,12 +209,12 @@ struct NarrowCache {
 };
 
 template <typename T, typename C>
-void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_norm, const C& cache,
+void prepare_qkv(T* qkv, const float* step_angles, const float* q_norm, const float* k_norm, const C& cache,
                  const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     int64_t width = (s.heads + 2 * s.kv_heads) * s.head_dim;
     for_rows(tokens, width, MIN_PARALLEL_SLOW, [&](int64_t token) {
         T* head = qkv + token * width;
-        const float* angles = rows ? rows + token * s.rotary_dim : nullptr;
+        const float* angles = step_angles ? step_angles + token * s.rotary_dim : nullptr;
         for (int64_t h = 0; h < s.heads; h++, head += s.head_dim) prepare_head(head, head, q_norm, angles, s);
         for (int64_t h = 0; h < s.kv_heads; h++, head += s.head_dim)
             cache.put(block_ids[token], h, offsets[token], head, head + s.kv_heads * s.head_dim, k_norm, angles);
@@ -222,12 +222,12 @@ void prepare_qkv(T* qkv, const float* rows, const float* q_norm, const float* k_
 }
 
 template <typename T>
-void prepare_qkv(int kv_dtype, T* qkv, const float* rows, const float* q_norm, const float* k_norm, void* kv,
+void prepare_qkv(int kv_dtype, T* qkv, const float* step_angles, const float* q_norm, const float* k_norm, void* kv,
                  const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     if (kv_dtype == INT8)
-        prepare_qkv(qkv, rows, q_norm, k_norm, NarrowCache<T>{(int8_t*)kv, s}, block_ids, offsets, tokens, s);
+        prepare_qkv(qkv, step_angles, q_norm, k_norm, NarrowCache<T>{(int8_t*)kv, s}, block_ids, offsets, tokens, s);
     else
-        prepare_qkv(qkv, rows, q_norm, k_norm, WideCache<T>{(T*)kv, s}, block_ids, offsets, tokens, s);
+        prepare_qkv(qkv, step_angles, q_norm, k_norm, WideCache<T>{(T*)kv, s}, block_ids, offsets, tokens, s);
 }
 
 }  // namespace
@@ -260,14 +260,14 @@ void millrace_gated(int dtype, int kind, const void* gate_up, void* out, int64_t
         gated((const bf16*)gate_up, (bf16*)out, rows, inner, kind);
 }
 
-void millrace_prepare_qkv(int dtype, int kv_dtype, void* qkv, const float* rows, const float* q_norm,
+void millrace_prepare_qkv(int dtype, int kv_dtype, void* qkv, const float* step_angles, const float* q_norm,
                           const float* k_norm, void* kv, const int64_t* block_ids, const int64_t* offsets,
                           int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
                           int64_t num_blocks, int64_t block_size, float eps) {
     QkvShape s{heads, kv_heads, head_dim, rotary_dim, num_blocks, block_size, eps};
     if (dtype == F32)
-        prepare_qkv(kv_dtype, (float*)qkv, rows, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
+        prepare_qkv(kv_dtype, (float*)qkv, step_angles, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
     else
-        prepare_qkv(kv_dtype, (bf16*)qkv, rows, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
+        prepare_qkv(kv_dtype, (bf16*)qkv, step_angles, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
 }
 }

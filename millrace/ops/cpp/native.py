@@ -42,7 +42,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 KV_DTYPES: Final = {**DTYPES, torch.int8: 2}
 """Codes of the dtypes of a KV cache."""
 MAX_ROWS_WITH_GIL: Final = 64
-"""Up to this many rows an elementwise call is shorter than releasing and retaking the GIL is worth."""
+"""Up to this many rows an elementwise call keeps the GIL: it is too short for releasing it to pay off."""
 
 
 class LinearPart(ctypes.Structure):

@@ -102,7 +102,7 @@ VERSIONS = (
         op="gated",
         name="reference",
         make=make_reference,
-        when="defines the meaning: everything in float32",
+        when="the reference: everything in float32",
         invariant_on=("cpu", "cuda"),
     ),
 )

@@ -155,7 +155,7 @@ RMS_NORM_VERSIONS = (
         op="rms_norm",
         name="reference",
         make=lambda: rms_norm,
-        when="defines the meaning: float32 throughout, rounded once",
+        when="the reference: float32 throughout, rounded once",
         invariant_on=("cpu",),
     ),
 )
@@ -191,7 +191,7 @@ ADD_RMS_NORM_VERSIONS = (
         op="add_rms_norm",
         name="reference",
         make=lambda: add_rms_norm,
-        when="defines the meaning: the sum in the model's dtype, the norm in float32",
+        when="the reference: the sum in the model's dtype, the norm in float32",
         invariant_on=("cpu",),
     ),
 )

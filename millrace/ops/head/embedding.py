@@ -103,7 +103,7 @@ TIED_VERSIONS = (
         op="tied_embedding",
         name="reference",
         make=PlainTiedEmbedding,
-        when="defines the meaning: one plain matrix; the LM head is torch's linear",
+        when="the reference: one plain matrix; the LM head is torch's linear",
     ),
     Version(
         op="tied_embedding",

@@ -364,7 +364,7 @@ VERSIONS = (
         op="linear",
         name="reference",
         make=PlainLinear,
-        when="defines the meaning; torch chooses its kernel by the number of rows",
+        when="the reference; torch chooses its kernel by the number of rows",
     ),
     Version(
         op="linear",

@@ -181,7 +181,7 @@ VERSIONS = (
         op="fp8_linear",
         name="reference",
         make=Fp8Reference,
-        when="defines the meaning: both operands widened to float32",
+        when="the reference: both operands widened to float32",
         invariant_on=("cpu",),
     ),
 )

@@ -175,7 +175,7 @@ VERSIONS = (
         op="gated_linear",
         name="composed",
         make=ComposedGatedLinear,
-        when="defines the meaning: the ops linear and gated in sequence; batch-invariant if they are",
+        when="the reference: the ops linear and gated in sequence; batch-invariant if they are",
         invariant_on=("cpu", "cuda"),
     ),
 )

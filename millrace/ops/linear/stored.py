@@ -105,7 +105,7 @@ VERSIONS = (
         op="stored_linear",
         name="dequantised",
         make=make_dequantised,
-        when="defines the meaning: weights are dequantised at load, then used by the op linear",
+        when="the reference: weights are dequantised at load, then used by the op linear",
         invariant_on=("cpu",),
     ),
 )

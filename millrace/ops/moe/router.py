@@ -46,7 +46,7 @@ VERSIONS = (
         op="router",
         name="torch",
         make=lambda: route,
-        when="defines the meaning: softmax and top-k over each token's logits",
+        when="the reference: softmax and top-k over each token's logits",
         invariant_on=("cpu",),
     ),
 )

@@ -1,7 +1,7 @@
 """Triton kernels and the thin functions that launch them: attention, gemm, moe, sampling, norms and step inputs.
 
 Op files import these modules only when they make a version that needs them, so everything else works without Triton.
-This room imports `ops/base`, `ops/kv` and `ops/tuning`, no op. Start with `norm.py`, the shortest kernel;
+Imports `ops/base`, `ops/kv` and `ops/tuning`, but no op. Start with `norm.py`, the shortest kernel;
 `dependent_launch.py` explains what most kernels begin with.
 """
 
@@ -22,7 +22,7 @@ def triton_missing(device: torch.device) -> str:
 
 
 def hopper_missing(device: torch.device) -> str:
-    """As triton_missing, for kernels that take their tile sizes from measured tables."""
+    """As triton_missing, for kernels that need measured tile sizes; so far these exist for Hopper only."""
     if not torch.cuda.is_available():
         return "needs a GPU"
     if measured_on(device) is None:

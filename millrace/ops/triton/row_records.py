@@ -29,7 +29,7 @@ ROW_STRUCT = struct.Struct("<fiffQiifffiqqq56x")
 ROW_WORD = 11
 """Index of the word that holds the table row."""
 MAX_ENDS = 128
-"""Most end tokens of a row."""
+"""Maximum number of end tokens of a row."""
 IN_PROMPT = 1 << 30
 """Bit of a `marks` word: the token occurs in the prompt. The lower bits count its occurrences in the output."""
 _WORDS = tl.constexpr(ROW_WORDS)

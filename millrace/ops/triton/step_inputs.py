@@ -155,9 +155,10 @@ def gather(
     block_ids: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Apply the updates to `tables` [rows, width] and the records, and fill token_ids, positions, cache slots, and the
-    slots' block ids and offsets [T]. A negative `tokens_in` means the row's last token; without `token_rows` every row
-    has one token. Returns the embeddings [T, hidden] and the angles [ropes, T, rotary_dim]; None without a table."""
+    """Apply the updates to `tables` [rows, width] and the records, and fill token_ids, positions, cache slots, and
+    the slots' block ids and offsets [T]. A negative id in `tokens_in` stands for the row's last token; without
+    `token_rows` every row has one token. Returns the embeddings [T, hidden] and the angles [ropes, T, rotary_dim];
+    None without a table."""
     count, single = token_ids.shape[0], token_rows is None
     matrix, turns = looked_up.embedding, looked_up.angles
     embedded = None if matrix is None else matrix.new_empty((count, matrix.shape[1]))

@@ -1,5 +1,4 @@
-// Weights for products of many rows: two panels at a time, as tiles in memory that are prepared one by one between
-// products.
+// Weights for products with many rows: two panels at a time, as tiles that are prepared one by one between products.
 #pragma once
 
 #include "linear/linear_many.h"

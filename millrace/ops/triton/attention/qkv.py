@@ -230,7 +230,7 @@ class PrepareQkvKernel:
     def __call__(
         self,
         qkv: Tensor,
-        rows: Tensor | None,
+        angles: Tensor | None,
         kv: Tensor,
         block_ids: Tensor,
         offsets: Tensor,
@@ -238,25 +238,25 @@ class PrepareQkvKernel:
     ) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
         tokens = qkv.shape[0]
-        half = head_dim // 2 if rows is None else rows.shape[1] // 2
+        half = head_dim // 2 if angles is None else angles.shape[1] // 2
         rest = head_dim - 2 * half
         q_norm, k_norm = self._norms
         packed = is_packed(kv)
         if packed and (rest or not can_pack(head_dim)):
             raise ValueError(
-                f"a packed KV cache needs whole heads of 64, 128 or 256 items, not {2 * half} of {head_dim}"
+                f"a packed KV cache needs a head_dim of 64, 128 or 256, all of it rotated; got {2 * half} of {head_dim}"
             )
         cache, _, scales, _ = cache_pointers(kv)
         shape = shape or shape_for(tokens, heads + 2 * kv_heads, q_norm is not None, packed)
         block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
-            qkv, rows, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps,
+            qkv, angles, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps,
             qkv.stride(0), kv.stride(0), kv.stride(1),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
             REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
             ITEMS=items_apart(kv, head_dim), HEAD_ITEMS=head_items(kv),
             FORMAT=format_of(kv), MOST=FP8_MAX, BLOCK_H=block_h,
-            NORM=q_norm is not None, ROTATE=rows is not None, num_warps=shape.warps, **pdl_options(qkv.device),
+            NORM=q_norm is not None, ROTATE=angles is not None, num_warps=shape.warps, **pdl_options(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]

@@ -1,9 +1,10 @@
 """A process that compiles kernels into Triton's cache: `python -m millrace.ops.triton.compile.build_server`.
 
-Each line on standard input is a build request in JSON: the GPU's target, Triton's description of a launch, and its
-turn: 0 = at once, 1 = when no request of turn 0 is open. The reply, once the kernel is compiled or has failed, is the
-turn as one digit. The server first imports everything, while its client loads a model, then forks one child per kernel;
-a fork is cheap for a process that has never touched a GPU. It exits when its input has ended and all builds are done.
+Each line on standard input is a build request in JSON: the GPU's target, Triton's description of a launch, and its turn
+(0: build at once; 1: build when no request of turn 0 is open). The reply, one digit, repeats the turn once the kernel
+is compiled or has failed. The server first imports everything, while its client loads a model, then forks one child per
+kernel; a fork is cheap for a process that has never touched a GPU. It exits when its input has ended and all builds are
+done.
 """
 
 from __future__ import annotations

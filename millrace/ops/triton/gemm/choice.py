@@ -1,4 +1,4 @@
-"""Which tiles a matrix product takes: those measured for its size or one close to it, or none.
+"""Looks up the tiles of a matrix product: those measured for its size or a similar one, or none.
 
 The tables are `ops/tuning/<device>/gemm.json`. A product without tiles is computed by cuBLASLt.
 """
@@ -20,8 +20,9 @@ from millrace.ops.tuning.load import EntriesByRows, Entry, entries_by_rows, prod
 
 T = TypeVar("T")
 
-ALIKE = 1.5
-"""A size that was not measured takes the tiles of the nearest one, if outputs and inputs are within this factor."""
+MAX_SIZE_RATIO = 1.5
+"""A size that was not measured takes the tiles of the nearest one if outputs and inputs differ by at most this
+factor."""
 MANY_ACTIVATIONS = ("silu", "gelu_tanh")
 """Activations that `gated_many` computes."""
 HEAD_INPUTS = 64
@@ -29,14 +30,14 @@ HEAD_INPUTS = 64
 INVARIANT = Tiles("dot", 64, 64, 128, warps=4, stages=3)
 """Tiles of batch-invariant products: the same for any number of rows, on any device."""
 INVARIANT_PROGRAMS = 256
-"""Programs wanted for a product with one tile of rows."""
+"""Target number of programs for a product with one tile of rows."""
 INVARIANT_PARALLEL_ROWS = 128
 """Up to this many rows each part of a split sum has its own program; more rows fill the GPU without that."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByRows(Generic[T]):
-    """What one product takes for each number of rows. None: nothing measured faster than cuBLASLt."""
+    """Configuration of one product by number of rows. None: no kernel was measured faster than cuBLASLt."""
 
     limits: tuple[int, ...] = ()
     choices: tuple[T | None, ...] = ()
@@ -102,7 +103,7 @@ def tiles_of(entry: Entry) -> Tiles | None:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tiles:
-    """What a product with an FP8 weight takes, by the dtype of its input."""
+    """Tiles of a product with an FP8 weight, by the dtype of its input."""
 
     rows: TilesByRows
     """Input in FP8 with one scale per row. None: cuBLASLt's scaled product."""
@@ -115,7 +116,8 @@ def measured_fp8(weight: Tensor) -> Fp8Tiles:
 
 
 def nearest(table: Mapping[tuple[int, int], Mapping[int, T]], outputs: int, inputs: int) -> Mapping[int, T]:
-    """The entries of the nearest size; nothing if outputs or inputs of every size differ by more than ALIKE."""
+    """The entries of the nearest size; nothing if outputs or inputs of every size differ by more than
+    MAX_SIZE_RATIO."""
     if (outputs, inputs) in table:
         return table[outputs, inputs]
     if inputs % 16:
@@ -125,7 +127,7 @@ def nearest(table: Mapping[tuple[int, int], Mapping[int, T]], outputs: int, inpu
         return max(abs(math.log(size[0] / outputs)), abs(math.log(size[1] / inputs)))
 
     best = min(table, key=distance, default=None)
-    return {} if best is None or distance(best) > math.log(ALIKE) else table[best]
+    return {} if best is None or distance(best) > math.log(MAX_SIZE_RATIO) else table[best]
 
 
 def invariant(rows: int, weight: Tensor) -> Tiles:

@@ -1,10 +1,10 @@
 """The LM head's product and the greatest logit of each row in one kernel: logits are never written to memory.
 
-With cuBLASLt's product and a kernel that reads its result, 256 rows of 151,936 float32 logits are 155 MB written and
-read again. In this persistent kernel a program keeps one tile of rows and walks through tiles of the vocabulary, its
-operands in a ring (`operand_ring.py`). Tokens lie along the side of the matrix instruction whose results are in few
-threads: each thread finds its own maximum, and a row's state is one logit and one token. A second, small kernel picks
-among the programs.
+With cuBLASLt and a separate argmax kernel, 256 rows of 151,936 float32 logits would be 155 MB written and read again.
+In this persistent kernel a program keeps one tile of rows and walks through tiles of the vocabulary, its operands in a
+ring (`operand_ring.py`). Tokens lie along the side of the matrix instruction whose results are in few threads: each
+thread finds its own maximum, and a row's state is one logit and one token. A second, small kernel picks among the
+programs.
 """
 
 from __future__ import annotations

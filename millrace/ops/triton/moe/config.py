@@ -82,12 +82,12 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeTable:
-    """The measured tiles and limits. The data file says what they mean."""
+    """The measured tiles and limits. The data file explains each field."""
 
     vector: tuple[Tile, Tile]
     vector_down_weights: int
     grouped: tuple[tuple[float, Tile, Tile], ...]
-    """(mean slots per expert up to which it holds, gate_up, down)"""
+    """(maximum mean number of slots per expert, gate_up tile, down tile), ascending."""
     joint_max_mean_slots: float
     ahead_bytes: int
     pdl_max_tokens: int
@@ -144,9 +144,9 @@ def fit(config: MoeConfig, shape: MoeShape) -> MoeConfig:
 
 def _fit_vector(tile: Tile, columns: int, depth: int, choices: int, itemsize: int) -> Tile:
     """At most 16,384 weights per iteration, and no more of a row than it has."""
-    room = 16_384 // choices // max(1, itemsize // 2)
+    max_weights = 16_384 // choices // max(1, itemsize // 2)
     width = min(tile.columns, power_of_two(columns))
-    return replace(tile, columns=width, depth=max(16, min(tile.depth, power_of_two(depth), room // width)))
+    return replace(tile, columns=width, depth=max(16, min(tile.depth, power_of_two(depth), max_weights // width)))
 
 
 def _fit_tile(tile: Tile, columns: int, depth: int, halves: int, shape: MoeShape) -> Tile:

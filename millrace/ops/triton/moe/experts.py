@@ -1,10 +1,10 @@
-"""Mixture of experts: routing, the experts' two matrix products and what lies between. Launches the kernels.
+"""Mixture of experts: launches the kernels for routing, the experts' two matrix products and the activation between.
 
 The chosen experts are known only on the device, so grids have the largest size that the number of tokens allows, and
 programs without work return at once. Two methods, by the number of slots (tokens × top_k):
 - vector: one slot or token per program, no grouping; the weights of an expert chosen twice are read twice;
-- table: tiles of slots that chose one expert. The routing kernel lists each expert's slots in a table; if the choices
-  come from elsewhere, a kernel of its own does.
+- table: tiles of slots that chose one expert. The routing kernel lists each expert's slots in a table; if the caller
+  has already routed, a separate kernel builds the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millrace.ops.triton.moe.config import Gpu, MoeConfig, MoeShape, Tile, confi
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 MAX_POLLS = 1 << 22
-"""How often a program of the down product polls for the gated product it depends on: some seconds."""
+"""Maximum polls of a down-product program for the gated product it depends on; takes some seconds."""
 SHARE_AHEAD = 1 << 18
 """Bytes of weights that one program prefetches before the choices are known."""
 
@@ -341,5 +341,5 @@ def routed_experts(
 
 
 def summed(parts: Tensor | Unsummed, pdl: bool = True) -> Tensor:
-    """[T, H]; an extra kernel adds an Unsummed."""
+    """[T, H]; for an Unsummed, an extra kernel computes the sums."""
     return parts if isinstance(parts, Tensor) else combine(parts.outputs, parts.weights, pdl, parts.counters)

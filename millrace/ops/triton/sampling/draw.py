@@ -47,9 +47,9 @@ class Cut:
     group: int = 64
     """Neighbouring tokens whose peak is stored."""
     capacity: int = 4096
-    """Most candidates of a row."""
+    """Maximum candidates of a row."""
     groups_wanted: int = 256
-    """Without top-k: number of groups with the greatest peaks that candidates are taken from."""
+    """Without top-k: candidates come from this many groups, those with the greatest peaks."""
     measure_warps: int = 4
     draw_warps: int = 16
 
