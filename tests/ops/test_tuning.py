@@ -43,7 +43,7 @@ def test_reading_all_files_is_cheap() -> None:
     assert time.perf_counter() - start < 0.05
 
 
-def test_a_known_product_takes_the_entry_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_product_gets_the_entry_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "measured_on", lambda _device: "h200")
     weight = torch.empty(4096, 4096, dtype=torch.bfloat16)
     entries = load.read("h200", "gemm")["bf16"]["4096x4096"]
@@ -57,7 +57,7 @@ def test_a_known_product_takes_the_entry_of_the_file(monkeypatch: pytest.MonkeyP
     assert product._entries == [None if entry is None else tuple(entry) for entry in entries.values()]
 
 
-def test_a_device_that_nobody_measured_has_no_product_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unmeasured_device_has_no_product_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability in ((8, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, found=capability: found)
         assert load.measured_on(CUDA) is None
@@ -80,10 +80,10 @@ def test_limits_of_decode_attention_scale_with_the_multiprocessors(monkeypatch: 
     monkeypatch.setattr(decode_rule, "num_multiprocessors", lambda _device: found["multiprocessors"] // 2)
     half = decode_table.__wrapped__(CPU)
     assert half.few_streams == found["few_streams"] // 2
-    assert half.listed_parts == found["listed_parts"]
+    assert half.tiles["plain"][0][1] == table.tiles["plain"][0][1]
 
 
-def test_the_table_of_experts_is_that_of_the_file() -> None:
+def test_the_expert_table_equals_the_file() -> None:
     found, table = load.read("h200", "moe"), moe_table(device)
     assert [limit for limit, _, _ in table.grouped] == [10.0, 20.0, 64.0, float("inf")]
     assert table.grouped[0][1].columns == found["grouped"][0]["gate_up"]["columns"]

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from millrace.ops.triton.attention.prefill import DecodeTuning, HeadShape
 
 SPLIT_CELLS = 2048
-"""Splits of all rows and KV heads together that the split workspace has room for."""
+"""Capacity of the split workspace: splits summed over all rows and KV heads."""
 MAX_SPLITS = 16
-"""Most splits of a row where there are very few streams."""
+"""Maximum splits of a row in steps with very few streams."""
 SHARED_UNIT = 128
 """Shared prefixes are used in whole tiles of this many tokens."""
+LIST_COLUMNS = 6
+"""Columns of the list of decode rows: token, row of the block tables, length, part, number of parts, and the first
+workspace cell of the parts. An entry of length 0 is empty."""
+MAX_LISTED_PARTS = 8
+"""Maximum number of parts of one row in the list."""
 ANY_STREAMS = 1 << 30
 
 Tile = tuple[int, int, int]
@@ -35,14 +40,13 @@ ByStreams = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class DecodeTable:
-    """The measured limits, in streams of one device. The data file says what they mean."""
+    """The measured limits, scaled to one device. The data file explains each field."""
 
     very_few_streams: int
     few_streams: int
     very_few_programs: Mapping[CacheFormat, int]
     few_programs: int
     list_from: Mapping[CacheFormat, int]
-    listed_parts: int
     wide_max_streams: int
     splits: Mapping[CacheFormat, ByStreams]
     """(max splits of a row, min keys of a split)"""
@@ -52,73 +56,72 @@ class DecodeTable:
 @functools.cache
 def decode_table(device: torch.device) -> DecodeTable:
     found = rule_table(device, "decode_attention")
-    here, there = num_multiprocessors(device), found["multiprocessors"]
+    multiprocessors, measured_multiprocessors = num_multiprocessors(device), found["multiprocessors"]
 
     def scaled(limit: int | None) -> int:
-        return ANY_STREAMS if limit is None else limit * here // there
+        return ANY_STREAMS if limit is None else limit * multiprocessors // measured_multiprocessors
 
     def by_streams(columns: dict[CacheFormat, list[Any]]) -> dict[CacheFormat, ByStreams]:
-        return {held: tuple((scaled(most), tuple(rest)) for most, *rest in rows) for held, rows in columns.items()}
+        return {key: tuple((scaled(limit), tuple(rest)) for limit, *rest in rows) for key, rows in columns.items()}
 
     return DecodeTable(
         very_few_streams=scaled(found["very_few_streams"]),
         few_streams=scaled(found["few_streams"]),
-        very_few_programs={held: scaled(programs) for held, programs in found["very_few_programs"].items()},
+        very_few_programs={key: scaled(programs) for key, programs in found["very_few_programs"].items()},
         few_programs=scaled(found["few_programs"]),
-        list_from={held: scaled(streams) for held, streams in found["list_from"].items()},
-        listed_parts=found["listed_parts"],
+        list_from={key: scaled(streams) for key, streams in found["list_from"].items()},
         wide_max_streams=scaled(found["wide_max_streams"]),
         splits=by_streams(found["splits"]),
         tiles=by_streams(found["tiles"]),
     )
 
 
-def takes_list(streams: int, held: CacheFormat, device: torch.device) -> bool:
-    """True if decode rows are taken from a list, longest first."""
-    return streams > decode_table(device).list_from[held]
+def takes_list(streams: int, cache_format: CacheFormat, device: torch.device) -> bool:
+    """True if the kernel takes decode rows from a list sorted by length, longest first."""
+    return streams > decode_table(device).list_from[cache_format]
 
 
 def decode_tuning(
-    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, held: CacheFormat, listed: bool
+    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, cache_format: CacheFormat, listed: bool
 ) -> DecodeTuning:
     from millrace.ops.triton.attention.prefill import DecodeTuning
 
     table, streams = decode_table(device), num_rows * shape.num_kv_heads
-    splits, min_keys = (table.listed_parts, 1) if listed else _splits(table, streams, held)
+    splits, min_keys = (MAX_LISTED_PARTS, 1) if listed else _splits(table, streams, cache_format)
     swap = False
     if shape.head_dim > 128 or dtype == torch.float32:
         tile, warps, stages = 32, 2, 2
-    elif held == "plain" and _takes_wide_unit(table, shape, streams) and _has_wide_unit(device):
+    elif cache_format == "plain" and _is_wgmma_faster(table, shape, streams) and _has_wgmma(device):
         tile, warps, stages, swap = 64, 4, 3, True
     else:
-        tile, warps, stages = _by_streams(table.tiles[held], streams)
+        tile, warps, stages = _by_streams(table.tiles[cache_format], streams)
     if shape.group > 16:  # several tiles of query heads: more registers than one warp has
         warps = 4 if shape.group <= 32 else 8
     return DecodeTuning(tile, splits, max(1, min_keys // tile), warps, stages, swap)
 
 
-def _takes_wide_unit(table: DecodeTable, shape: HeadShape, streams: int) -> bool:
+def _is_wgmma_faster(table: DecodeTable, shape: HeadShape, streams: int) -> bool:
     is_within = table.few_streams < streams <= table.wide_max_streams
     return is_within and shape.head_dim > 64 and shape.group <= 16
 
 
-def _splits(table: DecodeTable, streams: int, held: CacheFormat) -> tuple[int, int]:
-    """(max splits of a row, min keys of a split) where all rows are split alike.
+def _splits(table: DecodeTable, streams: int, cache_format: CacheFormat) -> tuple[int, int]:
+    """(max splits of a row, min keys of a split) if all rows have the same number of splits.
 
-    Few streams are split to fill the GPU at all; many only so that long rows do not run on alone at the end."""
+    Few streams are split to fill the GPU; many are split only to keep long rows from running alone at the end."""
     if streams <= table.very_few_streams:
-        return max(1, min(MAX_SPLITS, table.very_few_programs[held] // max(streams, 1))), 64
+        return max(1, min(MAX_SPLITS, table.very_few_programs[cache_format] // max(streams, 1))), 64
     if streams <= table.few_streams:
         return max(1, table.few_programs // streams), 96
-    splits, min_keys = _by_streams(table.splits[held], streams)
+    splits, min_keys = _by_streams(table.splits[cache_format], streams)
     return min(splits, max(1, SPLIT_CELLS // streams)), min_keys
 
 
 def _by_streams(rows: ByStreams, streams: int) -> Any:
-    return next(values for most, values in rows if streams <= most)
+    return next(values for max_streams, values in rows if streams <= max_streams)
 
 
 @functools.cache
-def _has_wide_unit(device: torch.device) -> bool:
-    """True on Hopper, whose warpgroup instruction takes both operands from shared memory, and in the interpreter."""
+def _has_wgmma(device: torch.device) -> bool:
+    """True on Hopper, whose warpgroup MMA reads both operands from shared memory, and in Triton's interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9

@@ -45,9 +45,10 @@ class TiledRows(Protocol):
     shared_len: Tensor | None
     """int32 [1], decode steps only: length of the prefix shared by all rows."""
     decode_rows: Tensor | None
-    """int32 [LIST_COLUMNS, n]: the decode rows, longest first (see triton/attention/decode.py)."""
+    """int32 [LIST_COLUMNS, n]: the decode rows, longest first (see decode_rule.py)."""
     context_parts: int
-    """Programs that share the keys of one tile; above 1 only if decode rows are tiled, and without a window."""
+    """Split KV: programs that share the keys of one tile. Above 1 only if decode rows are tiled too and there
+    is no window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class PagedAttention:
         from millrace.ops.triton.attention import prefill as kernels
 
         shape, rows = self._shape, prepared.rows
-        if self._shared is None or self._shared.most_rows < rows.seq_lens.shape[0]:
+        if self._shared is None or self._shared.max_rows < rows.seq_lens.shape[0]:
             max_rows = max(rows.seq_lens.shape[0], SHARED_ROWS)
             self._shared = kernels.SharedPrefix(max_rows, shape, kv.device, length)
         kernels.shared_prefix(queries, kv, rows, shape, self._shared)

@@ -1,9 +1,9 @@
 """Paged decode attention: rows with a single query.
 
 Programs are (KV head, row, KV split), so that concurrent programs read neighbouring parts of the same blocks. Rows come
-in batch order or as a list: longest first, so that none starts last, and in several parts if much longer than the
-others. Lengths and block tables were written at the start of the step, so they are read before waiting for the previous
-kernel (`dependent_launch.py`).
+in batch order or as a list sorted by length, so that no long row starts last; in a list, a row much longer than the
+others is split into several parts. Lengths and block tables were written at the start of the step, so they are read
+before waiting for the previous kernel (`dependent_launch.py`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,13 @@ from millrace.ops.triton.dependent_launch import pdl_options
 
 SHARED_PARTS = 4
 """Parts that a shared prefix is split into, so that few rows still fill the GPU."""
-LIST_COLUMNS = 6
-"""Columns of a list of rows: token, row of the block tables, length, part, number of parts, and the first workspace
-cell of the parts. An entry of length 0 is empty."""
 MOST_SPLITS = 64
-"""Limit on the splits of one row: what combining them has room for."""
+"""Maximum splits of one row that the combining code supports."""
 NO_WEIGHT = 1e30
 """A maximum score so large that every real score gets weight 0."""
 JOINED_ITEMS = 4096
-"""Partial results per warp that are loaded together when splits are combined: what its registers hold. More are
-loaded in turns."""
+"""Partial results per warp that fit in registers and are loaded at once when splits are combined. More
+are loaded four splits at a time."""
 
 
 @triton.jit
@@ -267,13 +264,14 @@ def _decode_kernel(
 class DecodeTuning:
     tile: int = 64
     splits: int = 1
-    """Most splits of a row."""
+    """Maximum splits of a row."""
     min_tiles: int = 1
-    """Least tiles of keys in a split; fewer are not worth the overhead."""
+    """Minimum key tiles per split; smaller splits are not worth the overhead."""
     warps: int = 2
     stages: int = 3
     swap: bool = False
-    """Keys along the longer side of the matrix instruction: with 4 warps and tiles of 64, Hopper's warpgroup one."""
+    """Put keys, not queries, on the longer side of the matrix instruction. With 4 warps and tiles of 64 keys that is
+    Hopper's warpgroup MMA."""
 
 
 class SplitWorkspace:
@@ -281,7 +279,7 @@ class SplitWorkspace:
     so captured graphs stay valid."""
 
     def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
-        """`cells`: most splits of all rows and KV heads together, counting rows with more than one split."""
+        """`cells`: maximum number of splits summed over KV heads and rows, without rows that are not split."""
         padded = padded_group(shape)
         width = padded_dim(shape.head_dim)
         self.cells = cells
@@ -295,17 +293,17 @@ class SharedPrefix:
 
     The length is a multiple of SHARED_UNIT and less than that of every row."""
 
-    def __init__(self, most_rows: int, shape: HeadShape, device: torch.device, length: Tensor) -> None:
+    def __init__(self, max_rows: int, shape: HeadShape, device: torch.device, length: Tensor) -> None:
         width = padded_dim(shape.head_dim)
-        cells = most_rows * shape.num_heads * SHARED_PARTS
+        cells = max_rows * shape.num_heads * SHARED_PARTS
         self.length = length
-        self.most_rows = most_rows
+        self.max_rows = max_rows
         self.partial = torch.empty(cells * width, dtype=torch.float32, device=device)
         self.lse = torch.empty(cells, dtype=torch.float32, device=device)
 
 
 def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
-    """The kernel's PARTS. Few distinct values, so that few kernels are compiled."""
+    """The kernel's PARTS, rounded to a few distinct values, so that few kernels are compiled."""
     parts = max(4, int(triton.next_power_of_2(tuning.splits)))
     items = parts * triton.next_power_of_2(shape.group) * padded_dim(shape.head_dim)
     return parts if items <= JOINED_ITEMS * tuning.warps else 0
@@ -325,10 +323,11 @@ def decode(
     shared: SharedPrefix | None = None,
     listed: Tensor | None = None,
 ) -> None:
-    """Attention of the rows with exactly one query; other rows are skipped, `all_single` says there are none. With
-    `shared`, whose partial results have been computed, a row's keys start where the shared prefix ends.
+    """Attention of the rows with exactly one query; other rows are skipped. `all_single`: there are no other rows. With
+    `shared`, whose partial results must already be computed, only the keys after the shared prefix are attended here.
 
-    `listed` int32 [LIST_COLUMNS, n]: these rows as a list, each in at most `tuning.splits` parts."""
+    `listed` int32 [LIST_COLUMNS, n]: these rows as a list, each in at most `tuning.splits` parts; for the columns see
+    `ops/attention/decode_rule.py`."""
     num_rows = rows.seq_lens.shape[0]
     if shared is not None and (tuning.splits > 1 or window or listed is not None):
         raise ValueError("a shared prefix cannot be combined with splits, a window or a list of rows")
