@@ -102,7 +102,7 @@ class Server:
         self._config = replace(self._config, server__port=sock.getsockname()[1])
         client = self._connect(supervisor.engine)
         fronts = Fronts(self._config, directory, supervisor.engine)
-        supervisor.watch(client, on_replaced=fronts.tell_engine, on_given_up=self._end_with)
+        supervisor.watch(client, on_replaced=fronts.announce_engine, on_given_up=self._end_with)
         tasks: list[asyncio.Task[None]] = []
         try:
             files = resolve_model(self._config.model.source)

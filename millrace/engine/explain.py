@@ -16,7 +16,7 @@ _CAUSES = {
 
 
 def explain(entries: list[Entry], now: float) -> dict[str, Any]:
-    """`entries` are all sequences of one HTTP request."""
+    """`entries`: one per choice of an HTTP request."""
     first = entries[0]
     return {
         "object": "request.explanation",

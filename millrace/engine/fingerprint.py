@@ -76,7 +76,7 @@ def _samples(header_end: int, tensors: Iterable[Span]) -> Iterator[Span]:
 
 
 def _safetensors_layout(path: Path) -> tuple[int, list[Span]]:
-    """End of the header, and the tensors: JSON of known length, with offsets from its end."""
+    """End of the header and span of each tensor. The header is JSON; its offsets count from its end."""
     with path.open("rb") as file:
         try:
             (length,) = _HEADER_LENGTH.unpack(file.read(_HEADER_LENGTH.size))
@@ -85,7 +85,7 @@ def _safetensors_layout(path: Path) -> tuple[int, list[Span]]:
             offsets = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
             return base, [(base + first, base + end) for first, end in offsets]
         except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{path} is not a readable safetensors file: {error}. Fetch it again.") from error
+            raise ModelError(f"{path} is not a readable safetensors file: {error}. Download it again.") from error
 
 
 def _gguf_layout(path: Path, size: int) -> tuple[int, list[Span]]:

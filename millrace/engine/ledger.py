@@ -16,10 +16,14 @@ from millrace.plan.step import Ended
 
 @dataclass(slots=True)
 class Entry:
+    """Times are on `time.monotonic`, in the order of the fields."""
+
+    received: float
+    """When the front had received the HTTP headers."""
     arrival: float
-    received: float = 0.0
+    """When the front submitted the request."""
     taken: float = 0.0
-    """When the engine received it."""
+    """When the engine took it from the channel."""
     admitted: float | None = None
     first_token: float | None = None
     owes_prompt_logprobs: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from millrace.config import Config
 from millrace.errors import MillraceError
-from millrace.host.early_context import make_context_ahead
+from millrace.host.early_context import create_context_early
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineFailed
 from millrace.run.graphs.kernel_build_pool import start_build_pool
@@ -23,7 +23,7 @@ def serve_engine(
 ) -> None:
     """Build the engine and run it. Any failure is sent to every front as `EngineFailed`."""
     build_pool = start_build_pool(config)
-    make_context_ahead(config.run)
+    create_context_early(config.run)
     from millrace.engine.build import build_engine  # Imports torch, which takes seconds: the steps above run meanwhile.
 
     try:

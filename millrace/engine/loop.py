@@ -19,7 +19,7 @@ from millrace.engine.outbox import Outbox
 from millrace.engine.rates import MeasuredRates
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
-from millrace.host.time_slice import ask_for_short_slices
+from millrace.host.time_slice import request_short_slices
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import (
     Abort,
@@ -81,7 +81,7 @@ class Engine:
         self._progressed = False
         self._idle_since: float | None = None
         self._reported_idle = False
-        self._watch_s = 0.0
+        self._poll_s = 0.0
         """How long the next wait for messages polls before it blocks."""
         self._step_no = 0
         self._step_seconds = 0.0
@@ -96,7 +96,7 @@ class Engine:
         """Run until a `Stop` message arrives."""
         watchdog = Watchdog(self._oldest_launched, on_hang=self.on_hang)
         watchdog.start()
-        ask_for_short_slices()
+        request_short_slices()
         try:
             self._loop()
         finally:
@@ -129,8 +129,8 @@ class Engine:
 
     def _take_messages(self) -> None:
         timeout_s = self._wait_timeout()
-        watch_s, self._watch_s = self._watch_s, 0.0
-        for message in self._channel.receive(timeout_s, watch_s):
+        poll_s, self._poll_s = self._poll_s, 0.0
+        for message in self._channel.receive(timeout_s, poll_s):
             self._idle_since = None
             self._reported_idle = False
             self._handle(message)
@@ -194,9 +194,9 @@ class Engine:
         """Timeout when there is nothing to do: poll briefly, report, wait for a while, release memory, then block."""
         if self._idle_since is None:
             self._idle_since = self._clock()
-            self._watch_s = self._device.watch_s
-            if self._watch_s > 0:
-                return self._watch_s
+            self._poll_s = self._device.poll_s
+            if self._poll_s > 0:
+                return self._poll_s
         if not self._reported_idle:
             self._reported_idle = True
             self._report(self._clock())

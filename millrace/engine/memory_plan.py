@@ -46,7 +46,7 @@ class MemoryPlan:
     free_bytes: int
 
     def parts(self) -> dict[str, int]:
-        """Bytes by part, with names for people. The KV pool's name includes its dtype unless it is the model's."""
+        """Bytes by part, with readable names. The KV pool's name includes its dtype unless it is the model's."""
         kv_dtype = "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
         return {
             "weights": self.weights_bytes,
@@ -122,10 +122,10 @@ def _smooth_budget(spec: ModelSpec, step_flops: float) -> int:
 
 
 def _max_context(config: Config, spec: ModelSpec) -> int:
-    asked, own = config.model.max_context, spec.max_context
-    if asked > own:
-        raise MemoryPlanError(f"model.max_context is {asked}, but the model supports {own}; set at most {own}.")
-    return asked or own
+    requested, limit = config.model.max_context, spec.max_context
+    if requested > limit:
+        raise MemoryPlanError(f"model.max_context is {requested}, but the model supports {limit}; set at most {limit}.")
+    return requested or limit
 
 
 def _kv_tokens(config: Config, device_kind: str, left: int, per_token: int, max_useful: int) -> int:

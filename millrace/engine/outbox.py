@@ -105,7 +105,7 @@ def _token_logprobs(outcome: StepOutcome, result: StepResult) -> dict[int, tuple
 
 
 def _rows(columns: LogprobColumns, counts: list[int]) -> list[TokenLogprobs]:
-    """One record per position, each with the number of top tokens that its request asked for."""
+    """One record per position, each with as many top tokens as its request set."""
     return [
         TokenLogprobs(token_id, logprob, rank, tuple(top_ids[:count]), tuple(top_logprobs[:count]))
         for count, token_id, logprob, rank, top_ids, top_logprobs in zip(

@@ -10,8 +10,6 @@ DECAY = 0.05
 """Weight of a new value in moving averages."""
 FULL_STEP_TOKENS = 256
 """Smaller steps say little about the throughput of full ones."""
-
-
 BURST_S = 2.0
 """Shorter window for arrivals, so that a burst counts soon after it begins."""
 Sample = tuple[float, int, tuple[int, ...]]

@@ -18,7 +18,7 @@ from millrace.config import cache_dir
 from millrace.host.cores import usable_cores
 
 MIN_CORES_TO_COMPILE = 8
-"""With at least this many cores, the first start compiles the sources in parallel, ahead of the import."""
+"""With at least this many cores, the first start compiles the sources in parallel, before the import."""
 LIMIT_S = 60.0
 _SELDOM_IMPORTED = r"/(_dynamo|_inductor|_numpy|_vendor|onnx|testing)/"
 
@@ -26,7 +26,7 @@ _SELDOM_IMPORTED = r"/(_dynamo|_inductor|_numpy|_vendor|onnx|testing)/"
 def keep_bytecode(environment: dict[str, str], package: str = "torch") -> threading.Thread | None:
     """Point the environment of a child process at our bytecode cache if `package` has no bytecode and cannot write any.
 
-    Returns the thread that compiles ahead of the import, if one was started."""
+    Returns the thread that compiles before the import, if one was started."""
     spec = util.find_spec(package)
     if spec is None or not spec.origin or "PYTHONPYCACHEPREFIX" in environment:
         return None

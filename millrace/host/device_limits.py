@@ -52,7 +52,7 @@ class DeviceProperties:
 
 
 def device_limits(name: str, index: int = 0) -> DeviceLimits:
-    """Limits of the GPU with this name; `index` is its number for the driver, asked only if the name is unknown."""
+    """Limits of the GPU with this name; `index` is its number for the driver, used only if the name is unknown."""
     entry = _known_devices().get(name)
     if entry is None:
         return computed_limits(_read_properties(index))

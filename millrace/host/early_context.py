@@ -16,7 +16,7 @@ def has_gpu() -> bool:
     return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")
 
 
-def make_context_ahead(config: RunConfig) -> None:
+def create_context_early(config: RunConfig) -> None:
     """Start creating the context on a thread if a GPU will be used. torch reports any error later."""
     if config.device != "cpu" and has_gpu():
         threading.Thread(target=_retain_first, name="gpu-context", daemon=True).start()

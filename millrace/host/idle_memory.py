@@ -1,7 +1,7 @@
 """Garbage collection in idle moments, and freed heap memory returned to the system.
 
 Steps of many sizes fragment the heap: freed memory stays with the process while something above it is in use. On a
-shared machine others should have it while the engine is idle.
+shared machine, other processes can use it while the engine is idle.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def collect_young() -> None:
 class IdleCollector:
     """Idle-time collection for a process that is only an engine.
 
-    The first call collects everything (150 ms) and freezes what is left of the start; later calls look only at objects
-    made since. `gc.get_freeze_count()` cannot tell whether that was done: it may start above zero."""
+    The first call collects everything (150 ms) and freezes what survives; later calls scan only objects created since.
+    `gc.get_freeze_count()` does not show whether that was done: it may start above zero."""
 
     def __init__(self) -> None:
         self._is_frozen = False
@@ -37,5 +37,5 @@ class IdleCollector:
 def trim_heap() -> None:
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # glibc has it; others keep less.
+    if trim is not None:  # Only glibc has it; other C libraries keep less memory.
         trim(0)

@@ -84,7 +84,7 @@ def _loaded_sections(file: int) -> list[tuple[bytes, int, int]]:
 def is_in_memory(file: int, offset: int) -> bool:
     """True if the page at `offset` is cached; False if the file system cannot tell (reading a cached page is cheap).
 
-    Asking for a missing page starts reading it, so about one answer in some hundreds is a late yes."""
+    The check can start reading a missing page, so about one in several hundred calls returns True for such a page."""
     try:
         return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
     except OSError:

@@ -28,17 +28,17 @@ _ORDINARY = (0, 3)
 """SCHED_OTHER, SCHED_BATCH"""
 
 
-def ask_for_short_slices() -> None:
+def request_short_slices() -> None:
     """For this thread and the threads it starts from now on."""
     _set_slice(SHORT_NS)
 
 
-def ask_for_long_slices() -> None:
+def request_long_slices() -> None:
     """For this thread and the threads it starts from now on."""
     _set_slice(LONG_NS)
 
 
-def ask_for_default_slices() -> None:
+def request_default_slices() -> None:
     """The system's default, for this thread and the threads it starts from now on."""
     _set_slice(0)
 

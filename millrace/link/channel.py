@@ -23,10 +23,10 @@ class EngineChannel(Protocol):
 
     num_fronts: int
 
-    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
+    def receive(self, timeout_s: float | None, poll_s: float = 0.0) -> list[ToEngine]:
         """All messages that have arrived. Waits up to `timeout_s` (None = no limit, 0 = not at all) for the first.
 
-        The first `watch_s` seconds of the wait poll instead of blocking, where senders have cores of their own.
+        For the first `poll_s` seconds it polls instead of blocking, if the senders are other processes.
         """
 
     def send(self, front_index: int, message: ToFront) -> None: ...
@@ -81,7 +81,7 @@ class InProcessLink:
     def front(self) -> InProcessFront:
         return self._front
 
-    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
+    def receive(self, timeout_s: float | None, poll_s: float = 0.0) -> list[ToEngine]:
         return self._inbox.drain(timeout_s)
 
     def send(self, front_index: int, message: ToFront) -> None:

@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 
 STALL_S = 30.0
 """An engine with open requests that sends nothing for this long is not ready."""
-
-
 QUERY_TIMEOUT_S = 10.0
 INCARNATION_SHIFT = 32
 """Position of the front's restart count in request ids."""
@@ -56,7 +54,7 @@ INCARNATION_SHIFT = 32
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant that submits a sequence, and the ids that the client knows it by."""
+    """The tenant that submits a request, and the ids by which its client knows the request."""
 
     tenant: str = ""
     weight: float = 1.0
@@ -65,11 +63,11 @@ class Caller:
     """When the front had received the HTTP headers, on `time.monotonic`."""
 
 
-ANYONE = Caller()
+ANONYMOUS = Caller()
 
 
 class RequestSink(Protocol):
-    """Callbacks for one sequence. `on_finish` is called exactly once, last."""
+    """Callbacks for one request. `on_finish` is called exactly once, last."""
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None: ...
 
@@ -92,7 +90,7 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self.failure: str | None = None
         self.num_unreported = 0
-        """Sequences submitted since the last `EngineStats`, which therefore does not count them."""
+        """Requests submitted since the last `EngineStats`, which therefore does not count them."""
         self.front_index = front_index
         self.num_engine_starts = 0
         self._channel = channel
@@ -165,9 +163,9 @@ class EngineClient:
         priority: int = 1,
         deadline: float | None = None,
         cache_salt: str = "",
-        caller: Caller = ANYONE,
+        caller: Caller = ANONYMOUS,
     ) -> int:
-        """Send one sequence to the engine. `deadline` is on `time.monotonic`. Returns its id, for `abort`."""
+        """Send one request to the engine. `deadline` is on `time.monotonic`. Returns its id, for `abort`."""
         ready = self._ready_or_raise()
         if len(self._sinks) >= self._max_open:
             raise self._overloaded()
@@ -225,7 +223,7 @@ class EngineClient:
             self._channel.send(Abort(ids=(request_id,), reason=reason))
 
     def is_progressing(self, now: float) -> bool:
-        """Readiness is progress: False if requests are open but the engine has been silent for `STALL_S`."""
+        """False if the engine is not ready, or has sent nothing for `STALL_S` although requests are open."""
         if self.ready is None or self.failure is not None:
             return False
         return not self._sinks or now - self._last_progress < STALL_S
@@ -392,13 +390,13 @@ def _check_named_ids(params: SamplingParams, vocab_size: int) -> None:
                 )
 
 
-def _overflow(num_prompt: int, max_tokens: int, was_asked: bool, ready: EngineReady) -> ContextOverflow:
+def _overflow(num_prompt: int, max_tokens: int, is_explicit: bool, ready: EngineReady) -> ContextOverflow:
     room, what, remedy = ready.max_context, "the context", "Shorten the prompt or lower max_tokens."
     if ready.kv_tokens < ready.max_context:
         room, what = ready.kv_tokens, "the KV pool"
         remedy = "Shorten the prompt, lower max_tokens, or give the server a larger --kv-gib."
-    asked = f"max_tokens asks for {max_tokens}" if was_asked else "at least 1 token must be generated"
+    output = f"max_tokens is {max_tokens}" if is_explicit else "at least 1 token must be generated"
     return ContextOverflow(
-        f"The prompt has {num_prompt} tokens and {asked}, but {what} holds {room}. {remedy}",
-        param="max_tokens" if was_asked and num_prompt < room else "prompt",
+        f"The prompt has {num_prompt} tokens and {output}, but {what} holds {room}. {remedy}",
+        param="max_tokens" if is_explicit and num_prompt < room else "prompt",
     )

@@ -72,15 +72,15 @@ class SocketEngineChannel:
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
-    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
+    def receive(self, timeout_s: float | None, poll_s: float = 0.0) -> list[ToEngine]:
         messages = self._turn(0.0)
         if messages or (timeout_s is not None and timeout_s <= 0):
             return messages
         start = time.monotonic()
         end = start + timeout_s if timeout_s is not None else math.inf
-        awake_until = min(start + watch_s, end)
+        poll_until = min(start + poll_s, end)
         # Polling epoll is cheaper than a read that finds nothing and raises.
-        while not messages and time.monotonic() < awake_until:
+        while not messages and time.monotonic() < poll_until:
             messages = self._turn(0.0)
         while not messages and (left_s := end - time.monotonic()) > 0:
             messages = self._turn(None if left_s == math.inf else left_s)
@@ -171,9 +171,8 @@ class SocketEngineChannel:
     def send(self, front_index: int, message: ToFront) -> None:
         front, frame = self._fronts[front_index], encode_frame(message)
         if front.connection is None:
-            self._early = self._turn(
-                0.0
-            )  # Accept it if it is waiting: while loading, the engine sends but does not receive.
+            # Accept its connection if one is waiting: while loading, the engine sends but does not receive.
+            self._early = self._turn(0.0)
         connection = front.connection
         if connection is None:
             front.writer.put(frame)

@@ -104,8 +104,9 @@ class FrameWriter:
         """For a new connection: send a partly sent frame again from its start."""
         self._sent = 0
 
-    def keep_latest(self, most: int) -> None:
-        while len(self._frames) > most:
+    def keep_latest(self, max_frames: int) -> None:
+        """Drop the oldest queued frames beyond `max_frames`."""
+        while len(self._frames) > max_frames:
             self._frames.popleft()
 
 

@@ -21,7 +21,7 @@ MAX_FINISHED_KEPT = 4096
 
 
 class NewRequest(msgspec.Struct, frozen=True, tag="new"):
-    """One sequence to generate. A request for n choices is sent as n of these."""
+    """One request. A job with n choices sends n of these."""
 
     id: int
     prompt: bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
-from millrace.models.decoding import Span, any_decode_kernels, apply_by_span, spans_of
+from millrace.models.decode_spans import Span, any_decode_kernels, apply_by_span, spans_of
 from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp
 from millrace.models.native_stack import NativeStack, native_stack_missing
 from millrace.models.spec.model_spec import ModelSpec

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from millrace.models.decoding import ALL_DECODE, apply_by_span
+from millrace.models.decode_spans import ALL_DECODE, apply_by_span
 from millrace.ops.attention.qkv import PrepareQkv
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.head.embedding import Embedding

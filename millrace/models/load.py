@@ -25,8 +25,8 @@ from millrace.models.spec.layout import (
     Matrix,
     ModelLayout,
     MoeLayout,
-    Part,
-    all_parts,
+    TensorSpec,
+    all_tensors,
     layout_of,
     norms_of,
 )
@@ -131,7 +131,7 @@ def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantiz
     layout = layout_of(spec)
     norms = sum(norm.num_items for layer in layout.layers for norm in norms_of(layer)) + layout.final_norm.num_items
     frequencies = sum(rope.rotary_dim // 2 for rope in spec.ropes)
-    items = sum(part.num_items for part in all_parts(layout)) - norms
+    items = sum(part.num_items for part in all_tensors(layout)) - norms
     total = items * dtype.itemsize + 4 * (norms + frequencies)
     if quantization == "fp8":
         for matrix in quantised_matrices(layout):
@@ -180,7 +180,7 @@ def build_decoder(
 def check_tensors(spec: ModelSpec, layout: ModelLayout, source: WeightSource) -> None:
     """Check that every needed tensor exists with the right shape, and that no tensor of a layer is left over."""
     names = set(source.names())
-    needed = {part.name: part.shape for part in all_parts(layout)}
+    needed = {part.name: part.shape for part in all_tensors(layout)}
     for name, shape in needed.items():
         if name not in names:
             raise _missing(spec, source, name, shape)
@@ -373,10 +373,10 @@ class _Builder:
 
     # --- reading ---
 
-    def _is_stored(self, parts: tuple[Part, ...]) -> bool:
+    def _is_stored(self, parts: tuple[TensorSpec, ...]) -> bool:
         return self.stored is not None and self.stored.holds(parts)
 
-    def _weight(self, parts: tuple[Part, ...], report: bool = True) -> Tensor | StoredWeight:
+    def _weight(self, parts: tuple[TensorSpec, ...], report: bool = True) -> Tensor | StoredWeight:
         """The matrix in the stored format of its file if the op multiplies that, else as a plain tensor."""
         if self.stored is None or not self.stored.holds(parts):
             return self._join(parts, report)
@@ -384,7 +384,7 @@ class _Builder:
         self._report(weight.num_bytes)
         return weight
 
-    def _join(self, parts: tuple[Part, ...], report: bool = True) -> Tensor:
+    def _join(self, parts: tuple[TensorSpec, ...], report: bool = True) -> Tensor:
         """The parts, stacked by rows."""
         if len(parts) == 1:
             return self._read(parts[0], report)
@@ -396,18 +396,18 @@ class _Builder:
             start += part.shape[0]
         return joined
 
-    def _read(self, part: Part, report: bool = True) -> Tensor:
+    def _read(self, part: TensorSpec, report: bool = True) -> Tensor:
         tensor = self.source.get(part.name, device=self.device, dtype=self.dtype)
         if report:
             self._report(tensor.nbytes)
         return tensor.contiguous()
 
-    def _norm(self, part: Part) -> Tensor:
+    def _norm(self, part: TensorSpec) -> Tensor:
         weight = self.source.get(part.name, device=self.device, dtype=torch.float32)
         self._report(weight.nbytes)
         return weight + self.spec.norm_offset if self.spec.norm_offset else weight
 
-    def _optional_norm(self, part: Part | None) -> Tensor | None:
+    def _optional_norm(self, part: TensorSpec | None) -> Tensor | None:
         return None if part is None else self._norm(part)
 
     def _report(self, num_bytes: int) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millrace.models.spec.layout import ModelLayout, Part, matrices_of
+from millrace.models.spec.layout import ModelLayout, TensorSpec, matrices_of
 from millrace.ops.linear.stored import FORMATS, LAYOUT_VERSION, StoredPart, StoredWeight, pack_stored, packed_bytes
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class PackedRun:
     num_bytes: int
 
 
-def packed_runs(parts: Sequence[Part], source: QuantisedSource) -> tuple[PackedRun, ...]:
+def packed_runs(parts: Sequence[TensorSpec], source: QuantisedSource) -> tuple[PackedRun, ...]:
     """The runs of a matrix; empty if a part has a format that the kernels do not support."""
     if any(source.stored_format(part.name) not in FORMATS for part in parts):
         return ()
@@ -77,7 +77,7 @@ def packed_runs(parts: Sequence[Part], source: QuantisedSource) -> tuple[PackedR
     return tuple(runs)
 
 
-def multiplied_parts(layout: ModelLayout) -> Iterator[tuple[Part, ...]]:
+def multiplied_parts(layout: ModelLayout) -> Iterator[tuple[TensorSpec, ...]]:
     """The parts of every matrix that the decoder multiplies with or looks rows up in."""
     yield (layout.embedding,)
     for layer in layout.layers:
@@ -95,7 +95,7 @@ class StoredMatrices:
         self._runs = {parts: runs for parts in multiplied_parts(layout) if (runs := packed_runs(parts, source))}
         self._file: _PackedFile | None = None
 
-    def holds(self, parts: tuple[Part, ...]) -> bool:
+    def holds(self, parts: tuple[TensorSpec, ...]) -> bool:
         return parts in self._runs
 
     def saved_bytes(self) -> int:
@@ -105,7 +105,7 @@ class StoredMatrices:
     def _all_runs(self) -> list[PackedRun]:
         return [run for runs in self._runs.values() for run in runs]
 
-    def weight(self, parts: tuple[Part, ...]) -> StoredWeight:
+    def weight(self, parts: tuple[TensorSpec, ...]) -> StoredWeight:
         if self._file is None:
             runs = self._all_runs()
             files = {self._source.file_of(name) for run in runs for name in run.names}
@@ -133,7 +133,7 @@ class _PackedFile:
     """The packed runs of one model in one file: read if it is valid, else written to a new file that replaces it."""
 
     def __init__(self, folder: Path, runs: Sequence[PackedRun], sources: Sequence[Path]) -> None:
-        self._header, self._offsets, self._size = _plan(runs, sources)
+        self._header, self._offsets, self._size = _file_layout(runs, sources)
         self._path = folder / f"{hashlib.sha256(self._header).hexdigest()[:24]}.packed"
         self._map = self._open() if runs else None
         self._writer: Any = None
@@ -205,7 +205,7 @@ class _PackedFile:
             Path(writer.name).unlink(missing_ok=True)
 
 
-def _plan(runs: Sequence[PackedRun], sources: Sequence[Path]) -> tuple[bytes, dict[str, int], int]:
+def _file_layout(runs: Sequence[PackedRun], sources: Sequence[Path]) -> tuple[bytes, dict[str, int], int]:
     """(header, offset of each run, file size). Source files are identified by path, size and modification time."""
     identity = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     table = [(*run.names, run.format, run.rows, run.columns, run.num_bytes) for run in runs]

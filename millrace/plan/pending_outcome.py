@@ -23,7 +23,7 @@ class PendingOutcome:
     """All rows of the step that are still active."""
     computed: Int32s
     """Tokens of each of `computed_rows` that will have been computed."""
-    places: Int64s
+    sample_index: Int64s
     """Index of each row among all sampling rows of the step."""
     all_active: bool
     """True if every row of the step is still active."""
@@ -56,7 +56,7 @@ class PendingOutcome:
         return PendingOutcome(
             computed_rows=self.computed_rows,
             computed=self.computed + 1,
-            places=self.places,
+            sample_index=self.sample_index,
             all_active=True,
             table_rows=self.table_rows,
             request_ids=self.request_ids,
@@ -72,7 +72,7 @@ class PendingOutcome:
 
     def active_tokens(self, tokens: Int32s) -> Int32s:
         """The tokens of rows that are still active, of all that the step drew."""
-        return tokens if self.all_active else tokens[self.places]
+        return tokens if self.all_active else tokens[self.sample_index]
 
     def stopped(self, drawn: Int32s) -> Bools | None:
         """Which rows drew an end token; None if none did."""
@@ -105,11 +105,11 @@ def make_pending_outcome(plan: StepPlan, rows: Rows) -> PendingOutcome:
     all_active = bool(is_active.all())
     if not plan.samples.all():
         table_rows = table_rows[plan.samples]
-    places = np.arange(len(table_rows))
+    sample_index = np.arange(len(table_rows))
     if not all_active:
         computed_rows, computed = computed_rows[is_active], computed[is_active]
-        places = rows.active[table_rows].nonzero()[0]
-        table_rows = table_rows[places]
+        sample_index = rows.active[table_rows].nonzero()[0]
+        table_rows = table_rows[sample_index]
     positions, request_ids = rows.known_host[table_rows], rows.request_ids[table_rows]
     left = rows.limit[table_rows] - positions - 1
     is_last = left <= 0
@@ -117,7 +117,7 @@ def make_pending_outcome(plan: StepPlan, rows: Rows) -> PendingOutcome:
     return PendingOutcome(
         computed_rows=computed_rows,
         computed=computed,
-        places=places,
+        sample_index=sample_index,
         all_active=all_active,
         table_rows=table_rows,
         request_ids=request_ids,

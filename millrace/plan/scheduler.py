@@ -47,7 +47,7 @@ MANY_PREFILLS, MANY_PREFILLS_SHARE = 8, 1 / 8
 """With at least this many requests waiting for their first token, and more than this many per decoding row, steps use
 the full token budget: short steps would delay more requests than they keep smooth."""
 MAX_HELD_SCAN = 256
-"""Waiting requests examined per step, if those ahead wait for a prefix that is being computed."""
+"""Maximum number of waiting requests examined per step: many may wait for a prefix that is being computed."""
 MAX_PREEMPTION_NOTES = 8
 """Preemptions of one request that are kept for `/explain`."""
 
@@ -292,7 +292,7 @@ class Scheduler:
     def _admit_waiting(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
         """Admit waiting requests while budget, free rows and the admission forecast allow. Returns what stopped it.
 
-        Strictly in queue order, except that a request may overtake those that wait for a prefix being computed.
+        Strictly in queue order, except that a request may overtake others that wait for a prefix being computed.
         """
         if budget <= 0:
             return "budget"
@@ -562,7 +562,7 @@ class Scheduler:
 
     def _step_outcome(self, step_no: int, outcome: PendingOutcome, drawn: Int32s, stopped: Bools | None) -> StepOutcome:
         request_ids = outcome.request_ids
-        index = outcome.places
+        index = outcome.sample_index
         if stopped is not None:  # An end token is not part of the answer.
             delivered = ~stopped
             request_ids, drawn, index = request_ids[delivered], drawn[delivered], index[delivered]

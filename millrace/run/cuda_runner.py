@@ -39,11 +39,12 @@ MIN_SHARING_ROWS, MIN_SHARED_TOKENS = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class DrawPlan:
-    """Which rows of a step draw, and how. Reused by a step that repeats this one."""
+    """Which rows of a step draw, and how. A repeated decode step reuses it."""
 
     due: Int64s
+    """Indices of the step's rows that draw."""
     variant: Variant
-    is_final: bool
+    is_reusable: bool
     """True if the variant does not depend on the rows' lengths."""
     logprob_index: Int64s
     """Indices of the drawn tokens with log-probabilities; `logprob_counts` has the number of top tokens for each."""
@@ -119,7 +120,7 @@ class CudaRunner:
         )
         self._draws: DrawPlan | None = None
         """The draw plan of the last step."""
-        self._graphs = GraphCache(self._buckets.decode_sizes, wanted=graphs)
+        self._graphs = GraphCache(self._buckets.decode_sizes, enabled=graphs)
         self._warm_up = WarmUp(
             self._work,
             self._graphs,
@@ -189,14 +190,14 @@ class CudaRunner:
 
     def _draw_plan(self, plan: StepPlan) -> DrawPlan:
         last = self._draws
-        if plan.is_repeated_decode and last is not None and last.is_final:
+        if plan.is_repeated_decode and last is not None and last.is_reusable:
             return last
         due, sampler = plan.samples.nonzero()[0], self._sampler
         rows = plan.rows[due]
         variant = sampler.variant_for(rows, (plan.starts + plan.counts)[due])
-        is_final = variant == "greedy" or sampler.needs_full(rows)
+        is_reusable = variant == "greedy" or sampler.needs_full(rows)
         scored = np.flatnonzero(sampler.num_logprobs[rows] >= 0)
-        self._draws = draws = DrawPlan(due, variant, is_final, scored, sampler.num_logprobs[rows[scored]])
+        self._draws = draws = DrawPlan(due, variant, is_reusable, scored, sampler.num_logprobs[rows[scored]])
         return draws
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
@@ -243,7 +244,7 @@ class CudaRunner:
     def _finish(
         self, plan: StepPlan, draws: DrawPlan, logits: Tensor | None, prompt_logprobs: tuple[PromptLogprobs, ...]
     ) -> StepResult:
-        """`logits`: those the rows drew from; None if no row drew."""
+        """`logits`: the logits that tokens were drawn from; None if no row drew."""
         drawn = self._work.drawn(len(draws.due))
         logprobs: LogprobColumns | None = None
         scored, counts = draws.logprob_index, draws.logprob_counts

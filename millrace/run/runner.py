@@ -38,7 +38,7 @@ class StepResult:
     logprob_counts: Int32s
     prompt_logprobs: tuple[PromptLogprobs, ...]
     view: Int32s | None = None
-    """The host memory of `tokens` as an array, if it was made ahead of time."""
+    """The host memory of `tokens` as an array, if it exists already."""
 
     def drawn(self) -> Int32s:
         return (self.tokens.numpy() if self.view is None else self.view).astype(np.int32)
@@ -124,8 +124,8 @@ class Runner:
         rows, positions = plan.rows[due], (plan.starts + plan.counts)[due]
         columns = self._device.upload(np.stack([query_starts[due + 1] - 1, rows]))
         last_index, table_rows = columns.long()
-        wanted = hidden if len(due) == len(hidden) else hidden[last_index]
-        logits = self._decoder.logits(wanted, draws=True)
+        last_hidden = hidden if len(due) == len(hidden) else hidden[last_index]
+        logits = self._decoder.logits(last_hidden, draws=True)
         drawn = self._sampler.draw(logits, rows, positions)
         self._table.last_tokens[table_rows] = drawn.tokens
         return StepResult(

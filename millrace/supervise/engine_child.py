@@ -1,6 +1,6 @@
 """Main module of the engine process: `python -m millrace.supervise.engine_child DIRECTORY NUM_FRONTS`.
 
-Standard input brings one JSON line of settings; when it closes, the engine stops.
+Reads one JSON line of settings from standard input; stops when standard input closes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from millrace.config import from_dict
 from millrace.engine.lifetime import serve_engine
 from millrace.host.idle_memory import IdleCollector
-from millrace.host.time_slice import ask_for_default_slices
+from millrace.host.time_slice import request_default_slices
 from millrace.link.engine_end import SocketEngineChannel
 from millrace.observe.logs import setup_logging
 
@@ -30,7 +30,7 @@ HUNG = 75
 
 
 def main() -> None:
-    ask_for_default_slices()  # The front that starts us has short slices, which children inherit.
+    request_default_slices()  # The front that starts us has short slices, which children inherit.
     directory, num_fronts = sys.argv[1], int(sys.argv[2])
     config = from_dict(json.loads(sys.stdin.buffer.readline()))
     setup_logging(config.observe.log_level, process="engine")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _stop_with_parent(channel: SocketEngineChannel) -> None:
-    """The pipe closes when the parent ends or wants us to stop. An engine still busy after the grace time exits."""
+    """The pipe closes when the parent ends or stops the engine. An engine still busy after the grace time exits."""
     while sys.stdin.buffer.read(4096):
         pass
     channel.request_stop()

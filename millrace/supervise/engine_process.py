@@ -29,7 +29,6 @@ from millrace.link.messages import Stop
 
 STOP_TIMEOUT_S = 10.0
 
-
 OnDeath = Callable[[str], None]
 
 

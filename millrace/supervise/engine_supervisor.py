@@ -26,7 +26,7 @@ MAX_PAUSE_S = 30.0
 STABLE_S = 60.0
 """An engine that has served this long resets the restart count."""
 MAX_RESTARTS = 10
-"""Restarts in a row without an engine that lived that long."""
+"""Maximum number of consecutive restarts in which no engine served for STABLE_S."""
 
 
 class EngineSupervisor:

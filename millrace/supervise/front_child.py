@@ -1,7 +1,7 @@
-"""Main module of a front beside the first: `python -m millrace.supervise.front_child DIRECTORY INDEX INCARNATION`.
+"""Main module of an additional front: `python -m millrace.supervise.front_child DIRECTORY INDEX INCARNATION`.
 
-Standard input brings one JSON line of settings, then one line per engine (its socket directory and pid). The front
-listens on the same port as the first and drains on SIGTERM or when standard input closes.
+Reads one JSON line of settings from standard input, then one line per engine (its socket directory and pid). The front
+listens on the same port as the first front and drains on SIGTERM or when standard input closes.
 """
 
 from __future__ import annotations

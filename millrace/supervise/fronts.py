@@ -1,4 +1,4 @@
-"""The fronts beside the first, seen from their parent: starts them, tells them of each engine, replaces dead ones."""
+"""The additional fronts, as their parent sees them: starts them, announces each engine to them, replaces dead ones."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class FrontProcess:
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C must reach only the parent, which then drains all fronts.
         )
-        self._tell(as_dict(config))
+        self._send(as_dict(config))
 
-    def tell_engine(self, engine: EngineHandle) -> None:
+    def announce_engine(self, engine: EngineHandle) -> None:
         from millrace.supervise.engine_process import EngineProcess
 
-        assert isinstance(engine, EngineProcess), "config refuses several fronts in one process"
-        self._tell({"directory": engine.directory, "pid": engine.process.pid})
+        assert isinstance(engine, EngineProcess), "the config rejects several fronts in one process"
+        self._send({"directory": engine.directory, "pid": engine.process.pid})
 
-    def _tell(self, line: object) -> None:
+    def _send(self, line: object) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # It has died and will be replaced.
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
@@ -79,7 +79,7 @@ class Fronts:
 
     def _start(self, index: int, incarnation: int) -> FrontProcess:
         front = FrontProcess(self._config, self._directory, index, incarnation)
-        front.tell_engine(self._engine)
+        front.announce_engine(self._engine)
         return front
 
     def watch(self, state: FrontState) -> None:
@@ -88,10 +88,10 @@ class Fronts:
         for front in self._fronts:
             self._watch(front)
 
-    def tell_engine(self, engine: EngineHandle) -> None:
+    def announce_engine(self, engine: EngineHandle) -> None:
         self._engine = engine
         for front in self._fronts:
-            front.tell_engine(engine)
+            front.announce_engine(engine)
 
     def _watch(self, front: FrontProcess) -> None:
         from millrace.supervise.engine_process import watch_process

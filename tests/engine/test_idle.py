@@ -1,4 +1,4 @@
-"""An engine without work polls for a moment if its device asks for it, reports that it is idle, then blocks."""
+"""An engine without work polls for a moment if its device sets `poll_s`, reports that it is idle, then blocks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Channel:
         self.sent: list[ToFront] = []
         self.next: list[ToEngine] = []
 
-    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
-        self.waits.append((timeout_s, watch_s))
+    def receive(self, timeout_s: float | None, poll_s: float = 0.0) -> list[ToEngine]:
+        self.waits.append((timeout_s, poll_s))
         messages, self.next = self.next, []
         return messages
 
@@ -34,12 +34,12 @@ class Channel:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("watch_s", [0.0, 0.002])
-def test_an_idle_engine_polls_then_reports_then_blocks(watch_s: float) -> None:
+@pytest.mark.parametrize("poll_s", [0.0, 0.002])
+def test_an_idle_engine_polls_then_reports_then_blocks(poll_s: float) -> None:
     channel = Channel()
     scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=8)
     runner: Any = SimpleNamespace(is_warm=True, num_cold=0)
-    device: Any = SimpleNamespace(watch_s=watch_s)
+    device: Any = SimpleNamespace(poll_s=poll_s)
     now = 100.0
     engine = Engine(scheduler, runner, device, channel, clock=lambda: now)
     idle_at: list[float] = []
@@ -48,8 +48,8 @@ def test_an_idle_engine_polls_then_reports_then_blocks(watch_s: float) -> None:
         channel.waits.clear()
         channel.sent.clear()
         engine._take_messages()
-        if watch_s:
-            assert channel.waits == [(watch_s, watch_s)]
+        if poll_s:
+            assert channel.waits == [(poll_s, poll_s)]
             assert not channel.sent, "nothing is sent while the engine polls"
             engine._take_messages()
         assert channel.waits[-1] == (idle_memory.IDLE_S, 0.0)

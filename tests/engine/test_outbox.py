@@ -29,7 +29,7 @@ class Channel:
         self.num_fronts = num_fronts
         self.sent: list[tuple[int, StepTokens]] = []
 
-    def receive(self, timeout_s: float | None, watch_s: float = 0.0) -> list[ToEngine]:
+    def receive(self, timeout_s: float | None, poll_s: float = 0.0) -> list[ToEngine]:
         return []
 
     def send(self, front_index: int, message: ToFront) -> None:
@@ -100,7 +100,7 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
         def launch(self, plan: StepPlan) -> Any:
             return SimpleNamespace(wait=lambda: result_of(plan, [9]))
 
-    device: Any = SimpleNamespace(watch_s=0.0)
+    device: Any = SimpleNamespace(poll_s=0.0)
     runner: Any = Runner()
     engine = Engine(scheduler, runner, device, channel, clock=lambda: now)
     for number in range(2):
@@ -114,4 +114,4 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
     assert statistics.stats is not None
     assert (statistics.stats.running, statistics.stats.output_tokens, statistics.stats.step_no) == (0, 1, 0)
     assert not statistics.ids
-    assert later.stats is None, "not again so soon"
+    assert later.stats is None, "statistics are not repeated so soon"

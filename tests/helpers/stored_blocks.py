@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as T
 
-from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.layout import all_tensors, layout_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.weights.dequantise import dequantise
 
@@ -54,7 +54,7 @@ class StoredSource:
     """Every tensor of a spec: matrices in the formats given by name suffix, others plain."""
 
     def __init__(self, spec: ModelSpec, formats: Mapping[str, str], file: Path) -> None:
-        self.shapes = {part.name: part.shape for part in all_parts(layout_of(spec))}
+        self.shapes = {part.name: part.shape for part in all_tensors(layout_of(spec))}
         self._formats, self._file = formats, file
         self.rows_read: list[str] = []
 

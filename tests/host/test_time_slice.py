@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from millrace.host.time_slice import LONG_NS, SHORT_NS, ask_for_default_slices, ask_for_short_slices, own_slice_ns
+from millrace.host.time_slice import LONG_NS, SHORT_NS, own_slice_ns, request_default_slices, request_short_slices
 from millrace.run.device.device import CpuDevice
 
 
@@ -29,7 +29,7 @@ def in_thread(work: Callable[[], None]) -> list[int | None]:
 
 @pytest.fixture
 def usual() -> int:
-    before, after = in_thread(ask_for_short_slices)
+    before, after = in_thread(request_short_slices)
     if before in (None, 0) or after != SHORT_NS:
         pytest.skip("this system has no slices that a thread can choose (Linux 6.12 and later)")
     assert before is not None
@@ -37,11 +37,11 @@ def usual() -> int:
 
 
 def test_slice_is_set_for_one_thread(usual: int) -> None:
-    assert in_thread(ask_for_short_slices) == [usual, SHORT_NS]
+    assert in_thread(request_short_slices) == [usual, SHORT_NS]
 
     def there_and_back() -> None:
-        ask_for_short_slices()
-        ask_for_default_slices()
+        request_short_slices()
+        request_default_slices()
 
     assert in_thread(there_and_back) == [usual, usual]
     assert own_slice_ns() == usual
@@ -54,7 +54,7 @@ def test_compute_threads_have_long_slices(usual: int) -> None:
     found: list[int | None] = []
 
     def loop() -> None:
-        ask_for_short_slices()
+        request_short_slices()
         found.append(device.launch(own_slice_ns, lambda slice_ns: slice_ns).wait())
 
     assert in_thread(loop) == [usual, SHORT_NS]
@@ -65,7 +65,7 @@ def test_compute_threads_have_long_slices(usual: int) -> None:
 def test_policy_and_niceness_are_kept() -> None:
     code = (
         "import os; os.nice(5); os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0));"
-        "from millrace.host.time_slice import ask_for_short_slices; ask_for_short_slices();"
+        "from millrace.host.time_slice import request_short_slices; request_short_slices();"
         "print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_BATCH)"
     )
     if sys.platform != "linux":

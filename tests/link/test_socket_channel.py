@@ -105,7 +105,7 @@ def test_many_messages_arrive_in_order(directory: str) -> None:
 def test_an_engine_that_watches_polls_and_then_blocks(directory: str) -> None:
     engine = SocketEngineChannel(directory, 1)
     used, began = time.process_time(), time.monotonic()
-    assert engine.receive(0.4, watch_s=0.1) == []
+    assert engine.receive(0.4, poll_s=0.1) == []
     assert 0.38 < time.monotonic() - began < 2.0
     assert time.process_time() - used < 0.3
     engine.close()

@@ -56,19 +56,19 @@ class RecordingFront:
 
     def __init__(self, channel: SocketFrontChannel) -> None:
         self.channel = channel
-        self.heard: list[ToFront] = []
-        channel.start(asyncio.get_running_loop(), self.heard.append)
+        self.messages: list[ToFront] = []
+        channel.start(asyncio.get_running_loop(), self.messages.append)
 
     @property
     def steps(self) -> list[int]:
-        return [message.step_no for message in self.heard if isinstance(message, StepTokens)]
+        return [message.step_no for message in self.messages if isinstance(message, StepTokens)]
 
     async def wait_for(self, count: int, engine: SocketEngineChannel) -> list[ToEngine]:
         """Wait until `count` messages have arrived. Returns what the engine received meanwhile."""
         received: list[ToEngine] = []
         end = time.monotonic() + LIMIT_S
-        while len(self.heard) < count:
-            assert time.monotonic() < end, f"{len(self.heard)} of {count} messages after {LIMIT_S:g} s"
+        while len(self.messages) < count:
+            assert time.monotonic() < end, f"{len(self.messages)} of {count} messages after {LIMIT_S:g} s"
             received += engine.receive(0.0)
             await asyncio.sleep(0.001)
         return received
@@ -154,7 +154,7 @@ def test_a_front_that_does_not_read_delays_neither_engine_nor_sibling(directory:
         assert sibling.steps == list(range(count))
         used = time.process_time()
         assert engine.receive(0.2) == []
-        assert time.process_time() - used < 0.1, "waiting for room does not spin"
+        assert time.process_time() - used < 0.1, "waiting for buffer space does not spin"
         expected = b"".join(encode_frame(step(number, size)) for number in range(count))
         reading = threading.Thread(target=read_exactly, args=(stopped, expected, found := []))
         reading.start()
@@ -197,7 +197,7 @@ def test_a_prompt_of_millions_of_tokens_blocks_neither_loop(directory: str, run_
     run_loop(work())
 
 
-def test_a_new_engine_in_the_same_place(directory: str, run_loop: RunLoop) -> None:
+def test_a_new_engine_at_the_same_path(directory: str, run_loop: RunLoop) -> None:
     """The first engine dies and leaves its socket file behind."""
 
     async def work() -> None:
@@ -235,10 +235,10 @@ def test_the_last_messages_of_a_dead_engine_reach_a_front_that_sends_to_it(direc
             front.send(Abort((number,)))
         recorder = RecordingFront(front)
         end = time.monotonic() + LIMIT_S
-        while len(recorder.heard) < 11 and time.monotonic() < end:
+        while len(recorder.messages) < 11 and time.monotonic() < end:
             await asyncio.sleep(0.001)
         assert recorder.steps == list(range(10))
-        assert recorder.heard[-1] == EngineFailed("out of memory")
+        assert recorder.messages[-1] == EngineFailed("out of memory")
         front.close()
 
     run_loop(work())
@@ -291,7 +291,7 @@ def test_a_front_that_dies_within_a_frame_leaves_whole_frames_to_the_next(direct
             engine.receive(0.0)
             await asyncio.sleep(0.001)
         first = new.steps[0]
-        assert 0 < first < count, "some were sent to the dead front"
+        assert 0 < first < count, "some frames were sent to the dead front"
         assert new.steps == list(range(first, count + 1))
         new.channel.close()
         engine.close()
@@ -313,7 +313,7 @@ def test_the_queue_for_an_absent_front_is_bounded(directory: str) -> None:
     asyncio.run(work())
 
 
-def test_many_messages_are_handled_in_turns_with_the_loop(directory: str, run_loop: RunLoop) -> None:
+def test_many_messages_do_not_block_the_event_loop(directory: str, run_loop: RunLoop) -> None:
     async def work() -> None:
         engine = SocketEngineChannel(directory, 1)
         front = SocketFrontChannel(directory, 0)
@@ -323,10 +323,10 @@ def test_many_messages_are_handled_in_turns_with_the_loop(directory: str, run_lo
             engine.send(0, step(number))
         recorder, seen = RecordingFront(front), [0]
         end = time.monotonic() + LIMIT_S
-        while len(recorder.heard) < 300 and time.monotonic() < end:
+        while len(recorder.messages) < 300 and time.monotonic() < end:
             engine.receive(0.0)
             await asyncio.sleep(0)
-            seen.append(len(recorder.heard))
+            seen.append(len(recorder.messages))
         assert max(later - earlier for earlier, later in zip(seen, seen[1:], strict=False)) <= MAX_MESSAGES_PER_TURN
         assert recorder.steps == list(range(300))
         front.close()
@@ -344,17 +344,17 @@ def test_a_failing_callback_does_not_block_the_next_message(directory: str, run_
         await engine_receives(engine, 1)
         for number in range(5):
             engine.send(0, step(number))
-        heard: list[int] = []
+        received: list[int] = []
 
         def on_message(message: ToFront) -> None:
             assert isinstance(message, StepTokens)
-            heard.append(message.step_no)
+            received.append(message.step_no)
             if message.step_no == 2:
                 raise RuntimeError("a defect")
 
         front.start(asyncio.get_running_loop(), on_message)
         await asyncio.sleep(0.05)
-        assert heard == list(range(5))
+        assert received == list(range(5))
         front.close()
         engine.close()
 
@@ -389,10 +389,10 @@ def test_polling_notices_a_message_and_a_disconnect(directory: str, num_fronts: 
     engine = SocketEngineChannel(directory, num_fronts)
     front = SocketFrontChannel(directory, 0)
     threading.Timer(0.05, lambda: front.send(Abort((1,)))).start()
-    assert engine.receive(5.0, watch_s=5.0) == [Abort((1,))]
+    assert engine.receive(5.0, poll_s=5.0) == [Abort((1,))]
     threading.Timer(0.05, front.close).start()
     threading.Timer(0.1, engine.request_stop).start()
-    assert engine.receive(5.0, watch_s=0.3) == [Stop()]
+    assert engine.receive(5.0, poll_s=0.3) == [Stop()]
     engine.close()
 
 

@@ -107,7 +107,7 @@ def test_refused_with_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     check_quantization("none", CPU, torch.float32)
 
 
-def test_the_setting_takes_known_names_only() -> None:
+def test_the_setting_accepts_only_known_names() -> None:
     assert load_config(None, {"model.quantization": "fp8"}).config.model.quantization == "fp8"
     with pytest.raises(ConfigError, match="must be one of none, fp8"):
         load_config(None, {"model.quantization": "int3"})

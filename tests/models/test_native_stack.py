@@ -71,7 +71,7 @@ def test_the_native_stack_equals_run_layers(case: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama_tied", "gemma3", "qwen3_moe"])
-def test_last_tokens_alone_equal_those_among_all(case: str, dtype: torch.dtype) -> None:
+def test_last_tokens_alone_have_the_same_results_as_among_all(case: str, dtype: torch.dtype) -> None:
     decoder = load(case, dtype)
     whole_kv, kept_kv, expected_kv = (PagedDriver(decoder, 16).kv for _ in range(3))
     draw, device = random.Random(case), CpuDevice(1)

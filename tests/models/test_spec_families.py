@@ -12,7 +12,7 @@ from helpers.tiny_models import CASES, config_of, make_reference
 
 from millrace.errors import ModelError
 from millrace.models.spec.families import FAMILIES, spec_from_config
-from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.layout import all_tensors, layout_of
 from millrace.models.spec.model_spec import RopeSpec
 from millrace.models.spec.rope import inverse_frequencies, read_rope
 
@@ -54,7 +54,7 @@ def test_llama() -> None:
     assert spec.kv_shape(7, 16) == (2, 7, 2, 16, 16)
 
 
-def test_published_gemma3_with_everything_left_out() -> None:
+def test_published_gemma3_relies_on_defaults() -> None:
     spec = spec_from_config(GEMMA3_4B)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
     assert spec.tied_head
@@ -110,7 +110,7 @@ def test_layout_names_exactly_what_a_checkpoint_holds(case: str, tmp_path: Path)
     model.save_pretrained(tmp_path)
     files = resolve_model(str(tmp_path))
     source = open_weights(files)
-    needed = {part.name: part.shape for part in all_parts(layout_of(spec_from_config(files.config)))}
+    needed = {part.name: part.shape for part in all_tensors(layout_of(spec_from_config(files.config)))}
     assert {name: source.shape(name) for name in source.names()} == needed
     assert spec_from_config(files.config) == spec_from_config(config_of(model))
     assert spec_from_config(files.config).num_parameters == sum(math.prod(shape) for shape in needed.values())
@@ -120,7 +120,7 @@ def test_layout_names_exactly_what_a_checkpoint_holds(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("llama")])
-def test_frequencies_are_those_of_transformers_bit_for_bit(case: str) -> None:
+def test_frequencies_are_bit_equal_to_transformers(case: str) -> None:
     model = make_reference(case)
     spec = spec_from_config(config_of(model))
     theirs = model.model.rotary_emb

@@ -93,7 +93,7 @@ def logits(decoder: Decoder, chunk: int = 40) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 @pytest.mark.parametrize("config", [LLAMA, TIED, MIXTURE], ids=["llama", "tied", "mixture"])
-def test_logits_are_those_of_dequantised_weights(
+def test_logits_equal_those_of_dequantised_weights(
     config: dict[str, Any], dtype: torch.dtype, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, source = source_of(config, MIXED, tmp_path)
@@ -105,7 +105,7 @@ def test_logits_are_those_of_dequantised_weights(
             assert torch.equal(logits(decoder, chunk), logits(expected, chunk))
 
 
-def test_choices_say_what_is_kept(tmp_path: Path, folder: Path) -> None:
+def test_choices_name_the_stored_weights(tmp_path: Path, folder: Path) -> None:
     spec, source = source_of(LLAMA, {**MIXED, "down_proj.weight": "IQ4_NL"}, tmp_path)
     choices = build(spec, source).choices
     kept = {"qkv_linear", "out_linear", "gate_up_linear", "head"}

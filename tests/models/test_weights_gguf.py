@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.errors import ModelError
 from millrace.models.spec.families import spec_from_config
-from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.layout import all_tensors, layout_of
 from millrace.models.weights import WeightSource, open_weights
 from millrace.sources.gguf.reader import read_gguf
 from millrace.sources.resolve import ModelFiles, resolve_model
@@ -155,7 +155,7 @@ def test_the_config_describes_the_same_decoder(tmp_path: Path, case: str) -> Non
     files, weights, model = open_case(tmp_path, case)
     ours, theirs = spec_from_config(files.config), spec_from_config(model.config.to_dict())
     assert ours == theirs
-    assert {part.name: part.shape for part in all_parts(layout_of(ours))} == {
+    assert {part.name: part.shape for part in all_tensors(layout_of(ours))} == {
         name: weights.shape(name) for name in weights.names()
     }
 

@@ -12,7 +12,7 @@ import torch
 
 from millrace.errors import ModelError
 from millrace.models.spec.families import spec_from_config
-from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.layout import all_tensors, layout_of
 from millrace.models.weights import WeightSource, open_weights
 from millrace.sources.resolve import resolve_model
 
@@ -37,7 +37,7 @@ def make(tmp_path: Path, seed: int = 0, **changes: Any) -> WeightSource:
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "mixtral", "qwen3_moe"]
 )
-def test_names_and_shapes_are_those_the_decoder_needs(tmp_path: Path, kind: str) -> None:
+def test_names_and_shapes_match_the_decoder(tmp_path: Path, kind: str) -> None:
     config = {
         "model_type": kind,
         **SIZES,
@@ -48,7 +48,7 @@ def test_names_and_shapes_are_those_the_decoder_needs(tmp_path: Path, kind: str)
     }
     weights = make(tmp_path, **config)
     layout = layout_of(spec_from_config(config))
-    assert {name: weights.shape(name) for name in weights.names()} == {p.name: p.shape for p in all_parts(layout)}
+    assert {name: weights.shape(name) for name in weights.names()} == {p.name: p.shape for p in all_tensors(layout)}
     for name in weights.names():
         assert tuple(weights.get(name).shape) == weights.shape(name)
         assert weights.file_of(name) == tmp_path / "shape.json"

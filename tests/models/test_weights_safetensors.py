@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.errors import ModelError
 from millrace.models.spec.families import spec_from_config
-from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.layout import all_tensors, layout_of
 from millrace.models.weights import WeightSource, open_weights
 from millrace.sources.resolve import resolve_model
 
@@ -57,12 +57,12 @@ def open_folder(folder: Path) -> WeightSource:
 
 def needed(folder: Path) -> dict[str, tuple[int, ...]]:
     layout = layout_of(spec_from_config(resolve_model(str(folder)).config))
-    return {part.name: part.shape for part in all_parts(layout)}
+    return {part.name: part.shape for part in all_tensors(layout)}
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_saves_is_what_the_decoder_needs(tmp_path: Path, family: str, shard_size: str) -> None:
+def test_saved_tensors_match_the_decoder(tmp_path: Path, family: str, shard_size: str) -> None:
     save(tmp_path, family, max_shard_size=shard_size)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert (len(files) > 1) == (shard_size == "20KB")
@@ -185,7 +185,7 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
         open_folder(tmp_path).get(name)
 
 
-def test_an_index_that_names_no_such_tensor(tmp_path: Path) -> None:
+def test_an_index_that_names_a_missing_tensor(tmp_path: Path) -> None:
     save(tmp_path)
     names = dict.fromkeys([*load_file(tmp_path / "model.safetensors"), "extra.weight"], "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))

@@ -1,4 +1,4 @@
-"""The FP8 KV cache: what is written, what is read, and how close attention stays to the plain cache."""
+"""The FP8 KV cache: writes, reads, and how close attention is to the plain cache."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.qkv import TorchPrepareQkv
 from millrace.ops.base.quantised import FP8_MAX
 from millrace.ops.kv.cache import SCALE_BYTES, fp8_parts, read_kv, write_kv
@@ -26,13 +27,13 @@ from millrace.ops.triton.attention.prefill import (
     decode,
 )
 from millrace.ops.triton.attention.qkv import PrepareQkvKernel
-from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_rows
+from millrace.run.packet.decode_rows import num_words, write_decode_rows
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 STEP = 2.0**-4
 """Half of the widest step between neighbouring float8 numbers, relative to the number."""
 SAME = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""How near two versions are that read the same eight bits."""
+"""Tolerance between two versions that read the same FP8 cache."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +48,11 @@ def empty_fp8(kv: torch.Tensor) -> torch.Tensor:
 
 
 def in_fp8(kv: torch.Tensor) -> torch.Tensor:
-    """The same cache in eight bits; places that were never written stay so."""
+    """The same cache in FP8; unwritten entries stay unwritten."""
     return rewritten(kv, empty_fp8(kv))
 
 
-def test_a_key_or_value_comes_back_within_half_a_step_of_its_largest_item() -> None:
+def test_the_rounding_error_is_at_most_half_a_step() -> None:
     torch.manual_seed(1)
     sizes = 10.0 ** torch.randint(-6, 6, (7, 2, 3, 1))
     tokens = torch.randn(7, 2, 3, 32) * sizes
@@ -65,7 +66,7 @@ def test_a_key_or_value_comes_back_within_half_a_step_of_its_largest_item() -> N
     assert torch.equal(found[2], torch.zeros_like(found[2]))
 
 
-def test_a_token_takes_its_items_and_one_scale_and_touches_nothing_else() -> None:
+def test_writing_a_token_changes_only_its_items_and_scale() -> None:
     kv = torch.zeros((2, 3, 2, 4, 16 + SCALE_BYTES), dtype=torch.uint8)
     write_kv(torch.ones(1, 2, 2, 16), kv, torch.tensor([1]), torch.tensor([2]))
     items, scales = fp8_parts(kv)
@@ -78,7 +79,7 @@ def test_a_token_takes_its_items_and_one_scale_and_touches_nothing_else() -> Non
 
 
 @pytest.mark.parametrize(("rotary", "norm"), [(16, True), (8, False), (0, False)])
-def test_the_kernel_writes_what_the_reference_writes(rotary: int, norm: bool) -> None:
+def test_the_kernel_writes_the_same_as_the_reference(rotary: int, norm: bool) -> None:
     torch.manual_seed(2)
     heads, kv_heads, head_dim, tokens = 4, 2, 16, 5
     weights = [torch.rand(head_dim, device=device) + 0.5 if norm else None for _ in range(2)]
@@ -96,7 +97,7 @@ def test_the_kernel_writes_what_the_reference_writes(rotary: int, norm: bool) ->
     assert torch.equal(touched, (found != 255).any(-1))
     blocks = slots // 16
     one, two = (read_kv(kv, blocks)[:, torch.arange(tokens), :, slots % 16] for kv in (expected, found))
-    # A rounding that falls on the other side of a tie is one step of float8 apart. Triton's interpreter also loses the
+    # A tie rounded the other way is one float8 step apart. Triton's interpreter also loses the
     # carry of a mantissa that rounds up to the next power of two.
     apart = (two - one).abs() > 2 * STEP * one.abs() + 1e-3
     assert int(apart.sum()) <= (one.numel() // 20 if interpreted else 0)
@@ -115,7 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_paged_attention_reads_what_the_reference_reads(name: str, tiled: bool) -> None:
+def test_paged_attention_equals_the_reference(name: str, tiled: bool) -> None:
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16, "dtype": HALF, **CASES[name]}
     rows = [(1, 70), (1, 33), (5, 40), (33, 33)]
     queries, kv, batch = make_attention_case(rows, device=device, **sizes)
@@ -135,7 +136,7 @@ def test_paged_attention_reads_what_the_reference_reads(name: str, tiled: bool) 
 
 
 @pytest.mark.parametrize("shared", [128])
-def test_a_shared_prefix_in_eight_bits(shared: int) -> None:
+def test_a_shared_prefix(shared: int) -> None:
     lengths = [shared + 1, shared + 40]
     sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
     queries, kv, batch = make_attention_case([(1, length) for length in lengths], device=device, **sizes)
@@ -150,15 +151,15 @@ def test_a_shared_prefix_in_eight_bits(shared: int) -> None:
     torch.testing.assert_close(found.float(), expected.float(), atol=SAME[HALF], rtol=SAME[HALF])
 
 
-def test_listed_rows_in_eight_bits() -> None:
-    """Rows with one query from a list, the longest of them in parts."""
+def test_listed_rows() -> None:
+    """Decode rows from a list, the longest one split."""
     lengths, sizes = [20, 1200, 70], {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
     queries, kv, batch = make_attention_case([(1, length) for length in lengths], device=device, **sizes)
     narrow, reference, rows = in_fp8(kv), ReferenceAttention(4, 2, 16, 0.3), np.arange(3)
     expected = reference(queries, narrow, reference.prepare(batch, 16, None))
     words = np.zeros(num_words(3), np.int32)
     write_decode_rows(words, rows, rows, np.array(lengths, np.int32))
-    listed = torch.from_numpy(words.reshape(COLUMNS, -1)).to(device)
+    listed = torch.from_numpy(words.reshape(LIST_COLUMNS, -1)).to(device)
     table_rows = torch.arange(3, dtype=torch.int32, device=device)
     paged, shape = (
         PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables),

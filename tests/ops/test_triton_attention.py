@@ -15,14 +15,14 @@ from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
-from millrace.ops.attention.decode_rule import SPLIT_CELLS, decode_tuning, takes_list
+from millrace.ops.attention.decode_rule import LIST_COLUMNS, SPLIT_CELLS, decode_tuning, takes_list
 from millrace.ops.kv.cache import CacheFormat
 from millrace.ops.triton.attention.prefill import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
-from millrace.run.packet.decode_rows import COLUMNS, num_words, write_decode_rows
+from millrace.run.packet.decode_rows import num_words, write_decode_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 HALF = torch.float16 if interpreted else torch.bfloat16
-"""Triton's interpreter multiplies no bfloat16."""
+"""Triton's interpreter cannot multiply bfloat16."""
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
 
 
@@ -88,11 +88,11 @@ def test_large_scores_do_not_overflow() -> None:
     compare([(7, 90), (1, 90)], scale=40.0)
 
 
-def test_rows_without_queries_are_left_out() -> None:
+def test_rows_without_queries_are_skipped() -> None:
     compare([(2, 9), (0, 5), (1, 4)])
 
 
-def test_many_rows_take_one_split_and_few_take_many() -> None:
+def test_many_rows_are_not_split_and_few_are() -> None:
     if not interpreted:
         compare([(1, 2 + row) for row in range(66)], kv_heads=8, heads=8)
     compare([(1, 1500)])
@@ -106,8 +106,8 @@ def test_long_rows_of_real_sizes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_tiled_result_depends_on_nothing_but_the_query(window: int | None) -> None:
-    """Bit for bit the same in one piece, token by token and in company."""
+def test_tiled_result_depends_only_on_the_query(window: int | None) -> None:
+    """Bit-identical in one chunk, token by token, and in a batch."""
     attention = PagedAttention(4, 2, 16, 0.2, tile_decode_rows=True)
     length = 100 if interpreted else 700
     queries, kv, batch = make_attention_case([(length, length)], device=device, **SIZES)
@@ -117,10 +117,10 @@ def test_tiled_result_depends_on_nothing_but_the_query(window: int | None) -> No
         rows = make_batch([([0] * count, first, table)], 16, device)
         part = attention(queries[first : first + count], kv, attention.prepare(rows, 16, window))
         assert torch.equal(part, whole[first : first + count])
-    company = make_batch([([0] * 9, 20, table), ([0], 99, table), ([0] * 30, 60, table)], 16, device)
+    mixed = make_batch([([0] * 9, 20, table), ([0], 99, table), ([0] * 30, 60, table)], 16, device)
     together = torch.cat((queries[20:29], queries[99:100], queries[60:90]))
     expected = torch.cat((whole[20:29], whole[99:100], whole[60:90]))
-    assert torch.equal(attention(together, kv, attention.prepare(company, 16, window)), expected)
+    assert torch.equal(attention(together, kv, attention.prepare(mixed, 16, window)), expected)
 
 
 def test_arrival_counters_are_left_at_zero() -> None:
@@ -134,7 +134,7 @@ def test_arrival_counters_are_left_at_zero() -> None:
 @pytest.mark.parametrize("shared", [128, 256, 640])
 @pytest.mark.parametrize("group", [1, 4])
 def test_shared_prefix(shared: int, group: int) -> None:
-    """Rows that begin with the same blocks: as if each had read them itself, padding beside them or not."""
+    """Rows that start with the same blocks get the results of each alone, also with a padding row."""
     lengths = [shared + 1, shared + 40, shared + 200]
     sizes = {**SIZES, "heads": 2 * group}
     queries, kv, batch = make_attention_case([(1, length) for length in lengths], device=device, **sizes)
@@ -161,19 +161,19 @@ PLAIN = DecodeTuning(tile=32, splits=8, warps=1, stages=4)
 
 
 def list_of(batch: Any, rows: list[tuple[int, int]]) -> torch.Tensor:
-    """The rows with single queries, with room for one more row, as a step's packet brings them."""
+    """The list of decode rows as in a step's packet, with room for one more row."""
     decode_rows = [
         (batch.query_starts_host[row], row, length) for row, (count, length) in enumerate(rows) if count == 1
     ]
     words = np.zeros(num_words(len(rows) + 1), np.int32)
     write_decode_rows(words, *np.array(decode_rows, np.int32).reshape(-1, 3).T)
-    return torch.from_numpy(words.reshape(COLUMNS, -1)).to(device)
+    return torch.from_numpy(words.reshape(LIST_COLUMNS, -1)).to(device)
 
 
 def compare_decode_rows(
     rows: list[tuple[int, int]], tuning: DecodeTuning, window: int = 0, lists: bool = True, **changes: Any
 ) -> None:
-    """Decode attention of the rows with single queries, listed or not; the others' results are left alone."""
+    """Decode attention of the rows with a single query, listed or not; results of other rows are not written."""
     sizes = {**SIZES, **changes}
     softcap = sizes.pop("softcap", None)
     queries, kv, batch = make_attention_case(rows, device=device, **sizes)
@@ -185,7 +185,7 @@ def compare_decode_rows(
     single = [start for start, (count, _) in zip(batch.query_starts_host, rows, strict=False) if count == 1]
     others = [token for token in range(len(queries)) if token not in single]
     entries = list_of(batch, rows) if lists else None
-    for _ in range(2):  # counters are left at zero
+    for _ in range(2):  # the second launch needs counters at zero
         out = torch.full_like(expected, float("nan"))
         decode(queries, kv, out, paged, shape, workspace, tuning, window, listed=entries)
         tolerance = TOLERANCE[sizes["dtype"]]
@@ -208,7 +208,7 @@ def test_a_list_without_rows() -> None:
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_swapped_tiles_of_heads_and_groups(head_dim: int, group: int) -> None:
+def test_swapped_tiles_with_all_head_and_group_sizes(head_dim: int, group: int) -> None:
     compare_decode_rows([(1, 70), (1, 3)], SWAPPED, head_dim=head_dim, heads=group, kv_heads=1)
 
 
@@ -218,8 +218,8 @@ def test_swapped_tiles_with_equal_splits_and_a_cap(splits: int) -> None:
     compare_decode_rows([(1, 90), (1, 1), (1, 200)], tuning, lists=False, softcap=5.0, head_dim=64)
 
 
-def test_which_sizes_take_swapped_tiles_and_lists() -> None:
-    """Up to four streams to a multiprocessor, in sixteen bits, but for so few that all of them are split."""
+def test_which_sizes_use_swapped_tiles_and_lists() -> None:
+    """Swapped: 16-bit caches with up to four streams per multiprocessor, unless so few that all are split."""
     cpu, half = torch.device("cpu"), torch.bfloat16
     shape = HeadShape(16, 8, 128, 0.1)
     swapped = [rows for rows in range(1, 80) if decode_tuning(shape, rows, half, cpu, "plain", True).swap]

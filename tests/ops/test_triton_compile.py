@@ -87,10 +87,10 @@ def test_the_server_fills_the_cache(tmp_path: Path) -> None:
 def test_a_build_pool_whose_server_died_has_no_open_requests(tmp_path: Path) -> None:
     build_pool = KernelBuildPool(tmp_path / "marks" / "mark")
     build_pool.request("{}", ("cuda", 90, 32), can_wait=True)
-    assert build_pool.is_done(all_of_it=False)
+    assert build_pool.is_done(urgent_only=True)
     assert not build_pool.is_done()
     build_pool.request("[]", ("cuda", 90, 32))
-    assert not build_pool.is_done(all_of_it=False)
+    assert not build_pool.is_done(urgent_only=True)
     build_pool._server.kill()
     assert build_pool.is_done(20.0)
     build_pool.request("1", ("cuda", 90, 32))
@@ -117,7 +117,7 @@ def test_a_build_pool_waits_while_replies_come(tmp_path: Path, monkeypatch: pyte
     until = time.monotonic() + 20.0
     while not build_pool.is_done(0.01):
         assert time.monotonic() < until
-    assert build_pool._server.poll() is None, "it was given up"
+    assert build_pool._server.poll() is None, "the server was killed"
     build_pool.close()
 
 
@@ -142,7 +142,7 @@ print(json.dumps({name: kernel.cache_key for name, kernel in kernels.items()}))
 
 
 def test_a_kernels_key_does_not_depend_on_earlier_compilation() -> None:
-    """Else the server would compile under one name what the engine looks for under another."""
+    """Otherwise the build server would store a kernel under a key that the engine does not look up."""
 
     def keys(order: str) -> dict[str, str]:
         command = [sys.executable, "-c", KEYS, order]

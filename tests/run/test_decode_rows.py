@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.run.packet.decode_rows import COLUMNS, LONG_TOKENS, MAX_PARTS, SPARE, num_words, write_decode_rows
+from millrace.ops.attention.decode_rule import LIST_COLUMNS, MAX_LISTED_PARTS
+from millrace.run.packet.decode_rows import LONG_TOKENS, SPARE, num_words, write_decode_rows
 
 
 def listed(lengths: list[int], room: int = 0) -> np.ndarray:
     words = np.full(num_words(len(lengths) + room), 777, np.int32)
     tokens = np.arange(len(lengths)) * 3 + 1
     write_decode_rows(words, tokens, tokens + 1000, np.array(lengths, np.int32))
-    return words.reshape(COLUMNS, -1).T
+    return words.reshape(LIST_COLUMNS, -1).T
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -31,7 +32,7 @@ def test_every_row_is_listed_with_all_its_parts(seed: int) -> None:
         assert (mine[:, 2] == length).all()
         assert sorted(mine[:, 3].tolist()) == list(range(parts))
         assert (mine[:, 4] == parts).all()
-        assert parts <= MAX_PARTS
+        assert parts <= MAX_LISTED_PARTS
         assert parts == 1 or length > LONG_TOKENS
         if parts > 1:
             assert len(set(mine[:, 5].tolist())) == 1
@@ -51,9 +52,9 @@ def test_equal_rows_keep_their_order_and_are_not_split() -> None:
 
 def test_one_long_row_takes_the_maximum_number_of_parts() -> None:
     entries = listed([100] * 30 + [32_000])
-    assert entries[0].tolist()[:6] == [91, 1091, 32_000, 0, MAX_PARTS, 0]
-    assert entries[:MAX_PARTS, 3].tolist() == list(range(MAX_PARTS))
-    assert (entries[:, 0] == 91).sum() == MAX_PARTS
+    assert entries[0].tolist()[:6] == [91, 1091, 32_000, 0, MAX_LISTED_PARTS, 0]
+    assert entries[:MAX_LISTED_PARTS, 3].tolist() == list(range(MAX_LISTED_PARTS))
+    assert (entries[:, 0] == 91).sum() == MAX_LISTED_PARTS
 
 
 def test_no_rows() -> None:

@@ -17,7 +17,7 @@ from helpers.stored_blocks import StoredSource
 
 from millrace.config import RunConfig
 from millrace.models import load as load_module
-from millrace.models.decoding import spans_of
+from millrace.models.decode_spans import spans_of
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
@@ -134,7 +134,7 @@ def prompt_of(row: int) -> list[int]:
 
 
 def busy_plans(seed: int, **params: Any) -> list[StepPlan]:
-    """Prompts in chunks of any size, also of one token, beside decode rows: few, then many."""
+    """Prompts in chunks of any size, down to one token, next to few and then many decode rows."""
     draw = random.Random(seed)
     prompts = [prompt_of(row) for row in range(ROWS)]
     admitted = tuple(admission(row, tokens, **params) for row, tokens in enumerate(prompts))
@@ -193,13 +193,13 @@ def test_rows_with_logprobs_draw_the_same_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
 def test_decode_rows_do_not_affect_each_other_or_prompts(config: dict[str, Any], tmp_path: Path) -> None:
     row, prompt = 3, prompt_of(3)
-    alone, beside = make_runner(tmp_path, config), make_runner(tmp_path, config)
+    alone, batched = make_runner(tmp_path, config), make_runner(tmp_path, config)
     first = plan_of(0, [(row, 0, len(prompt), True)], (admission(row, prompt),))
     steps = [plan_of(1 + i, [(row, len(prompt) + i, 1, True)]) for i in range(12)]
     expected = [tokens[0] for tokens in drawn_by(alone, [first, *steps])]
 
     others = [other for other in range(ROWS) if other != row]
-    got = [drawn_by(beside, [first])[0][0]]
+    got = [drawn_by(batched, [first])[0][0]]
     computed = dict.fromkeys(others, 0)
     for i, step in enumerate(steps):
         joining = others[: 1 + i]
@@ -211,10 +211,10 @@ def test_decode_rows_do_not_affect_each_other_or_prompts(config: dict[str, Any],
             count = len(tokens) - computed[other] if computed[other] < len(tokens) else 1
             rows.append((other, computed[other], count, True))
             computed[other] += count
-        got.append(drawn_by(beside, [plan_of(1 + i, rows, tuple(admitted))])[0][0])
+        got.append(drawn_by(batched, [plan_of(1 + i, rows, tuple(admitted))])[0][0])
     assert got == expected
     length = len(prompt) + len(steps)
-    assert same_bits(kv_of(alone, row, length), kv_of(beside, row, length))
+    assert same_bits(kv_of(alone, row, length), kv_of(batched, row, length))
 
 
 def decoded_and_given(runner: Runner) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

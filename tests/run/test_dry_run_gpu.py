@@ -78,7 +78,7 @@ class FakeBuildPool:
         self.kernels.append(kernel)
         self.can_wait.append(can_wait)
 
-    def is_done(self, wait_s: float = 0.0, *, all_of_it: bool = True) -> bool:
+    def is_done(self, wait_s: float = 0.0, *, urgent_only: bool = False) -> bool:
         return wait_s > 0
 
 

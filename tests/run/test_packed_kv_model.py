@@ -180,7 +180,7 @@ def decoder_of(case: str) -> Decoder:
 
 @pytest.mark.usefixtures("reference_ops")
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "smollm3"])
-def test_logits_are_those_of_the_full_cache(case: str) -> None:
+def test_logits_equal_those_of_the_full_cache(case: str) -> None:
     """In heads of sixteen items hardly any item is below 1/32,768 of the largest, so nearly all are exact."""
     decoder = decoder_of(case)
     tokens = np.random.default_rng(4).integers(0, VOCAB, TOKENS).tolist()

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import CpuDevice
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.packet import decode_rows
-from millrace.run.packet.decode_rows import COLUMNS
 from millrace.run.packet.step_packet import Bucket, PacketLayout, PacketWriter, Section
 from millrace.run.table.request_table import RequestTable
 
@@ -78,7 +78,7 @@ class Decoding:
         )  # fmt: skip
 
     def pad(self) -> None:
-        """A step of padding, as graphs are captured with."""
+        """Write a step that is all padding, as used to capture graphs."""
         self.writer.write(None, self.table, self.buckets.decode(len(self.rows) or 1), self.buffers[0])
 
     def send(self, plan: StepPlan, admitted: tuple[Admission, ...]) -> None:
@@ -100,7 +100,7 @@ class Decoding:
             if isinstance(section, Section) and name != "decode_rows":
                 assert section.of(packet).tolist() == section.of(expected).tolist(), name
         if layout.decode_rows.length:
-            found, wanted = (layout.decode_rows.of(words).reshape(COLUMNS, -1) for words in (packet, expected))
+            found, wanted = (layout.decode_rows.of(words).reshape(LIST_COLUMNS, -1) for words in (packet, expected))
             is_listed = wanted[2] > 0
             assert found[2].tolist() == wanted[2].tolist()
             assert found[:, is_listed].tolist() == wanted[:, is_listed].tolist()

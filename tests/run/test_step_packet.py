@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.ops.attention.decode_rule import SHARED_UNIT
+from millrace.ops.attention.decode_rule import LIST_COLUMNS, SHARED_UNIT
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.device.device import CpuDevice
 from millrace.run.graphs.buckets import Buckets
-from millrace.run.packet.decode_rows import COLUMNS
 from millrace.run.packet.step_packet import ALIGN, Bucket, PacketWriter
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
@@ -75,7 +74,7 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
         listed = tiles if bucket.is_decode else tiles[::-1]
         assert layout.tiles.of(packet).reshape(-1, 2).tolist() == listed + [[-1, -1]] * (bucket.tiles - len(tiles))
     if layout.decode_rows.length:
-        columns = layout.decode_rows.of(packet).reshape(COLUMNS, -1)
+        columns = layout.decode_rows.of(packet).reshape(LIST_COLUMNS, -1)
         single = [row for row, length in enumerate(lengths) if length == 1]
         listed = columns[:, columns[2] > 0]
         seq_lens = layout.seq_lens.of(packet)

@@ -64,7 +64,7 @@ def _round(engine: SocketEngineChannel, steps: list[StepTokens]) -> tuple[float,
     for index, step in enumerate(steps):
         engine.send(index, step)
     sent = time.perf_counter()
-    first = engine.receive(ANSWER_LIMIT_S, watch_s=ANSWER_LIMIT_S)
+    first = engine.receive(ANSWER_LIMIT_S, poll_s=ANSWER_LIMIT_S)
     answered = time.perf_counter()
     _receive(engine, len(steps) - len(first), ANSWER_LIMIT_S)
     looked = time.perf_counter()

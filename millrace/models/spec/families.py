@@ -66,13 +66,13 @@ def _no_windows(c: ConfigReader, num_layers: int) -> Windows:
     return [None] * num_layers
 
 
-def _all_windows(c: ConfigReader, num_layers: int) -> Windows:
+def _uniform_windows(c: ConfigReader, num_layers: int) -> Windows:
     """One window for all layers, unless the config lists the sliding layers."""
     window = c.optional_whole("sliding_window")
     return _by_type(c, num_layers, lambda layer: window is not None)
 
 
-def _opted_windows(c: ConfigReader, num_layers: int) -> Windows:
+def _qwen_windows(c: ConfigReader, num_layers: int) -> Windows:
     """Qwen: windows only if enabled, and only from layer `max_window_layers` on."""
     if not c.flag("use_sliding_window"):
         return [None] * num_layers
@@ -80,8 +80,8 @@ def _opted_windows(c: ConfigReader, num_layers: int) -> Windows:
     return _by_type(c, num_layers, lambda layer: layer >= first)
 
 
-def _opted_uniform_windows(c: ConfigReader, num_layers: int) -> Windows:
-    return _all_windows(c, num_layers) if c.flag("use_sliding_window") else [None] * num_layers
+def _qwen_moe_windows(c: ConfigReader, num_layers: int) -> Windows:
+    return _uniform_windows(c, num_layers) if c.flag("use_sliding_window") else [None] * num_layers
 
 
 def _by_type(c: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> Windows:
@@ -192,7 +192,7 @@ def _refuse_bidirectional(c: ConfigReader) -> None:
 
 def _mixtral(c: ConfigReader) -> dict[str, Any]:
     experts = c.whole("num_local_experts", c.whole("num_experts", 8))
-    layers = tuple(LayerSpec(window, is_moe=True) for window in _all_windows(c, c.whole("num_hidden_layers")))
+    layers = tuple(LayerSpec(window, is_moe=True) for window in _uniform_windows(c, c.whole("num_hidden_layers")))
     return {"moe": _moe(c, experts, c.whole("intermediate_size"), renormalise=True), "layers": layers}
 
 
@@ -200,7 +200,7 @@ def _qwen3_moe(c: ConfigReader) -> dict[str, Any]:
     num_layers = c.whole("num_hidden_layers")
     experts = c.whole("num_experts", c.whole("num_local_experts", 128), minimum=0)
     step, dense = c.whole("decoder_sparse_step", 1), set(c.whole_list("mlp_only_layers"))
-    windows = _opted_uniform_windows(c, num_layers)
+    windows = _qwen_moe_windows(c, num_layers)
     layers = tuple(
         LayerSpec(windows[layer], is_moe=experts > 0 and layer not in dense and (layer + 1) % step == 0)
         for layer in range(num_layers)
@@ -242,7 +242,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mistral",),
         architectures=("MistralForCausalLM",),
         traits=lambda c: {},
-        windows=_all_windows,
+        windows=_uniform_windows,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     Family(
@@ -250,7 +250,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen2",),
         architectures=("Qwen2ForCausalLM",),
         traits=lambda c: {"qkv_bias": True},
-        windows=_opted_windows,
+        windows=_qwen_windows,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
     ),
     Family(
@@ -258,7 +258,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen3",),
         architectures=("Qwen3ForCausalLM",),
         traits=lambda c: {**_attention_bias(c), "qk_norm": True},
-        windows=_opted_windows,
+        windows=_qwen_windows,
         defaults={
             "num_key_value_heads": 32,
             "head_dim": 128,
@@ -304,7 +304,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mixtral",),
         architectures=("MixtralForCausalLM",),
         traits=_mixtral,
-        windows=_all_windows,
+        windows=_uniform_windows,
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -324,7 +324,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen3_moe",),
         architectures=("Qwen3MoeForCausalLM",),
         traits=_qwen3_moe,
-        windows=_opted_uniform_windows,
+        windows=_qwen_moe_windows,
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,

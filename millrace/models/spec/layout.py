@@ -15,8 +15,8 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One stored tensor."""
+class TensorSpec:
+    """Name and shape of one tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,14 +30,14 @@ class Part:
 class Matrix:
     """The weight of a linear: its parts stacked by rows, and likewise the biases (none, or one per part)."""
 
-    parts: tuple[Part, ...]
-    biases: tuple[Part, ...] = ()
+    parts: tuple[TensorSpec, ...]
+    biases: tuple[TensorSpec, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
-    def all_parts(self) -> tuple[Part, ...]:
+    def all_tensors(self) -> tuple[TensorSpec, ...]:
         return self.parts + self.biases
 
 
@@ -50,23 +50,23 @@ class MoeLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    input_norm: Part
+    input_norm: TensorSpec
     qkv: Matrix
-    q_norm: Part | None
-    k_norm: Part | None
+    q_norm: TensorSpec | None
+    k_norm: TensorSpec | None
     out: Matrix
-    attention_out_norm: Part | None
-    mlp_norm: Part
+    attention_out_norm: TensorSpec | None
+    mlp_norm: TensorSpec
     mlp: tuple[Matrix, Matrix] | MoeLayout
     """(gate_up, down), or a mixture of experts."""
-    mlp_out_norm: Part | None
+    mlp_out_norm: TensorSpec | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    embedding: Part
+    embedding: TensorSpec
     layers: tuple[LayerLayout, ...]
-    final_norm: Part
+    final_norm: TensorSpec
     head: Matrix | None
     """The LM head; None if it is tied to the embedding."""
 
@@ -75,10 +75,10 @@ def layout_of(spec: ModelSpec) -> ModelLayout:
     names = family_named(spec.family).names
     vocabulary = (spec.vocab_size, spec.hidden_size)
     return ModelLayout(
-        embedding=Part(EMBEDDING, vocabulary),
+        embedding=TensorSpec(EMBEDDING, vocabulary),
         layers=tuple(_layer(spec, names, index, layer) for index, layer in enumerate(spec.layers)),
-        final_norm=Part(FINAL_NORM, (spec.hidden_size,)),
-        head=None if spec.tied_head else Matrix((Part(HEAD, vocabulary),)),
+        final_norm=TensorSpec(FINAL_NORM, (spec.hidden_size,)),
+        head=None if spec.tied_head else Matrix((TensorSpec(HEAD, vocabulary),)),
     )
 
 
@@ -86,11 +86,11 @@ def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) ->
     prefix = f"model.layers.{index}."
     attention = prefix + "self_attn."
 
-    def norm(name: str) -> Part:
-        return Part(f"{prefix}{name}.weight", (spec.hidden_size,))
+    def norm(name: str) -> TensorSpec:
+        return TensorSpec(f"{prefix}{name}.weight", (spec.hidden_size,))
 
-    def head_norm(name: str) -> Part | None:
-        return Part(f"{attention}{name}.weight", (spec.head_dim,)) if spec.qk_norm else None
+    def head_norm(name: str) -> TensorSpec | None:
+        return TensorSpec(f"{attention}{name}.weight", (spec.head_dim,)) if spec.qk_norm else None
 
     rows = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
     return LayerLayout(
@@ -107,8 +107,8 @@ def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) ->
 
 
 def _matrix(prefix: str, rows: dict[str, int], columns: int, has_bias: bool = False) -> Matrix:
-    parts = tuple(Part(f"{prefix}{name}.weight", (count, columns)) for name, count in rows.items())
-    biases = tuple(Part(f"{prefix}{name}.bias", (count,)) for name, count in rows.items())
+    parts = tuple(TensorSpec(f"{prefix}{name}.weight", (count, columns)) for name, count in rows.items())
+    biases = tuple(TensorSpec(f"{prefix}{name}.bias", (count,)) for name, count in rows.items())
     return Matrix(parts, biases if has_bias else ())
 
 
@@ -146,18 +146,18 @@ def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
         yield from layer.mlp
 
 
-def norms_of(layer: LayerLayout) -> Iterator[Part]:
+def norms_of(layer: LayerLayout) -> Iterator[TensorSpec]:
     found = (layer.input_norm, layer.q_norm, layer.k_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
     yield from (norm for norm in found if norm is not None)
 
 
-def all_parts(layout: ModelLayout) -> Iterator[Part]:
+def all_tensors(layout: ModelLayout) -> Iterator[TensorSpec]:
     """Every tensor that the model needs."""
     yield layout.embedding
     for layer in layout.layers:
         yield from norms_of(layer)
         for matrix in matrices_of(layer):
-            yield from matrix.all_parts()
+            yield from matrix.all_tensors()
     yield layout.final_norm
     if layout.head is not None:
-        yield from layout.head.all_parts()
+        yield from layout.head.all_tensors()

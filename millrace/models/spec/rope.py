@@ -44,9 +44,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float, la
         return _read_yarn(reader, base)
     if kind == "divisors":
         return RopeSpec(rotary_dim, theta, "divisors", divisors=_read_divisors(reader, rotary_dim))
-    raise ModelError(
-        f"The model's config asks for rope type {kind!r}, which is not supported. Supported: {_SUPPORTED}."
-    )
+    raise ModelError(f"The model's config has rope type {kind!r}, which is not supported. Supported: {_SUPPORTED}.")
 
 
 def _parameters(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:

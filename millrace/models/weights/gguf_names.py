@@ -1,4 +1,4 @@
-"""Maps Hugging Face tensor names to parts of GGUF tensors."""
+"""Maps Hugging Face tensor names to pieces of GGUF tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GgufPiece:
     """Rows `first_row` to `first_row + num_rows` of a tensor, with all axes but the last flattened, seen as `shape`."""
 
     tensor: str
@@ -56,20 +56,20 @@ class Part:
     expert: int | None = None
 
 
-def parts_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, Part]:
+def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPiece]:
     """Every Hugging Face tensor in the file. A tensor that the family does not have is an error."""
-    found: dict[str, Part] = {}
+    found: dict[str, GgufPiece] = {}
     for tensor in model.names():
         if _UNUSED.fullmatch(tensor):
             continue
-        for name, part in _parts_of(model, config, tensor):
+        for name, piece in _pieces_of(model, config, tensor):
             if name in found:
                 raise ModelError(f"{model.path}: tensors '{found[name].tensor}' and '{tensor}' are both {name}.")
-            found[name] = part
+            found[name] = piece
     return found
 
 
-def _parts_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator[tuple[str, Part]]:
+def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator[tuple[str, GgufPiece]]:
     is_gemma = str(config["model_type"]).startswith("gemma")
     whole = _whole(model, tensor)
     if tensor in _GLOBAL:
@@ -96,13 +96,13 @@ def _parts_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator
         raise _unknown(model, config, tensor)
 
 
-def _whole(model: GgufModel, tensor: str) -> Part:
+def _whole(model: GgufModel, tensor: str) -> GgufPiece:
     """The whole tensor. A vector counts as rows of one item, so that items can be selected like rows."""
     shape = model.tensor(tensor).shape
     rows = 1
     for size in shape[:-1] if len(shape) > 1 else shape:
         rows *= size
-    return Part(tensor, shape, 0, rows)
+    return GgufPiece(tensor, shape, 0, rows)
 
 
 def _heads(config: dict[str, Any], part: str) -> int:
@@ -125,8 +125,8 @@ def _expert_name(config: dict[str, Any], prefix: str, part: str, expert: int, ki
 
 
 def _experts(
-    model: GgufModel, config: dict[str, Any], prefix: str, part: str, whole: Part
-) -> Iterator[tuple[str, Part]]:
+    model: GgufModel, config: dict[str, Any], prefix: str, part: str, whole: GgufPiece
+) -> Iterator[tuple[str, GgufPiece]]:
     count = _num_experts(model, config, whole)
     rows = whole.num_rows // count
     for expert in range(count):
@@ -134,7 +134,9 @@ def _experts(
         yield _expert_name(config, prefix, part, expert), own
 
 
-def _fused_experts(model: GgufModel, config: dict[str, Any], prefix: str, whole: Part) -> Iterator[tuple[str, Part]]:
+def _fused_experts(
+    model: GgufModel, config: dict[str, Any], prefix: str, whole: GgufPiece
+) -> Iterator[tuple[str, GgufPiece]]:
     """One tensor [experts, gate rows then up rows, width]."""
     count = _num_experts(model, config, whole)
     rows = whole.num_rows // count // 2
@@ -145,7 +147,7 @@ def _fused_experts(model: GgufModel, config: dict[str, Any], prefix: str, whole:
             yield _expert_name(config, prefix, part, expert), own
 
 
-def _num_experts(model: GgufModel, config: dict[str, Any], whole: Part) -> int:
+def _num_experts(model: GgufModel, config: dict[str, Any], whole: GgufPiece) -> int:
     count = config.get("num_local_experts") or config.get("num_experts") or 0
     if len(whole.shape) != 3 or whole.shape[0] != count:
         raise ModelError(
@@ -156,8 +158,8 @@ def _num_experts(model: GgufModel, config: dict[str, Any], whole: Part) -> int:
 
 
 def _fused_attention(
-    model: GgufModel, config: dict[str, Any], prefix: str, kind: str, whole: Part
-) -> Iterator[tuple[str, Part]]:
+    model: GgufModel, config: dict[str, Any], prefix: str, kind: str, whole: GgufPiece
+) -> Iterator[tuple[str, GgufPiece]]:
     head_dim, kv_rows = config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
     sizes = {"attn_q": config["num_attention_heads"] * head_dim, "attn_k": kv_rows, "attn_v": kv_rows}
     if sum(sizes.values()) != whole.num_rows:

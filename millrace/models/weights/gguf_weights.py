@@ -11,7 +11,7 @@ import torch
 
 from millrace.errors import ModelError
 from millrace.models.weights.dequantise import PLAIN, Bytes, check_supported, dequantise, stored_dtype
-from millrace.models.weights.gguf_names import Part, parts_by_name
+from millrace.models.weights.gguf_names import GgufPiece, pieces_by_name
 from millrace.sources.gguf.model import GgufModel
 
 
@@ -20,29 +20,29 @@ class GgufWeights:
 
     def __init__(self, model: GgufModel, config: dict[str, Any]) -> None:
         self._model = model
-        self._parts = parts_by_name(model, config)
-        for part in self._parts.values():
-            check_supported(model.tensor(part.tensor).type, f"{self._where(part)} tensor '{part.tensor}'")
-            self._check_heads(part)
+        self._pieces = pieces_by_name(model, config)
+        for piece in self._pieces.values():
+            check_supported(model.tensor(piece.tensor).type, f"{self._where(piece)} tensor '{piece.tensor}'")
+            self._check_heads(piece)
 
     def names(self) -> Iterable[str]:
-        return self._parts.keys()
+        return self._pieces.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._part(name).shape
+        return self._piece(name).shape
 
     def file_of(self, name: str) -> Path:
-        return self._model.file_of(self._part(name).tensor).path
+        return self._model.file_of(self._piece(name).tensor).path
 
     def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        part = self._part(name)
-        kind = self._model.tensor(part.tensor).type
-        scale = self._scale(part)
+        piece = self._piece(name)
+        kind = self._model.tensor(piece.tensor).type
+        scale = self._scale(piece)
         # Corrections are computed in float32; rounding to the requested dtype comes last.
-        computed = part.minus_one or scale is not None
-        out = torch.empty(part.shape, dtype=torch.float32 if computed else dtype or stored_dtype(kind))
-        dequantise(self._rows(part), kind, out)
-        if part.minus_one:
+        computed = piece.minus_one or scale is not None
+        out = torch.empty(piece.shape, dtype=torch.float32 if computed else dtype or stored_dtype(kind))
+        dequantise(self._rows(piece), kind, out)
+        if piece.minus_one:
             out -= 1.0
         if scale is not None:
             out *= scale
@@ -50,56 +50,56 @@ class GgufWeights:
 
     def stored_format(self, name: str) -> str | None:
         """The format of a quantised matrix whose blocks can be used unchanged; else None."""
-        part = self._part(name)
-        tensor = self._model.tensor(part.tensor)
-        plain = tensor.type in PLAIN or len(part.shape) != 2
-        return None if plain or part.minus_one or self._scale(part) is not None else tensor.type.name
+        piece = self._piece(name)
+        tensor = self._model.tensor(piece.tensor)
+        plain = tensor.type in PLAIN or len(piece.shape) != 2
+        return None if plain or piece.minus_one or self._scale(piece) is not None else tensor.type.name
 
     def stored_rows(self, name: str) -> Bytes:
         """The matrix's stored blocks [rows, bytes], contiguous, in the Hugging Face order of rows."""
-        return np.ascontiguousarray(self._rows(self._part(name)))
+        return np.ascontiguousarray(self._rows(self._piece(name)))
 
-    def _part(self, name: str) -> Part:
-        part = self._parts.get(name)
-        if part is None:
+    def _piece(self, name: str) -> GgufPiece:
+        piece = self._pieces.get(name)
+        if piece is None:
             raise ModelError(f"{self._model.path} has no tensor for {name}; the file is incomplete.")
-        return part
+        return piece
 
-    def _where(self, part: Part) -> str:
-        return f"{self._model.file_of(part.tensor).path}:"
+    def _where(self, piece: GgufPiece) -> str:
+        return f"{self._model.file_of(piece.tensor).path}:"
 
-    def _rows(self, part: Part) -> Bytes:
-        """The part's raw bytes. Blocks never span rows, so rows can be reordered before decoding."""
-        raw = self._model.data(part.tensor)
-        total_rows = self._total_rows(part)
-        rows = raw.reshape(total_rows, -1)[part.first_row : part.first_row + part.num_rows]
-        if not part.permuted_heads:
+    def _rows(self, piece: GgufPiece) -> Bytes:
+        """The raw bytes of a piece. Blocks never span rows, so rows can be reordered before decoding."""
+        raw = self._model.data(piece.tensor)
+        total_rows = self._total_rows(piece)
+        rows = raw.reshape(total_rows, -1)[piece.first_row : piece.first_row + piece.num_rows]
+        if not piece.permuted_heads:
             return rows
-        pairs = rows.reshape(part.permuted_heads, -1, 2, rows.shape[-1])
+        pairs = rows.reshape(piece.permuted_heads, -1, 2, rows.shape[-1])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
-    def _total_rows(self, part: Part) -> int:
-        shape = self._model.tensor(part.tensor).shape
+    def _total_rows(self, piece: GgufPiece) -> int:
+        shape = self._model.tensor(piece.tensor).shape
         return shape[0] if len(shape) == 1 else int(np.prod(shape[:-1], dtype=np.int64))
 
-    def _check_heads(self, part: Part) -> None:
+    def _check_heads(self, piece: GgufPiece) -> None:
         """Check that rows divide into heads of even size, and that vectors are not quantised."""
-        tensor = self._model.tensor(part.tensor)
-        if part.permuted_heads and part.num_rows % (2 * part.permuted_heads):
+        tensor = self._model.tensor(piece.tensor)
+        if piece.permuted_heads and piece.num_rows % (2 * piece.permuted_heads):
             raise ModelError(
-                f"{self._where(part)} tensor '{part.tensor}' has {part.num_rows} rows, which are not"
-                f" {part.permuted_heads} heads of an even size. Convert the model again."
+                f"{self._where(piece)} tensor '{piece.tensor}' has {piece.num_rows} rows, which are not"
+                f" {piece.permuted_heads} heads of an even size. Convert the model again."
             )
         if len(tensor.shape) == 1 and tensor.num_bytes % tensor.shape[0]:
             raise ModelError(
-                f"{self._where(part)} tensor '{part.tensor}' is a vector of type {tensor.type.name};"
+                f"{self._where(piece)} tensor '{piece.tensor}' is a vector of type {tensor.type.name};"
                 " vectors must not be quantised. Convert the model again."
             )
 
-    def _scale(self, part: Part) -> float | None:
+    def _scale(self, piece: GgufPiece) -> float | None:
         """Some 4-bit files store a further factor per tensor, or per expert, in a separate tensor."""
-        name = part.tensor.removesuffix(".weight") + ".scale"
+        name = piece.tensor.removesuffix(".weight") + ".scale"
         if name not in self._model:
             return None
         values = self._model.data(name).view("<f4")
-        return float(values[part.expert if part.expert is not None and len(values) > 1 else 0])
+        return float(values[piece.expert if piece.expert is not None and len(values) > 1 else 0])

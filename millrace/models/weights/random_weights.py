@@ -18,7 +18,7 @@ import torch
 
 from millrace.errors import ModelError
 from millrace.models.spec.families import spec_from_config
-from millrace.models.spec.layout import all_parts, layout_of
+from millrace.models.spec.layout import all_tensors, layout_of
 
 _MANTISSA_BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 _EXPONENT_BIAS = {torch.float32: 127, torch.float16: 15, torch.bfloat16: 127}
@@ -32,7 +32,7 @@ class RandomWeights:
     def __init__(self, path: Path, config: dict[str, Any], seed: int) -> None:
         self._path, self._seed = path, seed
         spec = spec_from_config(config)
-        self._shapes = {part.name: part.shape for part in all_parts(layout_of(spec))}
+        self._shapes = {part.name: part.shape for part in all_tensors(layout_of(spec))}
         self._std = float(config.get("initializer_range") or 0.02)
         self._dtype = _DTYPES.get(str(config.get("torch_dtype") or config.get("dtype")), torch.float32)
         self._norm_value = 1.0 - spec.norm_offset

@@ -14,14 +14,14 @@ _NO_ROWS: Floats = np.zeros(0)
 
 
 class AdmissionForecast:
-    """Made anew for each step that admits requests. A block shared by several rows is counted once, as used."""
+    """Created for each step that admits requests. A block shared by several rows is counted once."""
 
     def __init__(self, rows: Rows, pool: BlockPool, lengths: OutputLengthEstimate) -> None:
         self._pool, self._lengths, self._block_size = pool, lengths, rows.block_size
         order, size = rows.order, rows.block_size
         self._is_empty = len(order) == 0
         self._own: Floats = _NO_ROWS
-        """Tokens in blocks that only this row references, rounded up to whole blocks."""
+        """Tokens in the blocks of each row, without blocks found in the prefix cache; whole blocks."""
         self._remaining: Floats = _NO_ROWS
         """Expected tokens still to come, per row."""
         self._admitted: list[tuple[float, float]] = []
@@ -29,6 +29,7 @@ class AdmissionForecast:
         self._bound = 0.0
         """Upper bound on the KV peak: assumes that no request ends early."""
         self._room = pool.total * size
+        """Tokens that fit in the pool beside the blocks found in the prefix cache."""
         if not self._is_empty:
             self._add_running(rows, order)
 

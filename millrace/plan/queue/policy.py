@@ -36,7 +36,7 @@ class Policy(Protocol):
         """Order among requests of one tenant and class, in seconds; lower goes first. Fixed while waiting."""
 
     def learn(self, request: Request) -> None:
-        """A request ended by itself (not aborted) after `num_output` tokens."""
+        """A request finished, without being aborted, after `num_output` tokens."""
 
     def victim_for(self, rows: Rows, request: Request) -> int | None:
         """The running row to preempt so that this waiting request can run; usually None."""

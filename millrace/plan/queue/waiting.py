@@ -23,7 +23,6 @@ QueueName = tuple[int, str]
 Arrival = tuple[float, int]
 """Arrival time and request id."""
 
-
 MAX_STALE_ENTRIES = 1024
 """Entries of requests that have left, beyond which a list is rebuilt."""
 AGING_WINDOW_S = 10.0
@@ -84,7 +83,7 @@ class WaitingQueue:
         return request
 
     def in_order(self, now: float) -> Iterator[Request]:
-        """All requests in queue order. The caller may remove the last one yielded before it asks for the next."""
+        """All requests in queue order. The caller may remove the last one yielded before it continues."""
         cursors = dict.fromkeys(self._queues, 0)
         while cursors:
             name = self._first(cursors, now) if len(cursors) > 1 else next(iter(cursors))

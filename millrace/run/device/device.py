@@ -21,18 +21,18 @@ from torch import Tensor
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
 from millrace.host.cores import memory_nodes, usable_cores
-from millrace.host.time_slice import ask_for_long_slices
+from millrace.host.time_slice import request_long_slices
 from millrace.ops.triton.compile.dry_run import prepare_triton_key
 from millrace.run.device.side_stream import SideStream
 
 MIN_CORES_TO_POLL = 4
 """With at least this many cores the host polls for the end of a step instead of sleeping."""
-WATCH_S = 0.002
+MESSAGE_POLL_S = 0.002
 """How long the engine keeps polling for messages after its last step."""
 
 NUM_DONE_EVENTS = 8
-"""CUDA events that mark the end of launches, reused in turn. With more launches in flight, `wait` may wait for a later
-launch on the same stream: correct, but longer than needed."""
+"""CUDA events that mark the end of launches, reused round-robin. With more launches in flight, `wait` may wait for a
+later launch on the same stream: correct, but longer than needed."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -47,7 +47,7 @@ class Pending(Protocol[T_co]):
 class Device(Protocol):
     kind: str
     torch_device: torch.device
-    watch_s: float
+    poll_s: float
     """How long the host should poll for messages after its last step before it sleeps: waking up adds latency."""
 
     def name(self) -> str: ...
@@ -69,7 +69,7 @@ class Device(Protocol):
 
 class CpuDevice:
     kind = "cpu"
-    watch_s = 0.0
+    poll_s = 0.0
 
     def __init__(self, threads: int) -> None:
         self.torch_device = torch.device("cpu")
@@ -84,7 +84,7 @@ class CpuDevice:
         if self._cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self._cores)  # this thread and those it starts
         torch.set_num_threads(self.threads)
-        ask_for_long_slices()
+        request_long_slices()
 
     def name(self) -> str:
         return f"cpu, {self.threads} threads"
@@ -124,7 +124,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         # Waking up adds latency to every token, so with enough cores the host polls for the end of a step.
         self._sleeps = usable_cores() < MIN_CORES_TO_POLL
-        self.watch_s = 0.0 if self._sleeps else WATCH_S
+        self.poll_s = 0.0 if self._sleeps else MESSAGE_POLL_S
         self._copy_stream = SideStream()
         events = [torch.cuda.Event(blocking=self._sleeps) for _ in range(NUM_DONE_EVENTS)]  # type: ignore[no-untyped-call]
         self._done_events = itertools.cycle(events)

@@ -31,21 +31,21 @@ HEAD_UNIT = 16
 
 
 def resolve_kv_dtype(
-    asked: KvDtype, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+    requested: KvDtype, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, deterministic: bool = False
 ) -> KvFormat:
     """Resolve `auto`; raise ConfigError for a format that this device or model does not support."""
-    if asked == "full":
-        return asked
-    if asked == "auto":
+    if requested == "full":
+        return requested
+    if requested == "auto":
         pays = not _packed_objection(spec, dtype, device, deterministic) and not hopper_missing(device)
         return "packed" if pays else "full"
-    if asked == "packed":
+    if requested == "packed":
         objection = _packed_objection(spec, dtype, device, deterministic)
     else:
-        objection = _eight_bits_objection(asked, device, spec.head_dim)
+        objection = _eight_bits_objection(requested, device, spec.head_dim)
     if objection:
-        raise ConfigError(f"memory.kv_dtype is {asked}, which {objection}", param="memory.kv_dtype")
-    return asked
+        raise ConfigError(f"memory.kv_dtype is {requested}, which {objection}", param="memory.kv_dtype")
+    return requested
 
 
 def _packed_objection(spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool) -> str:
@@ -69,8 +69,8 @@ def _packed_objection(spec: ModelSpec, dtype: torch.dtype, device: torch.device,
     return ""
 
 
-def _eight_bits_objection(asked: Literal["fp8", "int8"], device: torch.device, head_dim: int) -> str:
-    objection = _fp8_objection(device) if asked == "fp8" else _int8_objection(device)
+def _eight_bits_objection(requested: Literal["fp8", "int8"], device: torch.device, head_dim: int) -> str:
+    objection = _fp8_objection(device) if requested == "fp8" else _int8_objection(device)
     if not objection and head_dim % HEAD_UNIT:
         return f"needs heads in multiples of {HEAD_UNIT} items, but the model's have {head_dim}. Set --kv-dtype auto."
     return objection

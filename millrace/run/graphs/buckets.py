@@ -17,9 +17,8 @@ MIXED_TOKENS = (
 )  # fmt: skip
 """Tokens of mixed buckets. Up to 2,048, a step's time jumps just above each size (8B, H200): 1,344 tokens take 30.0 ms
 and 1,280 take 25.9, but 1,152 take as long as 1,280."""
-FEW_ROWS, FEW_ROWS_TOKENS = 4, 2048
-"""Steps of fewer than FEW_ROWS prompts and no decode rows, up to this many tokens, have buckets without the decode
-kernel."""
+PROMPT_ONLY_ROWS, PROMPT_ONLY_TOKENS = 4, 2048
+"""Rows (one is for padding) and maximum tokens of prompt-only buckets, which do not launch the decode kernel."""
 SPLIT_TOKENS, SPLIT_CONTEXT = 256, 512
 """Prompt-only steps of up to SPLIT_TOKENS tokens, in which a row has a context of at least SPLIT_CONTEXT tokens, have
 buckets with split KV: one more launch per layer, but enough programs to fill the GPU."""
@@ -91,7 +90,7 @@ class Buckets:
         if token_index == len(self.mixed_tokens) or row_index == len(self.mixed_rows):
             return None
         size = self.mixed_tokens[token_index]
-        prompt_only = self._prompt_only.get(size) if not has_decode_rows and rows < FEW_ROWS else None
+        prompt_only = self._prompt_only.get(size) if not has_decode_rows and rows < PROMPT_ONLY_ROWS else None
         if prompt_only is not None and context >= SPLIT_CONTEXT:
             prompt_only = self._split.get(size, prompt_only)
         mixed = self._mixed.get((size, self.mixed_rows[row_index])) or self._mixed[size, self.mixed_rows[-1]]
@@ -118,12 +117,12 @@ class Buckets:
         return not self._tile_decode_rows and tokens >= MIN_TOKENS_PER_ROW * rows
 
     def _has_prompt_bucket(self, tokens: int) -> bool:
-        return not self._tile_decode_rows and FEW_ROWS < tokens <= FEW_ROWS_TOKENS
+        return not self._tile_decode_rows and PROMPT_ONLY_ROWS < tokens <= PROMPT_ONLY_TOKENS
 
     def _prompt_bucket(self, tokens: int) -> Bucket:
-        tiles = self._max_tiles(tokens, FEW_ROWS)
-        last_only = self.last_only(tokens, FEW_ROWS)
-        return Bucket(tokens, FEW_ROWS, tiles, is_decode=False, has_decode_rows=False, last_only=last_only)
+        tiles = self._max_tiles(tokens, PROMPT_ONLY_ROWS)
+        last_only = self.last_only(tokens, PROMPT_ONLY_ROWS)
+        return Bucket(tokens, PROMPT_ONLY_ROWS, tiles, is_decode=False, has_decode_rows=False, last_only=last_only)
 
     def _split_bucket(self, tokens: int, heads: int) -> Bucket:
         tiles = -(-tokens // self._queries_per_tile)

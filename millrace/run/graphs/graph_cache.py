@@ -24,10 +24,10 @@ class Captured:
 
 
 class GraphCache:
-    def __init__(self, sizes: Sequence[int], *, wanted: bool) -> None:
-        """`sizes`: decode sizes, for the graph fallback. `wanted`: capture graphs at all."""
-        self.is_capturing = wanted
-        self._pool = torch.cuda.graph_pool_handle() if wanted else None
+    def __init__(self, sizes: Sequence[int], *, enabled: bool) -> None:
+        """`sizes`: decode sizes, for the graph fallback. Unless `enabled`, no graph is captured."""
+        self.is_capturing = enabled
+        self._pool = torch.cuda.graph_pool_handle() if enabled else None
         self._fallback = GraphFallback(sizes)
         self._seen: set[object] = set()
         self.captured: dict[object, Captured] = {}

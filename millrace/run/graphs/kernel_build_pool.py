@@ -64,11 +64,11 @@ class KernelBuildPool:
         except OSError:
             self._give_up()
 
-    def is_done(self, wait_s: float = 0.0, *, all_of_it: bool = True) -> bool:
-        """True if no build request is open, waiting up to `wait_s`. Without `all_of_it`, requests that can wait do not
+    def is_done(self, wait_s: float = 0.0, *, urgent_only: bool = False) -> bool:
+        """True if no build request is open, waiting up to `wait_s`. With `urgent_only`, requests that can wait do not
         count."""
         until = time.monotonic() + wait_s
-        while sum(self._open) if all_of_it else self._open[0]:
+        while self._open[0] if urgent_only else sum(self._open):
             left = until - time.monotonic()
             if not self._read_replies(max(0.0, left)) and left <= 0:
                 return False

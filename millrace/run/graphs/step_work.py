@@ -13,12 +13,13 @@ from torch import Tensor
 
 from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
+from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
-from millrace.run.packet.decode_rows import COLUMNS, num_words
+from millrace.run.packet.decode_rows import num_words
 from millrace.run.packet.lookup_tables import token_tables
 from millrace.run.packet.packet_ring import PacketRing, TokenRing
 from millrace.run.packet.step_packet import ALIGN, Bucket, PacketWriter, Section
@@ -103,7 +104,7 @@ class StepWork:
         batch.context_parts = bucket.parts
         batch.shared_len = part(layout.shared_len) if bucket.shares_prefix else None
         if batch.has_decode_rows and layout.decode_rows.length:
-            batch.decode_rows = part(layout.decode_rows).view(COLUMNS, -1)
+            batch.decode_rows = part(layout.decode_rows).view(LIST_COLUMNS, -1)
         if bucket.last_only:
             batch.last = self._last_tokens(batch, part(layout.last_tokens))
         max_drawn = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)

@@ -67,9 +67,9 @@ class WarmUp:
         self._missed: set[Bucket] = set()
         if build_pool is not None:
             self._request_builds(build_pool, first, VARIANTS[:1], can_wait=False)
-            while self._to_build and not build_pool.is_done(all_of_it=False):
+            while self._to_build and not build_pool.is_done(urgent_only=True):
                 self._request_builds(build_pool, [self._to_build.pop()], VARIANTS)
-            build_pool.is_done(REPLY_LIMIT_S, all_of_it=False)
+            build_pool.is_done(REPLY_LIMIT_S, urgent_only=True)
 
     @property
     def is_done(self) -> bool:

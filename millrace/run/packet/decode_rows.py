@@ -1,8 +1,7 @@
 """The list of decode rows, as the GPU's decode attention takes it.
 
 The longest rows come first, so that none of them runs alone at the end; rows much longer than the others are split into
-parts. Columns, one after the other: token index, block-table row, length in tokens, part, number of parts, first cell
-of the row's parts in the attention workspace. Entries of length 0 are empty.
+parts. The columns follow one after the other, see `LIST_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
+from millrace.ops.attention.decode_rule import LIST_COLUMNS, MAX_LISTED_PARTS
 from millrace.plan.step import Int32s, Int64s
 
-COLUMNS = 6
 MIN_LISTED_ROWS = 8
 """With fewer rows there is no list: attention splits every row."""
 SPARE = 8
 """Entries beyond one per row, for the parts of long rows."""
-MAX_PARTS = 8
 MAX_SORTED = np.uint16(65_535)
 """Sort key limit: longer rows count as equally long."""
 LONG_TOKENS, LONG_SHARE = 1024, 3.0
@@ -30,19 +28,19 @@ Integers = npt.NDArray[np.integer]
 
 
 def num_words(rows: int) -> int:
-    return (rows + SPARE) * COLUMNS
+    return (rows + SPARE) * LIST_COLUMNS
 
 
 def write_decode_rows(words: Int32s, tokens: Integers, table_rows: Integers, lengths: Integers) -> Int64s | None:
     """Fill `words` (at least num_words(rows) long) with these rows. Returns their order, for `advance_decode_rows`;
     None if a row is split, or too long to be sorted exactly."""
-    columns = words.reshape(COLUMNS, -1)
+    columns = words.reshape(LIST_COLUMNS, -1)
     count = len(lengths)
     columns[2, count:] = 0
     columns[3], columns[4], columns[5] = 0, 1, 0
     if not count:
         return None
-    # 16-bit keys sort in a fraction of the time, and rows longer than that are split in any case.
+    # 16-bit keys sort in a fraction of the time.
     order = np.argsort(MAX_SORTED - np.minimum(lengths, MAX_SORTED).astype(np.uint16), kind="stable")
     for column, values in enumerate((tokens, table_rows, lengths)):
         columns[column, :count] = values[order]
@@ -56,7 +54,7 @@ def write_decode_rows(words: Int32s, tokens: Integers, table_rows: Integers, len
 def advance_decode_rows(words: Int32s, order: Int64s, lengths: Integers) -> bool:
     """Update a list in this order after every row except padding has grown by one token: the order stays the same, with
     padding last. Returns False if the list must be rewritten from `lengths`."""
-    listed = words.reshape(COLUMNS, -1)[2, : len(order)]
+    listed = words.reshape(LIST_COLUMNS, -1)[2, : len(order)]
     listed[:] = lengths[order]
     longest = int(listed[0])
     return longest < int(MAX_SORTED) and (longest <= LONG_TOKENS or longest <= _split_above(lengths))
@@ -86,7 +84,7 @@ def _choose_parts(lengths: list[int], split_above: float) -> list[tuple[int, int
     heapq.heapify(heap)
     for _ in range(SPARE):
         longest, row, parts = heap[0]
-        if -longest <= split_above or parts == MAX_PARTS:
+        if -longest <= split_above or parts == MAX_LISTED_PARTS:
             break
         heapq.heapreplace(heap, (-lengths[row] / (parts + 1), row, parts + 1))
     return [(row, parts) for _, row, parts in heap if parts > 1]

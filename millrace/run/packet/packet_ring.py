@@ -5,9 +5,9 @@ Graphs read the packet at one fixed address, so it is copied there, on the devic
 is idle, it is copied there directly. Drawn tokens are written to the device buffer of their turn and copied back while
 the next step runs.
 
-A turn is reused after RING steps. The host launches a step only when all but one of the earlier steps have completed,
-so when a turn is reused its packet has been read and its tokens are back. Padding-only steps,
-which the host does not wait for, are sent only while nothing else is in flight.
+Steps take turns, RING of them: step n uses the buffers of turn n % RING. The host launches a step only when all but one
+of the earlier steps have completed, so when a turn is reused its packet has been read and its tokens are back.
+Padding-only steps, which the host does not wait for, are sent only while nothing else is in flight.
 """
 
 from __future__ import annotations

@@ -176,9 +176,11 @@ class PacketWriter:
 
     def _tiles_of(self, lengths: list[int], long_from: int, *, decode_rows: bool = False) -> list[tuple[int, int]]:
         """(row, number of tiles) of each tiled row, for few rows. `decode_rows`: tile rows with one query too."""
-        least, most = 1 if decode_rows or self._tile_decode_rows else 2, long_from or NO_LIMIT
+        min_length, limit = 1 if decode_rows or self._tile_decode_rows else 2, long_from or NO_LIMIT
         return [
-            (row, -(-length // self._queries_per_tile)) for row, length in enumerate(lengths) if least <= length < most
+            (row, -(-length // self._queries_per_tile))
+            for row, length in enumerate(lengths)
+            if min_length <= length < limit
         ]
 
     def write(
@@ -191,7 +193,7 @@ class PacketWriter:
         drawn_start: int = 0,
     ) -> int:
         """Fill the packet and return the number of words used. Without a plan the step holds only padding. `records`
-        [n, words]: those of the rows that the step admits."""
+        [n, words]: one for each row that the step admits."""
         layout, template = self.layout(bucket), self._template
         if plan is not None and plan.is_repeated_decode and template is not None and template.layout is layout:
             template.write(plan.starts, packet)
@@ -265,10 +267,10 @@ class PacketWriter:
             tiles[at:] = -1
             return
         lengths = np.append(counts, np.int32(padding))
-        wanted = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
-        per_row = -(-lengths[wanted] // self._queries_per_tile)
+        tiled = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
+        per_row = -(-lengths[tiled] // self._queries_per_tile)
         total = int(per_row.sum())
-        tiles[0 : 2 * total : 2] = wanted.repeat(per_row)[::-1]
+        tiles[0 : 2 * total : 2] = tiled.repeat(per_row)[::-1]
         before = (per_row.cumsum() - per_row).repeat(per_row)
         tiles[1 : 2 * total : 2] = ((np.arange(total) - before) * self._queries_per_tile)[::-1]
         tiles[2 * total :] = -1

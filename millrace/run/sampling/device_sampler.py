@@ -21,7 +21,7 @@ from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
-from millrace.run.sampling.penalties import wants_penalties
+from millrace.run.sampling.penalties import uses_penalties
 from millrace.run.sampling.sampler import GREEDY_BELOW
 from millrace.run.table.request_table import RequestTable
 
@@ -149,7 +149,7 @@ class DeviceSampler:
         spec, row = admission.row_params, admission.row
         params = spec.params
         temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
-        penalties, bias = wants_penalties(params), bool(params.logit_bias)
+        penalties, bias = uses_penalties(params), bool(params.logit_bias)
         ends = spec.end_token_ids if params.min_tokens > 0 else ()
         self._release(row)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs

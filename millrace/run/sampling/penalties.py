@@ -9,7 +9,7 @@ from millrace.params import SamplingParams
 from millrace.plan.step import Admission
 
 
-def wants_penalties(params: SamplingParams) -> bool:
+def uses_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 

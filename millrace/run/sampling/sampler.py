@@ -1,4 +1,4 @@
-"""Draws the next token of every row that is due, on the device.
+"""Draws the next token of every row whose last known token was computed.
 
 Order, per row: logit bias, minimum length, penalties, then temperature, top-k, min-p, top-p, and one draw by inverting
 the cumulative distribution at a uniform number keyed by (seed, position). Greedy rows skip everything from temperature
@@ -19,7 +19,7 @@ from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.noise import uniforms
-from millrace.run.sampling.penalties import Penalties, wants_penalties
+from millrace.run.sampling.penalties import Penalties, uses_penalties
 from millrace.run.table.request_table import RequestTable
 
 GREEDY_BELOW = 1e-5
@@ -31,10 +31,10 @@ NUCLEUS_GUESS = 512
 @dataclass(frozen=True, slots=True)
 class Drawn:
     tokens: Tensor
-    """int64, one per due row."""
+    """int64, one per row that draws."""
     logprobs: LogprobColumns | None
     logprob_index: Int64s
-    """Indices of the due rows with log-probabilities; `logprob_counts` has the number of top tokens for each."""
+    """Indices of the drawn tokens with log-probabilities; `logprob_counts` has the number of top tokens for each."""
     logprob_counts: Int32s
 
 
@@ -72,7 +72,7 @@ class Sampler:
             self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
             self.ends_from[row] = admission.num_prompt + params.min_tokens
             self.has_bias[row] = bool(params.logit_bias)
-            self.has_penalties[row] = wants_penalties(params)
+            self.has_penalties[row] = uses_penalties(params)
             self.is_special[row] = (
                 self.has_bias[row] or self.has_penalties[row] or params.min_tokens > 0 or params.logprobs is not None
             )
@@ -83,17 +83,17 @@ class Sampler:
 
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Drawn:
         """`logits` float32 [n, vocab], may be overwritten; `positions`: those of the new tokens."""
-        wanted = np.flatnonzero(self.num_logprobs[rows] >= 0)
-        raw = logits[torch.from_numpy(wanted).to(logits.device)] if len(wanted) else None
+        scored = np.flatnonzero(self.num_logprobs[rows] >= 0)
+        raw = logits[torch.from_numpy(scored).to(logits.device)] if len(scored) else None
         self._constrain(logits, rows, positions)
         tokens = self._choose(logits, rows, positions)
         for index in np.flatnonzero(self.has_penalties[rows]).tolist():
             self._penalties.count(int(rows[index]), tokens[index])
         logprobs = None
         if raw is not None:
-            num_top = max(1, int(self.num_logprobs[rows[wanted]].max()))
-            logprobs = score(raw, tokens[torch.from_numpy(wanted).to(tokens.device)], num_top)
-        return Drawn(tokens, logprobs, wanted, self.num_logprobs[rows[wanted]])
+            num_top = max(1, int(self.num_logprobs[rows[scored]].max()))
+            logprobs = score(raw, tokens[torch.from_numpy(scored).to(tokens.device)], num_top)
+        return Drawn(tokens, logprobs, scored, self.num_logprobs[rows[scored]])
 
     def _constrain(self, logits: Tensor, rows: Int32s, positions: Int32s) -> None:
         """Apply bias, minimum length and penalties to the few rows that have them."""

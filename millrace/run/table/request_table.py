@@ -66,9 +66,9 @@ class RequestTable:
         self.tokens[row] = admission.tokens
         self.request_ids[row] = admission.request_id
         self.params[row] = admission.row_params
-        wanted = admission.row_params.params.prompt_logprobs
-        self.num_prompt_logprobs[row] = -1 if wanted is None else wanted
-        (self._scored.discard if wanted is None else self._scored.add)(row)
+        num_top = admission.row_params.params.prompt_logprobs
+        self.num_prompt_logprobs[row] = -1 if num_top is None else num_top
+        (self._scored.discard if num_top is None else self._scored.add)(row)
 
     def scores_prompts(self, rows: Int32s) -> bool:
         """True if any of these rows requests prompt log-probabilities."""
