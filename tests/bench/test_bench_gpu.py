@@ -75,7 +75,7 @@ def row_with(times: list[float]) -> TimedRow:
 # -- sizes and figures -------------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_those_of_the_peer_figures() -> None:
+def test_sizes_match_the_peer_figures() -> None:
     sizes = Sizes()
     assert sizes.batches == (1, 8, 32, 128, 256)
     assert (sizes.decode_prompt, sizes.decode_output) == (512, 128)

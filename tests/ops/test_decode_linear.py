@@ -53,7 +53,7 @@ def check_close(layer: StoredLinear, x: torch.Tensor, weight: torch.Tensor, bias
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_results_are_those_of_the_exact_weights(kind: str) -> None:
+def test_results_are_close_to_those_of_the_exact_weights(kind: str) -> None:
     for outputs, columns in ((64, 256), (33, 512), (16, 768), (1, 256), (130, 1024)):
         layer, weight, bias = layer_of([kind], [outputs], columns, with_bias=outputs % 2 == 1)
         for rows in range(1, MOST_ROWS + 1):

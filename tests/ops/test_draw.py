@@ -58,7 +58,7 @@ def test_draws_the_same_tokens_as_torch(coarse: bool, vocab: int, spread: float)
         assert drawn.tolist() == expected.tolist()
 
 
-def test_greedy_takes_the_first_of_equals_and_ignores_nan() -> None:
+def test_greedy_ties_go_to_the_first_token_and_nan_is_ignored() -> None:
     draw, zero, one = NativeDraw(), np.zeros(1, np.float32), np.ones(1, np.float32)
 
     def greedy(logits: torch.Tensor) -> int:

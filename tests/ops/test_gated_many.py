@@ -39,7 +39,7 @@ print("wide", instruction in built.asm["ptx"], built.metadata.shared <= 227 << 1
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (256, 64)])
-def test_it_compiles_to_the_warpgroup_instruction(tile: tuple[int, int]) -> None:
+def test_the_kernel_compiles_to_the_warpgroup_instruction(tile: tuple[int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
     assert "wide True True" in output_of(COMPILE, *tile)
 

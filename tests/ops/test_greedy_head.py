@@ -38,7 +38,7 @@ TILES = sorted({tile for entries in TABLE.values() for tile in entries.values() 
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_it_compiles_to_the_warpgroup_instruction(tile: tuple[int, int, int]) -> None:
+def test_the_kernel_compiles_to_the_warpgroup_instruction(tile: tuple[int, int, int]) -> None:
     pytest.importorskip("triton.experimental.gluon")
     assert "wide True True" in output_of(COMPILE, *tile)
 

@@ -45,7 +45,7 @@ def block_items(kind: str) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_results_are_those_of_the_dequantised_weight(kind: str, dtype: torch.dtype) -> None:
+def test_results_equal_those_of_the_dequantised_weight(kind: str, dtype: torch.dtype) -> None:
     for outputs, columns in ((64, 256), (33, 512), (16, 768), (1, 256), (130, 1024)):
         stored, plain, _ = pair([kind], [outputs], columns, dtype, with_bias=outputs % 2 == 1)
         for rows in ROWS:
@@ -135,7 +135,7 @@ def test_tied_embedding_looks_up_rows_and_computes_logits() -> None:
     assert torch.equal(tied.head(x), NativeLinear(weight)(x))
 
 
-def test_packed_bytes_are_those_of_the_file_plus_padding() -> None:
+def test_packed_size_is_that_of_the_file_plus_padding() -> None:
     for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
         assert packed_bytes(kind, 64, 1024) == random_blocks(kind, 64, 1024).nbytes
     for kind in ("Q4_K", "Q5_K", "Q6_K"):

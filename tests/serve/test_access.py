@@ -123,7 +123,7 @@ def test_concurrent_requests_are_limited_per_tenant(tmp_path: Path) -> None:
         assert post(front.port, COMPLETIONS, body(), bearer("key-small")).status == 200
 
 
-def test_tokens_per_minute_count_what_was_used(tmp_path: Path) -> None:
+def test_tokens_per_minute_count_used_tokens(tmp_path: Path) -> None:
     with guarded(tmp_path, saying("abc"), small="tokens_per_minute = 50") as front:
         key = bearer("key-small")
         # Each uses 2 + 4 tokens, whatever its limit is.

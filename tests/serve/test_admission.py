@@ -101,7 +101,7 @@ def test_the_measured_rate_is_capacity_not_demand() -> None:
     assert rates.tokens_per_s == 2000.0
 
 
-def test_over_http_it_is_a_429_with_retry_after_and_a_count() -> None:
+def test_a_refusal_over_http_is_a_counted_429_with_retry_after() -> None:
     with running_front(saying("ok"), config=replace(CONFIG, server__port=0)) as front:
         front.call(lambda: setattr(front.state.client, "stats", stats((40, 0, 0))))
         fields = {"model": MODEL, "prompt": "hi", "max_tokens": 2}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
-def test_the_tables_are_those_of_the_structs() -> None:
+def test_the_tables_match_the_structs() -> None:
     written = runpy.run_path(str(ROOT / "tools" / "api_tables.py"))["written"]
     assert written(PAGE) == PAGE, "run: python tools/api_tables.py"
 

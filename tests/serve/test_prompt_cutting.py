@@ -59,7 +59,7 @@ def test_a_short_prompt_is_not_cut_and_reports_zero(front: Front) -> None:
     assert "truncated_prompt_tokens" not in post(front.port, COMPLETIONS, completion(prompt="hi")).json["choices"][0]
 
 
-def test_streams_report_it_too(front: Front) -> None:
+def test_streams_report_the_cut(front: Front) -> None:
     chunks = stream(front.port, CHAT, chat(truncate_prompt_tokens=-1))
     assert [chunk["truncated_prompt_tokens"] for chunk in chunks if "truncated_prompt_tokens" in chunk] == [198]
     chunks = stream(front.port, COMPLETIONS, completion(truncate_prompt_tokens=100))

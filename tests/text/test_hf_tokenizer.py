@@ -174,7 +174,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
     assert ours.decode(ours.encode(corpus.SENTENCES[0])) == corpus.SENTENCES[0]
 
 
-def test_random_models_use_a_tokenizer_beside_the_config(tmp_path: Path) -> None:
+def test_random_models_use_a_tokenizer_next_to_the_config(tmp_path: Path) -> None:
     write(tmp_path, trained(), tokenizer_config=NAMED)
     files = ModelFiles("r", "random", tmp_path / "config.json", {"vocab_size": 1000}, ())
     assert load_tokenizer(files).decode([1], skip_special=False) == "<|stop|>"
