@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 STEP_SHARE = 0.6
-"""Share of the data sheet's FLOP/s that whole steps reach: measured on the H200, assumed for all other GPUs."""
+"""Assumed share of the peak FLOP/s that whole steps reach, where no figure was measured. About the H200's share."""
 FLOPS_PER_CLOCK = {
     (7, 0): 1024,
     (7, 5): 1024,
