@@ -55,7 +55,7 @@ def plans(params: list[SamplingParams]) -> list[StepPlan]:
     draw = random.Random(3)
     prompts = [np.asarray(draw.choices(range(VOCAB), k=draw.randint(1, 19)), np.int32) for _ in range(ROWS)]
     admitted = tuple(
-        Admission(row, 100 + row, tokens, len(tokens), RowParams(own))
+        Admission(row, 100 + row, tokens, len(tokens), RowParams(own, (2,)))
         for row, (tokens, own) in enumerate(zip(prompts, params, strict=True))
     )
     computed, made = [0] * ROWS, []

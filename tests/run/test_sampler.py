@@ -19,6 +19,7 @@ from millrace.config import RunConfig
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.device.device import open_device
+from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.table.request_table import RequestTable
@@ -210,3 +211,36 @@ def test_noise_is_uniform_and_stateless() -> None:
     assert again[0] == values[77]
     by_position = uniforms(np.full(20_000, 3, np.uint64), seeds)
     assert abs(np.corrcoef(values, by_position)[0, 1]) < 0.03
+
+
+def bits_of(allowed: list[list[int]], vocab: int) -> np.ndarray:
+    """Mask lines in which these tokens are allowed."""
+    bits = np.zeros((len(allowed), -(-vocab // 32)), np.uint32)
+    for line, tokens in enumerate(allowed):
+        for token in tokens:
+            bits[line, token // 32] |= np.uint32(1 << (token % 32))
+    return bits
+
+
+def test_a_masked_row_draws_only_allowed_tokens() -> None:
+    torch.manual_seed(6)
+    logits = torch.randn(4, 75) * 3
+    sampler = SamplerUnderTest(vocab=75)
+    sampler.admit(0, SamplingParams(temperature=0))
+    sampler.admit(1, SamplingParams(temperature=2.0, seed=4))
+    sampler.admit(2, SamplingParams(temperature=0, logit_bias=((3, 100.0), (70, 1.0)), logprobs=1))
+    sampler.admit(3, SamplingParams(temperature=0, min_tokens=9, presence_penalty=2.0), ends=(64,))
+    masks = Masks(np.array([1, 2, 3]), bits_of([[5, 31, 32, 74], [69, 70], [0, 64]], 75))
+    rows, positions = np.arange(4, dtype=np.int32), np.full(4, 4, np.int32)
+    seen = set()
+    for position in range(4, 40):
+        drawn = sampler.sampler.draw(logits.clone(), rows, positions * 0 + position, masks)
+        tokens = drawn.tokens.tolist()
+        assert tokens[0] == logits[0].argmax()
+        assert tokens[2] == (70 if logits[2, 70] + 1 > logits[2, 69] else 69)
+        assert position >= 12 or tokens[3] == 0
+        seen.add(tokens[1])
+        assert drawn.logprobs is not None
+        torch.testing.assert_close(drawn.logprobs.logprobs[0], torch.log_softmax(logits[2], -1)[tokens[2]])
+    assert len(seen) > 1
+    assert seen <= {5, 31, 32, 74}

@@ -21,8 +21,7 @@ from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
-from millrace.run.sampling.penalties import uses_penalties
-from millrace.run.sampling.sampler import GREEDY_BELOW
+from millrace.run.sampling.row_params import RowParamTable
 from millrace.run.table.request_table import RequestTable
 
 Variant = Literal["greedy", "full"]
@@ -75,12 +74,8 @@ class DeviceSampler:
         self._adjusted = VocabBuffers(vocab_size, torch.float32, torch_device)
         self._counts = VocabBuffers(vocab_size, torch.int32, torch_device)
         self._bias = VocabBuffers(vocab_size, torch.float32, torch_device)
-        self.num_logprobs = np.full(max_rows, -1, np.int32)
-        """Number of top tokens requested beside the chosen one; -1 for no log-probabilities."""
-        self._needs_full = np.zeros(max_rows, np.bool_)
-        """Rows with a temperature, a bias, penalties or log-probabilities."""
-        self._ends_from = np.zeros(max_rows, np.int32)
-        """Position from which end tokens may be drawn; 0 for rows without a minimum length."""
+        self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
+        self.num_logprobs = self.row_params.num_logprobs
 
     @property
     def columns(self) -> Tensor:
@@ -105,16 +100,15 @@ class DeviceSampler:
             scatter_rows(self._device.upload(records), self._columns)
 
     def needs_full(self, rows: Int32s) -> bool:
-        """True if any of these rows has a temperature, bias, penalties or log-probabilities and so always needs the
-        full variant."""
-        return bool(self._needs_full[rows].any())
+        """True if any of these rows always needs the full variant."""
+        return bool(self.row_params.needs_logits[rows].any())
 
     def variant_for(self, rows: Int32s, positions: Int32s | None = None) -> Variant:
         """The cheapest variant that can draw these rows. With the positions of the new tokens given, rows past their
         minimum length count as unconstrained."""
         if self.needs_full(rows):
             return "full"
-        ends_from = self._ends_from[rows]
+        ends_from = self.row_params.ends_from[rows]
         early = ends_from > 0 if positions is None else ends_from > positions
         return "full" if early.any() else "greedy"
 
@@ -146,30 +140,25 @@ class DeviceSampler:
 
     def _record(self, admission: Admission) -> tuple[float, ...]:
         """The row's record, in the order of ROW_STRUCT. Also fills its vocabulary buffers and end tokens."""
-        spec, row = admission.row_params, admission.row
-        params = spec.params
-        temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
-        penalties, bias = uses_penalties(params), bool(params.logit_bias)
-        ends = spec.end_token_ids if params.min_tokens > 0 else ()
+        row, params = admission.row, admission.row_params.params
+        values = self.row_params.admit(admission)
+        ends = admission.row_params.end_token_ids if values.ends_from else ()
         self._release(row)
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._needs_full[row] = temperature > 0 or penalties or bias or params.logprobs is not None
-        self._ends_from[row] = ends_from = admission.num_prompt + params.min_tokens if ends else 0
         if ends:
             self._fill_ends(row, ends)
-        if bias:
+        if values.has_bias:
             self._fill_bias(row, params)
-        if penalties:
+        if values.has_penalties:
             self._fill_counts(admission)
-        if penalties or bias or (ends and params.logprobs is not None):
+        if values.has_penalties or values.has_bias or (ends and values.num_logprobs >= 0):
             self._adjusted.take(row)
         return (
-            temperature,
-            params.top_k if params.top_k < self._vocab_size else 0,
-            params.top_p,
-            params.min_p,
-            (params.seed or 0) & (2**64 - 1),
-            ends_from,
+            values.temperature,
+            values.top_k,
+            values.top_p,
+            values.min_p,
+            values.seed,
+            values.ends_from,
             len(ends),
             params.repetition_penalty,
             params.presence_penalty,

@@ -9,10 +9,6 @@ from millrace.params import SamplingParams
 from millrace.plan.step import Admission
 
 
-def uses_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size

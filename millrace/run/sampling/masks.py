@@ -1,0 +1,41 @@
+"""Grammar masks: which tokens some rows of a step may draw. They reach the runner with the draw, as bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millrace.plan.step import Int64s
+
+TOKENS_PER_WORD = 32
+
+
+def words_per_mask(vocab_size: int) -> int:
+    return -(-vocab_size // TOKENS_PER_WORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """One mask for each drawn token that a grammar restricts."""
+
+    index: Int64s
+    """Indices of these tokens among those that the step draws, ascending."""
+    bits: npt.NDArray[np.uint32]
+    """[n, words_per_mask(vocab)]: bit t % 32 of word t // 32 is 1 if token t may be drawn."""
+
+
+def allowed_tokens(masks: Masks, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """[n, vocab]"""
+    octets = np.ascontiguousarray(masks.bits, "<u4").view(np.uint8)
+    return np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def apply_masks(logits: Tensor, masks: Masks) -> None:
+    """Set the logits [draws, vocab] of tokens that may not be drawn to -inf."""
+    allowed = torch.from_numpy(allowed_tokens(masks, logits.shape[1])).to(logits.device)
+    for line, index in enumerate(masks.index.tolist()):
+        logits[index].masked_fill_(~allowed[line], -torch.inf)
