@@ -10,10 +10,11 @@ from millrace.plan.step import Int64s, StepPlan
 
 @dataclass(slots=True)
 class RepeatedDecode:
-    """The last plan decoded every active row, so the next one can repeat it with positions advanced by one."""
+    """The last plan decoded every active row without drafts, so the next one can repeat it, one position later."""
 
+    epoch: int
+    """`Rows.epoch` at that time. Every admission and release increases it, so an equal epoch means the same rows."""
     order: Int64s
-    """`Rows.order` at that time. Every admission and release replaces that array, so identity proves equality."""
     plan: StepPlan
     """The last plan."""
     plans_left: int
@@ -21,16 +22,16 @@ class RepeatedDecode:
 
     def can_repeat(self, rows: Rows) -> bool:
         """True if the next plan may have the same rows. Each is one token behind: the token it just drew."""
-        return rows.order is self.order and self.plans_left > 0
+        return rows.epoch == self.epoch and self.plans_left > 0
 
     def advance(self, plan: StepPlan) -> None:
         self.plan = plan
         self.plans_left -= 1
 
 
-def repeated_decode_from(plan: StepPlan, singles: Int64s, rows: Rows) -> RepeatedDecode | None:
-    """What the next plan can repeat of this one, or None. `singles` are the plan's rows with a single token."""
+def repeated_decode_from(plan: StepPlan, num_singles: int, rows: Rows) -> RepeatedDecode | None:
+    """What the next plan can repeat of this one, or None. `num_singles`: the plan's rows with a single token."""
     order = rows.order
-    if not len(singles) == len(order) == len(plan.rows):
+    if plan.draft_places is not None or not num_singles == len(order) == len(plan.rows):
         return None
-    return RepeatedDecode(order, plan, int((rows.limit[order] - rows.known[order]).min()))
+    return RepeatedDecode(rows.epoch, order, plan, int((rows.limit[order] - rows.known[order]).min()))

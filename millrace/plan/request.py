@@ -50,6 +50,10 @@ class Request:
     """Part of the first block's hash: requests share blocks only if their salts are equal."""
     read_cache: bool = True
     """False if every prompt token must be computed, as for prompt log-probabilities."""
+    constrained: bool = False
+    """True if a grammar restricts its tokens."""
+    can_draft: bool = True
+    """False if its tokens must be drawn one by one."""
     row_params: RowParams = DEFAULT_ROW_PARAMS
 
     ticket: int = -1

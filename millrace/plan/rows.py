@@ -1,7 +1,8 @@
 """The running requests as columns, one entry per table row: a few array operations advance all rows by a step.
 
-Progress is counted twice. `known` and `computed` include launched steps; `known_host` and `confirmed` include only
-completed ones. They differ by the steps in flight.
+Progress is counted in three numbers. `known_host` and `confirmed` include only completed steps. `known` and `computed`
+include launched steps, each with the least it can give: one token to a row that draws. `slack` is how many tokens more
+the launched steps may give to the row, if all their drafts are accepted.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class Rows:
-    def __init__(self, capacity: int, block_size: int) -> None:
+    def __init__(self, capacity: int, block_size: int, num_groups: int = 1) -> None:
         self.capacity = capacity
         self.block_size = block_size
+        self.num_groups = num_groups
+        """KV groups: each row has one block list per group."""
+        self.epoch = 0
+        """Increased by every change of the set of rows or of their order."""
         self.request_ids = np.zeros(capacity, np.int64)
         self.rank = np.zeros(capacity, np.int64)
         """`Request.rank`: lower goes first."""
@@ -29,12 +34,16 @@ class Rows:
         self.computed = np.zeros(capacity, np.int32)
         self.known_host = np.zeros(capacity, np.int32)
         self.confirmed = np.zeros(capacity, np.int32)
+        self.slack = np.zeros(capacity, np.int32)
         self.limit = np.zeros(capacity, np.int32)
         self.num_prompt = np.zeros(capacity, np.int32)
         self.ends_from = np.zeros(capacity, np.int32)
         """Number of known tokens (prompt + min_tokens) from which end tokens end the request."""
         self.deadline = np.full(capacity, np.inf)
         self.num_blocks = np.zeros(capacity, np.int32)
+        """Columns of the row's block table in use, in every group."""
+        self.num_dropped = np.zeros((num_groups, capacity), np.int32)
+        """Leading columns whose blocks were freed because they are behind the group's window."""
         self.num_shared = np.zeros(capacity, np.int32)
         """Blocks found in the prefix cache at admission. Preempting the row might not free them."""
         self.num_full_at_admission = np.zeros(capacity, np.int32)
@@ -50,7 +59,14 @@ class Rows:
         self.tail = np.zeros((capacity, block_size), np.int32)
         """Confirmed tokens of the last, partly filled block."""
         self.requests: list[Request | None] = [None] * capacity
-        self.blocks: list[list[int]] = [[] for _ in range(capacity)]
+        self.blocks: list[list[list[int]]] = [[] for _ in range(capacity)]
+        """Block ids by row and group; 0 in columns behind the group's window."""
+        self.constrained = np.zeros(capacity, np.bool_)
+        """`Request.constrained`."""
+        self.can_draft = np.zeros(capacity, np.bool_)
+        """`Request.can_draft`, and not constrained."""
+        self.num_constrained = 0
+        """Active rows with a grammar."""
         self.num_timed = 0
         """Active rows with a deadline."""
         self.num_with_ends = 0
@@ -83,22 +99,29 @@ class Rows:
             raise AssertionError(f"row {row} holds no request")
         return request
 
-    def admit(self, request: Request, blocks: list[int]) -> int:
-        """Give a free row to a request whose first `len(blocks)` blocks were found in the prefix cache."""
+    def admit(self, request: Request, blocks: list[list[int]]) -> int:
+        """Give a free row to a request whose first blocks, by group, were found in the prefix cache."""
         row = self._free.pop()
         num_known = len(request.history) // 4
-        num_cached = len(blocks) * self.block_size
+        num_columns = len(blocks[0])
+        num_cached = num_columns * self.block_size
         self.request_ids[row] = request.id
         self.known[row] = self.known_host[row] = num_known
         self.computed[row] = self.confirmed[row] = num_cached
+        self.slack[row] = 0
         self.limit[row] = request.limit
         self.num_prompt[row] = request.num_prompt
         self.ends_from[row] = request.num_prompt + request.min_tokens
         self.deadline[row] = request.deadline
         self.num_timed += request.deadline < math.inf
-        self.num_blocks[row] = self.num_shared[row] = self.num_registered[row] = len(blocks)
+        self.num_blocks[row] = self.num_shared[row] = self.num_registered[row] = num_columns
+        for group, ids in enumerate(blocks):
+            self.num_dropped[group, row] = next((at for at, block in enumerate(ids) if block), num_columns)
         self.num_full_at_admission[row] = num_known // self.block_size
         self.priority[row] = request.priority
+        self.constrained[row] = request.constrained
+        self.num_constrained += request.constrained
+        self.can_draft[row] = request.can_draft and not request.constrained
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
         if request.end_token_ids:
@@ -114,14 +137,16 @@ class Rows:
         at = len(order) if is_last else int(np.searchsorted(self.rank[order], request.rank))
         self._order = np.concatenate((order[:at], (row,), order[at:])) if len(order) else np.array((row,))
         self.num_active += 1
+        self.epoch += 1
         return row
 
-    def release(self, row: int, fence: int | None) -> tuple[Request, list[int]]:
-        """Empty a row. Returns its request, with the full history, and the blocks to release."""
+    def release(self, row: int, fence: int | None) -> tuple[Request, list[list[int]]]:
+        """Empty a row. Returns its request, with the full history, and the blocks to release, by group."""
         request = self.request(row)
         request.history = bytearray(self.tokens(row).tobytes())
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
         self.num_timed -= request.deadline < math.inf
+        self.num_constrained -= request.constrained
         if request.end_token_ids:
             self.num_with_ends -= 1
             self.end_tokens[row] = NO_TOKEN
@@ -130,6 +155,7 @@ class Rows:
         self.requests[row] = None
         blocks, self.blocks[row] = self.blocks[row], []
         self._order = None
+        self.epoch += 1
         if fence is None:
             self._free.append(row)
         else:
@@ -160,6 +186,7 @@ class Rows:
         """Undo all steps in flight: planned progress goes back to confirmed progress."""
         np.copyto(self.known, self.known_host)
         np.copyto(self.computed, self.confirmed)
+        self.slack[:] = 0
 
     def tokens(self, row: int) -> Int32s:
         """All confirmed tokens of a row."""

@@ -33,6 +33,10 @@ class Admission:
     """All tokens known on the host: the prompt, and the output from before a preemption."""
     num_prompt: int
     row_params: RowParams
+    limit: int = 0
+    """Maximum number of tokens, prompt included. A step with drafts never goes beyond it."""
+    num_computed: int = 0
+    """Tokens whose keys and values are in the cache already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +54,26 @@ class StepPlan:
     rows: Int32s
     """Table rows of this step: rows with one token first, then rows with longer chunks."""
     starts: Int32s
-    """Position of each row's first token in this step."""
+    """Position of each row's first token in this step. A row that drew with drafts in a step still in flight may be
+    further by then: with `draft_places` the device's own count is what holds, and this is the least it can be."""
     counts: Int32s
     """Tokens of each row in this step."""
     samples: Bools
     """True for rows whose chunk reaches their last known token: they draw a new one."""
     block_rows: Int32s
-    """Block-table updates since the last plan: block_tables[block_rows, block_cols] = block_ids."""
+    """Block-table updates since the last plan: block_tables[group, block_rows, block_cols] = block_ids."""
     block_cols: Int32s
     block_ids: Int32s
     admitted: tuple[Admission, ...] = ()
     released: tuple[Release, ...] = ()
     shared_blocks: int = 0
     """Number of leading blocks shared by all rows; 0 unless every row has a single token."""
+    block_groups: Int32s | None = None
+    """KV group of each block-table update; None if all are of group 0."""
+    draft_places: Int32s | None = None
+    """Places for drafts of each row, beyond its `counts`; None if the step verifies no drafts."""
+    masked: Bools | None = None
+    """True for drawing rows whose next token a grammar restricts: the draw waits for their masks. None if none has."""
     is_repeated_decode: bool = False
     """True if this step decodes the same rows as the previous plan, in the same order, with no admission or release.
     Each row computes the token it drew in the previous step, so whatever depends only on the rows stays valid."""
@@ -95,8 +106,9 @@ class StepOutcome:
     step_no: int
     request_ids: Int64s
     tokens: Int32s
+    """With drafts a request may have several, one after the other."""
     sample_index: Int64s
-    """Index of each delivered token among the step's sampling rows, to look up its log-probabilities."""
+    """Index of each delivered token among all tokens that the step drew, to look up its log-probabilities."""
     first_ids: Int64s
     """Requests that got their first token in this step."""
     ended: tuple[Ended, ...]

@@ -17,29 +17,30 @@ def listed(blocks: NewBlocks) -> list[tuple[int, ...]]:
 def test_updates_come_out_in_the_order_added(first: int) -> None:
     blocks = NewBlocks()
     assert listed(blocks) == []
-    blocks.add_many(4, first, [9, 8, 7, 6, 5])
-    blocks.add(2, 11, 30)
-    blocks.add_many(3, 0, [])
-    assert listed(blocks) == [(4, first + place, 9 - place) for place in range(5)] + [(2, 11, 30)]
+    blocks.add_many(1, 4, first, [9, 8, 7, 6, 5])
+    blocks.add_each(0, [2, 3], [11, 12], [30, 31])
+    blocks.add_many(0, 3, 0, [])
+    expected = [(1, 4, first + place, 9 - place) for place in range(5)]
+    assert listed(blocks) == [*expected, (0, 2, 11, 30), (0, 3, 12, 31)]
     assert listed(blocks) == []
 
 
 def test_taken_columns_do_not_change_later() -> None:
     blocks = NewBlocks()
-    blocks.add(1, 2, 3)
+    blocks.add_each(0, [1], [2], [3])
     taken = blocks.take()
-    blocks.add_many(7, 0, [8, 9])
-    assert [column.tolist() for column in taken] == [[1], [2], [3]]
-    assert listed(blocks) == [(7, 0, 8), (7, 1, 9)]
+    blocks.add_many(0, 7, 0, [8, 9])
+    assert [column.tolist() for column in taken] == [[0], [1], [2], [3]]
+    assert listed(blocks) == [(0, 7, 0, 8), (0, 7, 1, 9)]
 
 
 def test_updates_of_a_released_row_are_dropped() -> None:
     blocks = NewBlocks()
     for row in (1, 2, 1, 3):
-        blocks.add_many(row, 0, [row, 10 + row])
+        blocks.add_many(row % 2, row, 0, [row, 10 + row])
     blocks.drop(1)
     blocks.drop(9)
-    assert listed(blocks) == [(2, 0, 2), (2, 1, 12), (3, 0, 3), (3, 1, 13)]
-    blocks.add(5, 0, 1)
+    assert listed(blocks) == [(0, 2, 0, 2), (0, 2, 1, 12), (1, 3, 0, 3), (1, 3, 1, 13)]
+    blocks.add_each(0, [5], [0], [1])
     blocks.clear()
     assert listed(blocks) == []

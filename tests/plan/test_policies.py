@@ -49,7 +49,7 @@ class Run:
         self.now += self.step_s
         if plan is None:
             return
-        outcome = self.scheduler.apply(plan.step_no, self.device.run(plan))
+        outcome = self.scheduler.apply(plan.step_no, *self.device.run(plan))
         self.began.update(dict.fromkeys(outcome.first_ids.tolist(), self.now))
         self.ended.update({event.request_id: self.now for event in outcome.ended})
 

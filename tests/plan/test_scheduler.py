@@ -35,7 +35,7 @@ def run_to_end(scheduler: Scheduler, device: ToyDevice) -> dict[int, list[int]]:
         plan = scheduler.plan(float(step))
         if plan is None:
             break
-        outcome = scheduler.apply(plan.step_no, device.run(plan))
+        outcome = scheduler.apply(plan.step_no, *device.run(plan))
         for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
             outputs.setdefault(request_id, []).append(token)
     return outputs
@@ -46,7 +46,7 @@ def test_a_prompt_is_split_by_the_budget_and_decoding_goes_first() -> None:
     scheduler.submit(request(0, [1, 2, 3]))
     first = scheduler.plan(0.0)
     assert first is not None
-    scheduler.apply(first.step_no, device.run(first))
+    scheduler.apply(first.step_no, *device.run(first))
     scheduler.submit(request(1, list(range(25))))
     second = scheduler.plan(1.0)
     assert second is not None
@@ -60,7 +60,7 @@ def test_a_step_that_decodes_is_kept_short() -> None:
     first = scheduler.plan(0.0)
     assert first is not None
     assert first.counts.tolist() == [20]
-    scheduler.apply(first.step_no, device.run(first))
+    scheduler.apply(first.step_no, *device.run(first))
     scheduler.submit(request(1, list(range(100, 150))))
     second = scheduler.plan(1.0)
     assert second is not None
@@ -96,7 +96,7 @@ def test_equal_prompts_arriving_together_share_blocks() -> None:
     first = scheduler.plan(0.0)
     assert first is not None
     assert first.counts.tolist() == [17]
-    scheduler.apply(first.step_no, device.run(first))
+    scheduler.apply(first.step_no, *device.run(first))
     second = scheduler.plan(1.0)
     assert second is not None
     assert sorted(second.counts.tolist()) == [1, 1, 1, 1]
@@ -115,7 +115,7 @@ def test_preemption_chooses_the_cheapest_row_but_never_the_first() -> None:
         if plan is None:
             break
         preempted += [release.request_id for release in plan.released if release.reason == "preempted"]
-        scheduler.apply(plan.step_no, device.run(plan))
+        scheduler.apply(plan.step_no, *device.run(plan))
     assert preempted
     assert 0 not in preempted
     assert scheduler.pool.num_in_use == 0
@@ -129,7 +129,7 @@ def test_blocks_of_an_aborted_request_are_fenced_by_the_step_in_flight() -> None
     scheduler.abort(0)
     assert scheduler.pool.num_fenced == 2
     assert scheduler.pool.num_available == 6
-    outcome = scheduler.apply(plan.step_no, device.run(plan))
+    outcome = scheduler.apply(plan.step_no, *device.run(plan))
     assert len(outcome.tokens) == 0
     assert scheduler.pool.num_fenced == 0
     assert scheduler.pool.num_available == 8
@@ -145,7 +145,7 @@ def test_a_deadline_ends_waiting_and_running_requests() -> None:
         plan = scheduler.plan(float(now))
         ended = scheduler.take_ended()
         if plan is not None:
-            ended += scheduler.apply(plan.step_no, device.run(plan)).ended
+            ended += scheduler.apply(plan.step_no, *device.run(plan)).ended
         reasons.update({event.request_id: event.reason for event in ended})
     assert reasons == {0: "deadline", 1: "deadline"}
     assert not scheduler.has_work
@@ -168,7 +168,7 @@ def test_admission_follows_the_forecast_peak() -> None:
     plan = scheduler.plan(0.0)
     assert plan is not None
     assert len(plan.rows) == 2
-    scheduler.apply(plan.step_no, device.run(plan))
+    scheduler.apply(plan.step_no, *device.run(plan))
     outputs = run_to_end(scheduler, device)
     assert {len(tokens) for tokens in outputs.values()} == {23, 24}
     assert scheduler.num_preemptions == 0
@@ -185,7 +185,7 @@ def test_all_end_tokens_of_a_long_list_count() -> None:
     scheduler.submit(request(0, [5], max_tokens=50, end_token_ids=tuple(range(1000))))
     plan = scheduler.plan(0.0)
     assert plan is not None
-    outcome = scheduler.apply(plan.step_no, device.run(plan))
+    outcome = scheduler.apply(plan.step_no, *device.run(plan))
     assert outcome.ended[0].reason == "stop"
     assert len(outcome.tokens) == 0
     assert outcome.ended[0].num_output == 1
@@ -197,7 +197,7 @@ def test_confirm_returns_the_outcome_before_rows_are_released() -> None:
     scheduler.submit(request(1, list(range(50, 59)), max_tokens=5))
     plan = scheduler.plan(0.0)
     assert plan is not None
-    outcome = scheduler.confirm(plan.step_no, device.run(plan))
+    outcome = scheduler.confirm(plan.step_no, *device.run(plan))
     assert outcome.request_ids.tolist() == outcome.first_ids.tolist() == [0, 1]
     assert [(ended.request_id, ended.reason, ended.num_output) for ended in outcome.ended] == [(0, "length", 1)]
     assert scheduler.num_running == 2, "no row is released yet"
@@ -216,7 +216,7 @@ def test_a_pending_outcome_is_discarded_when_a_row_is_released() -> None:
         scheduler.submit(request(index, list(range(10 * index, 10 * index + 9)), max_tokens=1))
     plan = scheduler.plan(0.0)
     assert plan is not None
-    tokens = device.run(plan)
+    tokens, _ = device.run(plan)
     scheduler.prepare_outcome()
     assert scheduler.abort(1)
     assert [event.reason for event in scheduler.take_ended()] == ["abort"]
@@ -242,7 +242,7 @@ def test_an_equal_prompt_waits_for_the_prefix_of_one_just_admitted() -> None:
         assert [admission.request_id for admission in plan.admitted] == [0]
         assert scheduler.plan(0.0) is not None, "the first request decodes; the second still waits"
         assert len(scheduler.waiting) == 1
-        scheduler.apply(plan.step_no, device.run(plan))
+        scheduler.apply(plan.step_no, *device.run(plan))
         plan = scheduler.plan(1.0)
         assert plan is not None
         assert [(row.request_id, int(plan.starts[-1])) for row in plan.admitted] == [(1, 12)]

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.groups import KvGroups
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
@@ -32,7 +34,14 @@ VOCAB = 11
 class World:
     """A scheduler, a toy device that lags up to `depth` steps behind it, and a record of all requests."""
 
-    def __init__(self, rng: random.Random, depth: int, **limits: int) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        depth: int,
+        windows: tuple[int | None, ...] = (None,),
+        max_drafts: int = 0,
+        **limits: int,
+    ) -> None:
         self.rng, self.depth = rng, depth
         # A low expected output length admits too many requests, which leads to preemptions.
         expected_output = rng.choice([1.0, 1.0, 512.0])
@@ -42,9 +51,12 @@ class World:
             expected_output=expected_output,
             policy=make_policy(rng.choice(["fcfs", "shortest", "feedback", "deadline"])),
             aging_s=rng.choice([2.0, 30.0]),
+            groups=KvGroups(windows),
+            drafts=DraftSettings(max_drafts, max_places=rng.choice([8, 1000])),
         )
-        self.device = ToyDevice(limits["num_blocks"], limits["block_size"], limits["max_running"], VOCAB)
-        self.capacity = limits["num_blocks"] * limits["block_size"]
+        sizes = (limits["num_blocks"], limits["block_size"], limits["max_running"])
+        self.device = ToyDevice(*sizes, VOCAB, windows, seed=rng.randrange(1000))
+        self.capacity = (limits["num_blocks"] // len(windows) - 1) * limits["block_size"]
         self.launched: deque = deque()
         self.last_plan: StepPlan | None = None
         self.num_repeated = 0
@@ -75,6 +87,7 @@ class World:
             arrival=self.now,
             salt=b"" if rng.random() < 0.8 else b"other",
             deadline=self.now + rng.randrange(1, 60) if rng.random() < 0.1 else math.inf,
+            can_draft=rng.random() < 0.8,
             read_cache=rng.random() < 0.9,
         )
         self.requests[request_id] = request
@@ -97,7 +110,7 @@ class World:
         self.maybe_prepare_outcome()
         if plan is not None:
             caught_up = int(plan.counts[plan.counts > 1].sum())
-            assert caught_up <= self.scheduler.token_budget
+            assert caught_up <= self.scheduler.budget.token_budget
             assert plan.num_tokens - caught_up <= self.scheduler.rows.capacity
             self.check_repeated(plan)
             self.launched.append(plan)
@@ -126,11 +139,11 @@ class World:
 
     def complete(self) -> None:
         plan = self.launched.popleft()
-        tokens = self.device.run(plan)
+        tokens, counts = self.device.run(plan)
         self.maybe_prepare_outcome()
         # The deferred work may run at once or in the next call that needs it.
         apply = self.rng.choice([self.scheduler.apply, self.scheduler.confirm])
-        outcome = apply(plan.step_no, tokens)
+        outcome = apply(plan.step_no, tokens, counts)
         for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
             assert request_id not in self.ended, "a token after the terminal event"
             self.outputs[request_id].append(token)
@@ -181,6 +194,8 @@ def random_world(seed: int) -> World:
     return World(
         rng,
         depth=rng.choice([0, 1, 1, 2]),
+        windows=rng.choice([(None,), (None,), (None, 5), (7,), (9, None, 4, None)]),
+        max_drafts=rng.choice([0, 0, 1, 3]),
         num_blocks=rng.choice([12, 16, 24, 60]),
         block_size=rng.choice([1, 3, 4, 8]),
         max_running=max_running,
@@ -205,7 +220,7 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
 
 def test_the_random_schedules_do_preempt_share_cancel_and_repeat() -> None:
     """The property above is only worth something if the schedules exercise these features."""
-    preemptions = hits = cancelled = repeated = 0
+    preemptions = hits = cancelled = repeated = accepted = dropped = 0
     for seed in range(60):
         world = random_world(seed)
         for _ in range(20):
@@ -218,6 +233,10 @@ def test_the_random_schedules_do_preempt_share_cancel_and_repeat() -> None:
         hits += world.scheduler.prefix.hit_tokens
         cancelled += len(world.cancelled)
         repeated += world.num_repeated
+        accepted += world.device.num_accepted
+        dropped += int(world.scheduler.rows.num_dropped.sum())
+    assert accepted > 100
+    assert dropped > 100
     assert preemptions > 20
     assert hits > 100
     assert cancelled > 20
@@ -283,7 +302,7 @@ def test_the_oldest_request_does_not_starve() -> None:
         scheduler.submit(Request(id=10 + step, prompt=np.full(4, step, np.int32), max_tokens=6))
         plan = scheduler.plan(float(step))
         if plan is not None:
-            outcome = scheduler.apply(plan.step_no, device.run(plan))
+            outcome = scheduler.apply(plan.step_no, *device.run(plan))
             if any(event.request_id == 1000 for event in outcome.ended):
                 ended_at = step
                 break

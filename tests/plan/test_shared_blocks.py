@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from millrace.plan.request import Request
-from millrace.plan.scheduler import MANY_PREFILLS, Scheduler
+from millrace.plan.budget import MANY_PREFILLS
+from millrace.plan.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_device import ToyDevice
@@ -20,7 +21,7 @@ def request(request_id: int, prompt: list[int], max_tokens: int) -> Request:
 
 
 def common_blocks(scheduler: Scheduler, rows: list[int]) -> int:
-    held = [scheduler.rows.blocks[row] for row in rows]
+    held = [scheduler.rows.blocks[row][0] for row in rows]
     count = 0
     for column in zip(*held, strict=False):
         if len(set(column)) > 1:
@@ -47,7 +48,7 @@ def test_every_row_of_a_step_begins_with_the_shared_blocks() -> None:
             assert plan.shared_blocks <= common_blocks(scheduler, plan.rows.tolist()), round_no
             assert plan.shared_blocks == 0 or plan.counts.max() == 1
             num_shared += plan.shared_blocks > 0
-            scheduler.apply(plan.step_no, device.run(plan))
+            scheduler.apply(plan.step_no, *device.run(plan))
     assert num_shared > 50
 
 
@@ -61,7 +62,7 @@ def test_many_waiting_requests_get_long_steps() -> None:
             scheduler.submit(request(index, [index, 1], 40))
         plan = scheduler.plan(0.0)
         assert plan is not None
-        scheduler.apply(plan.step_no, device.run(plan))
+        scheduler.apply(plan.step_no, *device.run(plan))
         for index in range(num_new):
             scheduler.submit(request(100 + index, list(range(index, index + 30)), 4))
         plan = scheduler.plan(1.0)

@@ -1,10 +1,14 @@
 """A device that checks instead of computing: each KV slot holds a digest of all tokens up to it.
 
-A step verifies for every token that the row's block table leads to exactly the prefix that the request would have
-written if it ran alone. This detects wrong blocks, blocks freed too early, false prefix hits and lost updates.
+A step verifies for every token that the row's block tables lead to exactly the prefix that the request would have
+written if it ran alone, as far as each group's window reaches. This detects wrong blocks, blocks freed too early, false
+prefix hits and lost updates. Rows with places for drafts accept some of them: the device knows how far they are, and
+the host learns it a step later.
 """
 
 from __future__ import annotations
+
+import random
 
 import numpy as np
 
@@ -37,51 +41,109 @@ def lone_run(prompt: list[int], max_tokens: int, end_tokens: tuple[int, ...], mi
 
 
 class ToyDevice:
-    def __init__(self, num_blocks: int, block_size: int, max_rows: int, vocab: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        vocab: int,
+        windows: tuple[int | None, ...] = (None,),
+        seed: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.vocab = vocab
-        self.slots: list[int | None] = [None] * ((num_blocks + 1) * block_size)
-        self.tables: list[dict[int, int]] = [{} for _ in range(max_rows)]
+        self.windows = windows
+        self.slots: list[tuple[int, int] | None] = [None] * ((num_blocks + 1) * block_size)
+        """Group and digest: a block belongs to one group at a time."""
+        self.tables: list[dict[tuple[int, int], int]] = [{} for _ in range(max_rows)]
         self.tokens: list[list[int]] = [[] for _ in range(max_rows)]
+        self.limits = [0] * max_rows
         self.fail_on: set[int] = set()
         self.request_of: dict[int, int] = {}
+        self.rng = random.Random(seed)
+        self.num_accepted = 0
 
-    def run(self, plan: StepPlan) -> np.ndarray:
+    def run(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray | None]:
+        """The tokens of the drawing rows and, with draft places, how many each row drew."""
         for admission in plan.admitted:
             self.tables[admission.row] = {}
             self.tokens[admission.row] = admission.tokens.tolist()
+            self.limits[admission.row] = admission.limit
             self.request_of[admission.row] = admission.request_id
-        for row, col, block in zip(plan.block_rows, plan.block_cols, plan.block_ids, strict=True):
+        groups = plan.block_groups if plan.block_groups is not None else np.zeros_like(plan.block_ids)
+        for group, row, col, block in zip(groups, plan.block_rows, plan.block_cols, plan.block_ids, strict=True):
             assert 0 < block
-            self.tables[int(row)][int(col)] = int(block)
+            self.tables[int(row)][int(group), int(col)] = int(block)
         if any(self.request_of[row] in self.fail_on for row in plan.rows.tolist()):
             raise RuntimeError("poison")
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
-        drawn = []
+        drawn: list[int] = []
+        counts = []
         for index, row in enumerate(plan.rows.tolist()):
             start, count = int(plan.starts[index]), int(plan.counts[index])
-            state = self._read(row, start - 1) if start else 0
-            for position in range(start, start + count):
-                state = digest(state, self.tokens[row][position])
-                self.slots[self._slot(row, position)] = state
-            self._check_prefix(row, start + count)
+            places = 0 if plan.draft_places is None else int(plan.draft_places[index])
+            if plan.draft_places is None:
+                assert not plan.samples[index] or start + count == len(self.tokens[row])
+            elif plan.samples[index] and count == 1:
+                assert start <= len(self.tokens[row]) - 1
+                start = len(self.tokens[row]) - 1
+                if len(self.tokens[row]) >= self.limits[row]:
+                    counts.append(0)  # past its limit: an earlier step accepted more than the least
+                    continue
+            state = self._compute(row, start, count)
             if plan.samples[index]:
-                assert start + count == len(self.tokens[row])
-                token = next_token(state, self.vocab)
-                self.tokens[row].append(token)
-                drawn.append(token)
-        return np.asarray(drawn, np.int32)
+                own = self._draw(row, state, places)
+                drawn += own
+                counts.append(len(own))
+        return np.asarray(drawn, np.int32), None if plan.draft_places is None else np.asarray(counts, np.int32)
 
-    def _slot(self, row: int, position: int) -> int:
-        return self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
+    def _draw(self, row: int, state: int, places: int) -> list[int]:
+        """One token, and one more for each draft that is right, up to the limit."""
+        own: list[int] = []
+        for place in range(places + 1):
+            token = next_token(state, self.vocab)
+            own.append(token)
+            self.tokens[row].append(token)
+            is_right = self.rng.random() < 0.7
+            if place == places or not is_right or len(self.tokens[row]) >= self.limits[row]:
+                break
+            self.num_accepted += 1
+            state = self._compute(row, len(self.tokens[row]) - 1, 1)
+        else:
+            raise AssertionError("the loop ends with a break")
+        if len(own) <= places and len(self.tokens[row]) < self.limits[row]:
+            self._spoil(row, len(self.tokens[row]) - 1)
+        return own
 
-    def _read(self, row: int, position: int) -> int:
-        state = self.slots[self._slot(row, position)]
-        assert state is not None
+    def _compute(self, row: int, start: int, count: int) -> int:
+        state = self._read(row, start - 1) if start else 0
+        for position in range(start, start + count):
+            state = digest(state, self.tokens[row][position])
+            for group in range(len(self.windows)):
+                self.slots[self._slot(group, row, position)] = (group, state)
+        self._check_prefix(row, start, start + count)
         return state
 
-    def _check_prefix(self, row: int, length: int) -> None:
+    def _spoil(self, row: int, position: int) -> None:
+        """A wrong draft was computed here: the keys and values are of another token."""
+        for group in range(len(self.windows)):
+            self.slots[self._slot(group, row, position)] = (group, -1)
+
+    def _slot(self, group: int, row: int, position: int) -> int:
+        table = self.tables[row]
+        return table[group, position // self.block_size] * self.block_size + position % self.block_size
+
+    def _read(self, row: int, position: int) -> int:
+        found = self.slots[self._slot(0, row, position)]
+        assert found is not None
+        return found[1]
+
+    def _check_prefix(self, row: int, start: int, length: int) -> None:
+        """Every key that the tokens from `start` on can see is the one that a lone run would have written."""
         state = 0
         for position in range(length):
             state = digest(state, self.tokens[row][position])
-            assert self._read(row, position) == state, f"row {row} reads the wrong KV at {position}"
+            for group, window in enumerate(self.windows):
+                if window is None or start - position < window:
+                    found = self.slots[self._slot(group, row, position)]
+                    assert found == (group, state), f"row {row} reads the wrong KV at {position}, group {group}"

@@ -7,6 +7,9 @@ Every block is in exactly one of four states, and the pool equation always holds
   fenced  released, but a launched step may still touch it; becomes free or cached when that step completes
   in use  referenced by at least one row
 Block 0 is scratch space for padding: never allocated and not counted.
+
+Every KV group takes its blocks from the same pool, since all have the same number of layers. A hash names the content
+of one block per group.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         self.total = num_blocks
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -25,10 +28,11 @@ class BlockPool:
         self._refs = [0] * (num_blocks + 1)
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._tokens_of: list[bytes | None] = [None] * (num_blocks + 1)
-        self._by_hash: dict[bytes, int] = {}
+        self._group_of = bytearray(num_blocks + 1)
+        self._by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._parent_of: list[bytes] = [b""] * (num_blocks + 1)
         self._last_child_of: dict[bytes, int] = {}
-        """Hash of a block to its most recently registered child: the block that follows it in a sequence."""
+        """Hash of a block to its most recently registered child: the block that follows it in a sequence. Group 0."""
 
     @property
     def num_free(self) -> int:
@@ -72,9 +76,9 @@ class BlockPool:
             refs[block] = 1
         return blocks
 
-    def find(self, digest: bytes, tokens: bytes) -> int | None:
-        """The registered block with this hash, or None. Compares the tokens too."""
-        block = self._by_hash.get(digest)
+    def find(self, digest: bytes, tokens: bytes, group: int = 0) -> int | None:
+        """The group's registered block with this hash, or None. Compares the tokens too."""
+        block = self._by_hash[group].get(digest)
         return block if block is not None and self._tokens_of[block] == tokens else None
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -85,14 +89,16 @@ class BlockPool:
                 del cached[block]
             refs[block] += 1
 
-    def register(self, block: int, digest: bytes, tokens: bytes, parent: bytes = b"") -> None:
+    def register(self, block: int, digest: bytes, tokens: bytes, parent: bytes = b"", group: int = 0) -> None:
         """Make a full, computed block available to `find`. Of blocks with equal content, the first stays registered."""
-        if digest not in self._by_hash:
-            self._by_hash[digest] = block
+        if digest not in self._by_hash[group]:
+            self._by_hash[group][digest] = block
+            self._group_of[block] = group
             self._hash_of[block] = digest
             self._tokens_of[block] = tokens
             self._parent_of[block] = parent
-            self._last_child_of[parent] = block
+            if group == 0:
+                self._last_child_of[parent] = block
 
     def find_child(self, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
         """The last registered child of the block with hash `parent`, and the child's hash, if it has these tokens.
@@ -156,7 +162,7 @@ class BlockPool:
     def _unregister(self, block: int) -> None:
         digest = self._hash_of[block]
         if digest is not None:
-            del self._by_hash[digest]
+            del self._by_hash[self._group_of[block]][digest]
             if self._last_child_of.get(self._parent_of[block]) == block:
                 del self._last_child_of[self._parent_of[block]]
         self._hash_of[block] = None
@@ -178,6 +184,7 @@ class BlockPool:
             raise AssertionError(f"pool equation broken: {[len(part) for part in parts]} of {self.total}")
         if len(free) != len(self._free):
             raise AssertionError("a block is free twice")
-        for digest, block in self._by_hash.items():
-            if self._hash_of[block] != digest or block in free:
-                raise AssertionError(f"block {block} is registered wrongly")
+        for group, by_hash in enumerate(self._by_hash):
+            for digest, block in by_hash.items():
+                if self._hash_of[block] != digest or block in free or self._group_of[block] != group:
+                    raise AssertionError(f"block {block} is registered wrongly")

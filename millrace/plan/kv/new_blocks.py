@@ -8,8 +8,8 @@ import numpy as np
 
 from millrace.plan.step import Int32s
 
-Columns = tuple[Int32s, Int32s, Int32s]
-"""Row, column in the block table, and block id of each update."""
+Columns = tuple[Int32s, Int32s, Int32s, Int32s]
+"""KV group, row, column in the block table, and block id of each update."""
 _NONE = np.zeros(0, np.int32)
 _RANGE = array("i", range(1024))
 
@@ -20,21 +20,18 @@ def _range(first: int, end: int) -> array[int]:
 
 class NewBlocks:
     def __init__(self) -> None:
-        self._rows, self._columns, self._blocks = array("i"), array("i"), array("i")
+        self._groups, self._rows, self._columns, self._blocks = (array("i") for _ in range(4))
 
-    def add(self, row: int, column: int, block: int) -> None:
-        self._rows.append(row)
-        self._columns.append(column)
-        self._blocks.append(block)
-
-    def add_each(self, rows: list[int], columns: list[int], blocks: list[int]) -> None:
+    def add_each(self, group: int, rows: list[int], columns: list[int], blocks: list[int]) -> None:
         """One block per row."""
+        self._groups.extend(array("i", (group,)) * len(rows))
         self._rows.fromlist(rows)
         self._columns.fromlist(columns)
         self._blocks.fromlist(blocks)
 
-    def add_many(self, row: int, first: int, blocks: list[int]) -> None:
+    def add_many(self, group: int, row: int, first: int, blocks: list[int]) -> None:
         """Consecutive blocks of one row, from column `first` on."""
+        self._groups.extend(array("i", (group,)) * len(blocks))
         self._rows.extend(array("i", (row,)) * len(blocks))
         self._columns.extend(_range(first, first + len(blocks)))
         self._blocks.fromlist(blocks)
@@ -42,18 +39,21 @@ class NewBlocks:
     def drop(self, row: int) -> None:
         """Remove the updates of a released row."""
         if row in self._rows:
-            kept = [entry for entry in zip(self._rows, self._columns, self._blocks, strict=True) if entry[0] != row]
-            self.clear()
-            for entry in kept:
-                self.add(*entry)
+            kept = [at for at, other in enumerate(self._rows) if other != row]
+            columns = (self._groups, self._rows, self._columns, self._blocks)
+            self._groups, self._rows, self._columns, self._blocks = (
+                array("i", [column[at] for at in kept]) for column in columns
+            )
 
     def clear(self) -> None:
-        self._rows, self._columns, self._blocks = array("i"), array("i"), array("i")
+        self._groups, self._rows, self._columns, self._blocks = (array("i") for _ in range(4))
 
     def take(self) -> Columns:
         """Return all updates and clear them."""
         if not self._rows:
-            return _NONE, _NONE, _NONE
-        rows, columns, blocks = self._rows, self._columns, self._blocks
+            return _NONE, _NONE, _NONE, _NONE
+        groups, rows, columns, blocks = (
+            np.frombuffer(column, np.int32) for column in (self._groups, self._rows, self._columns, self._blocks)
+        )
         self.clear()  # The returned views keep the memory of these arrays.
-        return np.frombuffer(rows, np.int32), np.frombuffer(columns, np.int32), np.frombuffer(blocks, np.int32)
+        return groups, rows, columns, blocks

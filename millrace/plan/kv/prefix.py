@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from millrace.plan.kv.block_hash import block_hash, root_hash
 from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.groups import ONE_GROUP, KvGroups, first_visible_column
 from millrace.plan.request import Request
 
 MAX_ROOTS = 1024
 """Root hashes kept, one per salt."""
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The cached blocks with which a request begins."""
+
+    blocks: list[list[int]]
+    """By group, all of one length; 0 in columns behind the group's window, which no token will read."""
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.blocks[0])
+
+    @property
+    def found(self) -> list[int]:
+        """All blocks of the match."""
+        return [block for blocks in self.blocks for block in blocks if block]
+
+
 class PrefixIndex:
     """Matches full blocks by their chained hash. At least one token of a request is always left to compute."""
 
-    def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool, groups: KvGroups = ONE_GROUP) -> None:
         self._pool = pool
+        self._groups = groups
         self._block_size = block_size
         self._enabled = enabled
         self._pending: dict[bytes, int] = {}
@@ -28,11 +47,17 @@ class PrefixIndex:
         self.query_tokens = 0
         self.hit_tokens = 0
 
-    def match(self, request: Request) -> list[int]:
-        """The longest run of cached blocks with which the request's tokens begin. Takes no reference."""
-        blocks: list[int] = []
+    def match(self, request: Request) -> Match:
+        """The longest prefix of the request's tokens that every group can supply. Takes no reference."""
         if not (self._enabled and request.read_cache):
-            return blocks
+            return Match([[] for _ in self._groups.windows])
+        if not self._groups.windowed:
+            return Match([self._match_full(request)])
+        return self._match_groups(request)
+
+    def _match_full(self, request: Request) -> list[int]:
+        """The longest run of cached blocks of group 0."""
+        blocks: list[int] = []
         usable = (len(request.history) // 4 - 1) // self._block_size
         pool, history, width = self._pool, bytes(request.history), 4 * self._block_size
         hashes, parent = request.hashes, self._root(request.salt)
@@ -53,6 +78,35 @@ class PrefixIndex:
                 break
             blocks.append(found)
         return blocks
+
+    def _match_groups(self, request: Request) -> Match:
+        """The longest prefix of which full groups have all blocks, and groups with a window those that it covers."""
+        usable, size, windows = (
+            (len(request.history) // 4 - 1) // self._block_size,
+            self._block_size,
+            self._groups.windows,
+        )
+        found: list[list[int | None]] = [[] for _ in windows]
+        has_full = self._groups.num_full > 0
+        for index in range(usable):
+            digest, tokens = self.hash_of(request, index), self.tokens_of(request, index)
+            for group, blocks in enumerate(found):
+                blocks.append(self._pool.find(digest, tokens, group))
+            if has_full and any(found[group][-1] is None for group, window in enumerate(windows) if window is None):
+                break
+        length = len(found[0])
+        while length and not all(
+            self._supplies(blocks, length, window) for blocks, window in zip(found, windows, strict=True)
+        ):
+            length -= 1
+        return Match(
+            [_visible(blocks[:length], length, window, size) for blocks, window in zip(found, windows, strict=True)]
+        )
+
+    def _supplies(self, blocks: list[int | None], length: int, window: int | None) -> bool:
+        """True if the group has every block that a token after `length` blocks can see."""
+        first = 0 if window is None else first_visible_column(length * self._block_size, window, self._block_size)
+        return None not in blocks[first:length]
 
     def must_wait(self, request: Request, num_matched: int) -> bool:
         """True if a running request is computing the first block that was not found."""
@@ -97,17 +151,20 @@ class PrefixIndex:
             if self._pending.get(digest) == request.id:
                 del self._pending[digest]
 
-    def register_blocks(self, request: Request, first: int, blocks: Sequence[int]) -> None:
-        """Register blocks that are filled and confirmed, from the request's block number `first` on."""
-        if not self._enabled or not blocks:
+    def register_blocks(self, request: Request, first: int, groups: list[list[int]]) -> None:
+        """Register blocks, by group, that are filled and confirmed, from the request's column `first` on."""
+        if not self._enabled or not groups[0]:
             return
         self.hash_expected()
-        self.hash_of(request, first + len(blocks) - 1)
+        self.hash_of(request, first + len(groups[0]) - 1)
         hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self._block_size
         parent = hashes[first - 1] if first else self._root(request.salt)
-        for index, block in enumerate(blocks, first):
+        for index, column in enumerate(zip(*groups, strict=True), first):
             digest = hashes[index]
-            self._pool.register(block, digest, history[index * width : (index + 1) * width], parent)
+            tokens = history[index * width : (index + 1) * width]
+            for group, block in enumerate(column):
+                if block:
+                    self._pool.register(block, digest, tokens, parent, group)
             if pending.get(digest) == request.id:
                 del pending[digest]
             parent = digest
@@ -161,3 +218,9 @@ class PrefixIndex:
     def tokens_of(self, request: Request, index: int) -> bytes:
         width = 4 * self._block_size
         return bytes(request.history[index * width : (index + 1) * width])
+
+
+def _visible(blocks: list[int | None], length: int, window: int | None, block_size: int) -> list[int]:
+    """The blocks that tokens after the prefix can see; 0 in the columns before them."""
+    first = 0 if window is None else first_visible_column(length * block_size, window, block_size)
+    return [0 if index < first or block is None else block for index, block in enumerate(blocks)]

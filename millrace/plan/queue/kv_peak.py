@@ -14,13 +14,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
-def kv_peak(held: Floats, remaining: Floats) -> float:
-    """Maximum number of tokens held at any future time, given tokens held and tokens remaining per request."""
+def kv_peak(held: Floats, remaining: Floats, num_growing: int = 1) -> float:
+    """Maximum number of block tokens held at any future time, given block tokens held and tokens remaining per request.
+    `num_growing`: KV groups that grow with every token."""
     if len(held) == 0:
         return 0.0
     longest_first = np.argsort(-remaining, kind="stable")
     held, remaining = held[longest_first], remaining[longest_first]
-    return float(np.max(np.cumsum(held) + np.arange(1, len(held) + 1) * remaining))
+    return float(np.max(np.cumsum(held) + num_growing * np.arange(1, len(held) + 1) * remaining))
 
 
 class OutputLengthEstimate:

@@ -1,7 +1,8 @@
-"""The pending outcome: what is known of a launched step before its tokens arrive.
+"""What a step gave: which request gets which tokens, which requests end, and how far each row got.
 
-Which requests get a token, for which it is the first, and which reach their limit does not depend on the token itself.
-It is computed while the device runs the step, so tokens are sent sooner once they are there.
+Without drafts, which requests get a token, for which it is the first, and which reach their limit does not depend on
+the token. This pending outcome is computed while the device runs the step, so tokens are sent sooner once they are
+there. With drafts a row gets one token or several, and everything is computed when they arrive.
 """
 
 from __future__ import annotations
@@ -10,9 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.plan.request import end_of
+from millrace.plan.request import Request, end_of
 from millrace.plan.rows import NO_TOKEN, Rows
 from millrace.plan.step import Bools, Ended, Int32s, Int64s, StepPlan
+
+
+@dataclass(slots=True)
+class Delivered:
+    """What a confirmed step delivers, as columns over its tokens, and the rows' progress to be stored."""
+
+    request_ids: Int64s
+    tokens: Int32s
+    sample_index: Int64s
+    """Index of each token among all that the step drew."""
+    first_ids: Int64s
+    ended: list[tuple[int, Ended]]
+    """Rows that ended, with their terminal events."""
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
@@ -70,11 +84,26 @@ class PendingOutcome:
             is_repeated=True,
         )
 
+    def deliver(self, rows: Rows, drawn: Int32s) -> Delivered:
+        """The step's outcome, now that its tokens are known. `drawn`: those of the rows that are still active."""
+        stopped = self._stopped(drawn)
+        ended = self._ends(rows, drawn, stopped)
+        ids, index = self.request_ids, self.sample_index
+        if stopped is not None:  # An end token is not part of the answer.
+            delivered = ~stopped
+            ids, drawn, index = ids[delivered], drawn[delivered], index[delivered]
+        return Delivered(ids, drawn, index, self.first_ids, ended)
+
+    def store(self, rows: Rows, drawn: Int32s) -> None:
+        """Count the step's progress as confirmed and keep its tokens."""
+        rows.confirmed[self.computed_rows] = self.computed
+        rows.append(self.table_rows, self.positions, drawn)
+
     def active_tokens(self, tokens: Int32s) -> Int32s:
         """The tokens of rows that are still active, of all that the step drew."""
         return tokens if self.all_active else tokens[self.sample_index]
 
-    def stopped(self, drawn: Int32s) -> Bools | None:
+    def _stopped(self, drawn: Int32s) -> Bools | None:
         """Which rows drew an end token; None if none did."""
         if self.end_tokens is None:
             return None
@@ -84,7 +113,7 @@ class PendingOutcome:
         stopped: Bools = is_end.any(axis=0)
         return stopped
 
-    def ends(self, rows: Rows, drawn: Int32s, stopped: Bools | None) -> list[tuple[int, Ended]]:
+    def _ends(self, rows: Rows, drawn: Int32s, stopped: Bools | None) -> list[tuple[int, Ended]]:
         """Rows that ended, with their terminal events, in the order of the step."""
         if stopped is None:
             return [(int(self.table_rows[at]), ended) for at, ended in self.length_ends.items()]
@@ -147,3 +176,76 @@ def _end_tokens(rows: Rows, table_rows: Int64s, positions: Int32s) -> tuple[Int3
     if hides:
         end_tokens[too_early] = NO_TOKEN
     return np.ascontiguousarray(end_tokens.T), hides
+
+
+class DraftedOutcome:
+    """The outcome of a step that verified drafts. Columns are over its sampling rows that are still active."""
+
+    is_repeated = False
+    can_repeat = False
+
+    def __init__(self, plan: StepPlan, rows: Rows, counts: Int32s) -> None:
+        """`counts`: tokens of each sampling row of the plan, those drawn past an end token or for a released row
+        included."""
+        if plan.draft_places is None:
+            raise AssertionError("a step without draft places has one token per row")
+        all_rows = plan.rows.astype(np.int64)
+        is_active = rows.active[all_rows]
+        self.computed_rows = all_rows[is_active]
+        drawing = np.flatnonzero(plan.samples & is_active)
+        self.table_rows = all_rows[drawing]
+        self._places = plan.draft_places[drawing]
+        index = np.cumsum(plan.samples)[drawing] - 1
+        """Index of each row among the sampling rows."""
+        self._counts = counts[index]
+        self._first = (np.cumsum(counts) - counts)[index]
+        """Index of each row's first token among all that the step drew."""
+        silent = is_active & ~plan.samples
+        self._silent_rows, self._silent_ends = all_rows[silent], (plan.starts + plan.counts)[silent]
+        """Rows that did not draw, and the tokens computed of each."""
+
+    def deliver(self, rows: Rows, tokens: Int32s) -> Delivered:
+        """`tokens`: all that the step drew."""
+        ids: list[int] = []
+        index: list[int] = []
+        first_ids, ended = [], []
+        columns = (self.table_rows.tolist(), self._first.tolist(), self._counts.tolist())
+        for at, (row, first, count) in enumerate(zip(*columns, strict=True)):
+            request, known = rows.request(row), int(rows.known_host[row])
+            if count < 1 or known + count > request.limit:
+                raise AssertionError(f"row {row} drew {count} tokens after {known}; its limit is {request.limit}")
+            if known == request.num_prompt:
+                first_ids.append(request.id)
+            kept, event = _cut(request, known, tokens[first : first + count])
+            if event is not None:
+                ended.append((row, event))
+                self._counts[at] = event.num_output + request.num_prompt - known
+            ids += [request.id] * kept
+            index += range(first, first + kept)
+        places = np.array(index, np.int64)
+        return Delivered(np.array(ids, np.int64), tokens[places], places, np.array(first_ids, np.int64), ended)
+
+    def store(self, rows: Rows, tokens: Int32s) -> None:
+        """Count the step's progress as confirmed, keep its tokens, and correct what was planned on the least."""
+        rows.confirmed[self._silent_rows] = self._silent_ends
+        table_rows, counts = self.table_rows, self._counts
+        known = rows.known_host[table_rows]
+        for place in range(int(counts.max()) if len(counts) else 0):
+            has = counts > place
+            rows.append(table_rows[has], known[has] + place, tokens[self._first[has] + place])
+        rows.confirmed[table_rows] = known + counts - 1
+        rows.known[table_rows] += counts - 1
+        rows.computed[table_rows] += counts - 1
+        rows.slack[table_rows] -= self._places
+
+
+def _cut(request: Request, known: int, tokens: Int32s) -> tuple[int, Ended | None]:
+    """How many of a row's new tokens belong to the answer, and its terminal event if it ends."""
+    ends_from = request.num_prompt + request.min_tokens
+    for at, token in enumerate(tokens.tolist()):
+        if token in request.end_token_ids and known + at >= ends_from:
+            num_output = known + at + 1 - request.num_prompt
+            return at, end_of(request, "stop", num_output, stop_token_id=token)
+    if known + len(tokens) >= request.limit:
+        return len(tokens), end_of(request, "length", request.max_tokens)
+    return len(tokens), None

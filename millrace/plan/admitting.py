@@ -1,0 +1,122 @@
+"""Admits waiting requests to free rows, as far as the step's budget and the forecast of KV memory allow."""
+
+from __future__ import annotations
+
+import itertools
+
+from millrace.plan.budget import StepBudget
+from millrace.plan.kv.prefix import Match
+from millrace.plan.queue.admission_forecast import AdmissionForecast
+from millrace.plan.queue.delays import Cause, Delays
+from millrace.plan.queue.fair_shares import FairShares
+from millrace.plan.queue.kv_peak import OutputLengthEstimate
+from millrace.plan.queue.policy import Policy
+from millrace.plan.queue.waiting import WaitingQueue
+from millrace.plan.request import Request
+from millrace.plan.seating import Seating
+
+MAX_HELD_SCAN = 256
+"""Maximum number of waiting requests examined per step: many may wait for a prefix that is being computed."""
+
+
+class Admitting:
+    def __init__(
+        self,
+        seating: Seating,
+        waiting: WaitingQueue,
+        policy: Policy,
+        shares: FairShares,
+        budget: StepBudget,
+        lengths: OutputLengthEstimate,
+    ) -> None:
+        self._seating, self._rows, self._pool, self._prefix = seating, seating.rows, seating.pool, seating.prefix
+        self._waiting, self._policy, self._shares, self._budget = waiting, policy, shares, budget
+        self._lengths = lengths
+        self.delays = Delays()
+        self._chosen_victim: tuple[int, str] | None = None
+        """The running request to preempt before the next step, and why."""
+
+    def admit(self, budget: int, chunks: dict[int, int], now: float) -> None:
+        """Admit requests, with their first tokens added to `chunks`, and note what the others wait for."""
+        self.delays.note(self._admit_waiting(budget, chunks, now), now)
+
+    def _admit_waiting(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
+        """Admit waiting requests while budget, free rows and the admission forecast allow. Returns what stopped it.
+
+        Strictly in queue order, except that a request may overtake others that wait for a prefix being computed.
+        """
+        if budget <= 0:
+            return "budget"
+        if self._rows.num_free == 0:
+            return self._choose_victim(next(self._waiting.in_order(now)), "rows", now)
+        forecast = AdmissionForecast(self._rows, self._pool, self._seating.groups, self._lengths)
+        for request in itertools.islice(self._waiting.in_order(now), MAX_HELD_SCAN):
+            if budget <= 0:
+                return "budget"
+            if self._rows.num_free == 0:
+                return "rows"
+            if self._prefix.is_held(request):
+                continue
+            match = self._prefix.match(request)
+            if self._prefix.must_wait(request, match.num_columns):
+                continue
+            if not forecast.admit(request, match):
+                return self._choose_victim(request, "memory", now)
+            self._waiting.remove(request.id)
+            row = self._seat(request, match, now)
+            count = self._budget.chunk(self._seating, row, budget)
+            if count:
+                chunks[row] = count
+                budget -= count
+        return "prefix" if len(self._waiting) else "none"
+
+    def _seat(self, request: Request, match: Match, now: float) -> int:
+        if request.preemptions == 0:
+            request.cached_tokens = match.num_columns * self._rows.block_size
+            self.delays.note("none", now)
+            request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
+            request.diagnostics.diverged_at = self._prefix.divergence(request, match.num_columns)
+            self._charge(request)
+        return self._seating.admit(request, match)
+
+    def _choose_victim(self, request: Request, cause: Cause, now: float) -> Cause:
+        """Choose a running request to preempt for this one when the next step is planned. Returns `cause`.
+
+        Chooses none while fenced rows or blocks are about to become free, nor one that would precede this request.
+        """
+        if self._chosen_victim is None and self._rows.num_fenced == 0 and self._pool.num_fenced == 0:
+            row = self._policy.victim_for(self._rows, request)
+            if row is not None:
+                other = self._rows.request(row)
+                other.num_output = int(self._rows.known_host[row] - self._rows.num_prompt[row])
+                if self._waiting.would_precede(request, other, now):
+                    self._chosen_victim = (other.id, f"a more urgent request could not be admitted ({cause})")
+        return cause
+
+    def take_victim(self) -> tuple[int, str] | None:
+        """The row to preempt now for a waiting request, and why."""
+        chosen, self._chosen_victim = self._chosen_victim, None
+        if chosen is None or not len(self._waiting):
+            return None
+        row = self._seating.row_of(chosen[0])
+        return None if row is None else (row, chosen[1])
+
+    # -- fair shares -----------------------------------------------------------------------------------------------
+
+    def _charge(self, request: Request) -> None:
+        """On admission, charge the tenant for the prompt and the expected output."""
+        request.charged = self._lengths.remaining_of_one(0, request.max_tokens)
+        num_prompt = request.num_prompt - request.cached_tokens
+        self._shares.charge(request.tenant, request.weight, num_prompt, request.charged)
+
+    def settle(self, request: Request) -> None:
+        """At the end, correct the charge to the actual output."""
+        if request.charged:
+            self._shares.charge(request.tenant, request.weight, 0, request.num_output - request.charged)
+        self._shares.leave(request.tenant)
+
+    def learn(self, request: Request) -> None:
+        """A request ended on its own: its length tells about those to come."""
+        self._lengths.observe(request.num_output)
+        self._policy.learn(request)
+        self.settle(request)

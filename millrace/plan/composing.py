@@ -1,0 +1,109 @@
+"""Composes plans: turns the rows chosen for a step into a `StepPlan` and counts their progress as launched."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.plan.in_flight import StepsInFlight
+from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
+from millrace.plan.seating import Seating
+from millrace.plan.step import Admission, Bools, Int32s, Int64s, StepPlan
+
+
+class Composer:
+    def __init__(self, seating: Seating, in_flight: StepsInFlight) -> None:
+        self._seating, self._rows, self._in_flight = seating, seating.rows, in_flight
+        self._has_groups = seating.groups.num_groups > 1
+        self._repeated: RepeatedDecode | None = None
+
+    def repeats(self) -> bool:
+        """True if the next plan may decode exactly the rows of the last one."""
+        return self._repeated is not None and self._repeated.can_repeat(self._rows)
+
+    def forget(self) -> None:
+        """The last plan cannot be repeated: its step was discarded."""
+        self._repeated = None
+
+    def compose(self, singles: Int64s, chunks: dict[int, int], drafts: Int32s | None = None) -> StepPlan:
+        """`singles` get one token each and, with `drafts`, that many places for drafts; `chunks` are tokens by row."""
+        repeated, rows = self._repeated, self._rows
+        if repeated is not None and repeated.can_repeat(rows) and not chunks and drafts is None:
+            if len(singles) == len(repeated.order):
+                return self._repeat(repeated)
+        table_rows, counts = _columns(singles, chunks)
+        starts, known = rows.computed[table_rows], rows.known[table_rows]
+        ends = starts + counts
+        rows.computed[table_rows] = ends
+        # The token that this step draws counts as known from here on, although only the device will have it.
+        rows.known[table_rows] = np.maximum(known, ends + 1)
+        samples = ends == known
+        if drafts is not None:
+            rows.slack[singles] += drafts
+            drafts = np.concatenate([drafts, np.zeros(len(chunks), np.int32)]) if chunks else drafts
+        admitted = self._admissions(chunks, singles)
+        block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
+        plan = StepPlan(
+            step_no=self._in_flight.next_step,
+            rows=table_rows.astype(np.int32),
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
+            admitted=admitted,
+            released=self._seating.take_releases(),
+            shared_blocks=0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0])),
+            block_groups=block_groups if self._has_groups else None,
+            draft_places=drafts,
+            masked=self._masked(table_rows, samples),
+        )
+        self._in_flight.launch(plan)
+        self._repeated = repeated_decode_from(plan, len(singles), rows)
+        return plan
+
+    def _repeat(self, repeated: RepeatedDecode) -> StepPlan:
+        """What `compose` would return for the same rows, reusing the columns of the previous plan."""
+        rows, order, before = self._rows, repeated.order, repeated.plan
+        starts = before.starts + 1
+        rows.computed[order] = starts + 1
+        rows.known[order] = starts + 2
+        block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
+        plan = StepPlan(
+            step_no=self._in_flight.next_step,
+            rows=before.rows,
+            starts=starts,
+            counts=before.counts,
+            samples=before.samples,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
+            shared_blocks=self._seating.shared_blocks(int(order[0])),
+            block_groups=block_groups if self._has_groups else None,
+            masked=before.masked,
+            is_repeated_decode=True,
+        )
+        self._in_flight.launch(plan)
+        repeated.advance(plan)
+        return plan
+
+    def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
+        if not self._seating.has_unannounced:
+            return ()
+        return self._seating.take_admissions({*chunks, *singles.tolist()})
+
+    def _masked(self, table_rows: Int64s, samples: Bools) -> Bools | None:
+        if not self._rows.num_constrained:
+            return None
+        masked: Bools = self._rows.constrained[table_rows] & samples
+        return masked if masked.any() else None
+
+
+def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int64s, Int32s]:
+    """The rows of a step and the number of tokens of each."""
+    if not chunks:
+        return singles, np.ones(len(singles), np.int32)
+    rows, counts = np.array(list(chunks), np.int64), np.array(list(chunks.values()), np.int32)
+    if not len(singles):
+        return rows, counts
+    return np.concatenate([singles, rows]), np.concatenate([np.ones(len(singles), np.int32), counts])
