@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton.attention.decode import JOINED_ITEMS, SplitWorkspace, _join_few
+from millrace.ops.triton.attention.decode import JOINED_ITEMS, SplitWorkspace, _join
 from millrace.ops.triton.attention.paged_kv import HeadShape, padded_dim
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
@@ -31,7 +31,7 @@ def _join_parts_kernel(
     stream = tl.program_id(1) * KV_HEADS + tl.program_id(0)
     d = tl.arange(0, DP)
     g = tl.arange(0, GJ)
-    joined = _join_few(partial_ptr, lse_ptr, stream * parts, parts, d, GROUP, GJ, GROUP, DP, PARTS)
+    joined = _join(partial_ptr, lse_ptr, stream * parts, parts, d, GROUP, GJ, GROUP, DP, PARTS)
     to = (stream.to(tl.int64) * GROUP + g)[:, None] * D + d[None, :]
     tl.store(out_ptr + to, joined.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < D)[None, :])
 

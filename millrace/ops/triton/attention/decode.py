@@ -1,4 +1,4 @@
-"""Paged decode attention: rows with a single query.
+"""Paged decode attention: rows with a single query, or each with the same few (a token and its drafts).
 
 Programs are (KV head, row, KV split), so that concurrent programs read neighbouring parts of the same blocks. Rows come
 in batch order or as a list sorted by length, so that no long row starts last; in a list, a row much longer than the
@@ -36,82 +36,63 @@ from millrace.ops.triton.attention.paged_kv import (
     cache_sizes,
     is_wide,
     padded_dim,
-    padded_group,
+    padded_vectors,
     precision,
 )
 from millrace.ops.triton.dependent_launch import pdl_options
 
 SHARED_PARTS = 4
 """Parts that a shared prefix is split into, so that few rows still fill the GPU."""
-MOST_SPLITS = 64
-"""Maximum splits of one row that the combining code supports."""
 NO_WEIGHT = 1e30
 """A maximum score so large that every real score gets weight 0."""
 JOINED_ITEMS = 4096
-"""Partial results per warp that fit in registers and are loaded at once when splits are combined. More
-are loaded four splits at a time."""
+"""Partial results per warp that fit in registers and are loaded at once when splits are combined."""
 
 
 @triton.jit
-def _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
-              DP: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """[GJ, DP]: at most PARTS splits combined. All are loaded before the first is used."""
-    parts = tl.arange(0, PARTS)
+def _join(partial_ptr, lse_ptr, cell, active, d, VECTORS: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
+          DP: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """[GJ, DP]: splits combined, PARTS at a time, each time all loaded before the first is used. A split in which a
+    query sees no key has weight 0; a query that sees none at all gets zeros."""
     g = tl.arange(0, GJ)
-    here = (parts < active)[:, None] & (g < GROUP)[None, :]
-    at = (cell + parts)[:, None] * GP + g[None, :]
-    lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
-    theirs = at.to(tl.int64)[:, :, None] * DP + d[None, None, :]
-    partial = tl.load(partial_ptr + theirs, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
-    top = tl.max(lse, 0)
-    top = tl.where(g < GROUP, top, 0.0)
-    weights = tl.math.exp2(lse - top[None, :])
-    total = tl.where(g < GROUP, tl.sum(weights, 0), 1.0)
-    return tl.sum(partial * weights[:, :, None], 0) / total[:, None]
-
-
-@triton.jit
-def _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
-               DP: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
-    """As _join_few, for up to MOST splits, four at a time."""
-    g = tl.arange(0, GJ)
-    parts = tl.arange(0, MOST)
-    weights = tl.load(
-        lse_ptr + (cell + parts[:, None]) * GP + g[None, :],
-        mask=(parts < active)[:, None] & (g < GROUP)[None, :],
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )
-    top = tl.where(g < GROUP, tl.max(weights, 0), 0.0)
-    total = tl.sum(tl.math.exp2(weights - top[None, :]), 0)
-    total = tl.where(g < GROUP, total, 1.0)
+    top = tl.full([GJ], float("-inf"), tl.float32)
+    total = tl.zeros([GJ], tl.float32)
     joined = tl.zeros([GJ, DP], tl.float32)
-    for first_part in range(0, active, 4):
-        for step in tl.static_range(4):
-            index = first_part + step
-            here = (tl.zeros([GJ], tl.int32) + index < active) & (g < GROUP)
-            at = (cell + index) * GP + g
-            lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
-            theirs = at.to(tl.int64)[:, None] * DP + d[None, :]
-            partial = tl.load(partial_ptr + theirs, mask=here[:, None], other=0.0, cache_modifier=".cg")
-            joined += partial * tl.math.exp2(lse - top)[:, None]
-    return joined / total[:, None]
+    for first in range(0, active, PARTS):
+        parts = first + tl.arange(0, PARTS)
+        here = (parts < active)[:, None] & (g < VECTORS)[None, :]
+        at = (cell + parts)[:, None] * GP + g[None, :]
+        lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+        theirs = at.to(tl.int64)[:, :, None] * DP + d[None, None, :]
+        partial = tl.load(partial_ptr + theirs, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+        top_now = tl.maximum(top, tl.max(lse, 0))
+        safe = tl.where(top_now == float("-inf"), 0.0, top_now)
+        weights = tl.math.exp2(lse - safe[None, :])
+        before = tl.math.exp2(top - safe)
+        total = total * before + tl.sum(weights, 0)
+        joined = joined * before[:, None] + tl.sum(partial * weights[:, :, None], 0)
+        top = top_now
+    return joined / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
-    listed_ptr, query_starts, seq_lens, table_rows, tables, shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
+    listed_ptr, lengths_ptr, query_starts, seq_lens, table_rows, tables,
+    shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
     softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PART: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr,
-    TILE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr,
+    HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, LISTED: tl.constexpr, ALL_SINGLE: tl.constexpr, PARTS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, SHARED_PARTS: tl.constexpr, NO_WEIGHT: tl.constexpr, EARLY: tl.constexpr,
+    SHARED_PARTS: tl.constexpr, NO_WEIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The last split of a row and head to arrive combines all of them. PARTS: how many can be combined at once, 0 if
-    there are more. LISTED: rows come from a list."""
+    """The last split of a row and head to arrive combines all of them. PARTS: how many are combined at once. LISTED:
+    rows come from a list.
+
+    The QUERIES queries of a row, times the GROUP heads of a KV head, are the vectors of a program: vector g is query
+    g // GROUP. The last query sees all keys of the row, each one before it sees one key less."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -122,22 +103,27 @@ def _decode_kernel(
         start = tl.load(entry)
         table_row = tl.load(entry + entries)
         last = tl.load(entry + 2 * entries)
+        if lengths_ptr is not None:
+            last = tl.minimum(last, tl.load(lengths_ptr + table_row))
         split = tl.load(entry + 3 * entries)
         splits = tl.load(entry + 4 * entries)
         first_cell = tl.load(entry + 5 * entries)
     else:
-        last = tl.load(seq_lens + row)
         table_row = tl.load(table_rows + row)
+        if lengths_ptr is not None:
+            last = tl.load(lengths_ptr + table_row)
+        else:
+            last = tl.load(seq_lens + row)
         if ALL_SINGLE:
-            start = row
+            start = row * QUERIES
             is_single = True
         else:
             start = tl.load(query_starts + row)
-            is_single = tl.load(query_starts + row + 1) - start == 1
+            is_single = tl.load(query_starts + row + 1) - start == QUERIES
     table = tables + table_row.to(tl.int64) * table_stride
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(last - WINDOW, 0)
+        first = tl.maximum(last - (QUERIES - 1) - WINDOW, 0)
     if SHARED_PARTS > 0:
         first = tl.load(shared_len_ptr)
     first_tile = first // TILE
@@ -157,7 +143,8 @@ def _decode_kernel(
         if (split >= active) & (row > 0):
             return
     else:
-        if split >= active:
+        is_single = is_single & (split < active)
+        if (split >= active) & (split > 0):
             return
     begin = (first_tile + split * per_split) * TILE
     end = tl.minimum(begin + per_split * TILE, last)
@@ -173,21 +160,24 @@ def _decode_kernel(
     if not is_single:
         return
 
+    VECTORS: tl.constexpr = GROUP * QUERIES
     part = tl.arange(0, PART)
     g = tl.arange(0, GP)
-    heads = head * GROUP + g
-    q_row = q_ptr + start.to(tl.int64) * q_stride
+    heads = head * GROUP + g % GROUP
+    tokens = start.to(tl.int64) + g // GROUP
+    q_at = q_ptr + tokens * q_stride + heads * D
+    limits = last - (QUERIES - 1) + g // GROUP
     # Padding heads give every key weight 0: products with zeros draw less power, which is what limits the GPU here.
-    m = tl.where(g < GROUP, float("-inf"), NO_WEIGHT)
+    m = tl.where(g < VECTORS, float("-inf"), NO_WEIGHT)
     if SWAP:
-        mine = (g < GROUP)[None, :] & (part < D)[:, None]
-        q = _load_queries(q_row + heads[None, :] * D + part[:, None], mine, D, FORMAT)
+        mine = (g < VECTORS)[None, :] & (part < D)[:, None]
+        q = _load_queries(q_at[None, :] + part[:, None], mine, D, FORMAT)
         z = tl.zeros([TILE, GP], tl.float32)
         acc = _zeros(DP, GP, FORMAT)
     else:
-        mine = (g < GROUP)[:, None] & (part < D)[None, :]
-        q = _load_queries(q_row + heads[:, None] * D + part[None, :], mine, D, FORMAT)
-        z = tl.where(g < GROUP, 0.0, 1.0)
+        mine = (g < VECTORS)[:, None] & (part < D)[None, :]
+        q = _load_queries(q_at[:, None] + part[None, :], mine, D, FORMAT)
+        z = tl.where(g < VECTORS, 0.0, 1.0)
         acc = _zeros(GP, PART, FORMAT)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
@@ -203,11 +193,16 @@ def _decode_kernel(
         if WINDOW > 0:
             inside = inside & (keys >= first)
         if SWAP:
-            acc, m, z = _accumulate_swapped(acc, m, z, q, k, v, inside, softmax_scale, CAP, DTYPE, PRECISION)
+            seen = inside[:, None]
+            if QUERIES > 1:
+                seen = _seen(keys[:, None], limits[None, :], WINDOW)
+            acc, m, z = _accumulate_swapped(acc, m, z, q, k, v, seen, softmax_scale, CAP, DTYPE, PRECISION)
         else:
             s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, FORMAT)
+            if QUERIES > 1:
+                s = tl.where(_seen(keys[None, :], limits[:, None], WINDOW), s, float("-inf"))
             # Packed words are always finite: masking by addition is cheaper than a select.
-            if FORMAT == "packed":
+            elif FORMAT == "packed":
                 s += tl.where(inside, 0.0, float("-inf"))[None, :]
             else:
                 s = tl.where(inside[None, :], s, float("-inf"))
@@ -217,8 +212,10 @@ def _decode_kernel(
         z = tl.sum(z, 0)
     else:
         sums = _whole(acc, GP, DP)
+    if QUERIES > 1:
+        z = tl.where(z > 0.0, z, 1.0)  # a query may see no key of this split
     d = tl.arange(0, DP)
-    out_mask = (g < GROUP)[:, None] & (d < D)[None, :]
+    out_mask = (g < VECTORS)[:, None] & (d < D)[None, :]
 
     if SHARED_PARTS > 0:
         shared_cell = (row * KV_HEADS + head) * SHARED_PARTS
@@ -231,10 +228,9 @@ def _decode_kernel(
             sums = sums * mine[:, None] + shared * theirs_share[:, None]
             z = z * mine + theirs_share
             m = top_now
-    out_row = out_ptr + start.to(tl.int64) * (KV_HEADS * GROUP * D)
     if active == 1:
         tl.store(
-            out_row + heads[:, None] * D + d[None, :],
+            out_ptr + (tokens * (KV_HEADS * GROUP * D) + heads * D)[:, None] + d[None, :],
             (sums / z[:, None]).to(out_ptr.dtype.element_ty),
             mask=out_mask,
         )
@@ -242,22 +238,28 @@ def _decode_kernel(
     cell = first_cell * KV_HEADS + head * splits
     part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
     tl.store(partial_ptr + part_at, sums / z[:, None], mask=out_mask)
-    tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < GROUP)
+    tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < VECTORS)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + cell, 1, sem="acq_rel")
     if arrived != active - 1:
         return
     tl.store(arrivals_ptr + cell, 0)
-    if PARTS > 0:
-        joined = _join_few(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, PARTS)
-    else:
-        joined = _join_many(partial_ptr, lse_ptr, cell, active, d, GROUP, GJ, GP, DP, MOST_SPLITS)
+    joined = _join(partial_ptr, lse_ptr, cell, active, d, VECTORS, GJ, GP, DP, PARTS)
     j = tl.arange(0, GJ)
+    to = (start.to(tl.int64) + j // GROUP) * (KV_HEADS * GROUP * D) + (head * GROUP + j % GROUP) * D
     tl.store(
-        out_row + (head * GROUP + j)[:, None] * D + d[None, :],
+        out_ptr + to[:, None] + d[None, :],
         joined.to(out_ptr.dtype.element_ty),
-        mask=(j < GROUP)[:, None] & (d < D)[None, :],
+        mask=(j < VECTORS)[:, None] & (d < D)[None, :],
     )
+
+
+@triton.jit
+def _seen(keys, limits, WINDOW: tl.constexpr):
+    """Which keys each query sees; `limits` are one more than its last key."""
+    if WINDOW > 0:
+        return (keys < limits) & (keys >= limits - WINDOW)
+    return keys < limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +280,11 @@ class SplitWorkspace:
     """Buffers for the partial results of splits, shared by all layers, which run one after the other. They never move,
     so captured graphs stay valid."""
 
-    def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
+    def __init__(self, cells: int, shape: HeadShape, device: torch.device, queries_per_row: int = 1) -> None:
         """`cells`: maximum number of splits summed over KV heads and rows, without rows that are not split."""
-        padded = padded_group(shape)
+        padded = padded_vectors(shape, queries_per_row)
         width = padded_dim(shape.head_dim)
-        self.cells = cells
+        self.cells, self.vectors = cells, padded
         self.partial = torch.empty(cells * padded * width, dtype=torch.float32, device=device)
         self.lse = torch.empty(cells * padded, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
@@ -302,11 +304,10 @@ class SharedPrefix:
         self.lse = torch.empty(cells, dtype=torch.float32, device=device)
 
 
-def _parts(tuning: DecodeTuning, shape: HeadShape) -> int:
+def _parts(tuning: DecodeTuning, vectors: int, width: int) -> int:
     """The kernel's PARTS, rounded to a few distinct values, so that few kernels are compiled."""
-    parts = max(4, int(triton.next_power_of_2(tuning.splits)))
-    items = parts * triton.next_power_of_2(shape.group) * padded_dim(shape.head_dim)
-    return parts if items <= JOINED_ITEMS * tuning.warps else 0
+    wanted = max(4, int(triton.next_power_of_2(tuning.splits)))
+    return max(1, min(wanted, JOINED_ITEMS * tuning.warps // (vectors * width)))
 
 
 def decode(
@@ -322,36 +323,46 @@ def decode(
     all_single: bool = False,
     shared: SharedPrefix | None = None,
     listed: Tensor | None = None,
+    queries_per_row: int = 1,
+    lengths_of_row: Tensor | None = None,
 ) -> None:
-    """Attention of the rows with exactly one query; other rows are skipped. `all_single`: there are no other rows. With
-    `shared`, whose partial results must already be computed, only the keys after the shared prefix are attended here.
+    """Attention of the rows with exactly `queries_per_row` queries; other rows are skipped. `all_single`: there are no
+    other rows. With `shared`, whose partial results must already be computed, only the keys after the shared prefix are
+    attended here.
+
+    Queries of a row are consecutive tokens, the last of its length. A row shorter than `queries_per_row` gives its
+    first queries no keys and results of 0.
 
     `listed` int32 [LIST_COLUMNS, n]: these rows as a list, each in at most `tuning.splits` parts; for the columns see
-    `ops/attention/decode_rule.py`."""
+    `ops/attention/decode_rule.py`. `lengths_of_row` int32: the rows' lengths, by row of the block tables. Lengths in
+    the list are then only upper bounds."""
     num_rows = rows.seq_lens.shape[0]
+    vectors = int(triton.next_power_of_2(shape.group * queries_per_row))
+    if shared is not None and (queries_per_row > 1 or lengths_of_row is not None):
+        raise ValueError("with a shared prefix rows have one query, and lengths from the host")
     if shared is not None and (tuning.splits > 1 or window or listed is not None):
         raise ValueError("a shared prefix cannot be combined with splits, a window or a list of rows")
     if tuning.swap and format_of(kv) != "plain":
         raise ValueError("swapped operands need a plain KV cache")
-    if tuning.splits > MOST_SPLITS:
-        raise ValueError(f"{tuning.splits} splits per row, at most {MOST_SPLITS} are supported")
+    if workspace.vectors < vectors:
+        raise ValueError(f"the workspace is for {workspace.vectors} vectors per KV head, not {vectors}")
     if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
         raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
     grid = (num_rows, tuning.splits) if listed is None else (listed.shape[1], 1)
     _decode_kernel[(shape.num_kv_heads, *grid)](
         queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
-        listed, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+        listed, lengths_of_row, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
         None if shared is None else shared.lse,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
         tuning.min_tiles if listed is None else 1,
-        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GP=padded_group(shape),
-        GJ=triton.next_power_of_2(shape.group), **cache_sizes(kv, shape),
+        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, QUERIES=queries_per_row,
+        GP=padded_vectors(shape, queries_per_row), GJ=vectors, **cache_sizes(kv, shape),
         TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,
         SWAP=tuning.swap, LISTED=listed is not None,
-        ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, shape), MOST_SPLITS=MOST_SPLITS,
+        ALL_SINGLE=all_single or listed is not None, PARTS=_parts(tuning, vectors, padded_dim(shape.head_dim)),
         SHARED_PARTS=0 if shared is None else SHARED_PARTS, NO_WEIGHT=NO_WEIGHT,
         num_warps=tuning.warps, **pdl_options(queries.device),
     )  # fmt: skip

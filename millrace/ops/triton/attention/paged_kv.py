@@ -109,12 +109,13 @@ def _accumulate(
 
 @triton.jit
 def _accumulate_swapped(
-    acc, m, z, q, k, v, inside, softmax_scale, CAP: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+    acc, m, z, q, k, v, seen, softmax_scale, CAP: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """One step with keys, not queries, along the longer side of the matrix instruction, which then reads them from
-    shared memory: q [D, GP], acc [D, GP], m [GP]; and z [TILE, GP], to be summed over keys at the end."""
+    shared memory: q [D, GP], seen [TILE, GP or 1], acc [D, GP], m [GP]; and z [TILE, GP], to be summed over keys at the
+    end."""
     s = _capped(tl.dot(k[0], q[0], input_precision=PRECISION), softmax_scale, CAP)
-    s = tl.where(inside[:, None], s, float("-inf"))
+    s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 0))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.math.exp2(s - safe[None, :])
@@ -285,8 +286,9 @@ class HeadShape:
         return self.num_heads // self.num_kv_heads
 
 
-def padded_group(shape: HeadShape) -> int:
-    return max(16, int(triton.next_power_of_2(shape.group)))
+def padded_vectors(shape: HeadShape, queries_per_row: int = 1) -> int:
+    """Query vectors of a row and KV head, rounded up to a side of a matrix instruction."""
+    return max(16, int(triton.next_power_of_2(shape.group * queries_per_row)))
 
 
 def padded_dim(head_dim: int) -> int:
