@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,11 @@ class LastTokens:
     shared_len: Tensor | None = None
     decode_rows: Tensor | None = None
     context_parts: int = 1
+    queries_per_row: int = 1
+    lengths_of_row: Tensor | None = None
+
+    def of_group(self, group: int) -> LastTokens:
+        return replace(self, block_tables=self.block_tables[group])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +63,16 @@ class ForwardBatch:
     """int64 [T]"""
     positions: Tensor
     """int64 [T]"""
-    slots: Tensor
-    """int64 [T]: block_id * block_size + offset, where the token's keys and values are written."""
+    block_ids: Tensor
+    """int64 [groups, T]: the block to which the token's keys and values are written, in each KV group."""
+    offsets: Tensor
+    """int64 [T]: the token's slot in that block."""
     query_starts: Tensor
     """int32 [n + 1]"""
     seq_lens: Tensor
     """int32 [n]: tokens of the row in the cache after this step has written its own."""
     block_tables: Tensor
-    """int32 [n, W]; entries beyond a row's blocks are 0, the scratch block. Paged: the table of all rows."""
+    """int32 [groups, n, W]; entries beyond a row's blocks are 0, the scratch block. Paged: the tables of all rows."""
     max_query_len: int
     max_seq_len: int
     query_starts_host: list[int]
@@ -84,10 +91,12 @@ class ForwardBatch:
     """Paged: int32 [6, m], the list of decode rows, see `run/packet/decode_rows.py`."""
     context_parts: int = 1
     """Paged, with all queries tiled: split KV, number of parts of each tile's context."""
+    queries_per_row: int = 1
+    """Paged: queries of a decode row, a token and its drafts."""
+    lengths_of_row: Tensor | None = None
+    """Paged: int32, sequence lengths by row of `block_tables`; lengths of `decode_rows` are then upper bounds."""
     last: LastTokens | None = None
     """The only tokens whose hidden states are needed; None for all."""
-    places: tuple[Tensor, Tensor] | None = None
-    """int64 [T] each: block ids and offsets of `slots`, if already computed."""
     embedded: Tensor | None = None
     """[T, hidden]: the tokens' embeddings, if already looked up; overwritten."""
     angles: Sequence[Tensor] | None = None
@@ -96,3 +105,7 @@ class ForwardBatch:
     """The hidden states to return; None for all."""
     decodes: npt.NDArray[np.bool_] | None = None
     """[T], contiguous, CPU only: True for tokens after their request's prompt; None if there are none."""
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """The same rows with the block table [n, W] of one group: what attention takes."""
+        return replace(self, block_tables=self.block_tables[group])

@@ -1,4 +1,4 @@
-"""Multiplies decode rows with separate kernels, as ops/cpp/step.cpp does in a native stack.
+"""Multiplies decode rows with separate kernels, as ops/cpp/stack.cpp does in a native stack.
 
 Decode kernels round less than prompt kernels. Which of them multiplies a token must not depend on the rest of the step,
 nor on a recomputation after preemption, so it depends only on whether the token belongs to its request's prompt.

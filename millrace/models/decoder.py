@@ -23,7 +23,6 @@ from millrace.ops.base.version import Choice
 from millrace.ops.elementwise.norm import add_rms_norm_of
 from millrace.ops.elementwise.softcap import softcap
 from millrace.ops.head.embedding import PlainEmbedding
-from millrace.ops.kv.cache import cache_places
 from millrace.ops.linear.dense import NativeParts, ResidualAdder
 
 
@@ -116,8 +115,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Sequence[Tensor], nanoseconds: Tensor | None = None) -> Tensor:
-        """Write the tokens' keys and values into `kv`, one tensor per layer, and return the hidden states after the
-        final norm: [T, hidden], or [n, hidden] of the batch's `last` tokens or `drawn` states.
+        """Write the tokens' keys and values into `kv`, the KV tensors of the pool, and return the hidden states after
+        the final norm: [T, hidden], or [n, hidden] of the batch's `last` tokens or `drawn` states.
 
         A native stack adds the time of each of native_stack.KINDS to `nanoseconds`."""
         if self.native_stack is None:
@@ -132,9 +131,14 @@ class Decoder:
         weights, ops, eps = self._weights, self._ops, self.spec.norm_eps
         layers, last = weights.layers, batch.last
         block_size = kv[0].shape[3]
-        block_ids, offsets = batch.places or cache_places(batch.slots, block_size)
         rows = self.angles.of(batch.positions) if batch.angles is None else batch.angles
-        prepared = [ops.attention.prepare(batch, block_size, window) for window in self.spec.windows]
+        prepared = {
+            (group, window): ops.attention.prepare(batch.of_group(group), block_size, window)
+            for group, window in dict.fromkeys((layer.kv_group, layer.window) for layer in layers)
+        }
+        last_rows = None
+        if last is not None and len(last.index):
+            last_rows = ops.attention.prepare(last.of_group(layers[-1].kv_group), block_size, layers[-1].window)
         decodes = batch.decodes if self._splits_decode else None
         spans = spans_of(decodes)
 
@@ -143,16 +147,17 @@ class Decoder:
         for index, layer in enumerate(layers):
             qkv = apply_by_span(layer.qkv, hidden, spans)
             angles = None if layer.rope is None else rows[layer.rope]
-            queries = layer.prepare_qkv(qkv, angles, kv[index], block_ids, offsets)
-            prepared_rows = prepared[layer.window]
+            own_kv, block_ids = kv[layer.kv_index], batch.block_ids[layer.kv_group]
+            queries = layer.prepare_qkv(qkv, angles, own_kv, block_ids, batch.offsets)
+            prepared_rows = prepared[layer.kv_group, layer.window]
             if last is not None and index + 1 == len(layers):
                 if not len(last.index):
                     return residual[:0]
                 queries, residual = queries.index_select(0, last.index), residual.index_select(0, last.index)
                 spans = spans_of(None if decodes is None else decodes[last.index.numpy()])
-                prepared_rows = ops.attention.prepare(last, block_size, self.spec.windows[layer.window])
+                prepared_rows = last_rows
             out, mlp = Branch(layer.out, layer.attention_out_norm, spans), Branch(layer.mlp, layer.mlp_out_norm, spans)
-            hidden = ops.attention(queries, kv[index], prepared_rows)
+            hidden = ops.attention(queries, own_kv, prepared_rows)
             hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, layer.mlp.takes_fp8)
             if index + 1 < len(layers):
                 following = layers[index + 1]

@@ -85,8 +85,10 @@ class DecoderLayer:
     mlp: Mlp
     mlp_out_norm: Tensor | None
     rope: int | None
-    window: int
-    """Index into ModelSpec.windows."""
+    window: int | None
+    kv_group: int
+    kv_index: int
+    """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
 
 
 @dataclass(frozen=True, slots=True)

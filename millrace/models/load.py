@@ -245,10 +245,9 @@ class _Builder:
         spec = self.spec
         ops = self._ops()
         embedding, head = self._embedding_and_head()
-        windows = spec.windows
         layers = tuple(
-            self._layer(ops, windows.index(layer.window), layer, layout)
-            for layer, layout in zip(spec.layers, self.layout.layers, strict=True)
+            self._layer(ops, place, layer, layout)
+            for place, layer, layout in zip(spec.kv_groups.places, spec.layers, self.layout.layers, strict=True)
         )
         frequencies = tuple(inverse_frequencies(rope).to(self.device) for rope in spec.ropes)
         self._report(sum(table.nbytes for table in frequencies))
@@ -292,8 +291,8 @@ class _Builder:
         tied = self._choose("tied_embedding", **shape).make(self._weight((part,)))
         return tied.rows, tied.head
 
-    def _layer(self, ops: DecoderOps, window: int, spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
-        model = self.spec
+    def _layer(self, ops: DecoderOps, place: tuple[int, int], spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
+        model, (kv_group, kv_index) = self.spec, place
         prepare = self._choose("qkv", head_dim=model.head_dim)
         return DecoderLayer(
             input_norm=self._norm(layout.input_norm),
@@ -312,7 +311,9 @@ class _Builder:
             mlp=self._mlp(ops, layout.mlp),
             mlp_out_norm=self._optional_norm(layout.mlp_out_norm),
             rope=spec.rope,
-            window=window,
+            window=spec.window,
+            kv_group=kv_group,
+            kv_index=kv_index,
         )
 
     def _mlp(self, ops: DecoderOps, layout: tuple[Matrix, Matrix] | MoeLayout) -> Mlp:

@@ -1,8 +1,9 @@
-"""All layers of a CPU step in one call of the C++ kernels (ops/cpp/step.cpp), without the interpreter lock.
+"""All layers of a CPU step in one call of the C++ kernels (ops/cpp/stack.cpp), without the interpreter lock.
 
 It calls the same kernels in the same order as `Decoder.run_layers`, so results are bit-equal. A model with a part that
 has no C++ version (experts, another kind of linear, no compiler) has no native stack. If embedding and LM head are one
-native matrix, a whole step, from the request table to drawn tokens, can be one call: `step`.
+native matrix, a step can run from the request table (ops/cpp/step.cpp): `forward` computes hidden states, `draw` draws
+tokens from them, and `step` does both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ KINDS = (
     *("qkv", "prepare_qkv", "attention", "out", "gate_up", "gated", "down", "norm"),
     *("head", "draw", "other"),
 )
-"""Kinds of work that are timed separately, in the order of `Kind` in step.cpp. The last three occur in whole steps."""
+"""Kinds of work that are timed separately, in the order of `Kind` in stack.h. The last three are outside the layers."""
 MAX_ROPES = 8
 
 
@@ -45,8 +46,7 @@ class _Layer(Structure):
         *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
-        ("rope", c_int64),
-        ("window", c_int64),
+        *((name, c_int64) for name in ("rope", "window", "group")),
     )
 
 
@@ -63,30 +63,40 @@ class _Shape(Structure):
 
 class _Inputs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("slots", "query_starts", "seq_lens", "tables", "positions")),
+        *((name, c_void_p) for name in ("block_ids", "offsets", "query_starts", "seq_lens", "tables", "positions")),
         ("angles", POINTER(c_void_p)),
         ("kv", POINTER(c_void_p)),
         *((name, c_void_p) for name in ("residual", "out", "nanoseconds")),
         *((name, c_int64) for name in ("tokens", "rows", "table_width", "num_blocks", "block_size", "kv_dtype")),
-        *((name, c_void_p) for name in ("last_tokens", "last_lens", "last_tables")),
-        ("lasts", c_int64),
+        ("groups", c_int64),
+        *((name, c_void_p) for name in ("last_tokens", "last_starts", "last_lens", "last_tables")),
+        *((name, c_int64) for name in ("lasts", "last_rows")),
         ("decodes", c_void_p),
     )
 
 
-class WholeStep(Structure):
-    """The runner's description of a step, with the fields of step.cpp; `NativeStack.step` adds those of the model."""
+class ForwardStep(Structure):
+    """The body of a step, as in step.cpp. `NativeStack.bind` sets what depends on the KV tensors."""
 
     _fields_ = (
-        *(
-            (name, c_void_p)
-            for name in ("rows", "starts", "counts", "samples", "tokens", "tables", "prompts", "last_tokens")
-        ),
-        *((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seeds")),
+        *((name, c_void_p) for name in ("rows", "starts", "counts", "draws", "tokens")),
+        *((name, c_void_p) for name in ("prompts", "last_tokens", "tables")),
         ("angles", POINTER(c_void_p)),
         ("kv", POINTER(c_void_p)),
-        *((name, c_void_p) for name in ("drawn", "nanoseconds")),
-        *((name, c_int64) for name in ("num_rows", "table_stride", "num_blocks", "block_size", "kv_dtype")),
+        *((name, c_void_p) for name in ("out", "state_rows", "state_positions", "nanoseconds")),
+        *((name, c_int64) for name in ("num_rows", "groups", "table_rows", "table_width")),
+        *((name, c_int64) for name in ("num_blocks", "block_size", "kv_dtype")),
+    )
+
+
+class DrawStep(Structure):
+    """The head of a step, as in step.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("hidden", "rows", "positions", "is_last", "masked", "mask_bits")),
+        *((name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seeds")),
+        *((name, c_void_p) for name in ("last_tokens", "drawn", "nanoseconds")),
+        *((name, c_int64) for name in ("num_states", "num_masks")),
     )
 
 
@@ -136,9 +146,10 @@ class NativeStack:
             spec.attention_softcap or 0.0,
             embedding_scale,
         )
-        layers = (_Layer * spec.num_layers)(*(_layer(spec, layer) for layer in weights.layers))
+        layers = (_Layer * spec.num_layers)(*(_layer(layer) for layer in weights.layers))
         self._stack = library.with_gil.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
-        self._run, self._step = library.without_gil.stack_run, library.without_gil.stack_step
+        self.hidden_size, self.vocab_size, self.dtype = spec.hidden_size, spec.vocab_size, dtype
+        self._native = library.without_gil
         self._angles = angles
         self._angle_tables: list[Tensor] = []
         self._angle_addresses: Any = None
@@ -151,13 +162,15 @@ class NativeStack:
     ) -> Tensor:
         """Decoder.forward for embedded tokens, which are overwritten. The time of each of KINDS is added to
         `nanoseconds`, int64."""
-        columns = (batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables, batch.positions)
+        lens, tables = batch.seq_lens, batch.block_tables
+        columns = (batch.block_ids, batch.offsets, batch.query_starts, lens, tables, batch.positions)
         parts = [part.contiguous() for part in columns]
         residual = residual.contiguous()
         last = batch.last
-        last_columns = (
-            [] if last is None else [last.index.long(), last.seq_lens.contiguous(), last.block_tables.contiguous()]
-        )
+        last_columns = []
+        if last is not None:
+            last_parts = (last.query_starts, last.seq_lens, last.block_tables)
+            last_columns = [last.index.long(), *(part.contiguous() for part in last_parts)]
         out = torch.empty_like(residual if last is None else residual[: len(last.index)])
         inputs = _Inputs(
             *(part.data_ptr() for part in parts),
@@ -167,25 +180,39 @@ class NativeStack:
             out.data_ptr(),
             None if nanoseconds is None else nanoseconds.data_ptr(),
             residual.shape[0],
-            parts[2].shape[0],
-            parts[3].shape[1],
+            lens.shape[0],
+            tables.shape[2],
             kv[0].shape[1],
             kv[0].shape[3],
             KV_DTYPES[kv[0].dtype],
+            tables.shape[0],
             *(part.data_ptr() for part in last_columns),
-            *(None for _ in range(3 - len(last_columns))),
+            *(None for _ in range(4 - len(last_columns))),
             -1 if last is None else len(last.index),
+            0 if last is None else len(last.seq_lens),
             None if batch.decodes is None else batch.decodes.ctypes.data,
         )
-        self._check(self._run(self._stack, ctypes.byref(inputs)))
+        self._check(self._native.stack_run(self._stack, ctypes.byref(inputs)))
         return out
 
-    def step(self, step: WholeStep, max_seq_len: int, kv: Sequence[Tensor]) -> None:
-        """Draw a token for each row that is due: Decoder.forward, Decoder.logits and the sampler in one call."""
-        step.angles, step.kv = self._angles_upto(max_seq_len), self._addresses_of(kv)
+    def bind(self, step: ForwardStep, kv: Sequence[Tensor]) -> None:
+        """Set the fields that depend on the KV tensors."""
+        step.kv, step.kv_dtype = self._addresses_of(kv), KV_DTYPES[kv[0].dtype]
         step.num_blocks, step.block_size = kv[0].shape[1], kv[0].shape[3]
-        step.kv_dtype = KV_DTYPES[kv[0].dtype]
-        self._check(self._step(self._stack, ctypes.byref(step)))
+
+    def forward(self, step: ForwardStep, max_seq_len: int) -> None:
+        """Decoder.forward, for the tokens whose hidden states are needed."""
+        step.angles = self._angles_upto(max_seq_len)
+        self._check(self._native.stack_forward(self._stack, ctypes.byref(step)))
+
+    def draw(self, step: DrawStep) -> None:
+        """Decoder.logits and the draw."""
+        self._check(self._native.stack_draw(self._stack, ctypes.byref(step)))
+
+    def step(self, body: ForwardStep, head: DrawStep, max_seq_len: int) -> None:
+        """`forward` and `draw` in one call."""
+        body.angles = self._angles_upto(max_seq_len)
+        self._check(self._native.stack_step(self._stack, ctypes.byref(body), ctypes.byref(head)))
 
     def _check(self, code: int) -> None:
         if code == 1:
@@ -202,13 +229,15 @@ class NativeStack:
         return self._angle_addresses
 
     def _addresses_of(self, kv: Sequence[Tensor]) -> Any:
-        """Addresses of the layers' KV tensors; rebuilt only when other tensors are passed."""
+        """Address of each layer's KV tensor; rebuilt only when other tensors are passed."""
         if self._kv is not kv:
-            self._kv, self._kv_addresses = kv, (c_void_p * len(kv))(*(layer.data_ptr() for layer in kv))
+            layers = self._weights.layers
+            addresses = (c_void_p * len(layers))(*(kv[layer.kv_index].data_ptr() for layer in layers))
+            self._kv, self._kv_addresses = kv, addresses
         return self._kv_addresses
 
 
-def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:
+def _layer(layer: DecoderLayer) -> _Layer:
     assert isinstance(layer.prepare_qkv, NativePrepareQkv)
     assert isinstance(layer.mlp, DenseMlp)
     assert isinstance(layer.mlp.gate_up, ComposedGatedLinear)
@@ -225,7 +254,8 @@ def _layer(spec: ModelSpec, layer: DecoderLayer) -> _Layer:
         _address(layer.attention_out_norm),
         _address(layer.mlp_out_norm),
         -1 if layer.rope is None else layer.rope,
-        spec.windows[layer.window] or 0,
+        layer.window or 0,
+        layer.kv_group,
     )
 
 

@@ -30,6 +30,7 @@ from millrace.run.packet.step_packet import Bucket, PacketWriter, max_of, min_of
 from millrace.run.runner import StepResult, copy_to_host
 from millrace.run.sampling.device_sampler import DeviceSampler, Variant
 from millrace.run.sampling.logprobs import LogprobColumns, score
+from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.table.request_table import RequestTable
 
@@ -83,7 +84,8 @@ class CudaRunner:
         max_tokens = token_budget + max_rows
         # A padding row reads as many block-table columns as its tokens need.
         max_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-max_tokens // block_size))
-        self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=max_blocks)
+        num_groups = spec.kv_groups.num_groups
+        self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=max_blocks, num_groups=num_groups)
         self._sampler = DeviceSampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
         tile_decode_rows, per_tile = attention.tile_decode_rows, attention.queries_per_tile
         self._writer = PacketWriter(
@@ -144,6 +146,12 @@ class CudaRunner:
 
     def warm_next(self) -> None:
         self._warm_up.warm_next()
+
+    def forward(self, plan: StepPlan) -> None:
+        pass
+
+    def draw(self, plan: StepPlan, masks: Masks | None = None) -> Pending[StepResult]:
+        return self.launch(plan)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue the step. Steps run in the order of their launches."""

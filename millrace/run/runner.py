@@ -1,7 +1,7 @@
 """The plain runner: update the table, gather inputs, run the model, draw tokens, copy them to the host.
 
-It runs on any device, normally a CPU. Everything that touches device state happens inside `_execute`, which the device
-runs in launch order; the host only waits for results.
+It runs on any device, normally a CPU. Everything that touches device state happens inside `_forward` and `_draw`, which
+the device runs in launch order; the host only waits for results.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
+from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.sampling.logprobs import LogprobColumns
+from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
-from millrace.run.sampling.sampler import Sampler
+from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable
 
@@ -39,16 +42,36 @@ class StepResult:
     prompt_logprobs: tuple[PromptLogprobs, ...]
     view: Int32s | None = None
     """The host memory of `tokens` as an array, if it exists already."""
+    counts: Int32s | None = None
+    """With draft places: how many of the tokens each drawing row has. None: one each."""
 
     def drawn(self) -> Int32s:
         return (self.tokens.numpy() if self.view is None else self.view).astype(np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class DrawStates:
+    """The result of a forward pass: the hidden states to draw from, in plan order."""
+
+    hidden: Tensor
+    """[n, hidden]"""
+    rows: Int32s
+    """Table row of each state."""
+    positions: Int32s
+    """Positions of the tokens to draw."""
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    verified: VerifiedStep | None
+    """What is computed for the plan, if rows may have drafts."""
+
+
 class AnyRunner(Protocol):
     """What the engine needs from a runner."""
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """Queue the step. Steps run in the order of their launches."""
+    def forward(self, plan: StepPlan) -> None:
+        """Queue the forward pass of a step. Its draw must be queued before the next forward pass."""
+
+    def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
+        """Queue the draw of the step whose forward pass was queued last."""
 
     @property
     def is_warm(self) -> bool:
@@ -78,6 +101,7 @@ class Runner:
         max_rows: int,
         max_context: int,
         kv_dtype: KvFormat = "full",
+        speculate: Speculation = "off",
     ) -> None:
         self._decoder = decoder
         self._device = device
@@ -91,46 +115,95 @@ class Runner:
             kv_dtype=kv_dtype,
         )
         max_blocks = min(num_blocks, -(-max_context // block_size))
-        self._table = RequestTable(device, max_rows=max_rows, max_blocks=max_blocks)
+        num_groups = decoder.spec.kv_groups.num_groups
+        self._table = RequestTable(device, max_rows=max_rows, max_blocks=max_blocks, num_groups=num_groups)
         self._sampler = Sampler(device, self._table, max_rows=max_rows, vocab_size=decoder.spec.vocab_size)
 
-        self.native_step = None
-        if decoder.native_stack is not None and decoder.native_stack.can_run_whole_steps:
-            self.native_step = NativeStep(decoder.native_stack, self._kv, self._table, self._sampler, max_rows=max_rows)
+        self._native: NativeStep | None = None
+        stack = decoder.native_stack
+        if stack is not None and stack.can_run_whole_steps:
+            self._native = NativeStep(stack, self._kv, self._table, self._sampler, max_rows=max_rows)
+        self._drafted = DraftedRows(self._table, max_rows) if speculate != "off" else None
+        self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
+        self._forwarded: Pending[DrawStates] | None = None
+
+    @property
+    def native_step(self) -> NativeStep | None:
+        """The C++ step, if the model has one."""
+        return self._native
+
+    def forward(self, plan: StepPlan) -> None:
+        self._forwarded = self._device.launch(lambda: self._forward(plan), lambda states: states)
+
+    def draw(self, plan: StepPlan, masks: Masks | None = None) -> Pending[StepResult]:
+        forwarded = self._forwarded
+        if forwarded is None:
+            raise AssertionError("a draw follows the forward pass of its step")
+        self._forwarded = None
+        # Launches run in order: the forward pass is done, and if it failed, waiting raises its error.
+        return self._device.launch(lambda: self._draw(plan, forwarded.wait(), masks), copy_to_host)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """Queue the step. Steps run in the order of their launches."""
-        return self._device.launch(lambda: self._execute(plan), copy_to_host)
+        """Queue both parts of a step."""
+        self.forward(plan)
+        return self.draw(plan)
 
     def warm_next(self) -> None:
         pass
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _forward(self, plan: StepPlan) -> DrawStates:
         self._table.update(plan)
         self._sampler.update(plan)
-        if self.native_step is not None and self.native_step.can_run(plan):
-            tokens = self.native_step(plan)
-            return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
+        verified = None
+        draws = plan.samples.astype(np.int32)
+        if self._drafted is not None:
+            self._drafted.admit(plan)
+            verified = self._drafted.expand(plan)
+            plan, draws = verified.plan, verified.draws
+        rows = np.repeat(plan.rows, draws)
+        positions = np.repeat(plan.starts + plan.counts - draws, draws) + places_of(draws) + 1
+        if not len(plan.rows):
+            return DrawStates(self._no_states, rows, positions, (), verified)
+        scores_prompts = bool((self._table.num_prompt_logprobs[plan.rows] >= 0).any())
+        if self._native is not None and not scores_prompts:
+            hidden = self._native.forward(plan, draws)
+            return DrawStates(hidden, rows, positions, (), verified)
         batch = gather_inputs(plan, self._table, self._device, self._block_size)
-        due = np.flatnonzero(plan.samples)
-        if len(due) < plan.num_tokens and not (self._table.num_prompt_logprobs[plan.rows] >= 0).any():
-            batch.last = last_tokens(batch, due, self._device)
-        hidden = self._decoder.forward(batch, self._kv)
         query_starts = np.asarray(batch.query_starts_host, np.int32)
+        due = np.repeat(query_starts[1:] - draws, draws) + places_of(draws)
+        if len(due) < plan.num_tokens and not scores_prompts and int(draws.max()) <= 1:
+            batch.last = last_tokens(batch, plan.samples.nonzero()[0], self._device)
+        hidden = self._decoder.forward(batch, self._kv)
         prompt_logprobs = score_prompts(plan, query_starts, self._table, self._decoder, hidden)
-        if len(due) == 0:
-            no_tokens = torch.zeros(0, dtype=torch.int64, device=self._device.torch_device)
-            return StepResult(plan.step_no, no_tokens, None, due, due.astype(np.int32), prompt_logprobs)
-        rows, positions = plan.rows[due], (plan.starts + plan.counts)[due]
-        columns = self._device.upload(np.stack([query_starts[due + 1] - 1, rows]))
-        last_index, table_rows = columns.long()
-        last_hidden = hidden if len(due) == len(hidden) else hidden[last_index]
-        logits = self._decoder.logits(last_hidden, draws=True)
-        drawn = self._sampler.draw(logits, rows, positions)
-        self._table.last_tokens[table_rows] = drawn.tokens
-        return StepResult(
-            plan.step_no, drawn.tokens, drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, prompt_logprobs
-        )
+        states = hidden if len(due) == len(hidden) else hidden[self._device.upload(due).long()]
+        return DrawStates(states, rows, positions, prompt_logprobs, verified)
+
+    def _draw(self, plan: StepPlan, states: DrawStates, masks: Masks | None) -> StepResult:
+        drawn = self._draw_tokens(states, masks)
+        tokens, counts, verified = drawn.tokens, None, states.verified
+        if verified is not None and self._drafted is not None:
+            accepted, counts = self._drafted.accept(verified, tokens.numpy().astype(np.int32))
+            tokens = torch.from_numpy(accepted)
+            counts = counts if plan.draft_places is not None else None
+        elif len(states.rows):
+            self._table.last_tokens[self._device.upload(states.rows).long()] = tokens
+        parts = (drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, states.prompt_logprobs)
+        return StepResult(plan.step_no, tokens, *parts, counts=counts)
+
+    def _draw_tokens(self, states: DrawStates, masks: Masks | None) -> Drawn:
+        rows, positions = states.rows, states.positions
+        if not len(rows):
+            return Drawn(torch.zeros(0, dtype=torch.int64, device=states.hidden.device), None, _NO_INDEX, _NO_COUNTS)
+        if self._native is not None and not self._sampler.row_params.is_adjusted[rows].any():
+            return Drawn(self._native.draw(states.hidden, rows, positions, masks=masks), None, _NO_INDEX, _NO_COUNTS)
+        logits = self._decoder.logits(states.hidden, draws=True)
+        return self._sampler.draw(logits, rows, positions, masks)
+
+
+def places_of(counts: Int32s) -> Int32s:
+    """0, 1, 2 ... for each of the counts."""
+    total = int(counts.sum())
+    return np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
 
 
 def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | None = None) -> StepResult:
@@ -144,4 +217,5 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         logprob_counts=result.logprob_counts,
         prompt_logprobs=tuple(replace(part, columns=part.columns.to_host()) for part in result.prompt_logprobs),
         view=view,
+        counts=result.counts,
     )

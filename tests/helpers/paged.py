@@ -16,20 +16,35 @@ def make_batch(
     rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], block_size: int, device: torch.device | None = None
 ) -> ForwardBatch:
     """Rows are (new token ids, tokens already in the cache, block ids)."""
-    token_ids, positions, slots, starts, lens = [], [], [], [0], []
+    return make_grouped_batch([(tokens, computed, [blocks]) for tokens, computed, blocks in rows], block_size, device)
+
+
+def make_grouped_batch(
+    rows: Sequence[tuple[Sequence[int], int, Sequence[Sequence[int]]]],
+    block_size: int,
+    device: torch.device | None = None,
+) -> ForwardBatch:
+    """The same with one list of block ids per KV group."""
+    token_ids, positions, starts, lens = [], [], [0], []
+    num_groups = len(rows[0][2])
+    block_ids: list[list[int]] = [[] for _ in range(num_groups)]
     for tokens, computed, blocks in rows:
-        for position in range(computed, computed + len(tokens)):
-            positions.append(position)
-            slots.append(blocks[position // block_size] * block_size + position % block_size)
+        own = range(computed, computed + len(tokens))
+        positions += own
+        for group in range(num_groups):
+            block_ids[group] += [blocks[group][position // block_size] for position in own]
         token_ids += tokens
         starts.append(len(token_ids))
         lens.append(computed + len(tokens))
-    width = max(1, *(len(blocks) for _, _, blocks in rows))
-    tables = [[*blocks, *[0] * (width - len(blocks))] for _, _, blocks in rows]
+    width = max(1, *(len(blocks[0]) for _, _, blocks in rows))
+    tables = [
+        [[*blocks[group], *[0] * (width - len(blocks[group]))] for _, _, blocks in rows] for group in range(num_groups)
+    ]
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        block_ids=torch.tensor(block_ids, dtype=torch.int64, device=device),
+        offsets=torch.tensor(positions, dtype=torch.int64, device=device) % block_size,
         query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
@@ -51,7 +66,8 @@ def make_attention_case(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, ForwardBatch]:
-    """Rows are (queries, tokens in the cache including them). Queries are a view into a wider tensor."""
+    """Rows are (queries, tokens in the cache including them). Queries are a view into a wider tensor. The batch has the
+    block table of one group."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     needed = [-(-length // block_size) for _, length in rows]
@@ -64,7 +80,7 @@ def make_attention_case(
         for position in range(length):
             kv[:, own[position // block_size], :, position % block_size] = torch.randn(2, kv_heads, head_dim)
     queries = torch.randn(sum(q for q, _ in rows), heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
-    return queries.to(device), kv.to(device), batch
+    return queries.to(device), kv.to(device), batch.of_group(0)
 
 
 def rewritten(kv: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -77,33 +93,57 @@ def rewritten(kv: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 
 class PagedDriver:
-    """Unwritten cache entries are NaN, so that reading one is noticed."""
+    """Unwritten cache entries are NaN, so that reading one is noticed. Blocks behind a group's window are filled with
+    zeros and given to whoever needs one next; their table entries stay, as in the engine."""
 
     def __init__(self, decoder: Decoder, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> None:
         self.decoder = decoder
         self.block_size = block_size
         shape = decoder.spec.kv_shape(num_blocks, block_size)
         self.kv = [
-            torch.full(shape, float("nan"), dtype=decoder.dtype, device=decoder.device) for _ in decoder.spec.layers
+            torch.full(shape, float("nan"), dtype=decoder.dtype, device=decoder.device)
+            for _ in range(decoder.spec.kv_groups.page_layers)
         ]
+        self._windows = decoder.spec.kv_groups.windows
         self._free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self._free)
         self._computed: dict[int, int] = {}
-        self._blocks: dict[int, list[int]] = {}
+        self._blocks: dict[int, list[list[int]]] = {}
+        self._num_dropped: dict[tuple[int, int], int] = {}
 
     def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """Append tokens to sequences; per row the logits [tokens, vocab] of the new tokens."""
         batch_rows = []
         for sequence, tokens in rows:
             computed = self._computed.get(sequence, 0)
-            blocks = self._blocks.setdefault(sequence, [])
-            while len(blocks) * self.block_size < computed + len(tokens):
-                blocks.append(self._free.pop())
+            blocks = self._blocks.setdefault(sequence, [[] for _ in self._windows])
+            for group, own in enumerate(blocks):
+                self._drop(sequence, group, computed)
+                while len(own) * self.block_size < computed + len(tokens):
+                    own.append(self._free.pop())
             batch_rows.append((tokens, computed, blocks))
             self._computed[sequence] = computed + len(tokens)
-        batch = make_batch(batch_rows, self.block_size, self.decoder.device)
+        batch = make_grouped_batch(batch_rows, self.block_size, self.decoder.device)
         logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
         return list(torch.split(logits, [len(tokens) for _, tokens in rows]))
+
+    def _drop(self, sequence: int, group: int, computed: int) -> None:
+        """Free the blocks that the token at position `computed` no longer sees."""
+        window = self._windows[group]
+        if window is None:
+            return
+        dropped = self._num_dropped.get((sequence, group), 0)
+        visible = max(0, computed - window + 1) // self.block_size
+        for block in self._blocks[sequence][group][dropped:visible]:
+            for layer in self.kv:
+                layer[:, block] = 0
+            self._free.append(block)
+        self._num_dropped[sequence, group] = max(dropped, visible)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in use, in all groups."""
+        return sum(len(own) for blocks in self._blocks.values() for own in blocks) - sum(self._num_dropped.values())
 
     def run(self, sequence: int, tokens: Sequence[int], chunk: int) -> torch.Tensor:
         """A whole sequence in chunks; logits [tokens, vocab]."""

@@ -70,7 +70,7 @@ class SharingCase:
         batch = make_batch(
             [([0] * self.counts[row], self.lengths[row] - self.counts[row], self.tables[row]) for row in rows],
             self.block_size,
-        )
+        ).of_group(0)
         parts = torch.split(self.queries, self.counts)
         queries = torch.cat([parts[row] for row in rows])
         prepared = attention.prepare(batch, self.block_size, window)
@@ -164,7 +164,7 @@ def tiles_saved(paths: Sequence[Path], counts: Sequence[int], block_size: int = 
             for count, length, table in zip(case.counts, case.lengths, case.tables, strict=True)
         ],
         block_size,
-    )
+    ).of_group(0)
     columns = (batch.query_starts, batch.seq_lens, batch.block_tables)
     found: int = native.native().with_gil.tiles_saved(
         *(column.data_ptr() for column in columns), len(paths), batch.block_tables.shape[1], block_size

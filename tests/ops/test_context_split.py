@@ -45,7 +45,7 @@ def in_format(kv: torch.Tensor, held: str) -> torch.Tensor:
 
 def with_own_keys(queries: torch.Tensor, kv: torch.Tensor, batch: Any) -> torch.Tensor:
     """The queries as a view of a projection that also holds the keys and values of the step's own tokens."""
-    own = kv.permute(1, 3, 0, 2, 4).flatten(0, 1)[batch.slots].flatten(1, 2)
+    own = kv.permute(1, 3, 0, 2, 4)[batch.block_ids[0], batch.offsets].flatten(1, 2)
     return torch.cat((queries, own.to(queries.dtype)), 1)[:, : queries.shape[1]]
 
 

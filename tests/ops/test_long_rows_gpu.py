@@ -27,11 +27,11 @@ def test_long_row(context: int, with_other_rows: bool, fp8: bool) -> None:
         used += needed
     device = torch.device("cuda")
     given = [([0] * queries, before, own) for (queries, before), own in zip(rows, blocks, strict=True)]
-    batch = make_batch(given, BLOCK, device)
+    batch = make_batch(given, BLOCK, device).of_group(0)
     kv = torch.randn(2, used, KV_HEADS, BLOCK, DIM, device=device, dtype=torch.bfloat16)
     fused = torch.randn(len(batch.token_ids), HEADS + 2 * KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
-    kv[0][batch.slots // BLOCK, :, batch.slots % BLOCK] = fused[:, HEADS : HEADS + KV_HEADS]
-    kv[1][batch.slots // BLOCK, :, batch.slots % BLOCK] = fused[:, HEADS + KV_HEADS :]
+    kv[0][batch.block_ids[0], :, batch.offsets] = fused[:, HEADS : HEADS + KV_HEADS]
+    kv[1][batch.block_ids[0], :, batch.offsets] = fused[:, HEADS + KV_HEADS :]
     queries = fused[:, :HEADS]
     if fp8:
         slots = torch.arange(used * BLOCK, device=device)

@@ -14,7 +14,7 @@ from millrace.ops.base.version import Version
 from millrace.ops.elementwise import activation, norm
 from millrace.ops.elementwise.rope import rope, rope_angles
 from millrace.ops.elementwise.softcap import softcap
-from millrace.ops.kv.cache import cache_places, write_kv
+from millrace.ops.kv.cache import write_kv
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -93,7 +93,7 @@ def test_qkv(
     norms = (torch.randn(head_dim), torch.randn(head_dim)) if with_norms else (None, None)
     num_blocks = -(-tokens // block_size) + 2
     slots = torch.tensor(random.Random(tokens).sample(range(num_blocks * block_size), tokens))
-    places = cache_places(slots, block_size)
+    places = slots // block_size, slots % block_size
     fused = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
     results = []
     for version in reversed(runnable(qkv.VERSIONS, dtype)):
@@ -119,7 +119,7 @@ def test_rope_rotates_pairs() -> None:
 def test_write_kv_changes_only_its_slots() -> None:
     kv = torch.zeros(2, 4, 2, 3, 5)
     keys_values = torch.randn(2, 2, 2, 5)
-    write_kv(keys_values, kv, *cache_places(torch.tensor([4, 11]), 3))
+    write_kv(keys_values, kv, torch.tensor([1, 3]), torch.tensor([1, 2]))
     assert torch.equal(kv[:, 1, :, 1], keys_values[0])
     assert torch.equal(kv[:, 3, :, 2], keys_values[1])
     kv[:, 1, :, 1] = kv[:, 3, :, 2] = 0

@@ -35,16 +35,16 @@ def make_tables(ropes: int, scale: float) -> TokenTables:
     return TokenTables(torch.randn(VOCAB, HIDDEN).to(device, HALF), scale, angles)
 
 
-@pytest.mark.parametrize("ropes", [0, 1, 2])
+@pytest.mark.parametrize(("ropes", "groups"), [(0, 1), (1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("counts", [[1] * 5, [3, 1, 7, 1]], ids=["single", "chunks"])
 @pytest.mark.parametrize("num_updates", [0, 3, 300])
-def test_inputs_of_a_step(counts: list[int], ropes: int, num_updates: int) -> None:
+def test_inputs_of_a_step(counts: list[int], ropes: int, groups: int, num_updates: int) -> None:
     draw = np.random.default_rng(num_updates + ropes)
     n, tokens = len(counts), sum(counts)
     rows = draw.permutation(ROWS)[:n]
     starts = draw.integers(0, WIDTH * BLOCK - max(counts), n)
-    tables = draw.integers(1, 1000, (ROWS, WIDTH))
-    places = draw.permutation(ROWS * WIDTH)[: min(num_updates, ROWS * WIDTH)]
+    tables = draw.integers(1, 1000, (groups, ROWS, WIDTH))
+    places = draw.permutation(tables.size)[: min(num_updates, tables.size)]
     triples = [(int(place // WIDTH), int(place % WIDTH), int(draw.integers(1000, 2000))) for place in places]
     records = draw.integers(0, 1000, (2, WORDS))
     records[:, ROW_WORD] = [4, 7]
@@ -52,7 +52,8 @@ def test_inputs_of_a_step(counts: list[int], ropes: int, num_updates: int) -> No
     last = draw.integers(0, VOCAB, ROWS)
     updates, looked_up = make_updates(triples, records), make_tables(ropes, 1.0 if ropes == 1 else 3.0)
     on_device = tensor(tables)
-    outs = [torch.full((tokens,), -1, dtype=torch.int64, device=device) for _ in range(5)]
+    outs = [torch.full((tokens,), -1, dtype=torch.int64, device=device) for _ in range(3)]
+    block_ids = torch.full((groups, tokens + 2), -1, dtype=torch.int64, device=device)
     single = max(counts) == 1
     embedded, angles = gather(
         tokens_in=tensor(given),
@@ -67,19 +68,18 @@ def test_inputs_of_a_step(counts: list[int], ropes: int, num_updates: int) -> No
         looked_up=looked_up,
         token_ids=outs[0],
         positions=outs[1],
-        slots=outs[2],
-        block_ids=outs[3],
-        offsets=outs[4],
+        block_ids=block_ids[:, :tokens],
+        offsets=outs[2],
     )
     for row, column, block in triples:
-        tables[row, column] = block
+        tables[row // ROWS, row % ROWS, column] = block
     row_of = np.repeat(rows, counts)
     positions = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
-    blocks = tables[row_of, positions // BLOCK]
     ids = np.where(given < 0, last[row_of], given)
-    expected = (ids, positions, blocks * BLOCK + positions % BLOCK, blocks, positions % BLOCK)
-    for found, wanted in zip(outs, expected, strict=True):
+    for found, wanted in zip(outs, (ids, positions, positions % BLOCK), strict=True):
         assert found.tolist() == wanted.tolist()
+    assert block_ids[:, :tokens].tolist() == tables[:, row_of, positions // BLOCK].tolist()
+    assert block_ids[:, tokens:].eq(-1).all()
     assert on_device.tolist() == tables.tolist()
     assert updates.columns[[4, 7]].tolist() == records.tolist()
     assert not bool(updates.columns[[0, 1, 2, 3, 5, 6, 8]].any())
@@ -93,8 +93,8 @@ def test_inputs_of_a_step(counts: list[int], ropes: int, num_updates: int) -> No
 
 def test_no_lookup_without_tables() -> None:
     outs = {
-        name: torch.full((1,), -1, dtype=torch.int64, device=device)
-        for name in ("token_ids", "positions", "slots", "block_ids", "offsets")
+        name: torch.full(shape, -1, dtype=torch.int64, device=device)
+        for name, shape in {"token_ids": (1,), "positions": (1,), "block_ids": (1, 1), "offsets": (1,)}.items()
     }
     found = gather(
         tokens_in=tensor([7]),
@@ -103,11 +103,11 @@ def test_no_lookup_without_tables() -> None:
         starts=tensor([5]),
         query_starts=tensor([0, 1]),
         last_tokens=tensor([0], torch.int64),
-        tables=tensor([[3, 9]]),
+        tables=tensor([[[3, 9]]]),
         updates=make_updates([], np.zeros((0, WORDS), np.int64)),
         block_size=BLOCK,
         looked_up=TokenTables(None, 1.0, None),
         **outs,
     )
     assert found == (None, None)
-    assert [int(out) for out in outs.values()] == [7, 5, 37, 9, 1]
+    assert [int(out) for out in outs.values()] == [7, 5, 9, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from millrace.models.spec.kv_groups import LayerGroups, group_by_window, one_group
 from millrace.ops.base.activation_kind import Activation
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
@@ -79,6 +80,9 @@ class ModelSpec:
     """True if attention and MLP outputs are normalised before they are added to the residual."""
     tied_head: bool = False
     moe: MoeSpec | None = None
+    has_kv_groups: bool = False
+    """True if layers with different windows have block tables of their own, so that blocks behind a window can be
+    freed."""
 
     @property
     def num_layers(self) -> int:
@@ -96,6 +100,11 @@ class ModelSpec:
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows, in order of first use."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    @property
+    def kv_groups(self) -> LayerGroups:
+        windows = [layer.window for layer in self.layers]
+        return group_by_window(windows) if self.has_kv_groups else one_group(self.num_layers)
 
     @property
     def rotates_whole_heads(self) -> bool:
@@ -124,5 +133,5 @@ class ModelSpec:
         return self.num_layers * per_layer + mlps + embeddings + hidden
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """Shape of one layer's part of the KV pool; index 0 is keys, 1 is values."""
+        """Shape of one KV tensor of the pool; index 0 is keys, 1 is values."""
         return (2, num_blocks, self.num_kv_heads, block_size, self.head_dim)

@@ -1,5 +1,6 @@
 // Draws tokens from logits: greedily, or with temperature, top-k, min-p and top-p, applied in that order. A given uniform
 // number selects the position in the cumulative distribution. Rows are independent, with a fixed order of summation.
+// A mask excludes tokens before that.
 #include "pool.h"
 #include "vec.h"
 
@@ -237,6 +238,24 @@ class Draw {
     }
 };
 
+constexpr int64_t WORD = 32;  // tokens per word of a mask
+
+// Sets the logits of tokens whose bit is 0 to -inf. Words with all bits set are skipped.
+void mask(float* logits, int64_t count, const uint32_t* bits) {
+    const vu lane = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                     1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    for (int64_t first = 0; first < count; first += WORD, bits++) {
+        if (*bits == UINT32_MAX) continue;
+        for (int half = 0; half < WORD / LANES; half++) {
+            int64_t from = first + half * LANES;
+            if (from >= count) break;
+            vi allowed = (lane & (*bits >> half * LANES)) != 0;
+            vf x = load_upto(logits + from, count - from);
+            store_upto(logits + from, allowed ? x : splat(-INFINITY), count - from);
+        }
+    }
+}
+
 int64_t draw(const float* logits, int64_t count, const Sampling& sampling) {
     if (sampling.temperature <= 0) return argmax(logits, count);
     static thread_local Scratch scratch;
@@ -257,6 +276,13 @@ double millrace_uniform(uint64_t seed, uint64_t position) {
     };
     uint64_t state = mix(mix(seed + GOLDEN) ^ (position * GOLDEN + MIX_1));
     return double(state >> 11) * 0x1p-53;
+}
+
+// Masks row index[i] of the contiguous logits [rows, vocab] with bits[i], of ceil(vocab / 32) words, for `count` rows.
+void millrace_mask(float* logits, int64_t vocab, const int64_t* index, const uint32_t* bits, int64_t count) {
+    int64_t words = (vocab + WORD - 1) / WORD;
+    pool::for_each(count, count * vocab >= MIN_PARALLEL,
+                   [&](int64_t i) { mask(logits + index[i] * vocab, vocab, bits + i * words); });
 }
 
 // Draws tokens[i] from row i of the contiguous logits [rows, vocab].

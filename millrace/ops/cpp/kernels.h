@@ -27,6 +27,8 @@ void millrace_scale(int dtype, void* x, int64_t count, float by);
 void millrace_draw(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k,
                    const float* top_p, const float* min_p, const double* uniform, int64_t* tokens);
 
+void millrace_mask(float* logits, int64_t vocab, const int64_t* index, const uint32_t* bits, int64_t count);
+
 double millrace_uniform(uint64_t seed, uint64_t position);
 }
 

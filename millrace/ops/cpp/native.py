@@ -85,10 +85,13 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     ),
     "tiles_saved": (c_int64, (*[c_void_p] * 3, *[c_int64] * 3)),
     "draw": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
+    "mask": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),
     "stack_run": (c_int, (c_void_p, c_void_p)),
-    "stack_step": (c_int, (c_void_p, c_void_p)),
+    "stack_forward": (c_int, (c_void_p, c_void_p)),
+    "stack_draw": (c_int, (c_void_p, c_void_p)),
+    "stack_step": (c_int, (c_void_p, c_void_p, c_void_p)),
 }
 
 

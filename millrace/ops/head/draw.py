@@ -17,9 +17,26 @@ __all__ = ["NativeDraw", "native_missing"]
 Floats = npt.NDArray[np.float32]
 
 
+def checked_masks(
+    index: npt.NDArray[np.int64], bits: npt.NDArray[np.uint32], vocab_size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    """Contiguous masks, one of ceil(vocab / 32) words for each index."""
+    shape = (len(index), -(-vocab_size // 32))
+    if bits.shape != shape or bits.dtype != np.uint32:
+        raise ValueError(f"masks are {bits.dtype} {bits.shape}, but must be uint32 {shape}: a bit for each token")
+    return np.ascontiguousarray(index, np.int64), np.ascontiguousarray(bits)
+
+
 class NativeDraw:
     def __init__(self) -> None:
-        self._draw = native().without_gil.draw
+        self._draw, self._mask = native().without_gil.draw, native().without_gil.mask
+
+    def mask(self, logits: Tensor, index: npt.NDArray[np.int64], bits: npt.NDArray[np.uint32]) -> None:
+        """Set the logits of tokens that may not be drawn to -inf, in the rows `index` of logits [n, vocab], float32 and
+        contiguous. Bit t % 32 of word t // 32 of `bits` is 1 if token t may be drawn."""
+        assert logits.is_contiguous()
+        index, bits = checked_masks(index, bits, logits.shape[1])
+        self._mask(logits.data_ptr(), logits.shape[1], index.ctypes.data, bits.ctypes.data, len(index))
 
     def __call__(
         self,

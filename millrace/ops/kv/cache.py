@@ -35,14 +35,9 @@ unused."""
 INT8_MAX = 127
 
 
-def cache_places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """(block ids, offsets within the block) of slots [T], both int64; shared by all layers of a step."""
-    return slots // block_size, slots % block_size
-
-
 def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
-    """Write keys_values [T, 2, kv_heads, head_dim] to each token's slot. The slots of a step are distinct,
-    except in scratch block 0, which is never read."""
+    """Write keys_values [T, 2, kv_heads, head_dim] to each token's slot, at an offset in a block (both int64 [T]). The
+    slots of a step are distinct, except in scratch block 0, which is never read."""
     if is_packed(kv):
         items, scales = packed_parts(kv)
         words, powers = pack(keys_values.to(torch.bfloat16))

@@ -1,7 +1,7 @@
 """Prepares a step's inputs on the device: updates block tables and row records, then gathers the inputs of each token.
 
-The host sends one int32 packet per step. These kernels turn it into what the model reads: token ids, positions, cache
-slots, embeddings and rotary angles. If every row has one token, a single kernel does all of it.
+The host sends one int32 packet per step. These kernels turn it into what the model reads: token ids, positions, places
+in the cache, embeddings and rotary angles. If every row has one token, a single kernel does all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Updates:
 
     triples: Tensor
     """int32: (row, column, block id) triples, each table entry at most once; then, from the next multiple of `align`
-    words on, the records of new rows."""
+    words on, the records of new rows. Rows count through the tables of all KV groups: group * number of rows + row."""
     num_triples: Tensor
     num_records: Tensor
     columns: Tensor
@@ -94,11 +94,11 @@ def _updated(updates, count, row, column, block, BLOCK: tl.constexpr):
 def _gather_kernel(
     tokens_in, token_rows, table_rows, starts, query_starts, last_tokens, tables, table_stride,
     updates, num_updates_ptr, num_records_ptr, columns,
-    embedding, embedding_scale, angle_table, rope_stride, num_tokens,
-    token_ids, positions, slots, block_ids, offsets, embedded, angles,
+    embedding, embedding_scale, angle_table, rope_stride, num_tokens, rows_per_group,
+    token_ids, positions, block_ids, block_ids_stride, offsets, embedded, angles,
     BS: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr,
     ROW_WORD: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    ROPES: tl.constexpr, ROTARY: tl.constexpr, ROTARY_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROPES: tl.constexpr, ROTARY: tl.constexpr, ROTARY_BLOCK: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token per program. SINGLE: every row has one token, token i belongs to row i, and updates are applied
     here."""
@@ -127,13 +127,17 @@ def _gather_kernel(
         angle = tl.load(angle_row + turn, mask=turn < ROTARY, other=0.0)
         place = (rope * num_tokens + at).to(tl.int64) * ROTARY + turn
         tl.store(angles + place, angle, mask=turn < ROTARY)
+    for group in tl.static_range(GROUPS):
+        group_row = table_row + group * rows_per_group
+        if group > 0:
+            block = tl.load(tables + group_row.to(tl.int64) * table_stride + position // BS)
+        if SINGLE:
+            block = _updated(updates, count, group_row, position // BS, block, BLOCK)
+        tl.store(block_ids + group * block_ids_stride + at, block.to(tl.int64))
     if SINGLE:
-        block = _updated(updates, count, table_row, position // BS, block, BLOCK)
         _update(updates, count, tables, table_stride, num_records_ptr, columns, BLOCK, ALIGN, WORDS, ROW_WORD)
     tl.store(token_ids + at, token)
     tl.store(positions + at, position.to(tl.int64))
-    tl.store(slots + at, block.to(tl.int64) * BS + position % BS)
-    tl.store(block_ids + at, block.to(tl.int64))
     tl.store(offsets + at, (position % BS).to(tl.int64))
 
 
@@ -151,14 +155,13 @@ def gather(
     looked_up: TokenTables,
     token_ids: Tensor,
     positions: Tensor,
-    slots: Tensor,
     block_ids: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Apply the updates to `tables` [rows, width] and the records, and fill token_ids, positions, cache slots, and
-    the slots' block ids and offsets [T]. A negative id in `tokens_in` stands for the row's last token; without
-    `token_rows` every row has one token. Returns the embeddings [T, hidden] and the angles [ropes, T, rotary_dim];
-    None without a table."""
+    """Apply the updates to `tables` [groups, rows, width] and the records, and fill token_ids and positions [T] and the
+    places in the cache: block_ids [groups, T] and offsets [T]. A negative id in `tokens_in` stands for the row's last
+    token; without `token_rows` every row has one token. Returns the embeddings [T, hidden] and the angles [ropes, T,
+    rotary_dim]; None without a table."""
     count, single = token_ids.shape[0], token_rows is None
     matrix, turns = looked_up.embedding, looked_up.angles
     embedded = None if matrix is None else matrix.new_empty((count, matrix.shape[1]))
@@ -170,13 +173,13 @@ def gather(
     if not single:
         triples, num_triples, num_records, columns = changes
         _update_kernel[(UPDATE_PROGRAMS,)](
-            triples, num_triples, tables, tables.stride(0), num_records, columns, **sizes, num_warps=4
+            triples, num_triples, tables, tables.stride(1), num_records, columns, **sizes, num_warps=4
         )
     _gather_kernel[(count,)](
-        tokens_in, token_rows, table_rows, starts, query_starts, last_tokens, tables, tables.stride(0), *changes,
-        matrix, looked_up.embedding_scale, turns, 0 if turns is None else turns.stride(0), count,
-        token_ids, positions, slots, block_ids, offsets, embedded, angles,
-        BS=block_size, SINGLE=single, **sizes,
+        tokens_in, token_rows, table_rows, starts, query_starts, last_tokens, tables, tables.stride(1), *changes,
+        matrix, looked_up.embedding_scale, turns, 0 if turns is None else turns.stride(0), count, tables.shape[1],
+        token_ids, positions, block_ids, block_ids.stride(0), offsets, embedded, angles,
+        BS=block_size, SINGLE=single, GROUPS=tables.shape[0], **sizes,
         HIDDEN=hidden, HIDDEN_BLOCK=triton.next_power_of_2(max(1, hidden)), SCALED=looked_up.embedding_scale != 1.0,
         ROPES=0 if turns is None else turns.shape[0], ROTARY=rotary, ROTARY_BLOCK=triton.next_power_of_2(rotary),
         num_warps=4, **pdl_options(tables.device),

@@ -1,8 +1,9 @@
-"""The KV pool on the device: one tensor per layer, cut into blocks that the scheduler assigns by id.
+"""The KV pool on the device: tensors cut into blocks that the scheduler assigns by id. A block has a part in each of
+them: the keys and values of one layer of the KV group that uses the block (`models/spec/kv_groups.py`).
 
-Layout per layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; for the packed and 8-bit formats see
-`ops/kv/cache.py`. The tokens of a head are contiguous within a block, so attention reads them as a stream. Block 0 is
-scratch: padding may write to it and no row reads it.
+Layout of a tensor: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; for the packed and 8-bit formats
+see `ops/kv/cache.py`. The tokens of a head are contiguous within a block, so attention reads them as a stream. Block 0
+is scratch: padding may write to it and no row reads it.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ def _int8_objection(device: torch.device) -> str:
 
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvFormat = "full") -> int:
+    """Bytes of a block per token in it. With several KV groups a token is in one block of each."""
     width, stored_dtype = _head_size(spec.head_dim, dtype, kv_dtype)
-    return 2 * spec.num_layers * spec.num_kv_heads * width * stored_dtype.itemsize
+    return 2 * spec.kv_groups.page_layers * spec.num_kv_heads * width * stored_dtype.itemsize
 
 
 def _head_size(head_dim: int, dtype: torch.dtype, kv_dtype: KvFormat) -> tuple[int, torch.dtype]:
@@ -126,9 +128,10 @@ def allocate_kv(
     """Allocate `num_blocks` blocks and the scratch block. On a CPU, pages become resident when first written."""
     width, stored_dtype = _head_size(spec.head_dim, dtype, kv_dtype)
     shape = (*spec.kv_shape(num_blocks + 1, block_size)[:4], width)
+    num_tensors = spec.kv_groups.page_layers
     if device.type == "cpu":
-        return [_untouched_zeros(shape, stored_dtype) for _ in range(spec.num_layers)]
-    return [torch.zeros(shape, dtype=stored_dtype, device=device) for _ in range(spec.num_layers)]
+        return [_untouched_zeros(shape, stored_dtype) for _ in range(num_tensors)]
+    return [torch.zeros(shape, dtype=stored_dtype, device=device) for _ in range(num_tensors)]
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -57,8 +57,8 @@ class StepWork:
         self._packet = self._ring.on_device
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
-        self._slots = torch.zeros_like(self._token_ids)
-        self._block_ids, self._offsets = torch.zeros_like(self._token_ids), torch.zeros_like(self._token_ids)
+        self._offsets = torch.zeros_like(self._token_ids)
+        self._block_ids = self._token_ids.new_zeros((table.block_tables.shape[0], max_tokens))
         # A padding row has one position per padding token.
         self._token_tables = token_tables(decoder, max(max_context, max_tokens))
         self._draw_states = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=device)
@@ -120,8 +120,8 @@ class StepWork:
         """The model inputs, which the step's first kernels gather from the packet and the request table."""
         layout, table, size = self._writer.layout(bucket), self._table, bucket.tokens
         query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
-        columns = (self._token_ids, self._positions, self._slots, self._block_ids, self._offsets)
-        token_ids, positions, slots, block_ids, offsets = (column[:size] for column in columns)
+        token_ids, positions, offsets = self._token_ids[:size], self._positions[:size], self._offsets[:size]
+        block_ids = self._block_ids[:, :size]
         updates = Updates(
             triples=self._packet[layout.updates_start :],
             num_triples=part(layout.num_updates),
@@ -142,14 +142,14 @@ class StepWork:
             looked_up=self._token_tables,
             token_ids=token_ids,
             positions=positions,
-            slots=slots,
             block_ids=block_ids,
             offsets=offsets,
         )
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
-            slots=slots,
+            block_ids=block_ids,
+            offsets=offsets,
             query_starts=query_starts,
             seq_lens=part(layout.seq_lens),
             block_tables=table.block_tables,
@@ -158,7 +158,6 @@ class StepWork:
             query_starts_host=[],
             seq_lens_host=[],
             table_rows=table_rows,
-            places=(block_ids, offsets),
             embedded=embedded,
             angles=None if angles is None else angles.unbind(0),
         )

@@ -201,7 +201,7 @@ class PacketWriter:
             self._template = self._write_rows(plan, table, layout, packet)
         packet[layout.drawn_start.start] = drawn_start
         packet[layout.shared_len.start] = 0 if plan is None else self.shared_tokens(plan)
-        return _write_records(layout, _write_updates(layout, plan, packet), packet, records)
+        return _write_records(layout, _write_updates(layout, plan, table, packet), packet, records)
 
     def _write_rows(
         self, plan: StepPlan | None, table: RequestTable, layout: PacketLayout, packet: Int32s
@@ -346,7 +346,7 @@ def max_of(counts: Int32s) -> int:
     return max(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.max())
 
 
-def _write_updates(layout: PacketLayout, plan: StepPlan | None, packet: Int32s) -> int:
+def _write_updates(layout: PacketLayout, plan: StepPlan | None, table: RequestTable, packet: Int32s) -> int:
     """Write the block-table updates; returns the index after the last one."""
     count = 0 if plan is None else len(plan.block_ids)
     end = layout.updates_start + 3 * count
@@ -355,7 +355,7 @@ def _write_updates(layout: PacketLayout, plan: StepPlan | None, packet: Int32s) 
     packet[layout.num_updates.start] = count
     if plan is not None and count:
         updates = packet[layout.updates_start : end].reshape(count, 3)
-        updates[:, 0], updates[:, 1], updates[:, 2] = plan.block_rows, plan.block_cols, plan.block_ids
+        updates[:, 0], updates[:, 1], updates[:, 2] = table.updated_rows(plan), plan.block_cols, plan.block_ids
     return end
 
 

@@ -63,7 +63,9 @@ class Sampler:
         num_logprobs = self.row_params.num_logprobs[rows]
         scored = np.flatnonzero(num_logprobs >= 0)
         raw = logits[torch.from_numpy(scored).to(logits.device)] if len(scored) else None
-        if masks is not None:
+        if masks is not None and self._draw_native is not None:
+            self._draw_native.mask(logits, masks.index, masks.bits)
+        elif masks is not None:
             apply_masks(logits, masks)
         self._constrain(logits, rows, positions)
         tokens = self._choose(logits, rows, positions)

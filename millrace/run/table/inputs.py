@@ -30,16 +30,16 @@ def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_siz
     rows_of, places = rows_of.long(), places.long()
     tokens_in = tokens_in.long()
     token_ids = torch.where(tokens_in == ON_DEVICE, table.last_tokens[rows_of], tokens_in)
-    blocks = table.block_tables[rows_of, places // block_size].long()
     max_seq_len = int(seq_lens.max())
     width = -(-max_seq_len // block_size)
     return ForwardBatch(
         token_ids=token_ids,
         positions=places,
-        slots=blocks * block_size + places % block_size,
+        block_ids=table.block_tables[:, rows_of, places // block_size].long(),
+        offsets=places % block_size,
         query_starts=starts_d,
         seq_lens=lens_d,
-        block_tables=table.block_tables[rows_d.long(), :width],
+        block_tables=table.block_tables[:, rows_d.long(), :width],
         max_query_len=int(plan.counts.max()),
         max_seq_len=max_seq_len,
         query_starts_host=query_starts.tolist(),
@@ -59,15 +59,15 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
     tokens = host_tokens(plan, table, query_starts)
     token_ids = np.where(tokens == ON_DEVICE, table.last_tokens.numpy()[rows_of], tokens)
     tables = table.block_tables.numpy()
-    blocks = tables[rows_of, positions // block_size].astype(np.int64)
     max_seq_len = int(seq_lens.max())
     return ForwardBatch(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(blocks * block_size + positions % block_size),
+        block_ids=torch.from_numpy(tables[:, rows_of, positions // block_size].astype(np.int64)),
+        offsets=torch.from_numpy(positions % block_size),
         query_starts=torch.from_numpy(query_starts),
         seq_lens=torch.from_numpy(seq_lens),
-        block_tables=torch.from_numpy(tables[plan.rows, : -(-max_seq_len // block_size)]),
+        block_tables=torch.from_numpy(tables[:, plan.rows, : -(-max_seq_len // block_size)]),
         max_query_len=int(plan.counts.max()),
         max_seq_len=max_seq_len,
         query_starts_host=query_starts.tolist(),
@@ -84,7 +84,7 @@ def last_tokens(batch: ForwardBatch, due: Int64s, device: Device) -> LastTokens:
         index=chosen,
         query_starts=torch.arange(len(due) + 1, dtype=torch.int32, device=device.torch_device),
         seq_lens=batch.seq_lens[rows],
-        block_tables=batch.block_tables[rows],
+        block_tables=batch.block_tables[:, rows],
         query_starts_host=list(range(len(due) + 1)),
         seq_lens_host=[batch.seq_lens_host[row] for row in due.tolist()],
     )

@@ -20,10 +20,11 @@ ON_DEVICE = -1
 
 
 class RequestTable:
-    def __init__(self, device: Device, *, max_rows: int, max_blocks: int) -> None:
+    def __init__(self, device: Device, *, max_rows: int, max_blocks: int, num_groups: int = 1) -> None:
         self._device = device
         torch_device = device.torch_device
-        self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=torch_device)
+        self.block_tables = torch.zeros((num_groups, max_rows, max_blocks), dtype=torch.int32, device=torch_device)
+        """Block ids by KV group, row and column."""
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=torch_device)
         self.num_admitted = np.zeros(max_rows, np.int32)
         """Number of tokens known to the host at admission; later ones were drawn on the device."""
@@ -39,7 +40,7 @@ class RequestTable:
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's admissions and block-table updates."""
         self.update_host(plan)
-        self._send_blocks(plan.block_rows, plan.block_cols, plan.block_ids)
+        self._send_blocks(plan)
 
     def update_host(self, plan: StepPlan) -> None:
         """Apply only the admissions; the block-table updates reach the device with the packet."""
@@ -50,14 +51,20 @@ class RequestTable:
         """If the plan has more than `limit` block-table updates, send them now and return the plan without them."""
         if len(plan.block_ids) <= limit:
             return plan
-        self._send_blocks(plan.block_rows, plan.block_cols, plan.block_ids)
+        self._send_blocks(plan)
         none = np.zeros(0, np.int32)
-        return replace(plan, block_rows=none, block_cols=none, block_ids=none)
+        return replace(plan, block_groups=None, block_rows=none, block_cols=none, block_ids=none)
 
-    def _send_blocks(self, rows: Int32s, columns: Int32s, block_ids: Int32s) -> None:
-        if len(block_ids):
-            sent = self._device.upload(np.stack([rows, columns, block_ids]))
-            self.block_tables[sent[0].long(), sent[1].long()] = sent[2]
+    def _send_blocks(self, plan: StepPlan) -> None:
+        if len(plan.block_ids):
+            sent = self._device.upload(np.stack([self.updated_rows(plan), plan.block_cols, plan.block_ids]))
+            self.block_tables.flatten(0, 1)[sent[0].long(), sent[1].long()] = sent[2]
+
+    def updated_rows(self, plan: StepPlan) -> Int32s:
+        """The rows of the plan's block-table updates among the rows of all groups: group * number of rows + row."""
+        if plan.block_groups is None:
+            return plan.block_rows
+        return plan.block_groups * np.int32(self.block_tables.shape[1]) + plan.block_rows
 
     def _admit(self, admission: Admission) -> None:
         row = admission.row

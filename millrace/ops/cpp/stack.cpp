@@ -1,0 +1,182 @@
+// Runs all layers of a step: calls the other kernels in the order in which the Python decoder does.
+#include "stack.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace {
+
+void copy_row(void* rows, int64_t to, int64_t from, int64_t bytes) {
+    auto* start = static_cast<char*>(rows);
+    if (to != from) memcpy(start + to * bytes, start + from * bytes, bytes);
+}
+
+const int32_t* tables_of(const Inputs& in, int64_t group) { return in.tables + group * in.rows * in.table_width; }
+
+}  // namespace
+
+Stack::Stack(const Shape& shape, const LayerDesc* descriptions, const float* final_norm)
+    : s(shape), layers(std::make_unique<LayerDesc[]>(shape.layers)), final_norm(final_norm) {
+    std::copy_n(descriptions, shape.layers, layers.get());
+    split_decode = shape.use_decode_kernels && any_decode_kernel();
+}
+
+// Whether any linear has a kernel for decode rows.
+bool Stack::any_decode_kernel() const {
+    for (int64_t i = 0; i < s.layers; i++)
+        for (const LinearDesc* layer : {layers[i].qkv, layers[i].out, layers[i].gate_up, layers[i].down})
+            if (has_decode_kernel(*layer)) return true;
+    return false;
+}
+
+bool Stack::run(Inputs in) {
+    int64_t size = in.tokens * item();
+    void* x = hidden.of(size * s.hidden);
+    void* projected = qkv.of(size * qkv_width());
+    void* heads = attended.of(size * s.heads * s.head_dim);
+    const float* angles[MAX_ROPES];
+    if (!x || !projected || !heads || !gather_angles(in, angles)) return false;
+    bool split = split_decode && in.decodes;
+    find_spans(in.tokens, [&](int64_t token) { return split && in.decodes[token]; });
+    Timer timer(in.nanoseconds);
+    find_shared(in);
+    timer.mark(ATTENTION);
+    millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
+    timer.mark(NORM);
+    for (int64_t i = 0; i < s.layers; i++) {
+        const LayerDesc& layer = layers[i];
+        bool last = i + 1 == s.layers;
+        project(in, i, angles, x, projected, timer);
+        if (last && in.lasts >= 0) {
+            if (!in.lasts) return true;
+            keep_last(in, projected);
+            find_spans(in.tokens, [&](int64_t i) { return split && in.decodes[in.last_tokens[i]]; });
+            find_shared(in);
+        }
+        attend(in, i, projected, heads);
+        timer.mark(ATTENTION);
+        multiply(layer.out, heads, x);
+        timer.mark(OUT);
+        norm(x, layer.attention_out_norm, in.tokens);
+        add_norm(x, in.residual, layer.mlp_norm, x, in.tokens);
+        timer.mark(NORM);
+        for (const Span& span : spans)
+            if (!run_mlp(layer, row_at(x, span.first, s.hidden), span, timer)) return false;
+        norm(x, layer.mlp_out_norm, in.tokens);
+        add_norm(x, in.residual, last ? final_norm : layers[i + 1].input_norm, last ? in.out : x, in.tokens);
+        timer.mark(NORM);
+    }
+    return true;
+}
+
+// `decodes(token)`: whether it is a decode row's.
+template <typename F>
+void Stack::find_spans(int64_t tokens, F decodes) {
+    spans.clear();
+    for (int64_t token = 0; token < tokens; token++) {
+        if (spans.empty() || spans.back().decodes != decodes(token)) spans.push_back({token, 0, decodes(token)});
+        spans.back().count++;
+    }
+}
+
+// Gathers the tokens' rows of each table of angles.
+bool Stack::gather_angles(const Inputs& in, const float** angles) {
+    int64_t width = 0;
+    for (int64_t rope = 0; rope < s.ropes; rope++) width += s.rotary_dims[rope];
+    auto* target = static_cast<float*>(rotations.of((in.tokens * width + 1) * sizeof(float)));
+    if (!target) return false;
+    for (int64_t rope = 0; rope < s.ropes; rope++) {
+        int64_t dim = s.rotary_dims[rope];
+        angles[rope] = target;
+        for (int64_t token = 0; token < in.tokens; token++, target += dim)
+            memcpy(target, in.angles[rope] + in.positions[token] * dim, dim * sizeof(float));
+    }
+    return true;
+}
+
+void Stack::find_shared(const Inputs& in) {
+    sharing.clear();
+    for (int64_t group = 0; group < in.groups; group++)
+        sharing.push_back(find_sharing(in.query_starts, in.seq_lens, tables_of(in, group), in.rows, in.table_width,
+                                       in.block_size));
+}
+
+// Reduces the step to the last tokens of some rows.
+void Stack::keep_last(Inputs& in, void* projected) {
+    for (int64_t i = 0; i < in.lasts; i++) {
+        copy_row(projected, i, in.last_tokens[i], qkv_width() * item());
+        copy_row(in.residual, i, in.last_tokens[i], s.hidden * item());
+    }
+    in.query_starts = in.last_starts, in.seq_lens = in.last_lens, in.tables = in.last_tables;
+    in.tokens = in.lasts, in.rows = in.last_rows;
+}
+
+void Stack::multiply(const LinearDesc* layer, const void* x, void* out) const {
+    for (const Span& span : spans)
+        linear(*layer, row_at(x, span.first, layer->k), layer->k, row_at(out, span.first, layer->n), span.count, false,
+               span.decodes);
+}
+
+void Stack::norm(void* x, const float* weight, int64_t rows) const {
+    if (weight) millrace_norm(s.dtype, x, nullptr, weight, x, nullptr, rows, s.hidden, s.eps);
+}
+
+// residual += x; out = norm(residual).
+void Stack::add_norm(const void* x, void* residual, const float* weight, void* out, int64_t rows) const {
+    millrace_norm(s.dtype, x, residual, weight, out, residual, rows, s.hidden, s.eps);
+}
+
+void Stack::project(const Inputs& in, int64_t index, const float* const* angles, const void* x, void* projected,
+                    Timer& timer) const {
+    const LayerDesc& layer = layers[index];
+    multiply(layer.qkv, x, projected);
+    timer.mark(QKV);
+    bool has_rope = layer.rope >= 0;
+    millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, has_rope ? angles[layer.rope] : nullptr, layer.q_norm,
+                         layer.k_norm, in.kv[index], in.block_ids + layer.group * in.tokens, in.offsets, in.tokens,
+                         s.heads, s.kv_heads, s.head_dim, has_rope ? s.rotary_dims[layer.rope] : 0, in.num_blocks,
+                         in.block_size, s.eps);
+    timer.mark(PREPARE);
+}
+
+void Stack::attend(const Inputs& in, int64_t index, const void* projected, void* heads) {
+    const LayerDesc& layer = layers[index];
+    attend_sharing(s.dtype, in.kv_dtype, projected, qkv_width(), in.kv[index], heads, in.query_starts, in.seq_lens,
+                   tables_of(in, layer.group), in.rows, in.table_width, s.heads, s.kv_heads, s.head_dim, in.num_blocks,
+                   in.block_size, layer.window, s.scale, s.softcap, sharing[layer.group]);
+}
+
+// The gated MLP of one span, in place; false if out of memory.
+bool Stack::run_mlp(const LayerDesc& layer, void* x, const Span& span, Timer& timer) {
+    int64_t tokens = span.count;
+    void* gated = inner.of(std::max(tokens * s.inner * item(), input_tiles_bytes(*layer.down, tokens)));
+    if (!gated) return false;
+    if (!span.decodes && gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, gated)) {
+        timer.mark(GATE_UP);
+        linear_from_tiles(*layer.down, gated, x, tokens);
+    } else {
+        void* gate_and_up = gate_up.of(tokens * 2 * s.inner * item());
+        if (!gate_and_up) return false;
+        linear(*layer.gate_up, x, s.hidden, gate_and_up, tokens, false, span.decodes);
+        timer.mark(GATE_UP);
+        millrace_gated(s.dtype, s.activation, gate_and_up, gated, tokens, s.inner);
+        timer.mark(GATED);
+        linear(*layer.down, gated, s.inner, x, tokens, false, span.decodes);
+    }
+    timer.mark(DOWN);
+    return true;
+}
+
+extern "C" {
+
+// The weights must stay at their addresses as long as the stack exists. Calls must not overlap.
+void* millrace_stack_new(const Shape* shape, const LayerDesc* layers, const float* final_norm) {
+    return new Stack(*shape, layers, final_norm);
+}
+
+void millrace_stack_free(void* stack) { delete static_cast<Stack*>(stack); }
+
+int millrace_stack_run(void* stack, const Inputs* inputs) {
+    return static_cast<Stack*>(stack)->run(*inputs) ? DONE : NO_MEMORY;
+}
+}
