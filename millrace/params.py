@@ -13,12 +13,30 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_GRAMMAR_BYTES = 128 * 1024
 
 CLASS_NAMES = ("interactive", "standard", "batch")
 """Priority classes by number; 0 is the most urgent."""
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled"]
 """Why a request ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must conform to: any JSON object, or JSON that a schema allows."""
+
+    kind: Literal["json_object", "json_schema"]
+    source: str = ""
+    """The schema as JSON text; the order of its properties is that of the answer."""
+
+    def __post_init__(self) -> None:
+        num_bytes = len(self.source.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise BadRequest(
+                f"The schema has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed. Send a smaller one.",
+                param="grammar",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +70,14 @@ class SamplingParams:
     logprobs: int | None = None
     """None = off; k ≥ 0 = of the chosen token and of the k likeliest tokens."""
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    """Only tokens that the grammar allows are drawn; the answer ends where the grammar may end."""
 
     def __post_init__(self) -> None:
         self._check_lengths()
         self._check_numbers()
+        if self.grammar is not None:
+            self._check_grammar()
 
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with this seed (0 to 2**63 - 1). Skips validation, because it runs for most requests."""
@@ -86,6 +108,16 @@ class SamplingParams:
                 raise BadRequest(
                     f"A stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS} are allowed.",
                     param="stop",
+                )
+
+    def _check_grammar(self) -> None:
+        """A complete answer allows only end tokens, so nothing may forbid them."""
+        for name, is_set in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens > 0)):
+            if is_set:
+                raise BadRequest(
+                    f"{name} cannot be combined with a grammar, because the answer ends where the grammar ends;"
+                    f" remove {name} or the grammar.",
+                    param=name,
                 )
 
     def _check_numbers(self) -> None:

@@ -1,0 +1,224 @@
+"""The grammars of open requests: compiled in threads, advanced by each token, asked for masks before each draw.
+
+A request keeps its matcher while it is preempted. An error ends only its own request. All methods belong to the
+engine's thread; only compiling happens elsewhere. llguidance and the tokenizer are loaded with the first grammar.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.errors import MillraceError, Overloaded
+from millrace.host.cores import usable_cores
+from millrace.params import Grammar
+from millrace.sources.resolve import ModelFiles
+from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
+
+if TYPE_CHECKING:
+    from millrace.text.grammar.environment import CompiledGrammar, GrammarEnvironment
+    from millrace.text.grammar.matcher import Matcher
+
+log = logging.getLogger(__name__)
+
+COMPILE_LIMIT_S = 30.0
+"""Includes loading the vocabulary for the first grammar. The front has compiled the grammar before, within less."""
+MAX_MASK_THREADS = 8
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
+
+Uint32s = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that must end with an error, and the sentence for its client."""
+
+    request_id: int
+    message: str
+
+
+@dataclass(slots=True)
+class GrammarCounters:
+    """Totals since the start."""
+
+    masks: int = 0
+    mask_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    """Of the compile threads, without the loading of the vocabulary."""
+    compiled: int = 0
+    cache_hits: int = 0
+    failures: int = 0
+
+
+class Grammars:
+    """`open` a request's grammar, wait until `take_ready` names it, then `fill` and `consume` in turn, then `close`.
+
+    `take_failed` names requests that must end; calls for them are harmless until `close`.
+    """
+
+    def __init__(self, load: Callable[[], GrammarEnvironment]) -> None:
+        """`load` runs once, in a compile thread."""
+        self._load = load
+        self._lock = threading.Lock()
+        self._environment: GrammarEnvironment | None = None
+        self._compiler = GrammarCompiler(self._compile)
+        self._compiled: deque[int] = deque()
+        """Requests whose grammar has been compiled. Compile threads append; appending is atomic."""
+        self._pending: dict[int, tuple[Future[CompiledGrammar | Unusable], float]] = {}
+        """By request id: the result to come, and until when it is waited for."""
+        self._matchers: dict[int, Matcher] = {}
+        self._failed: list[Failure] = []
+        self._num_failed = 0
+        self._num_masks = 0
+        self._mask_seconds = 0.0
+        self._compile_seconds = 0.0
+
+    def __len__(self) -> int:
+        """Number of requests that are opened and not closed."""
+        return len(self._pending) + len(self._matchers)
+
+    @property
+    def counters(self) -> GrammarCounters:
+        return GrammarCounters(
+            masks=self._num_masks,
+            mask_seconds=self._mask_seconds,
+            compile_seconds=self._compile_seconds,
+            compiled=self._compiler.num_compiled,
+            cache_hits=self._compiler.num_hits,
+            failures=self._num_failed,
+        )
+
+    # -- compiling -------------------------------------------------------------------------------------------------
+
+    def open(self, request_id: int, grammar: Grammar, scope: str, now: float) -> None:
+        """Start compiling. Compiled grammars are shared within a scope. `now` is in seconds."""
+        try:
+            future = self._compiler.submit(grammar, scope)
+        except Overloaded as error:
+            self._fail(request_id, error.message)
+            return
+        self._pending[request_id] = (future, now + COMPILE_LIMIT_S)
+        future.add_done_callback(lambda _: self._compiled.append(request_id))
+
+    def take_ready(self, now: float) -> list[int]:
+        """Requests that have become ready since the last call. Never blocks."""
+        ready = []
+        while self._compiled:
+            request_id = self._compiled.popleft()
+            entry = self._pending.pop(request_id, None)
+            if entry is not None and self._start(request_id, entry[0]):
+                ready.append(request_id)
+        if self._pending:
+            self._fail_late(now)
+        return ready
+
+    def take_failed(self) -> list[Failure]:
+        """Requests that have failed since the last call. Each is named once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def close(self, request_id: int) -> None:
+        """Forget a request. Unknown ids are ignored."""
+        self._pending.pop(request_id, None)
+        self._matchers.pop(request_id, None)
+
+    def shut_down(self) -> None:
+        self._compiler.close()
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        with self._lock:
+            if self._environment is None:
+                self._environment = self._load()
+        began = time.monotonic()
+        try:
+            return self._environment.compile(grammar)
+        finally:
+            with self._lock:
+                self._compile_seconds += time.monotonic() - began
+
+    def _start(self, request_id: int, future: Future[CompiledGrammar | Unusable]) -> bool:
+        error = future.exception()
+        if error is not None:
+            log.error("a grammar could not be compiled", exc_info=error)
+            reason = error.message if isinstance(error, MillraceError) else repr(error)
+            self._fail(request_id, f"The grammar could not be compiled: {reason}")
+            return False
+        result = future.result()
+        if isinstance(result, Unusable):
+            self._fail(request_id, result.message)
+            return False
+        self._matchers[request_id] = result.matcher()
+        return True
+
+    def _fail_late(self, now: float) -> None:
+        for request_id in [request_id for request_id, (_, until) in self._pending.items() if now > until]:
+            del self._pending[request_id]
+            self._fail(
+                request_id, f"The grammar was not compiled within {COMPILE_LIMIT_S:g} s; simplify it or try again."
+            )
+
+    def _fail(self, request_id: int, message: str) -> None:
+        self._num_failed += 1
+        self._failed.append(Failure(request_id, message))
+        self._matchers.pop(request_id, None)
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def consume(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """Advance by the tokens of a completed step, with the request of each. Requests without a grammar are
+        ignored."""
+        for request_id, token in zip(request_ids, tokens, strict=True):
+            matcher = self._matchers.get(request_id)
+            if matcher is not None:
+                try:
+                    matcher.consume((token,))
+                except GrammarError as error:
+                    self._fail(request_id, str(error))
+
+    def fill(self, request_ids: Sequence[int], out: Uint32s) -> None:
+        """Fill row i of `out` with the allowed next tokens of request i: bit `t % 32` of word `t // 32` for token t.
+
+        A request that has failed may draw any token: its draw is discarded.
+        """
+        began = time.monotonic()
+        found = [(row, self._matchers.get(request_id)) for row, request_id in enumerate(request_ids)]
+        rows = [row for row, matcher in found if matcher is not None]
+        matchers = [matcher for _, matcher in found if matcher is not None]
+        if len(rows) < len(found):
+            out[:] = ALL_TOKENS
+        if matchers:
+            self._fill(request_ids, rows, matchers, out)
+        self._num_masks += len(matchers)
+        self._mask_seconds += time.monotonic() - began
+
+    def _fill(self, request_ids: Sequence[int], rows: list[int], matchers: list[Matcher], out: Uint32s) -> None:
+        assert self._environment is not None, "a matcher without an environment"
+        is_whole = len(rows) == len(out)
+        part = out if is_whole else np.empty((len(rows), out.shape[1]), np.uint32)
+        errors = self._environment.fill_masks(matchers, part)
+        if not is_whole:
+            out[rows] = part
+        for row, error in zip(rows, errors, strict=True):
+            if error is not None:
+                self._fail(request_ids[row], str(error))
+                out[row] = ALL_TOKENS
+
+
+def make_grammars(files: ModelFiles, num_logits: int) -> Grammars:
+    """`num_logits` is the width of the model's logits."""
+
+    def load() -> GrammarEnvironment:
+        from millrace.text.grammar.environment import load_environment  # Imports llguidance and tokenizers.
+
+        return load_environment(files, num_logits, max(1, min(MAX_MASK_THREADS, usable_cores() // 2)))
+
+    return Grammars(load)

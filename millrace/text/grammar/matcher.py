@@ -1,0 +1,70 @@
+"""Follows one answer through its grammar and says which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from millrace.text.grammar.compiler import GrammarError
+
+Uint32s = npt.NDArray[np.uint32]
+
+
+class Matcher:
+    """Used by one thread at a time. An error is final: every later call raises it again."""
+
+    __slots__ = ("_end_token_ids", "_num_words", "inner")
+
+    def __init__(self, inner: LLMatcher, num_words: int, end_token_ids: tuple[int, ...]) -> None:
+        self.inner = inner
+        """For llguidance's calls that take several matchers."""
+        self._num_words = num_words
+        self._end_token_ids = end_token_ids
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens of the answer, end tokens included."""
+        for token in tokens:
+            if token in self._end_token_ids and self.is_done:
+                continue  # llguidance allows every end token here, but may not consume it.
+            if not self.inner.consume_token(token):
+                raise GrammarError(self.problem)
+
+    def fill_mask(self, row: Uint32s) -> None:
+        """Set bit `i % 32` of word `i // 32` for each token `i` that may come next, and clear all others.
+
+        `row` may be wider or narrower than the vocabulary, as the model's logits may be.
+        """
+        num_words, words = self._num_words, row
+        if len(row) != num_words or not row.flags.c_contiguous:
+            words = np.empty(num_words, np.uint32)
+        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if words is not row:
+            shared = min(len(row), num_words)
+            row[:shared] = words[:shared]
+            row[shared:] = 0
+        if error := self.error(bool(row.any())):
+            raise error
+
+    def error(self, has_tokens: bool) -> GrammarError | None:
+        """Why the mask just computed cannot be used. No token can be drawn from a mask without one."""
+        if self.inner.is_error():
+            return GrammarError(self.problem)
+        return None if has_tokens else GrammarError("The grammar allows no further token.")
+
+    @property
+    def is_done(self) -> bool:
+        """True if the answer is complete: only end tokens may follow."""
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+    @property
+    def may_end(self) -> bool:
+        """True if an end token may come next."""
+        return self.inner.is_accepting()
+
+    @property
+    def problem(self) -> str:
+        error = " ".join(self.inner.get_error().replace("<non-verbose/>", "").split())
+        return f"The grammar cannot be followed any further: {error[:300].rstrip('.')}."

@@ -1,0 +1,113 @@
+"""Compiling in threads: each grammar once, within bounds, errors as sentences."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from millrace.errors import BadRequest, Overloaded
+from millrace.params import MAX_GRAMMAR_BYTES, Grammar
+from millrace.text.grammar import compiler as compiler_module
+from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
+from millrace.text.grammar.translate import check_grammar, sentence_of
+
+
+def numbered(number: int, size: int = 0) -> Grammar:
+    return Grammar("json_schema", f'{{"const": {number}}}'.ljust(size))
+
+
+def length_of(grammar: Grammar) -> int:
+    return len(grammar.source)
+
+
+def test_each_grammar_is_compiled_once() -> None:
+    compiler = GrammarCompiler(length_of)
+    results = [compiler.submit(numbered(index % 3)).result(10) for index in range(9)]
+    assert results == [12] * 9
+    assert (compiler.num_compiled, compiler.num_hits) == (3, 6)
+    compiler.close()
+
+
+def test_scopes_share_nothing() -> None:
+    compiler = GrammarCompiler(length_of)
+    for scope in ("a", "b", "a"):
+        compiler.submit(numbered(1), scope).result(10)
+    assert (compiler.num_compiled, compiler.num_hits) == (2, 1)
+    compiler.close()
+
+
+@pytest.mark.parametrize(("limits", "size"), [({"max_cached": 2}, 0), ({"max_cached_bytes": 250}, 100)])
+def test_the_least_recently_used_is_forgotten(limits: dict[str, int], size: int) -> None:
+    compiler = GrammarCompiler(length_of, **limits)
+    for number in (1, 2, 1, 3):  # 2 is the least recently used when 3 comes
+        compiler.submit(numbered(number, size)).result(10)
+    assert compiler.num_compiled == 3
+    compiler.submit(numbered(1, size)).result(10)
+    assert compiler.num_compiled == 3
+    compiler.submit(numbered(2, size)).result(10)
+    assert compiler.num_compiled == 4
+    compiler.close()
+
+
+def test_a_wrong_grammar_is_remembered_and_a_failure_is_not() -> None:
+    calls = []
+
+    def build(grammar: Grammar) -> None:
+        calls.append(grammar)
+        if grammar == numbered(1):
+            raise GrammarError("It is wrong.")
+        raise OSError("the disk is gone")
+
+    compiler = GrammarCompiler(build)
+    assert [compiler.submit(numbered(1)).result(10) for _ in range(2)] == [Unusable("It is wrong.")] * 2
+    assert len(calls) == 1
+    for _ in range(2):
+        assert isinstance(compiler.submit(numbered(2)).exception(10), OSError)
+    assert len(calls) == 3
+    compiler.close()
+
+
+def test_too_many_waiting_grammars_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_PENDING", 3)
+    go_on = threading.Event()
+    compiler = GrammarCompiler(lambda grammar: go_on.wait(30))
+    waiting = [compiler.submit(numbered(number)) for number in range(3)]
+    assert compiler.submit(numbered(0)) is waiting[0]
+    with pytest.raises(Overloaded, match="3 grammars"):
+        compiler.submit(numbered(3))
+    go_on.set()
+    assert all(future.result(10) for future in waiting)
+    assert compiler.submit(numbered(3)).result(10)
+    compiler.close()
+
+
+def test_a_large_source_is_refused() -> None:
+    Grammar("json_schema", "é" * (MAX_GRAMMAR_BYTES // 2))
+    with pytest.raises(BadRequest, match=str(MAX_GRAMMAR_BYTES + 1)):
+        Grammar("json_schema", "é" * (MAX_GRAMMAR_BYTES // 2) + "x")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ('{"if": {}, "then": {}}', "The schema uses 'if', 'then', which is not supported; remove it."),
+        ('{"format": "url", "type": "string"}', "the format 'url', which is not supported"),
+        (
+            '{"$ref": "#/$defs/x", "$defs": {"x": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}',
+            "may overlap (at #/$defs/x), which is not supported; use 'anyOf'.",
+        ),
+        ('{"const": 1e999}', "number out of range"),
+        ("{", "is not a JSON object"),
+        ("null", "is not a JSON object"),
+    ],
+)
+def test_errors_are_sentences(schema: str, said: str) -> None:
+    with pytest.raises(GrammarError) as raised:
+        check_grammar(Grammar("json_schema", schema))
+    assert said in str(raised.value)
+    assert str(raised.value).endswith(".")
+
+
+def test_a_long_error_is_cut() -> None:
+    assert len(sentence_of("x" * 5000)) < 400

@@ -1,0 +1,202 @@
+"""Answers drawn at random within the masks conform to their schema, and end where it lets them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import numpy.typing as npt
+import pytest
+from text.grammar.conftest import EXTRA_LOGITS
+from text.grammar.schemas import SCHEMAS, record
+from text.small_vocabularies import small_byte_level
+
+from millrace.errors import ModelError
+from millrace.params import Grammar
+from millrace.text.grammar.compiler import GrammarError
+from millrace.text.grammar.environment import GrammarEnvironment
+from millrace.text.grammar.matcher import Matcher
+from millrace.text.tokenizers.tokenizer import Tokenizer
+
+OBJECT = Grammar("json_object")
+
+
+def of(schema: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def spelled(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def allowed(matcher: Matcher, num_words: int) -> npt.NDArray[np.intp]:
+    row = np.full(num_words, 0xFFFFFFFF, np.uint32)
+    matcher.fill_mask(row)
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+
+
+def accepts(environment: GrammarEnvironment, grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the grammar lets exactly this text pass, from the first token to an end token."""
+    matcher = environment.compile(grammar).matcher()
+    try:
+        for token in [*tokenizer.encode(text, add_special=False), tokenizer.end_token_ids[0]]:
+            if token not in allowed(matcher, environment.num_words):
+                return False
+            matcher.consume([token])
+    except GrammarError:
+        return False
+    return True
+
+
+def draw_answer(
+    environment: GrammarEnvironment, grammar: Grammar, tokenizer: Tokenizer, seed: int, max_tokens: int = 600
+) -> str | None:
+    """Text drawn with random logits, as a model that knows nothing would; None if it does not end."""
+    noise = np.random.default_rng(seed)
+    closing = np.array([tokenizer.token_bytes(token)[:1] in (b'"', b"}", b"]", b",") for token in range(40_000)])
+    matcher, tokens = environment.compile(grammar).matcher(), list[int]()
+    while len(tokens) < max_tokens:
+        choices = allowed(matcher, environment.num_words)
+        logits = noise.normal(size=len(choices))
+        logits += 5.0 * np.isin(choices, np.flatnonzero(closing))  # so that strings and arrays end some day
+        token = int(choices[np.argmax(logits)])
+        matcher.consume([token])
+        if token in tokenizer.end_token_ids:
+            return tokenizer.decode(tokens)
+        tokens.append(token)
+    return None
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_answers_conform(environment: GrammarEnvironment, default_tokenizer: Tokenizer, name: str) -> None:
+    schema = SCHEMAS[name][0]
+    answers = [draw_answer(environment, of(schema), default_tokenizer, seed) for seed in range(4)]
+    assert None not in answers
+    for answer in answers:
+        jsonschema.validate(json.loads(answer or ""), schema)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_any_end_token_ends_a_number(environment: GrammarEnvironment, default_tokenizer: Tokenizer, end: int) -> None:
+    matcher = environment.compile(of({"type": "integer"})).matcher()
+    matcher.consume([*default_tokenizer.encode("12", add_special=False), default_tokenizer.end_token_ids[end]])
+    assert matcher.is_done
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_values_are_accepted_or_not(environment: GrammarEnvironment, default_tokenizer: Tokenizer, name: str) -> None:
+    schema, good, bad = SCHEMAS[name]
+    jsonschema.validate(good, schema)
+    assert accepts(environment, of(schema), default_tokenizer, spelled(good))
+    assert not accepts(environment, of(schema), default_tokenizer, spelled(bad))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"a": [1, {"b": null}], "c": "é"}', '{"deep": {"er": [[[]]]}}'])
+def test_any_object(environment: GrammarEnvironment, default_tokenizer: Tokenizer, text: str) -> None:
+    assert accepts(environment, OBJECT, default_tokenizer, text)
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", '"x"', '{"a": 1', "{a: 1}", '{ "a": 1}', '{"a":\n\n1}', ' {"a": 1}', ""])
+def test_what_is_no_object_or_freely_spaced(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer, text: str
+) -> None:
+    assert not accepts(environment, OBJECT, default_tokenizer, text)
+
+
+def test_end_tokens_are_allowed_exactly_where_the_grammar_may_end(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer
+) -> None:
+    ends = set(default_tokenizer.end_token_ids)
+    assert default_tokenizer.token_id("<|im_end|>") in ends
+    matcher = environment.compile(OBJECT).matcher()
+    for token in default_tokenizer.encode('{"a": 1}', add_special=False):
+        assert not matcher.may_end
+        assert not matcher.is_done
+        assert not ends & set(allowed(matcher, environment.num_words).tolist())
+        matcher.consume([token])
+    assert matcher.may_end
+    assert matcher.is_done
+    assert set(allowed(matcher, environment.num_words).tolist()) == ends
+    matcher.consume([default_tokenizer.end_token_ids[-1]])
+    assert set(allowed(matcher, environment.num_words).tolist()) == ends
+
+
+def test_a_number_may_end_or_go_on(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    matcher = environment.compile(of({"type": "integer"})).matcher()
+    matcher.consume(default_tokenizer.encode("12", add_special=False))
+    choices = set(allowed(matcher, environment.num_words).tolist())
+    assert matcher.may_end
+    assert not matcher.is_done
+    assert set(default_tokenizer.end_token_ids) < choices
+
+
+def test_other_special_tokens_are_never_allowed(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    """Inside a string their text would be fine, but decoding hides them."""
+    matcher = environment.compile(of({"type": "string"})).matcher()
+    matcher.consume(default_tokenizer.encode('"', add_special=False))
+    choices = set(allowed(matcher, environment.num_words).tolist())
+    assert len(choices) > 10_000
+    assert not choices & default_tokenizer.special_ids
+
+
+@pytest.mark.parametrize("extra", [-3, 0, 5])
+def test_logits_beyond_the_vocabulary_are_not_allowed(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer, extra: int
+) -> None:
+    assert environment.num_words == (default_tokenizer.vocab_size + EXTRA_LOGITS + 31) // 32
+    matcher = environment.compile(of({"type": "string"})).matcher()
+    matcher.consume(default_tokenizer.encode('"', add_special=False))
+    row = np.full(environment.num_words + extra, 0xFFFFFFFF, np.uint32)
+    matcher.fill_mask(row)
+    whole = np.empty(environment.num_words, np.uint32)
+    matcher.fill_mask(whole)
+    shared = min(len(row), len(whole))
+    assert np.array_equal(row[:shared], whole[:shared])
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    assert not bits[default_tokenizer.vocab_size :].any()
+
+
+def test_rows_are_filled_together_as_one_by_one(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    matchers = [environment.compile(of(schema)).matcher() for schema, _, _ in SCHEMAS.values()]
+    for wider in (0, 3):
+        together = np.full((len(matchers), environment.num_words + wider), 7, np.uint32)
+        assert environment.fill_masks(matchers, together) == [None] * len(matchers)
+        for matcher, row in zip(matchers, together, strict=True):
+            alone = np.empty_like(row)
+            matcher.fill_mask(alone)
+            assert np.array_equal(alone, row)
+
+
+def test_an_error_concerns_its_matcher_only(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    compiled = environment.compile(OBJECT)
+    wrong, right = compiled.matcher(), compiled.matcher()
+    with pytest.raises(GrammarError, match="cannot be followed"):
+        wrong.consume(default_tokenizer.encode("no", add_special=False))
+    assert not wrong.is_done
+    out = np.zeros((2, environment.num_words), np.uint32)
+    first, second = environment.fill_masks([wrong, right], out)
+    assert first is not None
+    assert second is None
+    assert out[1].any()
+    right.consume(default_tokenizer.encode("{", add_special=False))
+
+
+def test_a_schema_without_any_value_is_an_error(environment: GrammarEnvironment) -> None:
+    with pytest.raises(GrammarError, match="describes no value"):
+        environment.compile(of({"$ref": "#"}))
+
+
+def test_a_sentence_piece_vocabulary(sentence_piece: Tokenizer) -> None:
+    environment = GrammarEnvironment(sentence_piece, sentence_piece.vocab_size)
+    schema = record({"a": {"enum": ["x y", "é"]}})
+    answers = {draw_answer(environment, of(schema), sentence_piece, seed) for seed in range(8)}
+    assert answers == {'{"a": "x y"}', '{"a": "é"}'}
+
+
+def test_a_model_without_end_tokens_is_refused() -> None:
+    tokenizer = small_byte_level()
+    tokenizer.end_token_ids = ()
+    with pytest.raises(ModelError, match="no end token"):
+        GrammarEnvironment(tokenizer, tokenizer.vocab_size)
