@@ -17,12 +17,14 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
+from millrace.params import Grammar
 from millrace.serve.database import Store, store_directory
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.tenancy.admission import Admission
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.text.chat.template import ChatTemplate
+from millrace.text.grammar.compiler import GrammarCompiler
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 TEXT_THREADS = 2
@@ -65,6 +67,16 @@ def _text_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=TEXT_THREADS, thread_name_prefix="text")
 
 
+def _check_grammar(grammar: Grammar) -> None:
+    from millrace.text.grammar.translate import check_grammar  # Imports llguidance, which takes up to 0.4 s.
+
+    check_grammar(grammar)
+
+
+def _grammar_check() -> GrammarCompiler[None]:
+    return GrammarCompiler(_check_grammar)
+
+
 @dataclass(slots=True)
 class FrontState:
     config: Config
@@ -75,6 +87,7 @@ class FrontState:
     metrics: FrontMetrics
     text_pool: ThreadPoolExecutor = field(default_factory=_text_pool)
     """Threads that render and tokenise long texts, so that they do not stall other streams."""
+    grammar_check: GrammarCompiler[None] = field(default_factory=_grammar_check)
     jobs: set[OpenJob] = field(default_factory=set)
     """Every request that is generating."""
     keyring: Keyring | None = None
@@ -143,6 +156,7 @@ class FrontState:
         if self.audit is not None:
             self.audit.close()
         self.text_pool.shutdown(wait=False, cancel_futures=True)
+        self.grammar_check.close()
         self.store.close()
 
 

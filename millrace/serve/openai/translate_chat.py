@@ -5,15 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 from millrace.errors import BadRequest
+from millrace.params import Grammar
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
 from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.prompts import chat_prompt, check_truncation
 from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
-from millrace.serve.openai.schemas import ChatRequest
+from millrace.serve.openai.schemas import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
 from millrace.serve.openai.write_chat import ChatWriter
@@ -25,12 +27,12 @@ _decoder = BodyDecoder(ChatRequest)
 async def prepare_chat(state: FrontState, body: bytes, received: float, owner: str) -> Work:
     request = _decoder.decode(body)
     await state.await_engine()
-    generation = await _generation(state, request, received)
+    generation = await _generation(state, request, received, owner)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
     return Work(generation, partial(ChatWriter, limit_names=limit_names))
 
 
-async def _generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
+async def _generation(state: FrontState, request: ChatRequest, received: float, owner: str) -> Generation:
     check_fields(request, state.model_name)
     check_truncation(request.truncate_prompt_tokens)
     max_tokens, limit_name = _max_tokens(request)
@@ -42,9 +44,12 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
             n=request.n,
             logprobs=logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            grammar=_grammar(request),
         )
     except BadRequest as error:
-        raise name_fields(error, {"max_tokens": limit_name}) from None
+        raise name_fields(error, {"max_tokens": limit_name, "grammar": "response_format"}) from None
+    if params.grammar is not None:
+        await check_grammar(state, params.grammar, owner, param="response_format")
     check_num_sequences(1, params.n)
     include_usage, continuous_usage = usage_options(request)
     return Generation(
@@ -77,6 +82,19 @@ async def _prompt(state: FrontState, request: ChatRequest, max_tokens: int | Non
         return await chat_prompt(state, conversation, max_tokens=max_tokens, keep=request.truncate_prompt_tokens)
     except BadRequest as error:
         raise name_fields(error, {"prompt": "messages"}) from None
+
+
+def _grammar(request: ChatRequest) -> Grammar | None:
+    wanted = request.response_format
+    if isinstance(wanted, JsonObjectFormat):
+        return Grammar("json_object")
+    if isinstance(wanted, JsonSchemaFormat):
+        try:
+            return Grammar("json_schema", bytes(wanted.json_schema.schema).decode())
+        except UnicodeDecodeError as error:
+            message = f"The schema is not valid UTF-8 ({error.reason}); encode its texts as UTF-8."
+            raise BadRequest(message, param="grammar", code="invalid_utf8") from None
+    return None
 
 
 def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:

@@ -1,0 +1,171 @@
+"""`response_format`: grammars reach the engine, wrong schemas are refused before anything is generated."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve.front_under_test import MODEL, Front, running_front, saying
+from serve.wire import post
+
+from millrace.params import MAX_GRAMMAR_BYTES, Grammar
+
+CHAT = "/v1/chat/completions"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ANSWER = '{"name": "Ann", "age": 3}'
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(saying(ANSWER)) as front:
+        yield front
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+
+
+def json_schema(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
+
+
+def sent_grammar(front: Front) -> Grammar | None:
+    return front.engine.received[-1].params.grammar
+
+
+def test_text_sends_no_grammar(front: Front) -> None:
+    assert post(front.port, CHAT, body(response_format={"type": "text"})).status == 200
+    assert sent_grammar(front) is None
+
+
+def test_json_object_reaches_the_engine(front: Front) -> None:
+    reply = post(front.port, CHAT, body(response_format={"type": "json_object"}))
+    assert reply.status == 200
+    assert reply.json["choices"][0]["message"]["content"] == ANSWER
+    assert sent_grammar(front) == Grammar("json_object")
+
+
+@pytest.mark.parametrize("fields", [{}, {"strict": True}, {"strict": False}, {"strict": None, "description": "x"}])
+def test_a_schema_reaches_the_engine_as_written(front: Front, fields: dict[str, Any]) -> None:
+    assert post(front.port, CHAT, body(response_format=json_schema(PERSON, **fields))).status == 200
+    grammar = sent_grammar(front)
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+    assert list(json.loads(grammar.source)["properties"]) == ["name", "age"]
+
+
+def test_every_choice_carries_the_grammar(front: Front) -> None:
+    before = len(front.engine.received)
+    reply = post(front.port, CHAT, body(response_format=json_schema(PERSON), n=3, logprobs=True))
+    assert reply.status == 200
+    assert len(reply.json["choices"]) == 3
+    assert [request.params.grammar is None for request in front.engine.received[before:]] == [False] * 3
+
+
+def test_it_streams(front: Front) -> None:
+    reply = post(front.port, CHAT, body(response_format=json_schema(PERSON), stream=True))
+    assert reply.status == 200
+    assert b"[DONE]" in reply.body
+    assert sent_grammar(front) is not None
+
+
+REFUSED = [
+    (json_schema({"not": {"type": "string"}}), "'not', which is not supported"),
+    (json_schema({"type": "array", "uniqueItems": True}), "'uniqueItems'"),
+    (json_schema({"type": "objekt"}), "objekt"),
+    (json_schema({"type": "string", "format": "colour"}), "'colour'"),
+    (json_schema({"type": "string", "pattern": "(("}), "unclosed group"),
+    (json_schema({"oneOf": [{"type": "string"}, {"minLength": 2}]}), "'anyOf'"),
+    (json_schema({"$ref": "https://example.com/schema.json"}), "example.com"),
+    (json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+    (json_schema({"type": "object", "x-guidance": {"lenient": True}}), "x-guidance"),
+    (json_schema([]), "not a JSON object"),
+    (json_schema(None), "not a JSON object"),
+    (json_schema({"description": "x" * MAX_GRAMMAR_BYTES}), str(MAX_GRAMMAR_BYTES)),
+]
+
+
+@pytest.mark.parametrize(("response_format", "said"), REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_schema_is_refused_before_the_stream(
+    front: Front, response_format: dict[str, Any], said: str, stream: bool
+) -> None:
+    before = len(front.engine.received)
+    reply = post(front.port, CHAT, body(response_format=response_format, stream=stream))
+    assert reply.status == 400, reply.body
+    error = reply.json["error"]
+    assert error["param"] == "response_format"
+    assert said in error["message"]
+    assert len(front.engine.received) == before
+
+
+def test_a_deep_schema_is_refused(front: Front) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"type": "array", "items": deep}
+    reply = post(front.port, CHAT, body(response_format=json_schema(deep)))
+    assert reply.status == 400
+    assert "nested too deeply" in reply.json["error"]["message"]
+
+
+def test_a_schema_that_is_not_utf8_is_refused(front: Front) -> None:
+    data = body(response_format=json_schema({"const": "MARK"})).replace(b"MARK", b"\xff")
+    assert post(front.port, CHAT, data).status == 400
+
+
+@pytest.mark.parametrize(("fields", "param"), [({"min_tokens": 2}, "min_tokens"), ({"ignore_eos": True}, "ignore_eos")])
+def test_options_that_forbid_the_end_are_refused(front: Front, fields: dict[str, Any], param: str) -> None:
+    reply = post(front.port, CHAT, body(response_format={"type": "json_object"}, **fields))
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == param
+
+
+def test_a_missing_schema_is_named(front: Front) -> None:
+    reply = post(front.port, CHAT, body(response_format={"type": "json_schema", "json_schema": {"name": "x"}}))
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == "response_format.json_schema.schema"
+
+
+def test_the_same_schema_is_checked_once(front: Front) -> None:
+    """Good and bad results are both remembered."""
+    compiled = front.state.grammar_check.num_compiled
+    for wanted in (PERSON | {"title": "once"}, {"not": {}, "title": "once"}):
+        answers = {post(front.port, CHAT, body(response_format=json_schema(wanted))).status for _ in range(3)}
+        assert len(answers) == 1
+    assert front.state.grammar_check.num_compiled == compiled + 2
+
+
+def test_a_slow_check_stalls_no_other_request(front: Front) -> None:
+    """4,500 properties take about a second to check; the event loop answers others meanwhile."""
+    wide = {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(4500)}}
+    data = body(response_format=json_schema(wide))
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def note(asked: float) -> None:
+        gaps.append(time.monotonic() - asked)
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            front.loop.call_soon_threadsafe(note, time.monotonic())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.monotonic()
+    try:
+        assert post(front.port, CHAT, data).status == 200
+    finally:
+        took = time.monotonic() - began
+        done.set()
+        watcher.join()
+    assert gaps
+    assert max(gaps) < max(0.2, took / 2), (max(gaps), took)
