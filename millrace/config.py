@@ -24,6 +24,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 KvDtype = Literal["auto", "full", "packed", "fp8", "int8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+Speculation = Literal["off", "ngram"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -122,8 +123,18 @@ class PlanConfig:
         " token_budget or more = no limit",
         minimum=0,
     )
+    step_ms: float = setting(
+        -1.0,
+        "milliseconds that a step with decoding requests should take at most: its prompt tokens follow from measured"
+        " step times; 0 = only tokens limit a step; -1 = automatic: 200 on a CPU, 90 on a GPU",
+        minimum=-1.0,
+    )
     block_size: int = setting(16, "tokens per KV block", minimum=1)
     prefix_cache: bool = setting(True, "reuse the KV cache of equal prompt prefixes")
+    speculate: Speculation = setting(
+        "off", "guess the next tokens and verify several in one step; ngram: guess what followed the same words before"
+    )
+    max_drafts: int = setting(3, "guessed tokens per request and step", minimum=1, maximum=7)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,19 @@ import json
 import torch
 
 from millrace.config import Config
+from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.fingerprint import weights_digest
+from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
-from millrace.host.device_limits import device_limits
+from millrace.engine.step_target import make_step_target, target_step_s
+from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.load import check_quantization, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
+from millrace.plan.drafts import DraftSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device.device import Device, fast_dtype, open_device
@@ -48,6 +52,7 @@ def build_engine(
         device=device.torch_device,
         deterministic=config.run.deterministic,
     )
+    limits = _limits(device)
     plan = make_memory_plan(
         config,
         spec,
@@ -56,7 +61,7 @@ def build_engine(
         device_kind=device.kind,
         free_bytes=device.free_bytes(),
         kv_dtype=kv_dtype,
-        step_flops=_step_flops(device),
+        step_flops=limits.step_flops,
     )
     decoder = load_decoder(
         files,
@@ -78,6 +83,15 @@ def build_engine(
         graphs=config.run.graphs,
         kv_dtype=kv_dtype,
         build_pool=build_pool,
+        speculate=config.plan.speculate,
+    )
+    target = make_step_target(
+        config,
+        spec,
+        device_kind=device.kind,
+        limits=limits,
+        weights_bytes=plan.weights_bytes,
+        kv_token_bytes=plan.kv_bytes // plan.kv_tokens,
     )
     scheduler = Scheduler(
         num_blocks=plan.num_blocks,
@@ -85,18 +99,29 @@ def build_engine(
         max_running=plan.max_running,
         token_budget=plan.token_budget,
         mixed_budget=plan.mixed_budget,
+        target=target,
         prefix_cache=config.plan.prefix_cache,
         policy=make_policy(config.plan.policy),
         aging_s=config.plan.aging_s,
+        drafts=_drafts(config, plan),
     )
     ready = _ready(config, files, spec, dtype, device, plan)
-    return Engine(scheduler, runner, device, channel), ready
+    constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size), spec.vocab_size)
+    return Engine(scheduler, runner, device, channel, constrained=constrained), ready
 
 
-def _step_flops(device: Device) -> float:
+def _drafts(config: Config, plan: MemoryPlan) -> DraftSettings:
+    """A step verifies at most as many tokens as it may have rows: buffers exist for that many."""
+    if config.plan.speculate == "off":
+        return DraftSettings()
+    return DraftSettings(max_drafts=config.plan.max_drafts, max_places=plan.max_running)
+
+
+def _limits(device: Device) -> DeviceLimits:
+    """All 0 for a CPU."""
     if device.kind == "cpu":
-        return 0.0
-    return device_limits(device.name(), device.torch_device.index or 0).step_flops
+        return DeviceLimits(0.0, 0.0, 0.0)
+    return device_limits(device.name(), device.torch_device.index or 0)
 
 
 def _ready(
@@ -116,5 +141,6 @@ def _ready(
         device=device.name(),
         memory_plan=plan.parts(),
         num_parameters=spec.num_parameters,
+        step_ms=1e3 * target_step_s(config, device.kind),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
     )

@@ -1,18 +1,19 @@
-"""The engine's loop: plan the next step while the last one is in flight, launch it, confirm the oldest.
+"""The engine's loop around the cycle: takes messages, sends outcomes, watches for hangs, reports, and sleeps when idle.
 
-When idle, the loop blocks on the channel. When a step fails, its rows are run again in halves until the request that
-caused the failure is found; only that request ends with an error.
+When idle, the loop blocks on the channel. When a step fails, the cycle finds the request that caused it; only that
+request ends with an error.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
+from millrace.engine.constrained import ConstrainedRequests
+from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.explain import explain
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
@@ -34,12 +35,12 @@ from millrace.link.messages import (
     ToEngine,
     unpack_tokens,
 )
-from millrace.params import RowParams
-from millrace.plan.request import BATCH, INTERACTIVE, Request
+from millrace.params import FinishReason, RowParams, SamplingParams
+from millrace.plan.request import BATCH, INTERACTIVE, Request, end_of
 from millrace.plan.scheduler import Scheduler
-from millrace.plan.step import StepPlan
-from millrace.run.device.device import Device, Pending
-from millrace.run.runner import AnyRunner, StepResult
+from millrace.plan.step import Ended, StepPlan
+from millrace.run.device.device import Device
+from millrace.run.runner import AnyRunner
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ CHECK_POOL_EVERY = 4096
 """Steps between checks of the pool equation."""
 BLOCKED_WAIT_S = 0.05
 """Wait for messages when there is work but no step can be planned."""
-
-Launched = tuple[StepPlan, Pending[StepResult], float]
+COMPILING_WAIT_S = 0.002
+"""Wait for messages while a grammar is being compiled and there is no other work."""
 
 
 class Engine:
@@ -61,8 +62,11 @@ class Engine:
         channel: EngineChannel,
         *,
         clock: Callable[[], float] = time.monotonic,
+        constrained: ConstrainedRequests | None = None,
     ) -> None:
+        """`constrained`: None if the model's tokenizer cannot be used with grammars."""
         self._scheduler = scheduler
+        self._constrained = constrained
         self._runner = runner
         self._device = device
         self._channel = channel
@@ -76,7 +80,7 @@ class Engine:
         """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
-        self._launched: deque[Launched] = deque()
+        self._cycle = Cycle(scheduler, runner, self, clock=clock, probe=device.probe, masks=constrained)
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
@@ -84,17 +88,12 @@ class Engine:
         self._poll_s = 0.0
         """How long the next wait for messages polls before it blocks."""
         self._step_no = 0
-        self._step_seconds = 0.0
-        self._plan_seconds = 0.0
         self._host_seconds = 0.0
-        self._waited_s = 0.0
-        """Seconds that this iteration of the loop waited for the device."""
         self._stats_at = 0.0
-        self._applied_at = 0.0
 
     def run(self) -> None:
         """Run until a `Stop` message arrives."""
-        watchdog = Watchdog(self._oldest_launched, on_hang=self.on_hang)
+        watchdog = Watchdog(lambda: self._cycle.oldest, on_hang=self.on_hang)
         watchdog.start()
         request_short_slices()
         try:
@@ -102,30 +101,33 @@ class Engine:
         finally:
             watchdog.stop()
             self._device.close()
-
-    def _oldest_launched(self) -> tuple[StepPlan, float] | None:
-        try:
-            plan, _, launched_at = self._launched[0]
-        except IndexError:
-            return None
-        return plan, launched_at
+            if self._constrained is not None:
+                self._constrained.shut_down()
 
     def _loop(self) -> None:
         while True:
             self._take_messages()
             if self._stopping:
                 return
-            began = self._clock()
-            self._waited_s = 0.0
+            if self._constrained is not None:
+                self._take_compiled(self._constrained)
+            began, waited_before = self._clock(), self._cycle.times.waited_s
             try:
-                launched = self._launch_next()
-                # Keep two steps in flight: plan one more before waiting for the oldest.
-                self._progressed = launched or bool(self._launched)
-                if self._launched and (len(self._launched) > 1 or not launched):
-                    self._apply_oldest()
+                self._progressed = self._cycle.advance()
             except Exception as error:
                 self._recover(error)
-            self._host_seconds += self._clock() - began - self._waited_s
+            self._host_seconds += self._clock() - began - (self._cycle.times.waited_s - waited_before)
+
+    def _recover(self, error: Exception) -> None:
+        culprit = self._cycle.recover(error)
+        if culprit is None:
+            return
+        entry = self._ledger.entry(culprit.request_id)
+        name = " ".join(entry.names) if entry else culprit.request_id
+        log.error("request %s caused the failure and ends with an error", name)
+        message = f"The step that computed this request failed: {culprit.error}"
+        self._scheduler.abort(culprit.request_id, "error", message)
+        self.on_ended(self._scheduler.take_ended(), self._clock())
 
     def _take_messages(self) -> None:
         timeout_s = self._wait_timeout()
@@ -135,56 +137,51 @@ class Engine:
             self._reported_idle = False
             self._handle(message)
 
-    def _launch_next(self) -> bool:
-        started = self._clock()
-        plan = self._scheduler.plan(started)
-        self._plan_seconds += self._clock() - started
-        if ended := self._scheduler.take_ended():
-            self._outbox.send_ended(self._step_no, ended, started)
-        if plan is None:
-            return False
-        self._launch(plan, started)
-        launched = self._clock()
-        self._scheduler.run_deferred()
-        self._plan_seconds += self._clock() - launched
-        return True
+    def _take_compiled(self, constrained: ConstrainedRequests) -> None:
+        """Schedule requests whose grammar is compiled; end those whose grammar failed."""
+        for request in constrained.take_ready(self._clock()) if constrained.is_compiling else ():
+            self._scheduler.submit(request)
+        for failure in constrained.take_failed():
+            self._abort(failure.request_id, "error", failure.message)
 
-    def _apply_oldest(self) -> None:
-        plan, pending, launched_at = self._launched[0]
-        self._scheduler.prepare_outcome()
-        wait_began = self._clock()
-        result = pending.wait()
-        self._launched.popleft()
-        now = self._clock()
-        self._waited_s += now - wait_began
-        outcome = self._scheduler.confirm(plan.step_no, result.drawn())
-        confirmed = self._clock()
-        finished = self._outbox.send_step(outcome, result, now)
-        sent = self._clock()
-        self._scheduler.run_deferred()
-        self._plan_seconds += confirmed - now + self._clock() - sent
-        self._note_step(plan, launched_at, now)
-        for finish in finished:
+    # -- told by the cycle -----------------------------------------------------------------------------------------
+
+    def on_launched(self, plan: StepPlan, now: float) -> None:
+        for admission in plan.admitted:
+            self._ledger.on_admitted(admission.request_id, now)
+        self._rates.on_admitted(len(plan.admitted))
+
+    def on_tokens(self, done: Confirmed) -> None:
+        self._step_no = done.plan.step_no
+        for finish in self._outbox.send_step(done.outcome, done.result, done.at):
             if finish.output_tokens:
                 self._rates.on_ended(finish.total_s - finish.queued_s)
-        if now - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
-            self._report(now)
-        if plan.step_no % CHECK_POOL_EVERY == 0:
+            if self._constrained is not None:
+                self._constrained.close(finish.id)
+
+    def on_step_done(self, done: Confirmed) -> None:
+        self._rates.on_step(done.plan.num_tokens, done.device_s)
+        if done.at - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
+            self._report(done.at)
+        if done.plan.step_no % CHECK_POOL_EVERY == 0:
             self._scheduler.pool.check_sums()
 
-    def _note_step(self, plan: StepPlan, launched_at: float, now: float) -> None:
-        # Steps overlap: a step occupies the device only after the previous one has ended.
-        self._rates.on_step(plan.num_tokens, now - max(launched_at, self._applied_at))
-        self._applied_at = now
-        self._step_seconds += now - launched_at
-        self._step_no = plan.step_no
+    def on_ended(self, ended: tuple[Ended, ...], now: float) -> None:
+        self._outbox.send_ended(self._step_no, ended, now)
+        if self._constrained is not None:
+            for event in ended:
+                self._constrained.close(event.request_id)
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
 
     def _wait_timeout(self) -> float | None:
         """Timeout for the next wait for messages: 0 with work in progress, None (no limit) when idle."""
-        if self._launched or self._progressed:
+        if self._cycle.num_launched or self._progressed:
             return 0.0
         if self._scheduler.has_work:
             return BLOCKED_WAIT_S
+        if self._constrained is not None and self._constrained.is_compiling:
+            return COMPILING_WAIT_S
         if not self._runner.is_warm:
             self._runner.warm_next()
             return 0.0
@@ -206,24 +203,43 @@ class Engine:
         idle_memory.trim_heap()
         return None
 
+    # -- messages --------------------------------------------------------------------------------------------------
+
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, NewRequest):
             request = _to_request(message)
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
-            self._scheduler.submit(request)
+            self._submit(request)
         elif isinstance(message, Abort):
             for request_id in message.ids:
-                self._scheduler.abort(request_id, message.reason)
+                self._abort(request_id, message.reason)
         elif isinstance(message, Stop):
             self._stopping = True
         else:
             self._handle_rare(message)
 
+    def _submit(self, request: Request) -> None:
+        if not request.constrained:
+            self._scheduler.submit(request)
+        elif self._constrained is not None:
+            self._constrained.hold(request, self._clock())
+        else:
+            message = "This model's tokenizer cannot be used with grammars, so response_format is not supported."
+            self.on_ended((end_of(request, "error", 0, message=message),), self._clock())
+
+    def _abort(self, request_id: int, reason: FinishReason, message: str = "") -> None:
+        """End a request, whether it is held back, waiting or running. Unknown ids are ignored."""
+        held = self._constrained.drop(request_id) if self._constrained is not None else None
+        if held is not None:
+            self.on_ended((end_of(held, reason, 0, message=message),), self._clock())
+        else:
+            self._scheduler.abort(request_id, reason, message)
+
     def _handle_rare(self, message: AbortFront | Hello | Query) -> None:
         if isinstance(message, AbortFront):
             for request_id in self._ledger.of_front(message.front):
-                self._scheduler.abort(request_id)
+                self._abort(request_id, "abort")
         elif isinstance(message, Hello):
             if self.ready is not None:
                 self._channel.send(message.front, self.ready)
@@ -240,72 +256,10 @@ class Engine:
             return msgspec.json.encode(explain(latest, self._clock()))
         open_ids = [entry.request_id for entry in entries if entry.finish is None]
         for request_id in open_ids:
-            self._scheduler.abort(request_id, "cancelled", "The request was cancelled.")
+            self._abort(request_id, "cancelled", "The request was cancelled.")
         return msgspec.json.encode(
             {"object": "request.cancelled", "id": query.name, "cancelled": bool(open_ids), "sequences": len(open_ids)}
         )
-
-    def _launch(self, plan: StepPlan, now: float) -> None:
-        self._launched.append((plan, self._runner.launch(plan), now))
-        for admission in plan.admitted:
-            self._ledger.on_admitted(admission.request_id, now)
-        self._rates.on_admitted(len(plan.admitted))
-
-    # -- when a step fails -----------------------------------------------------------------------------------------
-
-    def _recover(self, error: Exception) -> None:
-        """Discard the steps in flight and run their rows again in halves, until a single row fails."""
-        log.error("a step failed; searching for the request that caused it", exc_info=error)
-        self._discard_launched()
-        self._device.probe()
-        if self._scheduler.num_in_flight == 0:
-            raise error  # No request caused this: the engine itself is broken.
-        suspects = list(self._scheduler.discard_in_flight())
-        while suspects:
-            half = suspects[: max(1, len(suspects) // 2)]
-            failure = self._try_rows(half)
-            if failure is None:
-                suspects = suspects[len(half) :]
-            elif len(half) == 1:
-                self._fail_row(half[0], failure)
-                return
-            else:
-                suspects = half
-
-    def _discard_launched(self) -> None:
-        while self._launched:
-            _, pending, _ = self._launched.popleft()
-            try:
-                pending.wait()
-            except Exception:
-                log.debug("a later step failed too", exc_info=True)
-
-    def _try_rows(self, rows: list[int]) -> Exception | None:
-        """Run one step with only these rows. Returns the error if it fails."""
-        now = self._clock()
-        plan = self._scheduler.plan(now, only=rows)
-        if ended := self._scheduler.take_ended():
-            self._outbox.send_ended(self._step_no, ended, now)
-        if plan is None:
-            return None
-        try:
-            self._launch(plan, now)
-            self._apply_oldest()
-        except Exception as error:
-            self._discard_launched()
-            self._device.probe()
-            self._scheduler.discard_in_flight()
-            return error
-        return None
-
-    def _fail_row(self, row: int, error: Exception) -> None:
-        request_id = int(self._scheduler.rows.request_ids[row])
-        entry = self._ledger.entry(request_id)
-        log.error(
-            "request %s caused the failure and ends with an error", " ".join(entry.names) if entry else request_id
-        )
-        self._scheduler.abort(request_id, "error", f"The step that computed this request failed: {error}")
-        self._outbox.send_ended(self._step_no, self._scheduler.take_ended(), self._clock())
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -329,8 +283,8 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prompt_tokens=self._ledger.prompt_tokens,
             output_tokens=self._ledger.output_tokens,
-            step_seconds=self._step_seconds,
-            plan_seconds=self._plan_seconds,
+            step_seconds=self._cycle.times.step_s,
+            plan_seconds=self._cycle.times.plan_s,
             host_seconds=self._host_seconds,
             graphs_left=self._runner.num_cold,
             waiting_by_class=tuple(scheduler.waiting.num_by_class),
@@ -362,5 +316,13 @@ def _to_request(message: NewRequest) -> Request:
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=message.cache_salt.encode(),
         read_cache=params.prompt_logprobs is None,
+        constrained=params.grammar is not None,
+        can_draft=_can_draft(params),
         row_params=RowParams(params, message.end_token_ids),
     )
+
+
+def _can_draft(params: SamplingParams) -> bool:
+    """False if a token's draw depends on the tokens drawn just before it, or if its log-probabilities are returned."""
+    has_penalties = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+    return not has_penalties and params.logprobs is None and params.prompt_logprobs is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device.device import Device
@@ -22,6 +23,7 @@ def make_runner(
     graphs: bool = True,
     kv_dtype: KvFormat = "full",
     build_pool: KernelBuildPool | None = None,
+    speculate: Speculation = "off",
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
@@ -32,6 +34,7 @@ def make_runner(
             max_rows=max_rows,
             max_context=max_context,
             kv_dtype=kv_dtype,
+            speculate=speculate,
         )
     from millrace.run.cuda_runner import CudaRunner  # needs Triton
 

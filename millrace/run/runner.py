@@ -1,11 +1,12 @@
 """The plain runner: update the table, gather inputs, run the model, draw tokens, copy them to the host.
 
-It runs on any device, normally a CPU. Everything that touches device state happens inside `_forward` and `_draw`, which
-the device runs in launch order; the host only waits for results.
+It runs on any device, normally a CPU. Everything that touches device state happens inside `_execute`, or `_forward` and
+`_draw`, which the device runs in launch order; the host only waits for results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from millrace.config import Speculation
 from millrace.models.decoder import Decoder
+from millrace.ops.attention.rows import plain_rows
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import Device, Pending
@@ -125,7 +127,9 @@ class Runner:
             self._native = NativeStep(stack, self._kv, self._table, self._sampler, max_rows=max_rows)
         self._drafted = DraftedRows(self._table, max_rows) if speculate != "off" else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
-        self._forwarded: Pending[DrawStates] | None = None
+        self._forwarded: Callable[[], DrawStates] | None = None
+        """The last forward pass."""
+        self._whole: Pending[StepResult] | None = None
 
     @property
     def native_step(self) -> NativeStep | None:
@@ -133,15 +137,19 @@ class Runner:
         return self._native
 
     def forward(self, plan: StepPlan) -> None:
-        self._forwarded = self._device.launch(lambda: self._forward(plan), lambda states: states)
+        if plan.masked is None:  # the draw waits for nothing: both parts are one launch, and natively one call
+            self._whole = self._device.launch(lambda: self._execute(plan), copy_to_host)
+        else:
+            self._forwarded = self._device.queue(lambda: self._forward(plan))
 
     def draw(self, plan: StepPlan, masks: Masks | None = None) -> Pending[StepResult]:
-        forwarded = self._forwarded
+        whole, forwarded = self._whole, self._forwarded
+        self._whole = self._forwarded = None
+        if whole is not None and masks is None:
+            return whole
         if forwarded is None:
-            raise AssertionError("a draw follows the forward pass of its step")
-        self._forwarded = None
-        # Launches run in order: the forward pass is done, and if it failed, waiting raises its error.
-        return self._device.launch(lambda: self._draw(plan, forwarded.wait(), masks), copy_to_host)
+            raise AssertionError("a draw follows the forward pass of its step, and only masked rows have masks")
+        return self._device.launch(lambda: self._draw(plan, forwarded(), masks), copy_to_host)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue both parts of a step."""
@@ -151,9 +159,22 @@ class Runner:
     def warm_next(self) -> None:
         pass
 
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self._update(plan)
+        native = self._native
+        if native is not None and self._drafted is None and len(plan.rows) and native.can_run(plan):
+            return StepResult(plan.step_no, native(plan), None, _NO_INDEX, _NO_COUNTS, ())
+        return self._draw(plan, self._states(plan), None)
+
     def _forward(self, plan: StepPlan) -> DrawStates:
+        self._update(plan)
+        return self._states(plan)
+
+    def _update(self, plan: StepPlan) -> None:
         self._table.update(plan)
         self._sampler.update(plan)
+
+    def _states(self, plan: StepPlan) -> DrawStates:
         verified = None
         draws = plan.samples.astype(np.int32)
         if self._drafted is not None:
@@ -169,7 +190,7 @@ class Runner:
             hidden = self._native.forward(plan, draws)
             return DrawStates(hidden, rows, positions, (), verified)
         batch = gather_inputs(plan, self._table, self._device, self._block_size)
-        query_starts = np.asarray(batch.query_starts_host, np.int32)
+        query_starts = np.asarray(plain_rows(batch.rows).query_starts_host, np.int32)
         due = np.repeat(query_starts[1:] - draws, draws) + places_of(draws)
         if len(due) < plan.num_tokens and not scores_prompts and int(draws.max()) <= 1:
             batch.last = last_tokens(batch, plan.samples.nonzero()[0], self._device)

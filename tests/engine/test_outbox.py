@@ -19,6 +19,7 @@ from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
 from millrace.run.runner import StepResult
 from millrace.run.sampling.logprobs import LogprobColumns
+from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs
 
 NONE = np.zeros(0, np.int64)
@@ -97,16 +98,18 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
     class Runner:
         is_warm, num_cold = True, 0
 
-        def launch(self, plan: StepPlan) -> Any:
+        def forward(self, plan: StepPlan) -> None: ...
+
+        def draw(self, plan: StepPlan, masks: Masks | None) -> Any:
             return SimpleNamespace(wait=lambda: result_of(plan, [9]))
 
-    device: Any = SimpleNamespace(poll_s=0.0)
+    device: Any = SimpleNamespace(poll_s=0.0, probe=None)
     runner: Any = Runner()
     engine = Engine(scheduler, runner, device, channel, clock=lambda: now)
     for number in range(2):
         engine._handle(new_request(number, max_tokens=1))
-        assert engine._launch_next()
-        engine._apply_oldest()
+        while engine._cycle.advance():
+            pass
         now += STATS_EVERY_S / 2
     (_, tokens), (_, statistics), (_, later) = channel.sent
     assert tokens.stats is None

@@ -1,0 +1,62 @@
+"""Requests with a grammar: held back until it is compiled, then given a mask before each draw."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.engine.grammars import Failure, Grammars
+from millrace.plan.request import Request
+from millrace.plan.step import Int64s, StepOutcome
+from millrace.run.sampling.masks import Masks, words_per_mask
+
+
+class ConstrainedRequests:
+    def __init__(self, grammars: Grammars, num_logits: int) -> None:
+        """`num_logits`: the width of the model's logits."""
+        self._grammars = grammars
+        self._num_words = words_per_mask(num_logits)
+        self._held: dict[int, Request] = {}
+        """Requests whose grammar is being compiled."""
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, request: Request, now: float) -> None:
+        """Compile the request's grammar. It must not be scheduled before `take_ready` returns it."""
+        grammar = request.row_params.params.grammar
+        if grammar is None:
+            raise AssertionError("the request has no grammar")
+        self._held[request.id] = request
+        self._grammars.open(request.id, grammar, request.tenant, now)
+
+    def take_ready(self, now: float) -> list[Request]:
+        """Requests that can be scheduled now."""
+        ready = (self._held.pop(request_id, None) for request_id in self._grammars.take_ready(now))
+        return [request for request in ready if request is not None]
+
+    def take_failed(self) -> list[Failure]:
+        """Requests whose grammar failed, held back or running: they must end with an error."""
+        return self._grammars.take_failed()
+
+    def drop(self, request_id: int) -> Request | None:
+        """The request ends while it is held back: return it, or None if it is not held back."""
+        request = self._held.pop(request_id, None)
+        if request is not None:
+            self._grammars.close(request_id)
+        return request
+
+    def close(self, request_id: int) -> None:
+        """The request has ended. Ids without a grammar are ignored."""
+        self._grammars.close(request_id)
+
+    def shut_down(self) -> None:
+        self._grammars.shut_down()
+
+    def consume(self, outcome: StepOutcome) -> None:
+        self._grammars.consume(outcome.request_ids.tolist(), outcome.tokens.tolist())
+
+    def masks(self, states: Int64s, request_ids: Int64s) -> Masks | None:
+        bits = np.empty((len(states), self._num_words), np.uint32)
+        self._grammars.fill(request_ids.tolist(), bits)
+        return Masks(states, bits)

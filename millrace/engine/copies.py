@@ -1,0 +1,58 @@
+"""Copies of KV blocks between the device and host memory: started after each plan, acknowledged when they are done."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from millrace.plan.scheduler import Scheduler
+from millrace.plan.step import BlockCopies
+
+log = logging.getLogger(__name__)
+
+
+class PendingCopy(Protocol):
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class Copier(Protocol):
+    """What executes copies: a runner."""
+
+    def copy(self, copies: BlockCopies) -> PendingCopy:
+        """Start the copies beside the steps, after those launched so far."""
+
+
+class BlockCopying:
+    def __init__(self, scheduler: Scheduler, copier: Copier, clock: Callable[[], float]) -> None:
+        self._scheduler, self._copier, self._clock = scheduler, copier, clock
+        self._started: deque[tuple[BlockCopies, PendingCopy]] = deque()
+
+    def __len__(self) -> int:
+        """Copies that are not acknowledged yet."""
+        return len(self._started)
+
+    def start(self) -> None:
+        """Start the copies that the scheduler wants. One that cannot be started counts as failed."""
+        for copies in self._scheduler.take_copies():
+            try:
+                self._started.append((copies, self._copier.copy(copies)))
+            except Exception:
+                log.exception("KV blocks could not be copied; their tokens will be computed again")
+                self._scheduler.copies_done(copies, failed=True)
+
+    def acknowledge(self, *, wait: bool = False) -> None:
+        """Acknowledge the copies that are done; with `wait`, wait for the oldest."""
+        while self._started and (wait or self._started[0][1].done()):
+            wait = False
+            copies, pending = self._started.popleft()
+            failed = False
+            try:
+                pending.wait()
+            except Exception:
+                log.exception("a copy of KV blocks failed; their tokens will be computed again")
+                failed = True
+            self._scheduler.copies_done(copies, failed)

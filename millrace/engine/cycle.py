@@ -1,0 +1,273 @@
+"""The cycle: plan the next step while earlier ones are in flight, launch it, confirm the oldest.
+
+It knows no channel and no clock of its own: time, runner and masks are given, and what happens is told to a listener.
+So a simulator can drive the same cycle with priced steps.
+
+A step is launched in two parts. Its forward pass starts at once. If a grammar restricts some of its rows, its draw
+waits until the tokens of the step before are on the host: the masks depend on them, and computing them hides behind the
+forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from millrace.engine.copies import BlockCopying
+from millrace.plan.scheduler import Scheduler
+from millrace.plan.step import Ended, Int64s, StepOutcome, StepPlan
+from millrace.run.device.device import Pending
+from millrace.run.runner import AnyRunner, StepResult
+from millrace.run.sampling.masks import Masks
+
+log = logging.getLogger(__name__)
+
+DEPTH = 2
+"""Steps in flight: one is planned and launched while the one before runs."""
+
+
+class MaskSource(Protocol):
+    """Which tokens the grammars of running requests allow next."""
+
+    def consume(self, outcome: StepOutcome) -> None:
+        """These tokens were drawn. Requests without a grammar are ignored."""
+
+    def masks(self, states: Int64s, request_ids: Int64s) -> Masks | None:
+        """The masks of these requests, whose tokens are drawn from these of the step's states."""
+
+
+class Listener(Protocol):
+    """Told of everything that happens in a cycle, in order."""
+
+    def on_launched(self, plan: StepPlan, now: float) -> None: ...
+
+    def on_tokens(self, done: Confirmed) -> None:
+        """A step completed. Clients wait for its tokens, so this comes before the bookkeeping."""
+
+    def on_step_done(self, done: Confirmed) -> None:
+        """The bookkeeping of the step is done: rows of ended requests are free."""
+
+    def on_ended(self, ended: tuple[Ended, ...], now: float) -> None:
+        """Requests ended outside a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A completed step and what it gave."""
+
+    plan: StepPlan
+    result: StepResult
+    outcome: StepOutcome
+    launched_at: float
+    at: float
+    """When its tokens were on the host."""
+    device_s: float
+    """How long it occupied the device: steps overlap, and a step begins when the one before has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """The request whose step fails on its own, and how."""
+
+    request_id: int
+    error: Exception
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds, summed over all cycles."""
+
+    step_s: float = 0.0
+    """From launch to confirmation."""
+    plan_s: float = 0.0
+    """Spent in the scheduler."""
+    mask_s: float = 0.0
+    """Spent on grammar masks."""
+    waited_s: float = 0.0
+    """Spent waiting for the device."""
+
+
+@dataclass(slots=True)
+class Launched:
+    plan: StepPlan
+    at: float
+    pending: Pending[StepResult] | None
+    """None until its draw is queued."""
+
+
+class Cycle:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: AnyRunner,
+        listener: Listener,
+        *,
+        clock: Callable[[], float],
+        probe: Callable[[], None],
+        masks: MaskSource | None = None,
+        depth: int = DEPTH,
+    ) -> None:
+        """`probe` raises if the device itself is unusable."""
+        self._scheduler, self._runner, self._listener = scheduler, runner, listener
+        self._clock, self._probe, self._masks, self._depth = clock, probe, masks, depth
+        self._launched: deque[Launched] = deque()
+        self._copying = BlockCopying(scheduler, runner, clock)
+        self._confirmed_at = 0.0
+        self.times = Times()
+
+    @property
+    def num_launched(self) -> int:
+        return len(self._launched)
+
+    @property
+    def oldest(self) -> tuple[StepPlan, float] | None:
+        """The oldest step in flight and when it was launched. May be called from another thread."""
+        try:
+            launched = self._launched[0]
+        except IndexError:
+            return None
+        return launched.plan, launched.at
+
+    def advance(self) -> bool:
+        """One turn: launch a step if possible, and confirm the oldest if enough are in flight. False if there was
+        nothing to do."""
+        if self._copying:
+            self._copying.acknowledge()
+        launched = not self._has_undrawn and self._launch_next()
+        if self._copying and not self._launched:  # only copies can make a step possible
+            self._copying.acknowledge(wait=True)
+            return True
+        progressed = launched or bool(self._launched)
+        if self._launched and (len(self._launched) >= self._depth or not launched):
+            self._confirm_oldest()
+        return progressed
+
+    # -- launch ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_undrawn(self) -> bool:
+        return bool(self._launched) and self._launched[-1].pending is None
+
+    def _launch_next(self) -> bool:
+        started = self._clock()
+        plan = self._scheduler.plan(started)
+        self.times.plan_s += self._clock() - started
+        self._tell_ended(started)
+        self._copying.start()
+        if plan is None:
+            return False
+        self._launch(plan, started)
+        launched = self._clock()
+        self._scheduler.run_deferred()
+        self.times.plan_s += self._clock() - launched
+        return True
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        launched = Launched(plan, now, None)
+        self._launched.append(launched)
+        self._runner.forward(plan)
+        if plan.masked is None or len(self._launched) == 1:
+            self._draw(launched)
+        self._listener.on_launched(plan, now)
+
+    def _draw(self, launched: Launched) -> None:
+        """Queue the draw of a step. All steps before it are confirmed if a grammar restricts one of its rows."""
+        plan, masks = launched.plan, None
+        if plan.masked is not None and self._masks is not None:
+            began = self._clock()
+            states = np.flatnonzero(plan.masked[plan.samples])
+            masks = self._masks.masks(states, self._scheduler.rows.request_ids[plan.rows[plan.masked]])
+            self.times.mask_s += self._clock() - began
+        launched.pending = self._runner.draw(plan, masks)
+
+    def _tell_ended(self, now: float) -> None:
+        if ended := self._scheduler.take_ended():
+            self._listener.on_ended(ended, now)
+
+    # -- confirm ---------------------------------------------------------------------------------------------------
+
+    def _confirm_oldest(self) -> None:
+        oldest, times = self._launched[0], self.times
+        if oldest.pending is None:
+            self._draw(oldest)
+        self._scheduler.prepare_outcome()
+        wait_began = self._clock()
+        assert oldest.pending is not None
+        result = oldest.pending.wait()
+        self._launched.popleft()
+        now = self._clock()
+        times.waited_s += now - wait_began
+        outcome = self._scheduler.confirm(oldest.plan.step_no, result.drawn(), result.counts)
+        times.plan_s += self._clock() - now
+        if self._masks is not None and self._scheduler.rows.num_constrained:
+            self._masks.consume(outcome)
+        device_s = now - max(oldest.at, self._confirmed_at)
+        self._confirmed_at = now
+        times.step_s += now - oldest.at
+        done = Confirmed(oldest.plan, result, outcome, oldest.at, now, device_s)
+        try:
+            if self._has_undrawn:  # the device computes its forward pass: queue what follows before sending tokens
+                self._draw(self._launched[-1])
+                self._launch_next()
+        finally:
+            self._listener.on_tokens(done)
+        sent = self._clock()
+        self._scheduler.run_deferred()
+        self._scheduler.observe_step(oldest.plan, device_s)
+        times.plan_s += self._clock() - sent
+        self._listener.on_step_done(done)
+
+    # -- when a step fails -----------------------------------------------------------------------------------------
+
+    def recover(self, error: Exception) -> Culprit | None:
+        """Discard the steps in flight and run their rows again in halves, until a single row fails.
+
+        Returns the request that caused the failure, if it was found; it is still running and must be ended.
+        """
+        log.error("a step failed; searching for the request that caused it", exc_info=error)
+        self._discard_launched()
+        self._probe()
+        if self._scheduler.num_in_flight == 0:
+            raise error  # No request caused this: the engine itself is broken.
+        suspects = list(self._scheduler.discard_in_flight())
+        while suspects:
+            half = suspects[: max(1, len(suspects) // 2)]
+            failure = self._try_rows(half)
+            if failure is None:
+                suspects = suspects[len(half) :]
+            elif len(half) == 1:
+                return Culprit(int(self._scheduler.rows.request_ids[half[0]]), failure)
+            else:
+                suspects = half
+        return None
+
+    def _discard_launched(self) -> None:
+        while self._launched:
+            pending = self._launched.popleft().pending
+            try:
+                if pending is not None:
+                    pending.wait()
+            except Exception:
+                log.debug("a later step failed too", exc_info=True)
+
+    def _try_rows(self, rows: list[int]) -> Exception | None:
+        """Run one step with only these rows. Returns the error if it fails."""
+        now = self._clock()
+        plan = self._scheduler.plan(now, only=rows)
+        self._tell_ended(now)
+        if plan is None:
+            return None
+        try:
+            self._launch(plan, now)
+            self._confirm_oldest()
+        except Exception as error:
+            self._discard_launched()
+            self._probe()
+            self._scheduler.discard_in_flight()
+            return error
+        return None
