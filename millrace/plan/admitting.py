@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from millrace.plan.budget import StepBudget
+from millrace.plan.kv.host_tier import HostTier
 from millrace.plan.kv.prefix import Match
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.queue.delays import Cause, Delays
@@ -28,10 +29,11 @@ class Admitting:
         shares: FairShares,
         budget: StepBudget,
         lengths: OutputLengthEstimate,
+        host_tier: HostTier | None = None,
     ) -> None:
         self._seating, self._rows, self._pool, self._prefix = seating, seating.rows, seating.pool, seating.prefix
         self._waiting, self._policy, self._shares, self._budget = waiting, policy, shares, budget
-        self._lengths = lengths
+        self._lengths, self._host_tier = lengths, host_tier
         self.delays = Delays()
         self._chosen_victim: tuple[int, str] | None = None
         """The running request to preempt before the next step, and why."""
@@ -43,7 +45,8 @@ class Admitting:
     def _admit_waiting(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
         """Admit waiting requests while budget, free rows and the admission forecast allow. Returns what stopped it.
 
-        Strictly in queue order, except that a request may overtake others that wait for a prefix being computed.
+        Strictly in queue order, except that a request may overtake others that wait for a prefix being computed or
+        arriving from host memory.
         """
         if budget <= 0:
             return "budget"
@@ -62,6 +65,11 @@ class Admitting:
                 continue
             if not forecast.admit(request, match):
                 return self._choose_victim(request, "memory", now)
+            loading = self._host_tier.load(request, match) if self._host_tier is not None else "none"
+            if loading == "blocked":
+                return "memory" if self._pool.num_soon else self._choose_victim(request, "memory", now)
+            if loading == "started":
+                continue
             self._waiting.remove(request.id)
             row = self._seat(request, match, now)
             count = self._budget.chunk(self._seating, row, budget)

@@ -86,6 +86,18 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies of whole blocks between the device and host memory, done beside the steps and acknowledged as one."""
+
+    copies_no: int
+    to_host: bool
+    blocks: Int32s
+    """Blocks of the KV pool. No step in flight writes them."""
+    slots: Int32s
+    """Places in host memory, one per block."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The terminal event of a request: every request has exactly one."""
 

@@ -2,8 +2,9 @@
 
 A step verifies for every token that the row's block tables lead to exactly the prefix that the request would have
 written if it ran alone, as far as each group's window reaches. This detects wrong blocks, blocks freed too early, false
-prefix hits and lost updates. Rows with places for drafts accept some of them: the device knows how far they are, and
-the host learns it a step later.
+prefix hits and lost updates. Copies to host memory and back take effect when they end, and spoil what they write until
+then; so a block or slot that is read or reused too early is detected too. Rows with places for drafts accept some of
+them: the device knows how far they are, and the host learns it a step later.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 
 import numpy as np
 
-from millrace.plan.step import StepPlan
+from millrace.plan.step import BlockCopies, StepPlan
 
 
 def digest(parent: int, token: int) -> int:
@@ -62,6 +63,27 @@ class ToyDevice:
         self.request_of: dict[int, int] = {}
         self.rng = random.Random(seed)
         self.num_accepted = 0
+        self.host: dict[int, list[tuple[int, int] | None]] = {}
+        """Content of each slot of host memory."""
+
+    def begin_copies(self, copies: BlockCopies) -> None:
+        for block, slot in zip(copies.blocks.tolist(), copies.slots.tolist(), strict=True):
+            if copies.to_host:
+                self.host[slot] = [None] * self.block_size
+            else:
+                self._write_block(block, [None] * self.block_size)
+
+    def end_copies(self, copies: BlockCopies, failed: bool) -> None:
+        for block, slot in zip(copies.blocks.tolist(), copies.slots.tolist(), strict=True):
+            if failed:
+                continue
+            if copies.to_host:
+                self.host[slot] = self.slots[block * self.block_size : (block + 1) * self.block_size]
+            else:
+                self._write_block(block, self.host[slot])
+
+    def _write_block(self, block: int, content: list[tuple[int, int] | None]) -> None:
+        self.slots[block * self.block_size : (block + 1) * self.block_size] = content
 
     def run(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray | None]:
         """The tokens of the drawing rows and, with draft places, how many each row drew."""

@@ -1,11 +1,13 @@
 """The pool of KV blocks: reference counts, the prefix cache by block hash, eviction and fences.
 
-Every block is in exactly one of four states, and the pool equation always holds:
-    free + cached + fenced + in use = total
+Every block is in exactly one of five states, and the pool equation always holds:
+    free + cached + fenced + held + in use = total
   free    has no content worth keeping
   cached  unreferenced, but registered under its hash; evicted in least-recently-used order
-  fenced  released, but a launched step may still touch it; becomes free or cached when that step completes
+  fenced  released, but a launched step may still touch it; becomes free, cached or held when that step completes
+  held    no row references it, but it is leaving for host memory or arriving from there (`host_tier.py`)
   in use  referenced by at least one row
+With a host tier, a cached block is dirty while host memory lacks it. Dirty blocks are evicted last.
 Block 0 is scratch space for padding: never allocated and not counted.
 
 Every KV group takes its blocks from the same pool, since all have the same number of layers. A hash names the content
@@ -17,12 +19,25 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+from millrace.plan.kv.host_index import HostIndex, Key
+
 
 class BlockPool:
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1, host: HostIndex | None = None) -> None:
         self.total = num_blocks
+        self._host = host
+        self.withholds_dirty = host is not None
+        """True while dirty blocks wait for their copy to host memory instead of being evicted."""
+        self.num_lost = 0
+        """Dirty blocks that were evicted."""
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks that are not dirty."""
+        self._dirty: OrderedDict[int, None] = OrderedDict()
+        self._holds: dict[int, int] = {}
+        """Number of copies and arrivals that need each block, rows or not."""
+        self._held: set[int] = set()
+        """Blocks in the state held."""
         self._fence_of: dict[int, int] = {}
         self._fences: deque[tuple[int, list[int]]] = deque()
         self._refs = [0] * (num_blocks + 1)
@@ -40,7 +55,15 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._dirty)
+
+    @property
+    def num_dirty(self) -> int:
+        return len(self._dirty)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     @property
     def num_fenced(self) -> int:
@@ -48,21 +71,34 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can return now: free and cached."""
-        return len(self._free) + len(self._cached)
+        """Blocks that `take` can return now: free and cached, without dirty ones that are withheld."""
+        return len(self._free) + len(self._cached) + (0 if self.withholds_dirty else len(self._dirty))
+
+    @property
+    def num_soon(self) -> int:
+        """Blocks that become available when copies to or from host memory complete."""
+        return len(self._dirty) + len(self._held) if self.withholds_dirty else 0
 
     @property
     def num_in_use(self) -> int:
-        return self.total - len(self._free) - len(self._cached) - len(self._fence_of)
+        return self.total - len(self._free) - self.num_cached - len(self._fence_of) - len(self._held)
 
     def take(self) -> int:
         """Allocate a block with one reference, evicting if none is free. The caller has checked `num_available`."""
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
-            self._unregister(block)
+            block = self._evict()
         self._refs[block] = 1
+        return block
+
+    def _evict(self) -> int:
+        if self._cached:
+            block, _ = self._cached.popitem(last=False)
+        else:
+            block, _ = self._dirty.popitem(last=False)
+            self.num_lost += 1
+        self._unregister(block)
         return block
 
     def take_many(self, count: int) -> list[int]:
@@ -86,7 +122,12 @@ class BlockPool:
         refs, fence_of, cached = self._refs, self._fence_of, self._cached
         for block in blocks:
             if refs[block] == 0 and fence_of.pop(block, None) is None:
-                del cached[block]
+                if block in cached:
+                    del cached[block]
+                elif block in self._dirty:
+                    del self._dirty[block]
+                else:
+                    self._held.remove(block)
             refs[block] += 1
 
     def register(self, block: int, digest: bytes, tokens: bytes, parent: bytes = b"", group: int = 0) -> None:
@@ -154,10 +195,16 @@ class BlockPool:
                     self._retire(block)
 
     def _retire(self, block: int) -> None:
-        if self._hash_of[block] is None:
+        if block in self._holds:
+            self._held.add(block)
+        elif self._hash_of[block] is None:
             self._free.append(block)
+        elif self._host is not None and self._key(block) not in self._host:
+            self._dirty[block] = None
         else:
             self._cached[block] = None
+            if self._host is not None:
+                self._host.touch(self._key(block))
 
     def _unregister(self, block: int) -> None:
         digest = self._hash_of[block]
@@ -168,20 +215,78 @@ class BlockPool:
         self._hash_of[block] = None
         self._tokens_of[block] = None
 
+    # -- the host tier ---------------------------------------------------------------------------------------------
+
+    def _key(self, block: int) -> Key:
+        digest = self._hash_of[block]
+        if digest is None:
+            raise AssertionError(f"block {block} is not registered")
+        return self._group_of[block], digest
+
+    def oldest_dirty(self) -> tuple[int, Key, bytes] | None:
+        """The dirty block to copy to host memory next, with its name there and its tokens."""
+        block = next(iter(self._dirty), None)
+        if block is None:
+            return None
+        tokens = self._tokens_of[block]
+        if tokens is None:
+            raise AssertionError(f"block {block} is not registered")
+        return block, self._key(block), tokens
+
+    def take_held(self, count: int) -> list[int]:
+        """Allocate blocks for contents that arrive from host memory."""
+        blocks = self.take_many(count)
+        for block in blocks:
+            self._refs[block] = 0
+            self._holds[block] = 1
+        self._held.update(blocks)
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Keep these registered blocks: nothing evicts them before `unhold`."""
+        for block in blocks:
+            self._holds[block] = self._holds.get(block, 0) + 1
+            if self._refs[block] == 0 and block not in self._fence_of and block not in self._held:
+                if block in self._cached:
+                    del self._cached[block]
+                else:
+                    del self._dirty[block]
+                self._held.add(block)
+
+    def unhold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._holds[block] -= 1
+            if self._holds[block] == 0:
+                del self._holds[block]
+                if block in self._held:
+                    self._held.remove(block)
+                    self._retire(block)
+
+    def give_up(self, block: int) -> None:
+        """The block's copy to host memory failed: it may be evicted without one."""
+        if block in self._dirty:
+            del self._dirty[block]
+            self._cached[block] = None
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
     def check_sums(self) -> None:
         """Check the pool equation. Takes milliseconds for a million blocks, so production samples it."""
-        unreferenced, parts = self._refs.count(0) - 1, (len(self._free), len(self._cached), len(self._fence_of))
+        unreferenced = self._refs.count(0) - 1
+        parts = (len(self._free), self.num_cached, len(self._fence_of), len(self._held))
         if sum(parts) != unreferenced:
             raise AssertionError(f"pool equation broken: {parts} of {unreferenced} unreferenced blocks")
 
     def check(self) -> None:
         """Check the pool equation and that the states are disjoint. For tests."""
         self.check_sums()
-        free, cached, fenced = set(self._free), set(self._cached), set(self._fence_of)
+        free, cached, fenced = set(self._free), {*self._cached, *self._dirty}, set(self._fence_of)
         used = {block for block in range(1, self.total + 1) if self._refs[block] > 0}
-        parts = [free, cached, fenced, used]
+        parts = [free, cached, fenced, self._held, used]
         if sum(map(len, parts)) != self.total or len(set().union(*parts)) != self.total:
             raise AssertionError(f"pool equation broken: {[len(part) for part in parts]} of {self.total}")
+        if self._held != self._holds.keys() - used - fenced:
+            raise AssertionError("a block that a copy needs is free or cached")
         if len(free) != len(self._free):
             raise AssertionError("a block is free twice")
         for group, by_hash in enumerate(self._by_hash):

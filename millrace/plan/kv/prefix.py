@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from millrace.plan.kv.block_hash import block_hash, root_hash
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups, first_visible_column
+from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.request import Request
 
 MAX_ROOTS = 1024
 """Root hashes kept, one per salt."""
+
+Find = Callable[[bytes, bytes, int], int | None]
+"""Hash, tokens and KV group of a block to where it is, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +41,12 @@ class PrefixIndex:
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool, groups: KvGroups = ONE_GROUP) -> None:
         self._pool = pool
         self._groups = groups
-        self._block_size = block_size
+        self.block_size = block_size
         self._enabled = enabled
+        self.has_windows = bool(groups.windowed)
         self._pending: dict[bytes, int] = {}
-        """Hash of each block being computed from known tokens, to the id of the running request that computes it."""
+        """Hash of each block being computed from known tokens, to the id of the running request that computes it.
+        For a block that arrives from host memory, the number of its arrival, which is negative."""
         self._expected: list[tuple[Request, int, int]] = []
         """Requests with the range of their blocks that belongs in `_pending` but is not hashed yet. Hashing a long
         prompt takes time and is not needed before the next request is matched."""
@@ -51,15 +58,27 @@ class PrefixIndex:
         """The longest prefix of the request's tokens that every group can supply. Takes no reference."""
         if not (self._enabled and request.read_cache):
             return Match([[] for _ in self._groups.windows])
-        if not self._groups.windowed:
+        if not self.has_windows:
             return Match([self._match_full(request)])
-        return self._match_groups(request)
+        return self._match_groups(request, self._pool.find)
+
+    def match_with_host(self, request: Request, host: HostIndex) -> Match:
+        """As `match`, with blocks that only host memory holds: they are given as `~slot`, which is negative."""
+
+        def find(digest: bytes, tokens: bytes, group: int) -> int | None:
+            block = self._pool.find(digest, tokens, group)
+            if block is not None:
+                return block
+            slot = host.find(digest, tokens, group)
+            return ~slot if slot is not None else None
+
+        return self._match_groups(request, find)
 
     def _match_full(self, request: Request) -> list[int]:
         """The longest run of cached blocks of group 0."""
         blocks: list[int] = []
-        usable = (len(request.history) // 4 - 1) // self._block_size
-        pool, history, width = self._pool, bytes(request.history), 4 * self._block_size
+        usable = (len(request.history) // 4 - 1) // self.block_size
+        pool, history, width = self._pool, bytes(request.history), 4 * self.block_size
         hashes, parent = request.hashes, self._root(request.salt)
         for index in range(usable):
             tokens = history[index * width : (index + 1) * width]
@@ -79,11 +98,11 @@ class PrefixIndex:
             blocks.append(found)
         return blocks
 
-    def _match_groups(self, request: Request) -> Match:
+    def _match_groups(self, request: Request, find: Find) -> Match:
         """The longest prefix of which full groups have all blocks, and groups with a window those that it covers."""
         usable, size, windows = (
-            (len(request.history) // 4 - 1) // self._block_size,
-            self._block_size,
+            (len(request.history) // 4 - 1) // self.block_size,
+            self.block_size,
             self._groups.windows,
         )
         found: list[list[int | None]] = [[] for _ in windows]
@@ -91,7 +110,7 @@ class PrefixIndex:
         for index in range(usable):
             digest, tokens = self.hash_of(request, index), self.tokens_of(request, index)
             for group, blocks in enumerate(found):
-                blocks.append(self._pool.find(digest, tokens, group))
+                blocks.append(find(digest, tokens, group))
             if has_full and any(found[group][-1] is None for group, window in enumerate(windows) if window is None):
                 break
         length = len(found[0])
@@ -105,22 +124,25 @@ class PrefixIndex:
 
     def _supplies(self, blocks: list[int | None], length: int, window: int | None) -> bool:
         """True if the group has every block that a token after `length` blocks can see."""
-        first = 0 if window is None else first_visible_column(length * self._block_size, window, self._block_size)
+        first = 0 if window is None else first_visible_column(length * self.block_size, window, self.block_size)
         return None not in blocks[first:length]
 
     def must_wait(self, request: Request, num_matched: int) -> bool:
-        """True if a running request is computing the first block that was not found."""
-        if not (self._enabled and request.read_cache):
-            return False
-        if num_matched >= (len(request.history) // 4 - 1) // self._block_size:
+        """True if a running request is computing the first block that was not found, or if that is arriving."""
+        if not self.has_more(request, num_matched):
             return False
         self.hash_expected()
         digest = self.hash_of(request, num_matched)
         request.held_by = digest if digest in self._pending else None
         return request.held_by is not None
 
+    def has_more(self, request: Request, num_matched: int) -> bool:
+        """True if the cache may hold more of the request than the first `num_matched` blocks."""
+        usable = (len(request.history) // 4 - 1) // self.block_size
+        return self._enabled and request.read_cache and num_matched < usable
+
     def is_held(self, request: Request) -> bool:
-        """True if the block that `must_wait` found is still being computed."""
+        """True if the block that `must_wait` found is still being computed or arriving."""
         if request.held_by is None:
             return False
         self.hash_expected()
@@ -130,9 +152,21 @@ class PrefixIndex:
         """The request was admitted: its known full blocks, after the matched ones, are being computed."""
         if not self._enabled:
             return
-        num_full = len(request.history) // 4 // self._block_size
+        num_full = len(request.history) // 4 // self.block_size
         if num_full > num_matched:
             self._expected.append((request, num_matched, num_full))
+
+    def expect_arrival(self, request: Request, first: int, end: int, arrival: int) -> None:
+        """These blocks of the request arrive from host memory: it waits for them, as others with the same prefix do."""
+        request.held_by = request.hashes[first]
+        for digest in request.hashes[first:end]:
+            self._pending.setdefault(digest, arrival)
+
+    def end_arrival(self, digests: list[bytes], arrival: int) -> None:
+        """The arrival of these blocks ended, or nobody waits for it any longer."""
+        for digest in digests:
+            if self._pending.get(digest) == arrival:
+                del self._pending[digest]
 
     def hash_expected(self) -> None:
         """Hash the blocks that `expect` deferred. Every method that reads `_pending` calls this first."""
@@ -157,7 +191,7 @@ class PrefixIndex:
             return
         self.hash_expected()
         self.hash_of(request, first + len(groups[0]) - 1)
-        hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self._block_size
+        hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self.block_size
         parent = hashes[first - 1] if first else self._root(request.salt)
         for index, column in enumerate(zip(*groups, strict=True), first):
             digest = hashes[index]
@@ -173,23 +207,23 @@ class PrefixIndex:
         """Index of the first token that differs from the block last cached at this position; -1 if none does."""
         if not (self._enabled and request.read_cache):
             return -1
-        cached = self._pool.child_tokens(self._parent(request, num_matched))
+        cached = self._pool.child_tokens(self.parent_of(request, num_matched))
         tokens = self.tokens_of(request, num_matched)
         if cached is None:
             return -1
         for index in range(0, len(tokens), 4):
             if tokens[index : index + 4] != cached[index : index + 4]:
-                return num_matched * self._block_size + index // 4
+                return num_matched * self.block_size + index // 4
         return -1
 
-    def _parent(self, request: Request, index: int) -> bytes:
+    def parent_of(self, request: Request, index: int) -> bytes:
         """The parent hash of block `index`."""
         return self.hash_of(request, index - 1) if index else self._root(request.salt)
 
     def count(self, request: Request, num_matched: int) -> None:
         """Count an admission in the hit rate."""
         self.query_tokens += len(request.history) // 4
-        self.hit_tokens += num_matched * self._block_size
+        self.hit_tokens += num_matched * self.block_size
 
     def hash_of(self, request: Request, index: int) -> bytes:
         hashes = request.hashes
@@ -199,7 +233,7 @@ class PrefixIndex:
 
     def _extend(self, request: Request, count: int) -> None:
         """Compute the hashes of the first `count` blocks."""
-        hashes, width = request.hashes, 4 * self._block_size
+        hashes, width = request.hashes, 4 * self.block_size
         history = bytes(request.history[len(hashes) * width : count * width])
         parent = hashes[-1] if hashes else self._root(request.salt)
         for start in range(0, len(history), width):
@@ -216,7 +250,7 @@ class PrefixIndex:
         return root
 
     def tokens_of(self, request: Request, index: int) -> bytes:
-        width = 4 * self._block_size
+        width = 4 * self.block_size
         return bytes(request.history[index * width : (index + 1) * width])
 
 

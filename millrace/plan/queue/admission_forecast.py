@@ -63,7 +63,7 @@ class AdmissionForecast:
         own += sum(min(num_known + remaining, window + size) for window in self._windows)
         newly_shared = self._pool.num_unreferenced(blocks) if blocks else 0
         if not self._is_empty:
-            has_block_left = self._pool.num_available > len(blocks)
+            has_block_left = self._pool.num_available + self._pool.num_soon > len(blocks)
             if not has_block_left or not self._fits(own, remaining, self._room - newly_shared * size):
                 return False
         self._admitted.append((own, remaining))

@@ -11,7 +11,8 @@ from typing import Literal
 Cause = Literal["none", "rows", "memory", "budget", "prefix"]
 CAUSES: tuple[Cause, ...] = ("none", "rows", "memory", "budget", "prefix")
 """none: no request waited. rows: `max_running` requests were running. memory: the admission forecast found no room.
-budget: the token budget went to requests ahead. prefix: another request was computing the same prefix."""
+budget: the token budget went to requests ahead. prefix: another request was computing the same prefix, or it was being
+loaded from host memory."""
 
 Totals = tuple[float, ...]
 

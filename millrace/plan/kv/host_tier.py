@@ -1,0 +1,265 @@
+"""The host tier: cached blocks are copied to host memory before they are evicted, and loaded when a request needs them.
+
+Out: while few blocks are free or have a copy in host memory, the oldest dirty blocks are copied out. A block that is
+being copied is held, so nothing reuses it before the copy is acknowledged.
+
+In: a waiting request whose prefix continues in host memory starts an arrival: blocks are allocated and held, and their
+hashes count as pending, as those that a running request computes. The request, and every other with this prefix, keeps
+waiting in its place without a row. Once all copies are acknowledged, it finds the blocks like any other prefix. An
+arrival does not depend on the request that started it, which may be aborted.
+
+Copies are issued in batches, a few at a time, by `take_copies`, and end with `copies_done`. If they take too long, the
+tier is stuck: requests compute what they waited for, and dirty blocks are evicted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.host_index import HostIndex, Key
+from millrace.plan.kv.prefix import Match, PrefixIndex
+from millrace.plan.request import Request
+from millrace.plan.step import BlockCopies
+
+PATIENCE_S = 10.0
+"""A tier with a copy in flight for longer than this is stuck."""
+MAX_BATCHES = 2
+"""Batches in flight in each direction: one copies while the other waits for its turn."""
+CLEAN_SHARE = 1 / 8
+"""Share of the pool that is kept free or clean, at least."""
+MAX_LOADS = 4
+"""Arrivals that one request may start. If its blocks are evicted before it is admitted, it loads them again."""
+
+Loading = Literal["none", "started", "blocked"]
+"""What became of a request: nothing is worth loading, its blocks are arriving, or they find no room on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierSettings:
+    num_slots: int = 0
+    """Blocks that host memory holds; 0 turns the tier off."""
+    block_bytes: int = 1
+    batch_bytes: int = 16 << 20
+    """Maximum size of a batch of copies."""
+
+    @property
+    def max_blocks(self) -> int:
+        """Maximum number of blocks in a batch."""
+        return max(1, self.batch_bytes // self.block_bytes)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    number: int
+    """Negative: tells arrivals from requests."""
+    digests: list[bytes]
+    """Hashes of the columns that requests wait for."""
+    num_left: int
+    """Copies that have not ended."""
+    num_tokens: int
+    """Tokens that need not be computed."""
+    held: list[int]
+    """All its blocks, those found on the device included, last column first."""
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A block that arrives."""
+
+    arrival: _Arrival
+    key: Key
+    block: int
+    slot: int
+    tokens: bytes
+    parent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    began: float
+    loads: list[_Load] = field(default_factory=list)
+    leaving: list[tuple[int, Key]] = field(default_factory=list)
+    """Blocks that leave, with their names in host memory."""
+
+
+class HostTier:
+    def __init__(
+        self, settings: HostTierSettings, index: HostIndex, pool: BlockPool, prefix: PrefixIndex, most_per_step: int
+    ) -> None:
+        """`most_per_step`: blocks that one step may take."""
+        self.settings, self.index = settings, index
+        self._pool, self._prefix = pool, prefix
+        self._num_clean = max(most_per_step, int(pool.total * CLEAN_SHARE))
+        """Blocks to keep free or clean. At least what a step may take, so waiting for blocks always ends."""
+        self._num_wanted = 0
+        """Blocks that must be available for an arrival that found no room."""
+        self._queue: deque[_Load] = deque()
+        self._in_flight: dict[int, _Batch] = {}
+        self._arrivals: dict[int, _Arrival] = {}
+        self._next_copies = 0
+        self._now = 0.0
+        self.is_stuck = False
+        self.copy_bytes_per_s = 8e9
+        """Measured rate of copies to the device; the engine keeps it up to date."""
+        self.prefill_tokens_per_s = 0.0
+        """Measured rate of computing prompts; 0 if unknown, then everything found is loaded."""
+        self.tokens_loaded = 0
+        self.copies_failed = 0
+        """Blocks that failed to be copied, in either direction."""
+
+    @property
+    def num_copies(self) -> int:
+        """Batches in flight."""
+        return len(self._in_flight)
+
+    @property
+    def num_arriving(self) -> int:
+        """Blocks allocated for content that has not arrived."""
+        return sum(arrival.num_left for arrival in self._arrivals.values())
+
+    def advance(self, now: float) -> None:
+        """Call before each plan: finds out whether copies are stuck."""
+        self._now = now
+        self._num_wanted = 0
+        oldest = next(iter(self._in_flight.values()), None)
+        was_stuck, self.is_stuck = self.is_stuck, oldest is not None and now - oldest.began > PATIENCE_S
+        self._pool.withholds_dirty = not self.is_stuck
+        if self.is_stuck and not was_stuck:
+            self._abandon_arrivals()
+
+    # -- in --------------------------------------------------------------------------------------------------------
+
+    def load(self, request: Request, match: Match) -> Loading:
+        """Start the arrival of blocks that continue the request's prefix, of which `match` is on the device."""
+        if self.is_stuck or request.loads >= MAX_LOADS or not self._may_continue(request, match):
+            return "none"
+        longer = self._prefix.match_with_host(request, self.index)
+        num_missing = sum(place < 0 for blocks in longer.blocks for place in blocks)
+        num_tokens = (longer.num_columns - match.num_columns) * self._prefix.block_size
+        if num_tokens <= 0 or not self._pays(num_missing, num_tokens):
+            return "none"
+        found = [place for blocks in longer.blocks for place in blocks if place > 0]
+        self._pool.hold(found)
+        num_lacking = num_missing - self._pool.num_available
+        if num_lacking > 0:
+            self._pool.unhold(reversed(found))
+            self._num_wanted = max(self._num_wanted, self._pool.num_available + num_lacking)
+            return "blocked"
+        self._start(request, match.num_columns, longer, num_tokens)
+        return "started"
+
+    def _may_continue(self, request: Request, match: Match) -> bool:
+        """A quick test. With windows the device's match may end where a group lacks an earlier block."""
+        first = match.num_columns
+        if not self._prefix.has_more(request, first):
+            return False
+        if self._prefix.has_windows:
+            return True
+        return self.index.find(self._prefix.hash_of(request, first), self._prefix.tokens_of(request, first)) is not None
+
+    def _pays(self, num_blocks: int, num_tokens: int) -> bool:
+        """True if loading beats computing. Copies that are queued come first."""
+        load_s = (len(self._queue) + num_blocks) * self.settings.block_bytes / self.copy_bytes_per_s
+        return load_s * self.prefill_tokens_per_s <= num_tokens
+
+    def _start(self, request: Request, first: int, longer: Match, num_tokens: int) -> None:
+        """Allocate blocks for what is missing and queue its copies, first columns first."""
+        end = longer.num_columns
+        places = [(column, group) for column in range(end) for group in range(len(longer.blocks))]
+        missing = [(column, group) for column, group in places if longer.blocks[group][column] < 0]
+        blocks = self._pool.take_held(len(missing))
+        arrival = _Arrival(-1 - self._next_copies, request.hashes[first:end], len(missing), num_tokens, [])
+        self._next_copies += 1
+        for (column, group), block in zip(missing, blocks, strict=True):
+            key, slot = (group, request.hashes[column]), ~longer.blocks[group][column]
+            longer.blocks[group][column] = block
+            self.index.pin(key)
+            tokens, parent = self._prefix.tokens_of(request, column), self._prefix.parent_of(request, column)
+            self._queue.append(_Load(arrival, key, block, slot, tokens, parent))
+        held = [longer.blocks[group][column] for column, group in reversed(places)]
+        arrival.held = [block for block in held if block]
+        self._arrivals[arrival.number] = arrival
+        self._prefix.expect_arrival(request, first, end, arrival.number)
+        request.loads += 1
+
+    def _end_load(self, load: _Load, failed: bool, is_readable: bool = True) -> None:
+        arrival = load.arrival
+        self.index.unpin(load.key, failed=not is_readable)
+        if failed:
+            arrival.failed = True
+        else:
+            group, digest = load.key
+            self._pool.register(load.block, digest, load.tokens, load.parent, group)
+        arrival.num_left -= 1
+        if arrival.num_left == 0:
+            del self._arrivals[arrival.number]
+            self._prefix.end_arrival(arrival.digests, arrival.number)
+            self._pool.unhold(arrival.held)
+            self.tokens_loaded += 0 if arrival.failed else arrival.num_tokens
+
+    def _abandon_arrivals(self) -> None:
+        """Nobody waits for copies any longer. Blocks of copies in flight stay held until they are acknowledged."""
+        for arrival in self._arrivals.values():
+            self._prefix.end_arrival(arrival.digests, arrival.number)
+        while self._queue:
+            self._end_load(self._queue.popleft(), failed=True)
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[BlockCopies]:
+        """Copies to issue now. Each must end with `copies_done`."""
+        if self.is_stuck:
+            return []
+        issued = []
+        num_in = sum(bool(batch.loads) for batch in self._in_flight.values())
+        num_out = len(self._in_flight) - num_in
+        while self._queue and num_in < MAX_BATCHES:
+            loads = [self._queue.popleft() for _ in range(min(len(self._queue), self.settings.max_blocks))]
+            blocks, slots = [load.block for load in loads], [load.slot for load in loads]
+            issued.append(self._issue(_Batch(self._now, loads=loads), blocks, slots, to_host=False))
+            num_in += 1
+        while num_out < MAX_BATCHES and (copies := self._next_out()) is not None:
+            issued.append(copies)
+            num_out += 1
+        return issued
+
+    def _next_out(self) -> BlockCopies | None:
+        """A batch of the oldest dirty blocks, as many as clean ones are lacking."""
+        pool = self._pool
+        num_coming = sum(len(batch.leaving) for batch in self._in_flight.values())
+        num_lacking = self._num_clean + self._num_wanted - pool.num_available - num_coming
+        leaving, blocks, slots = [], [], []
+        for _ in range(min(num_lacking, self.settings.max_blocks)):
+            oldest = pool.oldest_dirty()
+            slot = self.index.fill(oldest[1], oldest[2]) if oldest is not None else None
+            if oldest is None or slot is None:
+                break
+            block, key, _ = oldest
+            pool.hold([block])
+            leaving.append((block, key))
+            blocks.append(block)
+            slots.append(slot)
+        return self._issue(_Batch(self._now, leaving=leaving), blocks, slots, to_host=True) if blocks else None
+
+    def _issue(self, batch: _Batch, blocks: list[int], slots: list[int], *, to_host: bool) -> BlockCopies:
+        copies = BlockCopies(self._next_copies, to_host, np.array(blocks, np.int32), np.array(slots, np.int32))
+        self._in_flight[copies.copies_no] = batch
+        self._next_copies += 1
+        return copies
+
+    def copies_done(self, copies: BlockCopies, failed: bool) -> None:
+        batch = self._in_flight.pop(copies.copies_no)
+        self.copies_failed += len(copies.blocks) if failed else 0
+        for load in batch.loads:
+            self._end_load(load, failed, is_readable=not failed)
+        for block, key in batch.leaving:
+            self.index.filled(key, failed)
+            self._pool.unhold([block])
+            if failed:
+                self._pool.give_up(block)
