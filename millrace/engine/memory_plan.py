@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from millrace.config import DEFAULT_MAX_RUNNING, Config
+from millrace.engine.step_target import CUDA_STEP_MS, target_step_s
 from millrace.errors import MemoryPlanError
 from millrace.models.spec.model_spec import ModelSpec
+from millrace.plan.kv.groups import KvGroups
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token
 
 GIB = 1 << 30
@@ -23,8 +25,8 @@ CPU_BUDGETS = (512, 512)
 CUDA_BUDGET = 8192
 MIN_MIXED_BUDGET = 2048
 """Lowest default mixed budget on a GPU."""
-SMOOTH_STEP_S = 0.045
-"""Target duration of a step that also decodes: streams see it as a pause."""
+SMOOTH_SHARE = 0.5
+"""The default mixed budget fills this share of a step's target time; the rest is for decode rows and context."""
 CPU_RUNNING, CUDA_RUNNING = 256, DEFAULT_MAX_RUNNING
 """Default for max_running."""
 CPU_FRACTION, CUDA_FRACTION = 0.25, 0.9
@@ -38,6 +40,7 @@ class MemoryPlan:
     kv_bytes: int
     kv_dtype: KvFormat
     kv_tokens: int
+    """Tokens that one long request can have in the pool."""
     num_blocks: int
     max_context: int
     max_running: int
@@ -72,25 +75,25 @@ def make_memory_plan(
     token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running, step_flops)
     max_context = _max_context(config, spec)
     activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
-    per_token = bytes_per_token(spec, dtype, kv_dtype)
+    groups, block_size = KvGroups(spec.kv_groups.windows), config.plan.block_size
+    block_bytes = bytes_per_token(spec, dtype, kv_dtype) * block_size
     fixed = weights_bytes + activation_bytes
-    if fixed + MIN_KV_TOKENS * per_token > free_bytes:
+    if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
         raise _too_big(spec, dtype, weights_bytes, activation_bytes, free_bytes)
-    kv_tokens = _kv_tokens(config, device_kind, free_bytes - fixed, per_token, max_running * max_context)
-    num_blocks = max(1, kv_tokens // config.plan.block_size)
-    kv_tokens = num_blocks * config.plan.block_size
-    if fixed + kv_tokens * per_token > free_bytes:
+    most_useful = max_running * groups.blocks_for(max_context, block_size)
+    num_blocks = _num_blocks(config, device_kind, free_bytes - fixed, block_bytes, groups, most_useful)
+    if fixed + num_blocks * block_bytes > free_bytes:
         fits = (free_bytes - fixed) / GIB
         raise MemoryPlanError(
-            f"The KV pool needs {kv_tokens * per_token / GIB:.2f} GiB, but only {fits:.2f} GiB are free beside weights"
-            f" and activations ({fixed / GIB:.2f} GiB). Set --kv-gib {fits * 0.9:.2f} or less."
+            f"The KV pool needs {num_blocks * block_bytes / GIB:.2f} GiB, but only {fits:.2f} GiB are free beside"
+            f" weights and activations ({fixed / GIB:.2f} GiB). Set --kv-gib {fits * 0.9:.2f} or less."
         )
     return MemoryPlan(
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
-        kv_bytes=kv_tokens * per_token,
+        kv_bytes=num_blocks * block_bytes,
         kv_dtype=kv_dtype,
-        kv_tokens=kv_tokens,
+        kv_tokens=groups.tokens_in(num_blocks, block_size, most=max_running * max_context),
         num_blocks=num_blocks,
         max_context=max_context,
         max_running=max_running,
@@ -110,14 +113,15 @@ def _max_running(config: Config, device_kind: str) -> int:
 def _budgets(config: Config, spec: ModelSpec, device_kind: str, max_running: int, step_flops: float) -> tuple[int, int]:
     """Token budget (decoding rows not counted) and mixed budget (all tokens of a step that decodes). The default token
     budget is at least the number of rows, so decoding rows at most double it."""
-    default, mixed = CPU_BUDGETS if device_kind == "cpu" else (CUDA_BUDGET, _smooth_budget(spec, step_flops))
+    default, mixed = CPU_BUDGETS if device_kind == "cpu" else (CUDA_BUDGET, _smooth_budget(config, spec, step_flops))
     token_budget = config.plan.token_budget or max(default, max_running)
     return token_budget, min(config.plan.mixed_budget or mixed, token_budget)
 
 
-def _smooth_budget(spec: ModelSpec, step_flops: float) -> int:
-    """Tokens that this GPU computes in `SMOOTH_STEP_S`, at 2 FLOPs per active parameter and token."""
-    tokens = SMOOTH_STEP_S * step_flops / (2 * spec.active_parameters)
+def _smooth_budget(config: Config, spec: ModelSpec, step_flops: float) -> int:
+    """Tokens that this GPU computes in a step that also decodes, at 2 FLOPs per active parameter and token."""
+    smooth_s = SMOOTH_SHARE * (target_step_s(config, "cuda") or CUDA_STEP_MS / 1e3)
+    tokens = smooth_s * step_flops / (2 * spec.active_parameters)
     return max(MIN_MIXED_BUDGET, min(CUDA_BUDGET, int(tokens) // 1024 * 1024))
 
 
@@ -128,14 +132,18 @@ def _max_context(config: Config, spec: ModelSpec) -> int:
     return requested or limit
 
 
-def _kv_tokens(config: Config, device_kind: str, left: int, per_token: int, max_useful: int) -> int:
-    if config.memory.kv_tokens:
-        return config.memory.kv_tokens
-    if config.memory.kv_gib:
-        return int(config.memory.kv_gib * GIB) // per_token
-    fraction = config.memory.fraction or (CPU_FRACTION if device_kind == "cpu" else CUDA_FRACTION)
+def _num_blocks(
+    config: Config, device_kind: str, left: int, block_bytes: int, groups: KvGroups, most_useful: int
+) -> int:
+    """Blocks of the KV pool, by the settings or by the free memory that is `left`."""
+    memory = config.memory
+    if memory.kv_tokens:
+        return max(1, memory.kv_tokens // config.plan.block_size) * groups.num_groups
+    if memory.kv_gib:
+        return max(1, int(memory.kv_gib * GIB) // block_bytes)
+    fraction = memory.fraction or (CPU_FRACTION if device_kind == "cpu" else CUDA_FRACTION)
     # Never more than all rows at full context can use.
-    return min(int(left * fraction) // per_token, max_useful)
+    return max(1, min(int(left * fraction) // block_bytes, most_useful))
 
 
 def _worst_step_bytes(

@@ -184,6 +184,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Changes when weights, dtype, device or version change."""
     num_parameters: int = 0
     """Of the model; 0 if unknown."""
+    step_ms: float = 0.0
+    """Target for steps with decoding requests; 0 if there is none."""
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):

@@ -2,41 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
+from millrace.plan.step import Int64s
+from millrace.plan.step_time import StepRates, StepTimeModel
 
 MANY_PREFILLS, MANY_PREFILLS_SHARE = 8, 1 / 8
 """With at least this many requests waiting for their first token, and more than this many per decoding row, steps use
-the full token budget: short steps would delay more requests than they keep smooth."""
+the full token budget and may be longer: short steps would delay more requests than they keep smooth."""
+MANY_PREFILLS_STRETCH = 4
+"""How much longer such a step may be than others."""
+PREFILL_STRETCH = 8
+"""The same for a step in which no row decodes: only requests that arrive wait for its end."""
+RESERVED_SHARE = 1 / 4
+"""Chunks get this share of a step's time, however long its decode rows take: prefill always advances."""
+MIN_CHUNK = 16
+"""Tokens that chunks get in any step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTarget:
+    """How long a step with decoding rows should take at most, and what is known of the device's speed."""
+
+    step_s: float
+    rates: StepRates
+    uncertainty: float = 1.0
 
 
 class StepBudget:
-    def __init__(self, token_budget: int, mixed_budget: int) -> None:
+    def __init__(self, token_budget: int, mixed_budget: int, target: StepTarget | None = None) -> None:
+        """`target`: None if only tokens limit a step."""
         self.token_budget = token_budget
         self.mixed_budget = min(mixed_budget or token_budget, token_budget)
         self._has_mixed_budget = self.mixed_budget < token_budget
+        self.step_s = target.step_s if target is not None else 0.0
+        self.times = StepTimeModel(target.rates, target.uncertainty) if target is not None else None
 
-    def for_chunks(self, num_singles: int, num_without_token: int) -> int:
-        """Tokens for chunks, in a step that also gives one token to each of `num_singles` rows. `num_without_token`:
-        requests that wait for their first token.
-
-        The token budget does not count those rows: otherwise a prompt that fills it exactly would be split, and its
-        last few tokens would need another step. The mixed budget counts them. It keeps steps that also decode short,
-        unless many requests wait for their first token.
-        """
+    def for_chunks(self, rows: Rows, singles: Int64s, behind: Int64s, num_waiting: int) -> int:
+        """Tokens for chunks, in a step that also gives one token to each of the rows `singles`. `behind`: rows with
+        more to compute. `num_waiting`: requests without a row."""
+        num_singles, num_without_token = len(singles), len(behind) + num_waiting
         is_many = num_without_token >= MANY_PREFILLS and num_without_token > MANY_PREFILLS_SHARE * num_singles
+        tokens = self._by_tokens(num_singles, is_many)
+        if self.times is None or num_without_token == 0:
+            return tokens
+        stretch = PREFILL_STRETCH if num_singles == 0 else MANY_PREFILLS_STRETCH if is_many else 1
+        return max(min(tokens, self._by_time(self.times, rows, singles, behind, stretch)), min(tokens, MIN_CHUNK))
+
+    def _by_tokens(self, num_singles: int, is_many: bool) -> int:
+        """The token budget does not count rows that decode: otherwise a prompt that fills it exactly would be split,
+        and its last few tokens would need another step. The mixed budget counts them. It keeps steps that also decode
+        short, unless many requests wait for their first token."""
         if num_singles == 0 or is_many or not self._has_mixed_budget:
             return self.token_budget
         # A quarter is reserved for chunks, so prefill advances however many rows decode.
         return max(self.mixed_budget - num_singles, self.mixed_budget // 4)
 
-    def chunk(self, seating: Seating, row: int, budget: int) -> int:
-        """Number of the row's tokens that budget and blocks allow. Takes the blocks.
+    def _by_time(self, times: StepTimeModel, rows: Rows, singles: Int64s, behind: Int64s, stretch: int) -> int:
+        decode_s = times.decode_s(len(singles), int(rows.known[singles].sum()) if len(singles) else 0)
+        limit_s = stretch * self.step_s
+        chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
+        return times.prompt_tokens(chunk_s, int(rows.computed[behind].max()) if len(behind) else 0)
+
+    def chunk(self, seating: Seating, row: int, budget: int, taken: int = 0) -> int:
+        """Number of the row's tokens, beyond `taken`, that budget and blocks allow. Takes the blocks.
 
         If the budget splits a prompt, it does so at a multiple of the token budget where possible: graphs and kernels
         exist for whole chunks.
         """
         rows = seating.rows
-        computed, known, size = int(rows.computed[row]), int(rows.known[row]), rows.block_size
+        computed, known, size = int(rows.computed[row]) + taken, int(rows.known[row]), rows.block_size
         holds = int(rows.num_blocks[row]) + seating.num_available_columns
         count = max(0, min(known - computed, budget, holds * size - computed))
         if count == budget:

@@ -12,6 +12,7 @@ from collections import deque
 
 import numpy as np
 
+from millrace.plan.flows import Flows
 from millrace.plan.request import Request
 from millrace.plan.step import Int32s, Int64s
 
@@ -40,16 +41,6 @@ class Rows:
         self.ends_from = np.zeros(capacity, np.int32)
         """Number of known tokens (prompt + min_tokens) from which end tokens end the request."""
         self.deadline = np.full(capacity, np.inf)
-        self.num_blocks = np.zeros(capacity, np.int32)
-        """Columns of the row's block table in use, in every group."""
-        self.num_dropped = np.zeros((num_groups, capacity), np.int32)
-        """Leading columns whose blocks were freed because they are behind the group's window."""
-        self.num_shared = np.zeros(capacity, np.int32)
-        """Blocks found in the prefix cache at admission. Preempting the row might not free them."""
-        self.num_full_at_admission = np.zeros(capacity, np.int32)
-        """Full blocks of the tokens known at admission. Other requests may wait for these."""
-        self.num_registered = np.zeros(capacity, np.int32)
-        """Blocks registered in the prefix cache."""
         self.priority = np.zeros(capacity, np.int32)
         self.num_yields = np.zeros(capacity, np.int32)
         """`Request.yields`."""
@@ -58,9 +49,9 @@ class Rows:
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
         self.tail = np.zeros((capacity, block_size), np.int32)
         """Confirmed tokens of the last, partly filled block."""
+        self._add_block_columns()
+        self._add_flow_columns()
         self.requests: list[Request | None] = [None] * capacity
-        self.blocks: list[list[list[int]]] = [[] for _ in range(capacity)]
-        """Block ids by row and group; 0 in columns behind the group's window."""
         self.constrained = np.zeros(capacity, np.bool_)
         """`Request.constrained`."""
         self.can_draft = np.zeros(capacity, np.bool_)
@@ -75,6 +66,28 @@ class Rows:
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
         self._order: Int64s | None = None
+
+    def _add_flow_columns(self) -> None:
+        self.flows = Flows()
+        self.flow = np.zeros(self.capacity, np.int64)
+        """Number of the row's flow."""
+        self.skipped = np.zeros(self.capacity, np.int32)
+        """Steps in a row that left the row out although it could have decoded."""
+
+    def _add_block_columns(self) -> None:
+        capacity, num_groups = self.capacity, self.num_groups
+        self.num_blocks = np.zeros(capacity, np.int32)
+        """Columns of the row's block table in use, in every group."""
+        self.num_dropped = np.zeros((num_groups, capacity), np.int32)
+        """Leading columns whose blocks were freed because they are behind the group's window."""
+        self.num_shared = np.zeros(capacity, np.int32)
+        """Blocks found in the prefix cache at admission. Preempting the row might not free them."""
+        self.num_full_at_admission = np.zeros(capacity, np.int32)
+        """Full blocks of the tokens known at admission. Other requests may wait for these."""
+        self.num_registered = np.zeros(capacity, np.int32)
+        """Blocks registered in the prefix cache."""
+        self.blocks: list[list[list[int]]] = [[] for _ in range(capacity)]
+        """Block ids by row and group; 0 in columns behind the group's window."""
 
     @property
     def num_free(self) -> int:
@@ -119,6 +132,8 @@ class Rows:
             self.num_dropped[group, row] = next((at for at, block in enumerate(ids) if block), num_columns)
         self.num_full_at_admission[row] = num_known // self.block_size
         self.priority[row] = request.priority
+        self.flow[row] = self.flows.enter(request)
+        self.skipped[row] = 0
         self.constrained[row] = request.constrained
         self.num_constrained += request.constrained
         self.can_draft[row] = request.can_draft and not request.constrained
@@ -150,6 +165,7 @@ class Rows:
         if request.end_token_ids:
             self.num_with_ends -= 1
             self.end_tokens[row] = NO_TOKEN
+        self.flows.leave(int(self.flow[row]))
         self.num_active -= 1
         self.active[row] = False
         self.requests[row] = None

@@ -18,12 +18,14 @@ import numpy as np
 
 from millrace.params import FinishReason
 from millrace.plan.admitting import Admitting
-from millrace.plan.budget import StepBudget
+from millrace.plan.budget import StepBudget, StepTarget
 from millrace.plan.composing import Composer
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
+from millrace.plan.kv.host_index import HostIndex
+from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.outcome import Delivered, DraftedOutcome, PendingOutcome, make_pending_outcome
 from millrace.plan.queue.fair_shares import FairShares
@@ -31,14 +33,16 @@ from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import FirstCome, Policy
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request, end_of
+from millrace.plan.row_choice import RowChoice
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
-from millrace.plan.step import Ended, Int32s, Int64s, ReleaseReason, StepOutcome, StepPlan
+from millrace.plan.step import BlockCopies, Ended, Int32s, Int64s, ReleaseReason, StepOutcome, StepPlan
 from millrace.plan.victim import cheapest_victim
 
 MAX_PREEMPTION_NOTES = 8
 """Preemptions of one request that are kept for `/explain`."""
 NO_DRAFTS = DraftSettings()
+NO_HOST_TIER = HostTierSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +66,26 @@ class Scheduler:
         max_running: int,
         token_budget: int,
         mixed_budget: int = 0,
+        target: StepTarget | None = None,
         prefix_cache: bool = True,
         expected_output: float = 512.0,
         policy: Policy | None = None,
         aging_s: float = 30.0,
         groups: KvGroups = ONE_GROUP,
         drafts: DraftSettings = NO_DRAFTS,
+        host_tier: HostTierSettings = NO_HOST_TIER,
     ) -> None:
         self.block_size = block_size
-        self.budget = StepBudget(token_budget, mixed_budget)
-        self.pool = BlockPool(num_blocks, groups.num_groups)
+        self.budget = StepBudget(token_budget, mixed_budget, target)
+        host_index = HostIndex(host_tier.num_slots) if host_tier.num_slots and prefix_cache else None
+        self.pool = BlockPool(num_blocks, groups.num_groups, host_index)
         self.rows = Rows(max_running, block_size, groups.num_groups)
         self.prefix = PrefixIndex(self.pool, block_size, prefix_cache, groups)
+        self._choice = RowChoice(self.rows, self.budget)
+        self.host_tier: HostTier | None = None
+        if host_index is not None:
+            most_per_step = (-(-token_budget // block_size) + 2 * max_running) * groups.num_groups
+            self.host_tier = HostTier(host_tier, host_index, self.pool, self.prefix, most_per_step)
         self._in_flight = StepsInFlight()
         self._seating = Seating(self.rows, self.pool, self.prefix, groups, self._in_flight)
         self._composer = Composer(self._seating, self._in_flight)
@@ -82,7 +94,9 @@ class Scheduler:
         self.shares = FairShares()
         self.waiting = WaitingQueue(policy, self.shares, aging_s)
         lengths = OutputLengthEstimate(initial=expected_output)
-        self._admitting = Admitting(self._seating, self.waiting, policy, self.shares, self.budget, lengths)
+        self._admitting = Admitting(
+            self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.host_tier
+        )
         self.num_preemptions = 0
         self._next_ticket = 0
         self._ended: list[Ended] = []
@@ -143,6 +157,22 @@ class Scheduler:
         ended, self._ended = tuple(self._ended), []
         return ended
 
+    # -- copies between the device and host memory -------------------------------------------------------------------
+
+    def take_copies(self) -> list[BlockCopies]:
+        """Copies to start now, beside the steps. Call it after every `plan`, also if that returned None."""
+        return self.host_tier.take_copies() if self.host_tier is not None else []
+
+    def copies_done(self, copies: BlockCopies, failed: bool) -> None:
+        """The copies have ended. Blocks that failed to arrive are computed; those that failed to leave are lost."""
+        if self.host_tier is not None:
+            self.host_tier.copies_done(copies, failed)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies in flight: batches that `copies_done` has not been called for."""
+        return self.host_tier.num_copies if self.host_tier is not None else 0
+
     # -- plan ------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float, *, only: Collection[int] | None = None) -> StepPlan | None:
@@ -152,22 +182,30 @@ class Scheduler:
         """
         self.run_deferred()
         self._expire(now)
+        if self.host_tier is not None:
+            self.host_tier.advance(now)
         if only is None:
             self._preempt_chosen()
         preempted_before = self.num_preemptions
         while True:
             singles, behind = self._take_singles(only)
-            budget = self.budget.for_chunks(len(singles), len(self.waiting) + len(behind))
-            chunks = self._take_chunks(behind, budget)
-            if len(singles) or chunks or len(self._in_flight) or only is not None or not self._preempt_one():
+            budget = self.budget.for_chunks(self.rows, singles, behind, len(self.waiting))
+            limits = self._choice.chunk_limits(behind, budget, self._newcomer(now)) if len(behind) else []
+            chunks = self._take_chunks(behind, limits, budget)
+            if len(singles) or chunks or len(self._in_flight) or only is not None or self.pool.num_soon:
+                break
+            if not self._preempt_one():
                 break
         if only is None and len(self.waiting):
             if self.num_preemptions == preempted_before:
                 self._admitting.admit(budget - sum(chunks.values()), chunks, now)
             else:
                 self._admitting.delays.note("memory", now)
+        if sum(limits) < budget:  # What was left for another tenant and not used.
+            self._extend_chunks(behind, chunks, budget)
         if len(singles) == 0 and not chunks:
             return None
+        self._choice.count_skipped(singles)
         return self._composer.compose(singles, chunks, self._drafts.take(singles))
 
     def _expire(self, now: float) -> None:
@@ -195,18 +233,31 @@ class Scheduler:
         return singles, behind
 
     def _lacks_blocks(self, num_columns: int) -> bool:
-        """True if the columns cannot be filled, not even when the steps in flight have completed."""
-        return num_columns * self._seating.groups.num_groups > self.pool.num_available + self.pool.num_fenced
+        """True if the columns cannot be filled, not even when the steps and copies in flight have completed."""
+        num_blocks = self.pool.num_available + self.pool.num_fenced + self.pool.num_soon
+        return num_columns * self._seating.groups.num_groups > num_blocks
 
-    def _take_chunks(self, behind: Int64s, budget: int) -> dict[int, int]:
+    def _newcomer(self, now: float) -> Request | None:
+        """The first waiting request, if there is a row for it."""
+        return next(self.waiting.in_order(now)) if len(self.waiting) and self.rows.num_free else None
+
+    def _take_chunks(self, behind: Int64s, limits: list[int], budget: int) -> dict[int, int]:
         """Tokens by row for the rows that are more than one token behind. Takes the blocks."""
         chunks: dict[int, int] = {}
-        for row in behind.tolist():
-            count = self.budget.chunk(self._seating, row, budget)
+        for row, limit in zip(behind.tolist(), limits, strict=True):
+            count = self.budget.chunk(self._seating, row, min(limit, budget))
             if count:
                 chunks[row] = count
                 budget -= count
         return chunks
+
+    def _extend_chunks(self, behind: Int64s, chunks: dict[int, int], budget: int) -> None:
+        left = budget - sum(chunks.values())
+        for row in behind.tolist() if left > 0 else ():
+            count = self.budget.chunk(self._seating, row, left, taken=chunks.get(row, 0))
+            if count:
+                chunks[row] = chunks.get(row, 0) + count
+                left -= count
 
     def _runnable(self, only: Collection[int] | None) -> tuple[Int64s, Int64s]:
         """Active rows that are one token behind, and those further behind, each by rank."""
@@ -214,14 +265,14 @@ class Scheduler:
         if len(order) == 0:
             return order, order
         if only is None and self._composer.repeats():
-            return order, order[:0]
+            return self._choice.choose(order), order[:0]
         if only is not None:
             order = order[np.isin(order, np.fromiter(only, np.int64, len(only)))]
         known = rows.known[order]
         behind = known - rows.computed[order]
         # A row at its limit has drawn its last token, which is not confirmed yet.
         singles = order[(behind == 1) & (known < rows.limit[order])]
-        return singles, order[behind > 1]
+        return singles if only is not None else self._choice.choose(singles), order[behind > 1]
 
     def _crossing(self, singles: Int64s) -> Int64s:
         """The rows whose next token may need a new block."""
@@ -230,6 +281,11 @@ class Scheduler:
         rows = self.rows
         last = rows.computed[singles] + rows.slack[singles]
         return singles[last >= rows.num_blocks[singles] * self.block_size]
+
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """A completed step occupied the device for this long."""
+        if self.budget.times is not None:
+            self.budget.times.observe(plan, seconds)
 
     # -- preemption and release ------------------------------------------------------------------------------------
 

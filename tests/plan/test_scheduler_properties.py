@@ -18,12 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
+from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-from millrace.plan.step import StepPlan
+from millrace.plan.step import BlockCopies, StepPlan
+from millrace.plan.step_time import StepRates
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_device import ToyDevice, lone_run
@@ -40,6 +43,7 @@ class World:
         depth: int,
         windows: tuple[int | None, ...] = (None,),
         max_drafts: int = 0,
+        host_slots: int = 0,
         **limits: int,
     ) -> None:
         self.rng, self.depth = rng, depth
@@ -53,11 +57,16 @@ class World:
             aging_s=rng.choice([2.0, 30.0]),
             groups=KvGroups(windows),
             drafts=DraftSettings(max_drafts, max_places=rng.choice([8, 1000])),
+            target=rng.choice([None, StepTarget(0.1, StepRates(0.01, 0.02, 0.03, 1e-3, 1e-4))]),
+            host_tier=HostTierSettings(host_slots, block_bytes=1, batch_bytes=rng.choice([1, 3, 100])),
         )
         sizes = (limits["num_blocks"], limits["block_size"], limits["max_running"])
         self.device = ToyDevice(*sizes, VOCAB, windows, seed=rng.randrange(1000))
         self.capacity = (limits["num_blocks"] // len(windows) - 1) * limits["block_size"]
         self.launched: deque = deque()
+        self.copies: list[tuple[BlockCopies, float]] = []
+        """Copies in flight, with the times at which they end."""
+        self.max_copy_steps, self.copy_failures = rng.choice([1, 3, 6, 30]), rng.choice([0.0, 0.0, 0.2])
         self.last_plan: StepPlan | None = None
         self.num_repeated = 0
         self.requests: dict[int, Request] = {}
@@ -121,7 +130,26 @@ class World:
                 break
             if len(self.launched) <= self.depth:
                 break
+        self.copy_blocks()
+        self.check_pools()
+
+    def copy_blocks(self) -> None:
+        """Begin new copies and end those that are due, in any order."""
+        for copies in self.scheduler.take_copies():
+            self.device.begin_copies(copies)
+            self.copies.append((copies, self.now + self.rng.randrange(1, self.max_copy_steps + 1)))
+        due = [copies for copies, ends in self.copies if ends <= self.now]
+        self.copies = [(copies, ends) for copies, ends in self.copies if ends > self.now]
+        self.rng.shuffle(due)
+        for copies in due:
+            failed = self.rng.random() < self.copy_failures
+            self.device.end_copies(copies, failed)
+            self.scheduler.copies_done(copies, failed)
+
+    def check_pools(self) -> None:
         self.scheduler.pool.check()
+        if self.scheduler.host_tier is not None:
+            self.scheduler.host_tier.index.check()
 
     def check_repeated(self, plan: StepPlan) -> None:
         before, self.last_plan = self.last_plan, plan
@@ -147,6 +175,7 @@ class World:
         for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
             assert request_id not in self.ended, "a token after the terminal event"
             self.outputs[request_id].append(token)
+        self.scheduler.observe_step(plan, self.rng.uniform(0.01, 0.3))
         self.collect(outcome.ended)
 
     def maybe_prepare_outcome(self) -> None:
@@ -180,11 +209,14 @@ class World:
                 assert self.ended[request_id] in ("abort", "deadline")
                 assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
         self.scheduler.run_deferred()
+        while self.copies or self.scheduler.num_copies:
+            self.step()
         pool = self.scheduler.pool
         assert not self.scheduler.shares._shares, "a tenant still counts as active"
         assert self.scheduler.waiting.num_by_class == self.scheduler.waiting.tokens_by_class == [0, 0, 0]
         assert pool.num_in_use == 0
         assert pool.num_fenced == 0
+        assert pool.num_held == 0
         assert self.scheduler.rows.num_free == self.scheduler.rows.capacity
 
 
@@ -196,6 +228,7 @@ def random_world(seed: int) -> World:
         depth=rng.choice([0, 1, 1, 2]),
         windows=rng.choice([(None,), (None,), (None, 5), (7,), (9, None, 4, None)]),
         max_drafts=rng.choice([0, 0, 1, 3]),
+        host_slots=rng.choice([0, 0, 3, 20, 100]),
         num_blocks=rng.choice([12, 16, 24, 60]),
         block_size=rng.choice([1, 3, 4, 8]),
         max_running=max_running,
@@ -218,9 +251,9 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
     world.check_end()
 
 
-def test_the_random_schedules_do_preempt_share_cancel_and_repeat() -> None:
+def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
     """The property above is only worth something if the schedules exercise these features."""
-    preemptions = hits = cancelled = repeated = accepted = dropped = 0
+    preemptions = hits = cancelled = repeated = accepted = dropped = loaded = failed = lost = 0
     for seed in range(60):
         world = random_world(seed)
         for _ in range(20):
@@ -235,6 +268,13 @@ def test_the_random_schedules_do_preempt_share_cancel_and_repeat() -> None:
         repeated += world.num_repeated
         accepted += world.device.num_accepted
         dropped += int(world.scheduler.rows.num_dropped.sum())
+        lost += world.scheduler.pool.num_lost
+        if world.scheduler.host_tier is not None:
+            loaded += world.scheduler.host_tier.tokens_loaded
+            failed += world.scheduler.host_tier.copies_failed
+    assert loaded > 100
+    assert failed > 10
+    assert lost > 10
     assert accepted > 100
     assert dropped > 100
     assert preemptions > 20

@@ -7,6 +7,7 @@ import json
 import shlex
 
 import pytest
+from msgspec.structs import replace
 
 from millrace.commands.serve import draining_line
 from millrace.link.messages import EngineReady
@@ -70,6 +71,14 @@ def test_draining_line() -> None:
 
 def test_last_line_is_the_curl() -> None:
     assert list(ready_lines(READY, "http://h:1", 1.0, is_chat=True))[-1].startswith("curl http://h:1/")
+
+
+def test_the_target_of_steps_is_printed_if_there_is_one() -> None:
+    def lines(step_ms: float) -> str:
+        return "\n".join(ready_lines(replace(READY, step_ms=step_ms), "http://h:1", 1.0, is_chat=True))
+
+    assert "about 200 ms at most (--step-ms)" in lines(200.0)
+    assert "--step-ms" not in lines(0.0)
 
 
 def test_memory_table_lists_every_part() -> None:

@@ -1,0 +1,46 @@
+"""How long a step with decoding rows should take, and first rates for the model of step time.
+
+On a GPU the rates follow from its FLOP/s and bandwidth. Of a CPU little is known before its first steps: the rates are
+those of a slow one, and the first steps correct them.
+"""
+
+from __future__ import annotations
+
+from millrace.config import Config
+from millrace.host.device_limits import DeviceLimits
+from millrace.models.spec.model_spec import ModelSpec
+from millrace.plan.budget import StepTarget
+from millrace.plan.step_time import StepRates
+
+CPU_STEP_MS, CUDA_STEP_MS = 200.0, 90.0
+"""Default for step_ms. On a GPU the mixed budget usually keeps steps at about half of it."""
+SLOW_CPU = DeviceLimits(flops=40e9, bytes_per_s=10e9, step_flops=20e9)
+OVERHEAD_S = 3e-4
+"""Time of a step that depends on nothing: launches, planning."""
+
+
+def make_step_target(
+    config: Config, spec: ModelSpec, *, device_kind: str, limits: DeviceLimits, weights_bytes: int, kv_token_bytes: int
+) -> StepTarget | None:
+    """None if no time is to limit steps. `limits`: of the GPU; not used for a CPU."""
+    step_s = target_step_s(config, device_kind)
+    if step_s == 0:
+        return None
+    if device_kind == "cpu" or limits.step_flops <= 0 or limits.bytes_per_s <= 0:
+        limits = SLOW_CPU
+    token_s = 2 * spec.active_parameters / limits.step_flops
+    rates = StepRates(
+        step_s=OVERHEAD_S + weights_bytes / limits.bytes_per_s,
+        prompt_token_s=token_s,
+        decode_row_s=token_s + 2 * spec.hidden_size * spec.vocab_size / limits.step_flops,
+        context_token_s=kv_token_bytes / limits.bytes_per_s,
+        # Two products, each with two FLOPs per element of a head.
+        pair_s=4 * spec.q_size * spec.num_layers / limits.step_flops,
+    )
+    return StepTarget(step_s, rates)
+
+
+def target_step_s(config: Config, device_kind: str) -> float:
+    """The setting, or the device's default; 0 if no time is to limit steps."""
+    default_ms = CPU_STEP_MS if device_kind == "cpu" else CUDA_STEP_MS
+    return (default_ms if config.plan.step_ms < 0 else config.plan.step_ms) / 1e3

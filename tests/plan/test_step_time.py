@@ -1,0 +1,138 @@
+"""The model of step time follows measured steps, ignores disturbed ones and keeps what recent steps do not tell."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+
+from millrace.plan.step import StepPlan
+from millrace.plan.step_time import OBSERVE_EVERY, StepRates, StepTimeModel
+
+SLOW = StepRates(0.019, 0.008, 0.007, 2e-6, 3e-6)
+"""A small machine."""
+NONE = np.zeros(0, np.int32)
+
+
+def a_step(starts: list[int], counts: list[int], *, is_repeated: bool = False) -> StepPlan:
+    rows = np.arange(len(starts), dtype=np.int32)
+    samples = np.ones(len(starts), np.bool_)
+    return StepPlan(
+        0,
+        rows,
+        np.array(starts, np.int32),
+        np.array(counts, np.int32),
+        samples,
+        NONE,
+        NONE,
+        NONE,
+        is_repeated_decode=is_repeated,
+    )
+
+
+def a_random_step(rng: random.Random) -> StepPlan:
+    num_decoding = rng.randrange(0, 40) if rng.random() < 0.5 else rng.randrange(0, 4)
+    starts, counts = [rng.randrange(2000) for _ in range(num_decoding)], [1] * num_decoding
+    if num_decoding == 0 or rng.random() < 0.6:
+        starts.append(rng.randrange(4000))
+        counts.append(rng.randrange(8, 200))
+    return a_step(starts, counts)
+
+
+def seconds(plan: StepPlan, rates: StepRates = SLOW) -> float:
+    parts = [0.0] * 5
+    for start, count in zip(plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        if count == 1:
+            parts[2] += 1
+            parts[3] += start + 1
+        else:
+            parts[1] += count
+            parts[4] += count * (start + count / 2)
+    parts[0] = 1
+    return sum(part * rate for part, rate in zip(parts, astuple(rates), strict=True))
+
+
+def predicted(model: StepTimeModel, plan: StepPlan) -> float:
+    rates = StepRates(model.step_s, model.prompt_token_s, model.decode_row_s, model.context_token_s, model.pair_s)
+    return seconds(plan, rates)
+
+
+@pytest.mark.parametrize("first", [0.05, 0.3, 1.0, 3.0, 20.0])
+def test_wrong_first_rates_are_corrected_within_20_steps(first: float) -> None:
+    rng = random.Random(3)
+    guess = StepRates(*(first * rate for rate in (0.02, 0.005, 0.005, 1e-6, 1e-6)))
+    model = StepTimeModel(guess)
+    for _ in range(20):
+        plan = a_random_step(rng)
+        model.observe(plan, seconds(plan) * rng.gauss(1, 0.05))
+    errors = []
+    for _ in range(200):
+        plan = a_random_step(rng)
+        errors.append(abs(predicted(model, plan) / seconds(plan) - 1))
+        model.observe(plan, seconds(plan) * rng.gauss(1, 0.05))
+    assert float(np.median(errors)) < 0.06
+    assert sorted(errors)[-10] < 0.4
+
+
+def test_disturbed_steps_do_not_count() -> None:
+    """Other processes make one step in ten ten times as long."""
+    rng = random.Random(4)
+    model = StepTimeModel(SLOW)
+    errors = []
+    for number in range(400):
+        plan = a_random_step(rng)
+        disturbed = 10.0 if rng.random() < 0.1 else 1.0
+        model.observe(plan, seconds(plan) * rng.gauss(1, 0.05) * disturbed)
+        if number > 50:
+            errors.append(predicted(model, plan) / seconds(plan))
+    assert 0.95 < float(np.median(errors)) < 1.1
+    assert max(errors) < 1.6
+
+
+@pytest.mark.parametrize("factor", [0.2, 4.0])
+def test_a_device_that_changes_its_speed_is_followed(factor: float) -> None:
+    rng = random.Random(5)
+    model = StepTimeModel(SLOW)
+    for number in range(100):
+        plan = a_random_step(rng)
+        model.observe(plan, seconds(plan) * (factor if number >= 60 else 1.0))
+    plan = a_step([100, 200, 300], [1, 1, 64])
+    assert predicted(model, plan) == pytest.approx(factor * seconds(plan), rel=0.2)
+
+
+def test_many_decode_steps_leave_the_rates_of_prompts_alone() -> None:
+    rng = random.Random(6)
+    model = StepTimeModel(StepRates(0.02, 0.005, 0.005, 1e-6, 1e-6))
+    for _ in range(100):
+        plan = a_random_step(rng)
+        model.observe(plan, seconds(plan))
+    before = model.prompt_tokens(0.15, 1000)
+    for number in range(5000):
+        plan = a_step([100 + number % 1000] * 8, [1] * 8)
+        model.observe(plan, seconds(plan) * rng.gauss(1, 0.05))
+    assert model.prompt_tokens(0.15, 1000) == pytest.approx(before, rel=0.1)
+
+
+def test_only_some_repeated_decode_steps_are_observed() -> None:
+    model = StepTimeModel(SLOW)
+    plan = a_step([10, 20], [1, 1], is_repeated=True)
+    before = model.step_s
+    for _ in range(OBSERVE_EVERY - 1):
+        model.observe(plan, 2 * seconds(plan))
+    assert model.step_s == before
+    model.observe(plan, 2 * seconds(plan))
+    assert model.step_s > before
+
+
+@pytest.mark.parametrize("context", [0, 500, 8000])
+def test_prompt_tokens_take_the_given_time(context: int) -> None:
+    model = StepTimeModel(SLOW)
+    tokens = model.prompt_tokens(0.5, context)
+
+    def takes(count: int) -> float:
+        return seconds(a_step([context], [count])) - SLOW.step_s
+
+    assert takes(tokens) <= 0.5 < takes(tokens + 1)
+    assert model.prompt_tokens(0.0, context) == model.prompt_tokens(-1.0, context) == 0
