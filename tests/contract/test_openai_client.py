@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
 
@@ -157,3 +159,25 @@ def test_async_client(front: Front) -> None:
         assert set(texts) == {TEXT}
 
     asyncio.run(main())
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int | None
+    friends: list[str]
+
+
+def test_an_answer_is_parsed_into_a_model() -> None:
+    """The client's `parse` sends the model's JSON schema and reads the answer with it."""
+    with (
+        running_front(saying('{"name": "Ann", "age": null, "friends": ["Bo"]}')) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.parse(model=MODEL, messages=HI, response_format=Person)
+        assert answer.choices[0].message.parsed == Person(name="Ann", age=None, friends=["Bo"])
+        grammar = running.engine.received[-1].params.grammar
+        assert grammar is not None
+        assert list(json.loads(grammar.source)["properties"]) == ["name", "age", "friends"]
+        with client.chat.completions.stream(model=MODEL, messages=HI, response_format=Person) as stream:
+            parsed = stream.get_final_completion().choices[0].message.parsed
+        assert parsed == Person(name="Ann", age=None, friends=["Bo"])
