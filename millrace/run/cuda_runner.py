@@ -1,14 +1,15 @@
-"""The GPU runner: executes a StepPlan with one copy in, one or two graph replays and one copy out.
+"""The GPU runner: executes a StepPlan with one copy in, graph replays for its body and its heads, and one copy out.
 
 Nothing in it waits for the GPU, and the copies run beside the neighbouring steps. A step is padded to a bucket, whose
-work (`graphs/step_work.py`) is replayed as a graph: one graph for body and head if every row has one token and draws,
-else one for each. A step that fits no bucket runs the same code uncaptured at its exact size.
+work (`graphs/step_work.py`) is replayed as a graph; each head group of its draw is another. A step that fits no bucket
+runs the same code uncaptured at its exact size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,19 +19,20 @@ from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_take_long_rows
 from millrace.ops.tuning.load import num_multiprocessors
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import StepPlan
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, StepWork
-from millrace.run.graphs.warm_up import WarmUp, capture_order, first_request_buckets
+from millrace.run.graphs.warm_up import Part, WarmUp, build_order, capture_order, first_request_parts
 from millrace.run.packet.step_packet import Bucket, PacketWriter, max_of, min_of
 from millrace.run.runner import StepResult, copy_to_host
-from millrace.run.sampling.device_sampler import DeviceSampler, Variant
+from millrace.run.sampling.device_sampler import DeviceSampler
+from millrace.run.sampling.draw_plan import DrawPlan, Head, Variant, plan_draws
 from millrace.run.sampling.logprobs import LogprobColumns, score
-from millrace.run.sampling.masks import Masks
+from millrace.run.sampling.masks import Masks, check_masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.table.request_table import RequestTable
 
@@ -38,18 +40,18 @@ MIN_SHARING_ROWS, MIN_SHARED_TOKENS = 16, 256
 """Minimum rows and shared-prefix tokens for which the shared-prefix kernels are worth their extra launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawPlan:
-    """Which rows of a step draw, and how. A repeated decode step reuses it."""
+HIDDEN_PER_SPLIT_ROW = 6
+"""With fewer greedy rows than hidden_size / HIDDEN_PER_SPLIT_ROW, one head for all rows is faster: a second head reads
+the LM head's matrix (2 bytes x hidden size per token of the vocabulary) again, to save the greedy rows' logits (4 bytes
+per token, written once and read twice)."""
 
-    due: Int64s
-    """Indices of the step's rows that draw."""
-    variant: Variant
-    is_reusable: bool
-    """True if the variant does not depend on the rows' lengths."""
-    logprob_index: Int64s
-    """Indices of the drawn tokens with log-probabilities; `logprob_counts` has the number of top tokens for each."""
-    logprob_counts: Int32s
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a forward pass leaves for its draw, apart from the hidden states on the device."""
+
+    draws: DrawPlan
+    prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
 class CudaRunner:
@@ -120,19 +122,23 @@ class CudaRunner:
             max_tokens=max_tokens,
             tile_decode_rows=tile_decode_rows,
         )
+        self._forwarded: Callable[[], Forwarded] | None = None
+        """The last forward pass."""
         self._draws: DrawPlan | None = None
         """The draw plan of the last step."""
         self._graphs = GraphCache(self._buckets.decode_sizes, enabled=graphs)
+        to_capture = self._all_parts(max_blocks * block_size) if graphs else []
         self._warm_up = WarmUp(
             self._work,
             self._graphs,
-            to_capture=self._all_buckets(max_blocks * block_size) if graphs else [],
-            first=first_request_buckets(self._buckets),
+            to_capture=to_capture,
+            to_build=build_order(self._buckets, to_capture) if graphs else [],
+            first=first_request_parts(self._buckets),
             build_pool=build_pool,
         )
 
-    def _all_buckets(self, max_context: int) -> list[Bucket]:
-        """All buckets to capture during warm-up, in order."""
+    def _all_parts(self, max_context: int) -> list[Part]:
+        """Everything to capture during warm-up, in order."""
         usual = capture_order(self._buckets, sharing_from=MIN_SHARING_ROWS if self._can_share_prefix else None)
         return usual + (self._buckets.chunks(max_context) if self._takes_long_rows else [])
 
@@ -147,66 +153,79 @@ class CudaRunner:
     def warm_next(self) -> None:
         self._warm_up.warm_next()
 
-    def forward(self, plan: StepPlan) -> None:
-        pass
-
-    def draw(self, plan: StepPlan, masks: Masks | None = None) -> Pending[StepResult]:
-        return self.launch(plan)
-
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """Queue the step. Steps run in the order of their launches."""
-        return self._device.launch(lambda: self._execute(plan), self._copy_to_host)
+        self.forward(plan)
+        return self.draw(plan, None)
+
+    def forward(self, plan: StepPlan) -> None:
+        self._forwarded = self._device.queue(lambda: self._forward(plan))
+
+    def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
+        forwarded = self._forwarded
+        assert forwarded is not None, "a draw follows the forward pass of its step"
+        return self._device.launch(lambda: self._draw(plan, forwarded(), masks), self._copy_to_host)
+
+    def _forward(self, plan: StepPlan) -> Forwarded:
+        self._table.update_host(plan)
+        self._sampler.update(plan)
+        draws, work = self._draw_plan(plan), self._work
+        records = self._sampler.records(plan)
+        plan = self._table.send_excess_blocks(plan, UPDATES_IN_PACKET)
+        bucket, exact = self._bucket_for(plan)
+        if bucket.is_decode:
+            bucket = self._with_graph(bucket)
+        work.send(plan, bucket, draws, records)
+        if exact:
+            hidden = work.body(bucket, long_rows=_long_rows(plan, bucket.long_from), drawn_only=False)
+        else:
+            hidden = self._graphs.run(bucket, partial(work.body, bucket))
+        return Forwarded(draws, self._score_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
         return copy_to_host(result, *self._work.drawn_on_host(len(result.tokens)))
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        self._table.update_host(plan)
-        records = self._sampler.records(plan)
-        plan = self._table.send_excess_blocks(plan, UPDATES_IN_PACKET)
-        bucket, exact = self._bucket_for(plan)
-        draws, work = self._draw_plan(plan), self._work
-        variant, num_drawn = draws.variant, len(draws.due)
-        is_whole = bucket.is_decode and num_drawn == len(plan.rows)
-        if is_whole:
-            shares_prefix = bucket.shares_prefix
-            bucket = self._with_graph(
-                bucket, lambda size: (self._buckets.decode(size, shares_prefix=shares_prefix), variant)
-            )
-        work.send(plan, bucket, records)
-        if is_whole:
-            logits = self._graphs.run((bucket, variant), lambda: work.whole(bucket, variant))
-            return self._finish(plan, draws, logits, ())
-        if exact:
-            hidden = work.body(bucket, long_rows=_long_rows(plan, bucket.long_from), drawn_only=False)
-        else:
-            hidden = self._graphs.run(bucket, lambda: work.body(bucket))
-        prompt_logprobs = self._score_prompts(plan, hidden)
-        if num_drawn == 0:
-            return self._finish(plan, draws, None, prompt_logprobs)
-        size = self._with_graph(self._buckets.decode(num_drawn), lambda size: (size, variant)).rows
-        logits = self._graphs.run((size, variant), lambda: work.head(size, variant))
-        return self._finish(plan, draws, logits, prompt_logprobs)
+    def _draw(self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None) -> StepResult:
+        draws, work = forwarded.draws, self._work
+        check_masks(masks, draws.masked)
+        if masks is not None:
+            work.send_masks(masks)
+        logits: Tensor | None = None
+        for variant, count in draws.groups:
+            head = self._head(variant, count)
+            logits = self._graphs.run(head, partial(work.head, head))
+        drawn, logprobs = work.drawn(len(draws.due)), None
+        if logits is not None and len(draws.scored):
+            logprobs = self._score(draws, logits, drawn)
+        return StepResult(plan.step_no, drawn, logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
 
-    def _with_graph(self, bucket: Bucket, key_of: Callable[[int], object]) -> Bucket:
+    def _with_graph(self, bucket: Bucket) -> Bucket:
         """The decode bucket whose graph to run. After a fallback, the right one is captured when the engine is idle."""
-        size = self._graphs.choose_size(bucket.rows, key_of)
+        decode = partial(self._buckets.decode, shares_prefix=bucket.shares_prefix)
+        size = self._graphs.choose_size(bucket.rows, decode)
         if size == bucket.rows:
             return bucket
         self._warm_up.capture_next(bucket)
-        return self._buckets.decode(size, shares_prefix=bucket.shares_prefix)
+        return decode(size)
+
+    def _head(self, variant: Variant, num_states: int) -> Head:
+        """The head whose graph to run, with the same fallback."""
+        wanted = self._buckets.decode(num_states).rows
+        size = self._graphs.choose_size(wanted, lambda size: Head(size, variant))
+        if size != wanted:
+            self._warm_up.capture_next(Head(wanted, variant))
+        return Head(size, variant)
 
     def _draw_plan(self, plan: StepPlan) -> DrawPlan:
         last = self._draws
-        if plan.is_repeated_decode and last is not None and last.is_reusable:
+        if plan.is_repeated_decode and plan.masked is None and last is not None and last.is_reusable:
             return last
-        due, sampler = plan.samples.nonzero()[0], self._sampler
-        rows = plan.rows[due]
-        variant = sampler.variant_for(rows, (plan.starts + plan.counts)[due])
-        is_reusable = variant == "greedy" or sampler.needs_full(rows)
-        scored = np.flatnonzero(sampler.num_logprobs[rows] >= 0)
-        self._draws = draws = DrawPlan(due, variant, is_reusable, scored, sampler.num_logprobs[rows[scored]])
+        self._draws = draws = plan_draws(plan, self._sampler.row_params, self._is_worth_splitting)
+        self._sampler.keep_raw_logits(plan.rows[draws.due], draws)
         return draws
+
+    def _is_worth_splitting(self, num_greedy: int) -> bool:
+        min_rows = self._decoder.spec.hidden_size / HIDDEN_PER_SPLIT_ROW
+        return num_greedy >= min_rows and self._decoder.draws(self._buckets.decode(num_greedy).rows)
 
     def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
         """(bucket, is_exact). Steps that are rare or fit no bucket run uncaptured at their exact size."""
@@ -249,17 +268,11 @@ class CudaRunner:
             and self._writer.shared_tokens(plan) >= MIN_SHARED_TOKENS
         )
 
-    def _finish(
-        self, plan: StepPlan, draws: DrawPlan, logits: Tensor | None, prompt_logprobs: tuple[PromptLogprobs, ...]
-    ) -> StepResult:
-        """`logits`: the logits that tokens were drawn from; None if no row drew."""
-        drawn = self._work.drawn(len(draws.due))
-        logprobs: LogprobColumns | None = None
-        scored, counts = draws.logprob_index, draws.logprob_counts
-        if logits is not None and len(scored):
-            index = torch.from_numpy(scored).to(logits.device, non_blocking=True)
-            logprobs = score(logits[index], drawn.long()[index], max(1, int(counts.max())))
-        return StepResult(plan.step_no, drawn, logprobs, scored, counts, prompt_logprobs)
+    def _score(self, draws: DrawPlan, logits: Tensor, drawn: Tensor) -> LogprobColumns:
+        """`logits`: those of the full group, whose states are the last ones of its head."""
+        states = len(logits) - len(draws.full) + np.searchsorted(draws.full, draws.scored)
+        index = torch.from_numpy(np.stack([states, draws.scored])).to(logits.device, non_blocking=True)
+        return score(logits[index[0]], drawn.long()[index[1]], max(1, int(draws.num_logprobs.max())))
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
         if not self._table.scores_prompts(plan.rows):

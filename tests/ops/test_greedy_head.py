@@ -3,6 +3,8 @@ and picks the best result of all programs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.gpu_compiler import output_of
@@ -59,6 +61,7 @@ def drawn(rows: list[int]) -> DrawnTokens:
         rows=torch.tensor(rows, dtype=torch.int32, device=device),
         out=torch.full((len(rows) + 3,), -7, dtype=torch.int32, device=device),
         out_start=torch.tensor([3], dtype=torch.int32, device=device),
+        out_index=torch.arange(len(rows), dtype=torch.int32, device=device),
         last_tokens=table,
     )
 
@@ -72,6 +75,14 @@ def test_the_best_of_all_programs_is_picked_and_ties_go_to_the_lowest_token() ->
     pick(best.to(device), token.to(device), to)
     assert to.out.tolist() == [-7, -7, -7, 100, 300, 0, -7]
     assert to.last_tokens.tolist() == [300, -5, -5, -5, 100, -5, 0, -5, -5]
+
+
+def test_tokens_go_to_their_index() -> None:
+    from millrace.ops.triton.gemm.greedy_head import pick
+
+    to = replace(drawn([0, 1, -1]), out_index=torch.tensor([2, 0, 1], dtype=torch.int32, device=device))
+    pick(torch.zeros(1, 3, device=device), torch.tensor([[7, 8, 9]], dtype=torch.int32, device=device), to)
+    assert to.out.tolist() == [-7, -7, -7, 8, -7, 7]
 
 
 def operands(rows: int, vocab: int, inputs: int) -> tuple[Tensor, Tensor]:

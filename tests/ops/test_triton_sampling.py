@@ -73,6 +73,20 @@ def test_out_start_is_read_on_the_device() -> None:
             assert out.tolist() == wanted
 
 
+@pytest.mark.parametrize("kind", ["greedy", "full"])
+def test_tokens_go_to_their_index(kind: str) -> None:
+    draw, logits = GreedyDraw([4, -1, 9]), torch.randn(3, 50, device=device)
+    start, index = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([2], [3, 0, 1]))
+    out = torch.full((7,), -9, dtype=torch.int32, device=device)
+    if kind == "greedy":
+        draw_greedy(logits, draw.rows, out, draw.last_tokens, draw.races, draw.arrivals, start, index)
+    else:
+        columns = torch.zeros((16, ROW_WORDS), dtype=torch.int32, device=device)
+        draw_full(logits, draw.rows, draw.rows, columns, columns, out, draw.last_tokens, WHOLE, start, index)
+    first, _, third = logits.argmax(-1).tolist()
+    assert out.tolist() == [-9, -9, -9, third, -9, first, -9]
+
+
 def test_greedy_ties_go_to_the_lowest_token() -> None:
     logits = torch.zeros(5, 1000)
     logits[0, [77, 300, 999]] = 4.0

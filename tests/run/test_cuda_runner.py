@@ -26,7 +26,7 @@ from millrace.models.spec.families import spec_from_config
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.base.greedy_head import DrawnTokens
-from millrace.ops.linear.dense import Head
+from millrace.ops.linear.dense import Head as LmHead
 from millrace.ops.triton.attention.qkv import PrepareQkvKernel
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
@@ -39,7 +39,8 @@ from millrace.run.device.kv_pool import KvFormat
 from millrace.run.graphs import buckets
 from millrace.run.packet import decode_rows, step_packet
 from millrace.run.runner import Runner
-from millrace.run.sampling.device_sampler import VARIANTS
+from millrace.run.sampling.draw_plan import Head
+from millrace.run.sampling.masks import Masks, words_per_mask
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}
@@ -147,14 +148,14 @@ def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPa
 class GreedyHead:
     """Wraps an LM head so that it draws greedy tokens itself for more than two rows, as a fused greedy head does."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: LmHead) -> None:
         self._head = head
         self.drawn: list[int] = []
         """Rows of each draw."""
         self.asked: list[int] = []
         """Rows whose logits were computed."""
 
-    def wide(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def wide(self, x: torch.Tensor, out: torch.Tensor | None = None, decode: bool = False) -> torch.Tensor:
         self.asked.append(x.shape[0])
         return self._head.wide(x, out)
 
@@ -164,8 +165,8 @@ class GreedyHead:
     def draw(self, x: torch.Tensor, vocab_size: int, to: DrawnTokens) -> None:
         self.drawn.append(x.shape[0])
         tokens = self._head.wide(x)[:, :vocab_size].argmax(1)
-        real, first = (to.rows >= 0).nonzero()[:, 0], int(to.out_start)
-        to.out[first + real] = tokens[real].to(to.out.dtype)
+        real = (to.rows >= 0).nonzero()[:, 0]
+        to.out[to.out_start + to.out_index[real]] = tokens[real].to(to.out.dtype)
         to.last_tokens[to.rows[real].long()] = tokens[real].to(to.last_tokens.dtype)
 
 
@@ -291,29 +292,126 @@ def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Monkey
     assert not fast._graphs.is_capturing
 
 
-def test_a_step_of_rows_that_all_draw_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any other step is two graphs, or one if no row draws."""
+def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two graphs, or one if no row draws."""
     want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
-    steps: list[tuple[bool, bool, list[object]]] = []
-    execute, run = fast._execute, fast._graphs.run
+    steps: list[tuple[bool, list[object]]] = []
+    forward, run = fast._forward, fast._graphs.run
 
-    def executed(plan):
-        steps.append((int(plan.counts.max()) == 1 and bool(plan.samples.all()), bool(plan.samples.any()), []))
-        return execute(plan)
+    def forwarded(plan):
+        steps.append((bool(plan.samples.any()), []))
+        return forward(plan)
 
     def ran(key, work):
-        steps[-1][2].append(key)
+        steps[-1][1].append(key)
         return run(key, work)
 
-    monkeypatch.setattr(fast, "_execute", executed)
+    monkeypatch.setattr(fast, "_forward", forwarded)
     monkeypatch.setattr(fast._graphs, "run", ran)
     with quick_interpreter() if interpreted else nullcontext():
-        drive(fast, requests(3, 3, [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]))
-    assert {(is_decode, len(keys)) for is_decode, _, keys in steps} >= {(True, 1), (False, 2)}
-    for is_decode, draws, keys in steps:
-        assert len(keys) == (1 if is_decode or not draws else 2)
+        drive(fast, [turn(0, BUDGET + 10, True)])
+    assert {draws for draws, _ in steps} == {True, False}
+    for draws, keys in steps:
+        assert [type(key) for key in keys] == [step_packet.Bucket, *([Head] if draws else [])]
+
+
+def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy rows keep their fused head beside rows that need logits; tokens and log-probabilities are unchanged."""
+    if interpreted:
+        want_few_programs(monkeypatch)
+    monkeypatch.setattr(cuda_runner, "HIDDEN_PER_SPLIT_ROW", 1 << 20)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    decoder = decoder_for("qwen3", place, True)
+    head = GreedyHead(decoder._weights.head)
+    decoder._weights = dataclasses.replace(decoder._weights, head=head)
+    fast = CudaRunner(decoder, device, token_budget=BUDGET, graphs=False, **SIZES)
+    scored = dataclasses.replace(GREEDY, logprobs=2)
+    kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=6, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
+    groups = []
+    draw = fast._head
+    monkeypatch.setattr(fast, "_head", lambda variant, count: groups.append((variant, count)) or draw(variant, count))
+    expected, expected_scores = drive(plain, requests(6, 1, kinds))
+    with quick_interpreter() if interpreted else nullcontext():
+        found, scores = drive(fast, requests(6, 1, kinds))
+    assert found == expected
+    assert sorted(scores) == pytest.approx(sorted(expected_scores), abs=2e-3)
+    assert ("greedy", 4) in groups
+    assert ("full", 2) in groups
+    assert max(head.asked) <= 2
+
+
+class Grammar:
+    """Allows each row some tokens, which depend on its request and on its length."""
+
+    def __init__(self, rng_seed: int) -> None:
+        self._seed = rng_seed
+
+    def masks(self, plan: StepPlan) -> Masks:
+        assert plan.masked is not None
+        due = np.flatnonzero(plan.samples)
+        index = np.flatnonzero(plan.masked[due])
+        bits = [self._bits(int(plan.rows[row]), int((plan.starts + plan.counts)[row])) for row in due[index]]
+        return Masks(index, np.stack(bits) if bits else np.zeros((0, words_per_mask(VOCAB)), np.uint32))
+
+    def _bits(self, row: int, position: int) -> np.ndarray:
+        allowed = np.random.default_rng([self._seed, row, position]).random(32 * words_per_mask(VOCAB)) < 0.1
+        allowed[11] = True
+        return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+def drive_masked(runner: Runner | CudaRunner, asked: list[Request], grammar: Grammar) -> dict[int, list[int]]:
+    """Like `drive`, one step at a time; every second table row is masked."""
+    scheduler = Scheduler(
+        num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=BUDGET
+    )
+    for request in asked:
+        scheduler.submit(request)
+    tokens: dict[int, list[int]] = {request.id: [] for request in asked}
+    while scheduler.has_work:
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        is_masked = plan.samples & (plan.rows % 2 == 1)
+        masked = dataclasses.replace(plan, masked=is_masked if is_masked.any() else None)
+        runner.forward(masked)
+        pending = runner.draw(masked, None if masked.masked is None else grammar.masks(masked))
+        outcome = scheduler.apply(plan.step_no, pending.wait().drawn())
+        for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+            tokens[request_id].append(token)
+    return tokens
+
+
+def test_masked_rows_draw_the_tokens_of_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    if interpreted:
+        want_few_programs(monkeypatch)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
+    kinds = [GREEDY, GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=6), KINDS["sampled"][3]]
+    free, _ = drive(plain, requests(4, 1, kinds))
+    expected = drive_masked(plain, requests(4, 1, kinds), Grammar(5))
+    assert expected != free
+    with quick_interpreter() if interpreted else nullcontext():
+        assert drive_masked(fast, requests(4, 1, kinds), Grammar(5)) == expected
+
+
+def test_masks_must_be_those_that_the_plan_announced() -> None:
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    runner = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
+    scheduler = Scheduler(
+        num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=BUDGET
+    )
+    for request in requests(1, 3, [GREEDY]):
+        scheduler.submit(request)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    plan = dataclasses.replace(plan, masked=np.array([True]), samples=np.array([True]))
+    with quick_interpreter() if interpreted else nullcontext():
+        runner.forward(plan)
+        with pytest.raises(ValueError, match=r"announced .* \[0\]"):
+            runner.draw(plan, None).wait()
 
 
 @pytest.mark.gpu
@@ -369,15 +467,17 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
     fast._graphs.is_capturing = True
     expected, _ = drive(plain, requests(5, 4, KINDS[kind]))
     with quick_interpreter():
-        fast._warm_up.capture_next(fast._buckets.decode(4))
-        fast.warm_next()
+        given = {fast._buckets.decode(4), Head(4, "greedy"), Head(4, "full")}
+        for part in given:
+            fast._warm_up.capture_next(part)
+            fast.warm_next()
         assert fast.is_warm
-        before = set(fast._graphs.captured)
         assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected
-        two = fast._buckets.decode(2)
-        assert not {key for key in set(fast._graphs.captured) - before if isinstance(key, tuple) and key[0] in (2, two)}
+        missed = fast._warm_up._missed - given
+        assert Head(2, "greedy" if kind == "greedy" else "full") in missed
+        assert not missed & set(fast._graphs.captured)
         assert not fast.is_warm
         while not fast.is_warm:
             fast.warm_next()
-        assert {key[1] for key in fast._graphs.captured if isinstance(key, tuple) and key[0] == two} == set(VARIANTS)
+        assert missed <= set(fast._graphs.captured)
         assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected

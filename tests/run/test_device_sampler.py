@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,11 +13,13 @@ from helpers.triton_mode import device, interpreted
 
 from millrace.config import RunConfig
 from millrace.errors import RequestFailed
-from millrace.ops.triton.sampling.draw import Cut
+from millrace.ops.triton.sampling.draw import Cut, MaskLines
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan
 from millrace.run.device.device import open_device
 from millrace.run.sampling.device_sampler import DeviceSampler
+from millrace.run.sampling.draw_plan import DrawPlan, Variant
+from millrace.run.sampling.masks import Masks, apply_masks, words_per_mask
 from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.sampler import Sampler
 from millrace.run.table.request_table import RequestTable
@@ -61,19 +64,32 @@ class Pair:
         self.reference.update(plan)
         self.ours.admit(plan)
 
-    def expect(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+    def expect(
+        self, logits: torch.Tensor, rows: list[int], positions: list[int], masks: Masks | None = None
+    ) -> list[int]:
         own = logits.to(torch.float32, copy=True)  # `draw` changes it
-        return self.reference.draw(own, np.array(rows, np.int32), np.array(positions, np.int32)).tokens.tolist()
+        drawn = self.reference.draw(own, np.array(rows, np.int32), np.array(positions, np.int32), masks)
+        return drawn.tokens.tolist()
 
-    def draw(self, logits: torch.Tensor, rows: list[int], positions: list[int], variant: str = "") -> list[int]:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: list[int],
+        variant: Variant = "full",
+        masks: Masks | None = None,
+    ) -> list[int]:
         """Draws with our sampler. `self.left` holds the logits as it left them."""
-        due, at = np.array(rows, np.int32), np.array(positions, np.int32)
+        due, at = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, positions))
         self.left = logits.clone().to(device)
         out = torch.full((len(rows),), -9, dtype=torch.int64, device=device)
-        self.ours.draw(
-            self.left, torch.from_numpy(due).to(device), torch.from_numpy(at).to(device), out,
-            variant or self.ours.variant_for(due, at),
-        )  # fmt: skip
+        lines = None
+        if masks is not None:
+            bits = torch.from_numpy(masks.bits.view(np.int32)).to(device)
+            of_row = torch.full((len(rows),), -1, dtype=torch.int32, device=device)
+            of_row[torch.from_numpy(masks.index).to(device)] = torch.arange(len(bits), dtype=torch.int32, device=device)
+            lines = MaskLines(of_row, torch.tensor([bits.data_ptr()], device=device))
+        self.ours.draw(self.left, due, at, out, variant, masks=lines)
         for row, token in zip(rows, out.tolist(), strict=True):
             assert row < 0 or self.device_table.last_tokens[row] == token
         return out.tolist()
@@ -158,6 +174,61 @@ def test_tokens_equal_those_of_the_reference(vocab: int, dtype: torch.dtype, cut
                 assert spec.temperature > 0, spec
                 assert could_draw(adjusted[at].double().numpy(), spec, float(noise), drawn[at]), (spec, expected[at])
                 return  # penalty counts may differ from here on
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(50, torch.float32), (1000, torch.bfloat16), (3001, torch.float32)])
+def test_masked_tokens_equal_those_of_the_reference(vocab: int, dtype: torch.dtype) -> None:
+    """Masks before bias, minimum length and penalties; some rows have one, and few or many tokens are allowed."""
+    rng = np.random.default_rng(vocab)
+    count = 8
+    pair = Pair(vocab, cut=SMALL)
+    specs = [dataclasses.replace(some_params(rng, vocab), logprobs=None) for _ in range(count)]
+    specs[0] = SamplingParams(temperature=0)
+    pair.admit(
+        *(admission(row, spec, rng.integers(0, vocab, 12), 8, rng.integers(0, vocab, 3).tolist())
+          for row, spec in enumerate(specs))
+    )  # fmt: skip
+    rows, positions = list(range(count)), [12] * count
+    for _ in range(2 if interpreted else 20):
+        logits = torch.from_numpy(rng.normal(size=(count, vocab)) * 3).to(dtype)
+        index = np.flatnonzero(rng.random(count) < 0.7)
+        allowed = rng.random((len(index), 32 * words_per_mask(vocab))) < rng.choice([0.005, 0.5, 0.99], (len(index), 1))
+        allowed[:, rng.integers(vocab)] = True
+        bits = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+        masks = Masks(index, bits)
+        adjusted = logits.to(torch.float32, copy=True)
+        apply_masks(adjusted, masks)
+        for line, at in enumerate(index.tolist()):
+            assert torch.isinf(adjusted[at]).tolist() == (~allowed[line, :vocab]).tolist()
+        pair.reference._constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
+        drawn, expected = pair.draw(logits, rows, positions, masks=masks), pair.expect(logits, rows, positions, masks)
+        for at, spec in enumerate(specs):
+            if drawn[at] != expected[at]:
+                noise = uniforms(np.array([spec.seed], np.uint64), np.array(positions[:1], np.uint64))[0]
+                assert spec.temperature > 0, spec
+                assert could_draw(adjusted[at].double().numpy(), spec, float(noise), drawn[at]), (spec, expected[at])
+                return  # penalty counts may differ from here on
+
+
+def test_a_masked_row_with_logprobs_keeps_its_raw_logits() -> None:
+    """Its buffer is allocated at its first masked draw, also if it was admitted long before."""
+    pair = Pair(70)
+    pair.admit(
+        admission(4, SamplingParams(temperature=0, logprobs=2)), admission(5, SamplingParams(temperature=0, logprobs=0))
+    )
+    logits = torch.randn(2, 70)
+    bits = np.zeros((1, 3), np.uint32)
+    bits[0, 1] = 1 << 7
+    due, none = np.array([0, 1]), np.zeros(0, np.int64)
+    draws = DrawPlan(due, due, none, np.array([1]), due, np.array([2, 0], np.int32), is_reusable=False)
+    for _ in range(2):
+        pair.ours.keep_raw_logits(np.array([4, 5], np.int32), draws)
+        assert pair.draw(logits, [4, 5], [9, 9], masks=Masks(np.array([1]), bits)) == [int(logits[0].argmax()), 39]
+        assert (pair.left.cpu() == logits).all()
+    pair.ours.admit(plan_of([], [Release(5, 5, "stop")]))
+    pair.admit(admission(5, SamplingParams(temperature=0)))
+    assert pair.draw(logits[1:], [5], [9], masks=Masks(np.array([0]), bits)) == [39]
+    assert torch.isinf(pair.left).sum() == 69
 
 
 def test_extreme_parameters() -> None:
@@ -265,31 +336,6 @@ def test_bias_adds_up_over_repeated_tokens() -> None:
     pair = Pair(60)
     pair.admit(admission(0, SamplingParams(temperature=0, logit_bias=((5, 2.0), (9, 2.5), (5, 1.0)))))
     assert pair.draw(torch.zeros(1, 60), [0], [3]) == [5]
-
-
-def test_the_cheapest_sufficient_variant_is_chosen() -> None:
-    sampler = (pair := Pair(50)).ours
-    pair.admit(
-        admission(0, SamplingParams(temperature=0)),
-        admission(1, SamplingParams(temperature=1e-7, top_k=4, top_p=0.5)),
-        admission(2, SamplingParams(temperature=0.5)),
-        admission(3, SamplingParams(temperature=0, presence_penalty=0.1)),
-        admission(4, SamplingParams(temperature=0, logit_bias=((1, 1.0),))),
-        admission(5, SamplingParams(temperature=0, min_tokens=4), ends=[3]),
-        admission(6, SamplingParams(temperature=0, min_tokens=4)),
-        admission(7, SamplingParams(temperature=0, logprobs=0)),
-    )
-
-    def variant(*rows: int, at: int | None = None) -> str:
-        due = np.array(rows, np.int32)
-        return sampler.variant_for(due, None if at is None else np.full(len(rows), at, np.int32))
-
-    assert variant(0, 1, 6) == variant() == "greedy"
-    assert {variant(0, row) for row in (2, 3, 4, 5, 7)} == {"full"}
-    assert variant(5, at=6) == "full"
-    assert variant(5, at=7) == "greedy"
-    pair.admit(admission(2, SamplingParams(temperature=0)))
-    assert variant(0, 2) == "greedy"
 
 
 def test_admission_is_one_upload_and_resets_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

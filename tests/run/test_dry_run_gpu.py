@@ -16,6 +16,7 @@ from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import open_device
+from millrace.run.packet.step_packet import Bucket
 
 pytestmark = pytest.mark.gpu
 
@@ -40,9 +41,10 @@ def kernels_of(runner: CudaRunner, decoder: Decoder) -> set[str]:
 
     kernels: set[str] = set()
     with dry_run(kernels.add):
-        for bucket in runner._warm_up._to_capture:
-            runner._work.send(None, bucket)
-            runner._work.body(bucket, decoder)
+        for part in runner._warm_up._to_capture:
+            if isinstance(part, Bucket):
+                runner._work.send(None, part)
+                runner._work.body(part, decoder)
     return kernels
 
 

@@ -16,12 +16,20 @@ from millrace.run.device.device import CpuDevice
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.packet import decode_rows
 from millrace.run.packet.step_packet import Bucket, PacketLayout, PacketWriter, Section
+from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.table.request_table import RequestTable
 
 MAX_ROWS, BLOCK = 40, 16
 SIZES = {"max_rows": MAX_ROWS, "queries_per_tile": 8}
 RECORD_WORDS = 32
 LENGTHS = [1, 2, 30, 500, 1020, 1023, 3000, 20_000, 65_531, 65_533, 65_534, 65_535, 90_000]
+
+
+def draws_of(is_full: np.ndarray) -> DrawPlan:
+    """All rows draw, these in the full group."""
+    none = np.zeros(0, np.int64)
+    due = np.arange(len(is_full))
+    return DrawPlan(due, np.flatnonzero(is_full), np.flatnonzero(~is_full), none, none, none.astype(np.int32), True)
 
 
 class Decoding:
@@ -38,7 +46,8 @@ class Decoding:
         self.rows: dict[int, int] = {}
         """Positions of their next tokens."""
         self.buffers = [np.full(6000, 777, np.int32) for _ in range(4)]
-        self.num_steps = self.num_repeated = self.num_cut = 0
+        self.num_steps = self.num_repeated = self.num_cut = self.num_grouped = 0
+        self.draws = draws_of(np.zeros(0, np.bool_))
 
     def join(self) -> tuple[Admission, ...]:
         free = [row for row in range(MAX_ROWS) if row not in self.rows]
@@ -87,10 +96,14 @@ class Decoding:
         bucket = replace(self.buckets.decode(len(plan.rows)), shares_prefix=shares_prefix)
         records = self.rng.integers(0, 99, (len(admitted), RECORD_WORDS)).astype(np.int32)
         packet, expected = self.buffers[self.num_steps % 4], np.full(6000, 555, np.int32)
-        used = self.writer.write(plan, self.table, bucket, packet, records, self.num_steps)
+        if not plan.is_repeated_decode or self.rng.random() < 0.05:
+            self.draws = draws_of(self.rng.random(len(plan.rows)) < self.rng.choice([0.0, 0.3, 1.0]))
+        draws = self.draws
+        self.num_grouped += plan.is_repeated_decode and draws.order is not None
+        used = self.writer.write(plan, self.table, bucket, packet, draws, records, self.num_steps)
         forgetful = PacketWriter(block_size=BLOCK, tile_decode_rows=self.tile_decode_rows, **SIZES)
         alone = replace(plan, is_repeated_decode=False)
-        assert used == forgetful.write(alone, self.table, bucket, expected, records, self.num_steps)
+        assert used == forgetful.write(alone, self.table, bucket, expected, draws, records, self.num_steps)
         self.compare(forgetful.layout(bucket), packet, expected, used)
         self.num_steps += 1
         self.num_repeated += plan.is_repeated_decode
@@ -122,13 +135,15 @@ def test_a_repeated_packet_equals_the_one_written_from_the_plan(seed: int, tile_
 
 
 def test_the_steps_above_do_repeat_and_have_split_rows() -> None:
-    repeated = cut = 0
+    repeated = cut = grouped = 0
     for seed in range(20):
         decoding = Decoding(seed, tile_decode_rows=False)
         for _ in range(40):
             decoding.step()
         repeated += decoding.num_repeated
         cut += decoding.num_cut
+        grouped += decoding.num_grouped
+    assert grouped > 50
     assert repeated > 300
     assert 30 < cut < 700
 
@@ -152,6 +167,10 @@ def test_a_template_is_used_only_for_repeated_steps(monkeypatch: pytest.MonkeyPa
         step_no=0, rows=rows, starts=500 + rows, counts=ones, samples=ones > 0,
  block_rows=none, block_cols=none, block_ids=none,
     )  # fmt: skip
+    draws = draws_of(rows > 99)
     for step, repeats in enumerate([False, True, True, False, True]):
-        writer.write(replace(plan, starts=plan.starts + step, is_repeated_decode=repeats), table, bucket, packet)
+        moved = replace(plan, starts=plan.starts + step, is_repeated_decode=repeats)
+        writer.write(moved, table, bucket, packet, draws)
     assert len(sorted_times) == 2
+    writer.write(replace(moved, is_repeated_decode=True), table, bucket, packet, draws_of(rows > 5))
+    assert len(sorted_times) == 3, "other head groups, another packet"

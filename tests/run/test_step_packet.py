@@ -9,10 +9,11 @@ import pytest
 
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SHARED_UNIT
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import Admission, Int32s, Int64s, StepPlan
 from millrace.run.device.device import CpuDevice
 from millrace.run.graphs.buckets import Buckets
-from millrace.run.packet.step_packet import ALIGN, Bucket, PacketWriter
+from millrace.run.packet.step_packet import ALIGN, Bucket, PacketLayout, PacketWriter
+from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 MAX_ROWS, BLOCK, PER_TILE, VOCAB = 24, 16, 8, 1000
@@ -43,10 +44,39 @@ def a_plan(rng: np.random.Generator, num_rows: int, longest: int, table: Request
     return plan
 
 
+def some_draws(rng: np.random.Generator, plan: StepPlan) -> DrawPlan:
+    """One head group or two, some tokens of the full one masked."""
+    due = np.flatnonzero(plan.samples)
+    is_full = rng.random(len(due)) < rng.choice([0.0, 0.5, 1.0])
+    masked = np.flatnonzero(is_full & (rng.random(len(due)) < 0.5))
+    none = np.zeros(0, np.int64)
+    return DrawPlan(due, np.flatnonzero(is_full), np.flatnonzero(~is_full), masked, none, none.astype(np.int32), True)
+
+
+def check_heads(layout: PacketLayout, packet: Int32s, plan: StepPlan, draws: DrawPlan, last: Int64s) -> None:
+    """Each group's head, of whatever size, reads its own rows and padding."""
+    ends, middle = plan.starts + plan.counts, layout.middle
+    for tokens, backwards in ((draws.full, True), (draws.greedy, False)):
+        rows, padding = draws.due[tokens], [-1] * (MAX_ROWS - len(tokens))
+        part = slice(middle - MAX_ROWS, middle) if backwards else slice(middle, middle + MAX_ROWS)
+        own = slice(middle - len(rows), middle) if backwards else slice(middle, middle + len(rows))
+        wanted = plan.rows[rows].tolist()
+        assert layout.sample_rows.of(packet)[part].tolist() == (padding + wanted if backwards else wanted + padding)
+        assert layout.sample_states.of(packet)[own].tolist() == last[rows].tolist()
+        assert layout.sample_positions.of(packet)[own].tolist() == ends[rows].tolist()
+        assert layout.sample_index.of(packet)[own].tolist() == tokens.tolist()
+    states = layout.sample_states.of(packet)
+    assert ((states >= 0) & (states < layout.bucket.tokens)).all(), "the body gathers padding too"
+    lines = [draws.masked.tolist().index(token) if token in draws.masked else NO_MASK for token in draws.full.tolist()]
+    assert layout.mask_lines.of(packet).tolist() == [NO_MASK] * (middle - len(lines)) + lines
+
+
 def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Bucket, tile_decode_rows: bool) -> None:
     layout, packet = writer.layout(bucket), np.full(20_000, 777, np.int32)
     records = np.arange(3 * 32, dtype=np.int32).reshape(3, 32)
-    used = writer.write(plan, table, bucket, packet, records)
+    draws = some_draws(np.random.default_rng(plan.num_tokens), plan)
+    used = writer.write(plan, table, bucket, packet, draws, records, mask_address=3 << 40)
+    assert layout.mask_address.of(packet).view(np.int64)[0] == 3 << 40
     num_rows, ends, total = len(plan.rows), plan.starts + plan.counts, plan.num_tokens
     padding = bucket.tokens - total
     lengths = [*plan.counts.tolist(), *([1] * padding if bucket.is_decode else [padding])]
@@ -81,13 +111,10 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
         assert sorted(listed[0].tolist()) == layout.query_starts.of(packet)[single].tolist()
         assert sorted(listed[1].tolist()) == sorted(layout.table_rows.of(packet)[single].tolist())
         assert listed[2].tolist() == sorted(seq_lens[single].tolist(), reverse=True)
-    due, last = plan.samples, np.arange(num_rows) if bucket.last_only else np.cumsum(plan.counts) - 1
+    last = np.arange(num_rows) if bucket.last_only else np.cumsum(plan.counts) - 1
     if bucket.last_only:
         assert layout.last_tokens.of(packet).tolist() == (np.cumsum(lengths) - 1).tolist()
-    missing = MAX_ROWS - int(due.sum())
-    assert layout.sample_states.of(packet).tolist() == last[due].tolist() + [0] * missing
-    assert layout.sample_rows.of(packet).tolist() == plan.rows[due].tolist() + [-1] * missing
-    assert layout.sample_positions.of(packet).tolist() == ends[due].tolist() + [0] * missing
+    check_heads(layout, packet, plan, draws, last)
     assert layout.shared_len.of(packet)[0] == plan.shared_blocks * BLOCK // SHARED_UNIT * SHARED_UNIT
     count = len(plan.block_ids)
     assert layout.num_updates.of(packet)[0] == count
@@ -136,7 +163,7 @@ def test_a_padding_only_step_and_one_that_does_not_fit() -> None:
     assert layout.seq_lens.of(packet).tolist() == [16, 1, 1, 1, 1]
     assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
     with pytest.raises(ValueError, match="row records do not fit"):
-        writer.write(None, table, bucket, packet[: layout.updates_start + 8], np.zeros((1, 32), np.int32))
+        writer.write(None, table, bucket, packet[: layout.updates_start + 8], records=np.zeros((1, 32), np.int32))
 
 
 def test_few_tokens_after_a_long_context_use_split_kv() -> None:

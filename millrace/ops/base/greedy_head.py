@@ -1,9 +1,8 @@
-"""An LM head that draws greedily without writing logits, and where it writes the drawn tokens."""
+"""Where an LM head that draws greedily, without writing logits, writes the drawn tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,21 +14,10 @@ class DrawnTokens:
     rows: Tensor
     """int32 [T]: table row of each hidden state; negative for padding, whose token is not written."""
     out: Tensor
-    """Receives the tokens, starting at the index in `out_start` [1]."""
+    """Receives the tokens: that of state i at index out_start[0] + out_index[i]."""
     out_start: Tensor
+    """int32 [1]"""
+    out_index: Tensor
+    """int32 [T]"""
     last_tokens: Tensor
     """[table rows]: also receives each token, at its table row."""
-
-
-@runtime_checkable
-class GreedyHead(Protocol):
-    """An LM head that can find the highest logit of each row without writing the others."""
-
-    def draws(self, rows: int) -> bool:
-        """True if `draw` is faster for this number of rows than computing logits and argmax."""
-        ...
-
-    def draw(self, x: Tensor, vocab_size: int, to: DrawnTokens) -> None:
-        """Draw the first token with the highest logit, among the first `vocab_size`, for each row of x. Only if `draws`
-        returned true."""
-        ...

@@ -61,6 +61,10 @@ class Device(Protocol):
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
         """Run `work` after all earlier launches; `to_host` starts copying its tensors back without waiting."""
 
+    def queue(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Run `work` after all earlier launches and before all later ones. The returned function gives its result or
+        raises its exception, without waiting if called by a later launch."""
+
     def probe(self) -> None:
         """Raise if the device itself is unusable, for example after an illegal memory access."""
 
@@ -96,11 +100,17 @@ class CpuDevice:
         return torch.from_numpy(array.copy())
 
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
+        return _CpuPending(self._submit(work))
+
+    def queue(self, work: Callable[[], T]) -> Callable[[], T]:
+        return self._submit(work).result
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
         def run() -> T:
             with torch.inference_mode():
                 return work()
 
-        return _CpuPending(self._worker.submit(run))
+        return self._worker.submit(run)
 
     def probe(self) -> None:
         pass
@@ -151,6 +161,11 @@ class CudaDevice:
             done = next(self._done_events)
             self._copy_stream.record(done)
         return _CudaPending(host, result, done)
+
+    def queue(self, work: Callable[[], T]) -> Callable[[], T]:
+        with torch.inference_mode():
+            result = work()
+        return lambda: result
 
     def probe(self) -> None:
         torch.zeros(1, device=self.torch_device).add_(1).item()

@@ -17,13 +17,17 @@ from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.triton.row_records import ROW_WORDS
+from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
 from millrace.run.packet.decode_rows import num_words
 from millrace.run.packet.lookup_tables import token_tables
+from millrace.run.packet.mask_ring import MaskRing
 from millrace.run.packet.packet_ring import PacketRing, TokenRing
 from millrace.run.packet.step_packet import ALIGN, Bucket, PacketWriter, Section
-from millrace.run.sampling.device_sampler import DeviceSampler, Variant
+from millrace.run.sampling.device_sampler import DeviceSampler
+from millrace.run.sampling.draw_plan import DrawPlan, Head
+from millrace.run.sampling.masks import Masks, words_per_mask
 from millrace.run.table.request_table import RequestTable
 
 UPDATES_IN_PACKET = 1 << 15
@@ -51,7 +55,8 @@ class StepWork:
         self.decoder, self.smallest = decoder, smallest
         self._kv, self._table, self._sampler, self._writer = kv, table, sampler, writer
         self._block_size, self._max_rows, self._tile_decode_rows = block_size, max_rows, tile_decode_rows
-        words = 4 * max_rows + 8 * (max_rows + 32) + num_words(max_rows + 1)
+        self._head_layout = head_layout = writer.layout(smallest)
+        words = 9 * head_layout.middle + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += 6 * max_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, device)
         self._packet = self._ring.on_device
@@ -61,15 +66,25 @@ class StepWork:
         self._block_ids = self._token_ids.new_zeros((table.block_tables.shape[0], max_tokens))
         # A padding row has one position per padding token.
         self._token_tables = token_tables(decoder, max(max_context, max_tokens))
-        self._draw_states = torch.zeros((max_rows, spec.hidden_size), dtype=decoder.dtype, device=device)
+        # Indexed like the packet's head sections: the full group before the middle, the greedy group after it.
+        self._draw_states = torch.zeros((2 * head_layout.middle, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
+        self._masks = MaskRing(words_per_mask(spec.vocab_size), device)
         self._row_numbers = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
 
-    def send(self, plan: StepPlan | None, bucket: Bucket, records: Int32s | None = None) -> None:
+    def send(
+        self, plan: StepPlan | None, bucket: Bucket, draws: DrawPlan | None = None, records: Int32s | None = None
+    ) -> None:
         """Write and send the step's packet; without a plan it holds only padding."""
-        packet, drawn_start = self._ring.next(), self._drawn.start(self._ring.turn)
-        self._ring.send(self._writer.write(plan, self._table, bucket, packet, records, drawn_start))
+        packet, turn = self._ring.next(), self._ring.turn
+        drawn_start, num_masked = self._drawn.start(turn), 0 if draws is None else len(draws.masked)
+        masks = self._masks.address(turn, num_masked) if num_masked else 0
+        self._ring.send(self._writer.write(plan, self._table, bucket, packet, draws, records, drawn_start, masks))
+
+    def send_masks(self, masks: Masks) -> None:
+        """Send the masks of the last step sent; they are read by its head."""
+        self._masks.send(self._ring.turn, masks.bits)
 
     def drawn(self, count: int) -> Tensor:
         """The first `count` tokens drawn by the last step sent."""
@@ -108,7 +123,8 @@ class StepWork:
         if bucket.last_only:
             batch.last = self._last_tokens(batch, part(layout.last_tokens))
         max_drawn = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)
-        index, out = part(layout.sample_states)[:max_drawn], self._draw_states[:max_drawn]
+        both = slice(layout.middle - max_drawn, layout.middle + max_drawn)
+        index, out = part(layout.sample_states)[both], self._draw_states[both]
         if drawn_only:
             batch.drawn = DrawnStates(index, out)
             return decoder.forward(batch, self._kv)
@@ -173,25 +189,28 @@ class StepWork:
             table_rows=batch.table_rows,
         )
 
-    def head(self, size: int, variant: Variant) -> Tensor:
-        """Draw a token from each gathered hidden state; `drawn` gives access to the tokens. Returns the logits
-        [size, vocab], or [0, vocab] if the head draws without computing them."""
-        layout = self._writer.layout(self.smallest)
-        rows = self._packet[layout.sample_rows.start :][:size]
-        positions = self._packet[layout.sample_positions.start :][:size]
-        drawn_start = self._packet[layout.drawn_start.start :][:1]
-        if variant == "greedy" and self.decoder.draws(size):
-            to = DrawnTokens(rows, self._drawn.on_device, drawn_start, self._table.last_tokens)
-            self.decoder.draw(self._draw_states[:size], to)
-            return self._logits[:0]
-        logits = self.decoder.logits(self._draw_states[:size], self._logits[:size])
-        self._sampler.draw(logits, rows, positions, self._drawn.on_device, variant, drawn_start)
-        return logits
+    def head(self, head: Head) -> Tensor:
+        """Draw a token from each hidden state of a group; `drawn` gives access to the tokens. Returns the logits
+        [states, vocab], or [0, vocab] if the head draws without computing them."""
+        layout, packet = self._head_layout, self._packet
+        first = layout.middle - (head.states if head.variant == "full" else 0)
 
-    def whole(self, bucket: Bucket, variant: Variant) -> Tensor:
-        """Body and head of a step in which every row draws; returns what `head` returns."""
-        self.body(bucket)
-        return self.head(bucket.rows, variant)
+        def part(section: Section, start: int, length: int) -> Tensor:
+            return packet[section.start + start :][:length]
+
+        sections = (layout.sample_rows, layout.sample_positions, layout.sample_index)
+        rows, positions, out_index = (part(section, first, head.states) for section in sections)
+        out, out_start = self._drawn.on_device, part(layout.drawn_start, 0, 1)
+        states = self._draw_states[first : first + head.states]
+        if head.variant == "greedy" and self.decoder.draws(head.states):
+            self.decoder.draw(states, DrawnTokens(rows, out, out_start, out_index, self._table.last_tokens))
+            return self._logits[:0]
+        logits, masks = self.decoder.logits(states, self._logits[: head.states]), None
+        if head.variant == "full":
+            lines, address = part(layout.mask_lines, first, head.states), part(layout.mask_address, 0, 2)
+            masks = MaskLines(lines, address.view(torch.int64))
+        self._sampler.draw(logits, rows, positions, out, head.variant, out_start, out_index, masks)
+        return logits
 
 
 def _bucket_long_rows(bucket: Bucket) -> tuple[LongRow, ...]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from millrace.ops.attention.decode_rule import SHARED_UNIT
 from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
 from millrace.run.packet.decode_rows import MIN_LISTED_ROWS, advance_decode_rows, num_words, write_decode_rows
+from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 ALIGN = 16
@@ -62,7 +63,11 @@ class Section:
 
 
 class PacketLayout:
-    """The sections of a bucket's packet. Those up to `sample_positions` are at the same place in every bucket.
+    """The sections of a bucket's packet. Those up to `mask_lines` are at the same place in every bucket.
+
+    The sections that heads read have `middle` entries for each head group: those of the full group end at `middle`,
+    those of the greedy group begin there. So the used entries are contiguous, whichever groups there are, and a head
+    of n states reads the n entries before or after the middle.
 
     The fixed part is followed by the block-table updates, three words each, and, aligned, the records of new rows.
     """
@@ -75,10 +80,17 @@ class PacketLayout:
         self.shared_len = self._take(1)
         self.drawn_start = self._take(1)
         """Index in the ring of drawn tokens at which this step's tokens begin."""
-        self.sample_states = self._take(max_rows)
+        self.mask_address = self._take(2)
+        """int64: address of the masks of this step."""
+        self.middle = _aligned(max_rows)
+        self.sample_states = self._take(2 * self.middle)
         """Indices of the hidden states to draw from; with `last_only` these are row numbers."""
-        self.sample_rows = self._take(max_rows)
-        self.sample_positions = self._take(max_rows)
+        self.sample_rows = self._take(2 * self.middle)
+        self.sample_positions = self._take(2 * self.middle)
+        self.sample_index = self._take(2 * self.middle)
+        """Where each token goes, counted from `drawn_start`: tokens are in plan order, whatever their group."""
+        self.mask_lines = self._take(self.middle)
+        """Full group only: line of each state's mask, NO_MASK for none."""
         self.table_rows = self._take(bucket.rows)
         self.starts = self._take(bucket.rows)
         self.query_starts = self._take(bucket.rows + 1)
@@ -105,6 +117,7 @@ class PacketLayout:
     def _blank(self, max_rows: int) -> Int32s:
         blank = np.zeros(self.tokens_in.start, np.int32)
         self.sample_rows.of(blank)[:] = -1
+        self.mask_lines.of(blank)[:] = NO_MASK
         self.table_rows.of(blank)[:] = max_rows
         self.seq_lens.of(blank)[:] = 1  # a row without queries may still be read for its last token
         if self.bucket.is_decode:
@@ -118,21 +131,27 @@ class _Template:
     """The fixed part of the packet of a decode step in which every row draws. A step that repeats it differs only in
     the rows' positions."""
 
-    def __init__(self, layout: PacketLayout, packet: Int32s, num_rows: int, order: Int64s | None) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: PacketLayout, packet: Int32s, num_rows: int, draws: DrawPlan, order: Int64s | None
+    ) -> None:
+        self._layout, self._draws = layout, draws
         self._words = words = packet[: layout.updates_start].copy()
         self._order = order
         """Order of the list of decode rows, or None if the list cannot be advanced."""
-        sections = (layout.starts, layout.seq_lens, layout.sample_positions)
-        self._starts, self._ends, self._positions = (section.of(words)[:num_rows] for section in sections)
+        self._by_group = draws.order
+        self._starts, self._ends = (section.of(words)[:num_rows] for section in (layout.starts, layout.seq_lens))
+        self._positions = _group_entries(layout.sample_positions, layout, draws).of(words)
         self._decode_rows, self._lengths = layout.decode_rows.of(words), layout.seq_lens.of(words)
         # A row that has drawn has no tokens from the host left.
         layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
 
+    def fits(self, layout: PacketLayout, draws: DrawPlan | None) -> bool:
+        return self._layout is layout and self._draws is draws
+
     def write(self, starts: Int32s, packet: Int32s) -> None:
         self._starts[:] = starts
         np.add(starts, 1, out=self._ends)
-        self._positions[:] = self._ends
+        self._positions[:] = self._ends if self._by_group is None else self._ends[self._by_group]
         if len(self._decode_rows):
             self._write_decode_rows()
         packet[: len(self._words)] = self._words
@@ -140,7 +159,7 @@ class _Template:
     def _write_decode_rows(self) -> None:
         order = self._order
         if order is None or not advance_decode_rows(self._decode_rows, order, self._lengths):
-            self._order = _list_all_rows(self.layout, self._words)
+            self._order = _list_all_rows(self._layout, self._words)
 
 
 class PacketWriter:
@@ -189,22 +208,30 @@ class PacketWriter:
         table: RequestTable,
         bucket: Bucket,
         packet: Int32s,
+        draws: DrawPlan | None = None,
         records: Int32s | None = None,
         drawn_start: int = 0,
+        mask_address: int = 0,
     ) -> int:
-        """Fill the packet and return the number of words used. Without a plan the step holds only padding. `records`
-        [n, words]: one for each row that the step admits."""
+        """Fill the packet and return the number of words used. Without a plan the step holds only padding; without
+        `draws` no row draws. `records` [n, words]: one for each row that the step admits."""
         layout, template = self.layout(bucket), self._template
-        if plan is not None and plan.is_repeated_decode and template is not None and template.layout is layout:
+        if plan is not None and plan.is_repeated_decode and template is not None and template.fits(layout, draws):
             template.write(plan.starts, packet)
         else:
-            self._template = self._write_rows(plan, table, layout, packet)
+            self._template = self._write_rows(plan, draws, table, layout, packet)
         packet[layout.drawn_start.start] = drawn_start
+        layout.mask_address.of(packet).view(np.int64)[0] = mask_address
         packet[layout.shared_len.start] = 0 if plan is None else self.shared_tokens(plan)
         return _write_records(layout, _write_updates(layout, plan, table, packet), packet, records)
 
     def _write_rows(
-        self, plan: StepPlan | None, table: RequestTable, layout: PacketLayout, packet: Int32s
+        self,
+        plan: StepPlan | None,
+        draws: DrawPlan | None,
+        table: RequestTable,
+        layout: PacketLayout,
+        packet: Int32s,
     ) -> _Template | None:
         """Write the fixed part; returns a template of it if the next step may repeat this one."""
         bucket = layout.bucket
@@ -233,9 +260,12 @@ class PacketWriter:
         if plan is None:
             return None
         _write_host_tokens(rows, starts, counts, table, query_starts, packet[first:last])
+        if draws is None or not len(draws.due):
+            return None
         states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
-        all_draw = _write_samples(layout, packet, plan.samples, states, rows, ends)
-        return _Template(layout, packet, len(rows), order) if bucket.is_decode and all_draw else None
+        _write_samples(layout, packet, draws, (states, rows, ends))
+        repeatable = bucket.is_decode and len(draws.due) == len(rows)
+        return _Template(layout, packet, len(rows), draws, order) if repeatable else None
 
     def shared_tokens(self, plan: StepPlan) -> int:
         """Length of the shared prefix, rounded down to SHARED_UNIT."""
@@ -321,21 +351,26 @@ def _list_decode_rows(layout: PacketLayout, packet: Int32s, single: slice | Inte
     return write_decode_rows(layout.decode_rows.of(packet), tokens, table_rows, lengths)
 
 
+def _group_entries(section: Section, layout: PacketLayout, draws: DrawPlan) -> Section:
+    """The part of a head section that this step uses: the full group up to the middle, the greedy group after it."""
+    return Section(section.start + layout.middle - len(draws.full), len(draws.due))
+
+
 def _write_samples(
-    layout: PacketLayout, packet: Int32s, samples: Bools, states: Integers, rows: Int32s, positions: Int32s
-) -> bool:
-    """Returns True if all rows draw."""
-    all_draw = _all(samples)
-    if not all_draw:
-        states, rows, positions = states[samples], rows[samples], positions[samples]
-    _put(packet, layout.sample_states, states)
-    _put(packet, layout.sample_rows, rows)
-    _put(packet, layout.sample_positions, positions)
-    return all_draw
-
-
-def _all(flags: Bools) -> bool:
-    return all(flags.tolist()) if len(flags) <= FEW_ROWS else bool(flags.all())
+    layout: PacketLayout, packet: Int32s, draws: DrawPlan, columns: tuple[Integers, Integers, Integers]
+) -> None:
+    """`columns`: states, table rows and positions of all rows of the step."""
+    order, all_draw = draws.order, len(draws.due) == len(columns[0])
+    if order is not None or not all_draw:
+        chosen = draws.due if order is None else draws.due[order]
+        columns = tuple(values[chosen] for values in columns)  # type: ignore[assignment]
+    sections = (layout.sample_states, layout.sample_rows, layout.sample_positions)
+    for section, values in zip(sections, columns, strict=True):
+        _group_entries(section, layout, draws).of(packet)[:] = values
+    index = _group_entries(layout.sample_index, layout, draws).of(packet)
+    index[:] = np.arange(len(index)) if order is None else order
+    if len(draws.masked):
+        layout.mask_lines.of(packet)[layout.middle - len(draws.full) :] = draws.mask_lines()
 
 
 def min_of(counts: Int32s) -> int:

@@ -7,25 +7,22 @@ the record: allocating more buffers moves none, so captured graphs stay valid.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from millrace.errors import RequestFailed
-from millrace.ops.triton.row_records import IN_PROMPT, MAX_ENDS, ROW_STRUCT, ROW_WORDS, scatter_rows
-from millrace.ops.triton.sampling.draw import Cut, draw_full
+from millrace.ops.triton.row_records import IN_PROMPT, MAX_ENDS, ROW_DTYPE, ROW_STRUCT, ROW_WORDS, scatter_rows
+from millrace.ops.triton.sampling.draw import Cut, MaskLines, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
+from millrace.run.sampling.draw_plan import DrawPlan, Variant
 from millrace.run.sampling.row_params import RowParamTable
 from millrace.run.table.request_table import RequestTable
 
-Variant = Literal["greedy", "full"]
-VARIANTS: tuple[Variant, ...] = ("greedy", "full")
 BUFFERS_AT_ONCE = 8
 """Buffers allocated together. Each has 4 bytes per token of the vocabulary: about 0.6 MB for 151,936 tokens."""
 _NO_RECORDS = np.zeros((0, ROW_WORDS), np.int32)
@@ -53,6 +50,9 @@ class VocabBuffers:
         if buffer is not None:
             self._free.append(buffer)
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._of_row
+
     def address(self, row: int) -> int:
         buffer = self._of_row.get(row)
         return 0 if buffer is None else buffer.data_ptr()
@@ -75,42 +75,46 @@ class DeviceSampler:
         self._counts = VocabBuffers(vocab_size, torch.int32, torch_device)
         self._bias = VocabBuffers(vocab_size, torch.float32, torch_device)
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
-        self.num_logprobs = self.row_params.num_logprobs
+        self._records = np.zeros((max_rows, ROW_WORDS), np.int32)
+        """The records on the host, as last sent."""
 
     @property
     def columns(self) -> Tensor:
         """The records of all table rows, int32 [rows, ROW_WORDS]. The tensor never moves."""
         return self._columns
 
-    def records(self, plan: StepPlan) -> Int32s:
-        """Records [n, ROW_WORDS] of the rows that the plan admits. The caller must copy them to `columns` before the
-        step draws. Their other device data is up to date when this returns."""
+    def update(self, plan: StepPlan) -> None:
+        """Apply the plan's releases and admissions, except for the records on the device: see `records`."""
         for release in plan.released:
             self._release(release.row)
-        if not plan.admitted:
-            return _NO_RECORDS
-        packed = bytearray().join([ROW_STRUCT.pack(*self._record(admission)) for admission in plan.admitted])
-        return np.frombuffer(packed, np.int32).reshape(-1, ROW_WORDS)
+        for admission in plan.admitted:
+            self._records[admission.row] = np.frombuffer(ROW_STRUCT.pack(*self._record(admission)), np.int32)
+
+    def records(self, plan: StepPlan) -> Int32s:
+        """Records [n, ROW_WORDS] of the rows that the plan admits. The caller must copy them to `columns` before the
+        step draws."""
+        return self._records[[admission.row for admission in plan.admitted]] if plan.admitted else _NO_RECORDS
 
     def admit(self, plan: StepPlan) -> None:
         """Update the device's records before the plan's step runs: one upload and one kernel, and more only for rows
         with vocabulary buffers or a minimum length."""
-        records = self.records(plan)
+        self.update(plan)
+        self._send_records(self.records(plan))
+
+    def keep_raw_logits(self, rows: Int32s, draws: DrawPlan) -> None:
+        """Masks are applied to the logits in place. Rows that also want log-probabilities, which are those of the raw
+        logits, get a buffer for the masked ones at their first such draw. `rows`: those that draw."""
+        if not len(draws.masked) or not len(draws.scored):
+            return
+        wanted = [row for row in rows[np.intersect1d(draws.masked, draws.scored)].tolist() if row not in self._adjusted]
+        for row in wanted:
+            self._adjusted.take(row)
+            self._records[row].view(ROW_DTYPE)["adjusted"] = self._adjusted.address(row)
+        self._send_records(self._records[wanted])
+
+    def _send_records(self, records: Int32s) -> None:
         if len(records):
             scatter_rows(self._device.upload(records), self._columns)
-
-    def needs_full(self, rows: Int32s) -> bool:
-        """True if any of these rows always needs the full variant."""
-        return bool(self.row_params.needs_logits[rows].any())
-
-    def variant_for(self, rows: Int32s, positions: Int32s | None = None) -> Variant:
-        """The cheapest variant that can draw these rows. With the positions of the new tokens given, rows past their
-        minimum length count as unconstrained."""
-        if self.needs_full(rows):
-            return "full"
-        ends_from = self.row_params.ends_from[rows]
-        early = ends_from > 0 if positions is None else ends_from > positions
-        return "full" if early.any() else "greedy"
 
     def draw(
         self,
@@ -120,19 +124,21 @@ class DeviceSampler:
         out_tokens: Tensor,
         variant: Variant,
         out_start: Tensor | None = None,
+        out_index: Tensor | None = None,
+        masks: MaskLines | None = None,
     ) -> None:
         """Can be captured. `logits` [n, vocab]; `rows` int32, negative for padding; `positions` int32, those of the new
-        tokens. Tokens are written to the table's last tokens and to `out_tokens`, starting at the index in `out_start`
-        [1], by default at 0.
+        tokens. Tokens are written to the table's last tokens and to `out_tokens`: that of state i at index
+        out_start[0] + out_index[i], by default at i. `masks`: full variant only.
 
-        The logits are unchanged, except for end tokens masked in rows without log-probabilities.
+        The logits are unchanged, except for tokens masked in rows without log-probabilities.
         """
-        logits = logits[:, : self._vocab_size]  # the LM head may be padded
+        logits, last_tokens = logits[:, : self._vocab_size], self._last_tokens  # the LM head may be padded
         if variant == "greedy":
-            draw_greedy(logits, rows, out_tokens, self._last_tokens, self._races, self._arrivals, out_start)
-        else:
-            known = self._columns, self._ends
-            draw_full(logits, rows, positions, *known, out_tokens, self._last_tokens, self._cut, out_start)
+            draw_greedy(logits, rows, out_tokens, last_tokens, self._races, self._arrivals, out_start, out_index)
+            return
+        known = self._columns, self._ends
+        draw_full(logits, rows, positions, *known, out_tokens, last_tokens, self._cut, out_start, out_index, masks)
 
     def _release(self, row: int) -> None:
         for buffers in (self._adjusted, self._counts, self._bias):

@@ -34,6 +34,13 @@ def allowed_tokens(masks: Masks, vocab_size: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
+def check_masks(masks: Masks | None, masked: Int64s) -> None:
+    """`masked`: indices of the tokens for which the plan announced a mask."""
+    given = [] if masks is None else masks.index.tolist()
+    if given != masked.tolist():
+        raise ValueError(f"The draw has masks for tokens {given}, but its plan announced them for {masked.tolist()}.")
+
+
 def apply_masks(logits: Tensor, masks: Masks) -> None:
     """Set the logits [draws, vocab] of tokens that may not be drawn to -inf."""
     allowed = torch.from_numpy(allowed_tokens(masks, logits.shape[1])).to(logits.device)

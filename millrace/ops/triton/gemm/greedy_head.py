@@ -110,20 +110,20 @@ def greedy_head_kernel(
 
 @triton.jit
 def _pick_kernel(
-    best_ptr, token_ptr, rows, out, out_start, last_tokens, programs, row_stride,
+    best_ptr, token_ptr, rows, out, out_start, out_index, last_tokens, programs, row_stride,
     PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     row = tl.load(rows + at)
     if row < 0:
         return
-    out += tl.load(out_start)
+    out += tl.load(out_start) + tl.load(out_index + at)
     wait_for_previous_kernel(EARLY)
     program = tl.arange(0, PROGRAMS)
     best = tl.load(best_ptr + program * row_stride + at, mask=program < programs, other=float("-inf"))
     token = tl.load(token_ptr + program * row_stride + at, mask=program < programs, other=0x7FFFFFFF)
     winner = tl.min(tl.where(best == tl.max(best, 0), token, 0x7FFFFFFF), 0)
-    tl.store(out + at, winner.to(out.dtype.element_ty))
+    tl.store(out, winner.to(out.dtype.element_ty))
     tl.store(last_tokens + row, winner.to(last_tokens.dtype.element_ty))
 
 
@@ -150,6 +150,6 @@ def pick(best: Tensor, token: Tensor, to: DrawnTokens) -> None:
     """The greatest of each row's logits [programs, n or more] and its token; the first token among equals."""
     programs, width = best.shape
     _pick_kernel[(len(to.rows),)](
-        best, token, to.rows, to.out, to.out_start, to.last_tokens, programs, width,
+        best, token, to.rows, to.out, to.out_start, to.out_index, to.last_tokens, programs, width,
         PROGRAMS=triton.next_power_of_2(programs), num_warps=1, **pdl_options(best.device),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Sampled draws in two kernels, without sorting and without waiting for the host.
 
-The first (`measure.py`), many programs per row, applies bias, minimum length and penalties and stores for every tile
-its peak, the sum of its weights and the peaks of its groups. The second, one program per row, finds the lowest logit
-that top-k, min-p and top-p keep (`filter.py`) and inverts the cumulative distribution in token order.
+The first (`measure.py`), many programs per row, applies mask, bias, minimum length and penalties and stores for every
+tile its peak, the sum of its weights and the peaks of its groups. The second, one program per row, finds the lowest
+logit that top-k, min-p and top-p keep (`filter.py`) and inverts the cumulative distribution in token order.
 
 How a row is cut does not depend on the number of rows, so neither does the token it draws. A row whose table row is
 negative is padding: nothing is read or written for it.
@@ -52,6 +52,16 @@ class Cut:
     """Without top-k: candidates come from this many groups, those with the greatest peaks."""
     measure_warps: int = 4
     draw_warps: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MaskLines:
+    """Where the grammar masks of a draw are; both tensors are read on the device."""
+
+    lines: Tensor
+    """int32 [n]: line of each row's mask, -1 for none."""
+    address: Tensor
+    """int64 [1]: address of the lines, uint32 [lines, words]: bit t % 32 of word t // 32 is 1 if token t is allowed."""
 
 
 @triton.jit
@@ -147,7 +157,7 @@ def _random_token(logits, columns, row, position, vocab, peaks, sums, masses, gr
 
 @triton.jit
 def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, masses, group_peaks, group_lists,
-                 values, ids, out, out_start, last_tokens, vocab, tiles, groups,
+                 values, ids, out, out_start, out_index, last_tokens, vocab, tiles, groups,
                  SHIFT: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
                  GROUPS: tl.constexpr, CAPACITY: tl.constexpr, WANTED: tl.constexpr,
                  LISTS: tl.constexpr):  # fmt: skip
@@ -157,6 +167,7 @@ def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, m
         return
     if out_start is not None:
         out += tl.load(out_start)
+    out += tl.load(out_index + at) if out_index is not None else at
     if _field(columns + row.to(tl.int64) * _WORDS, _TEMPERATURE) > 0:
         token = _random_token(
             logits + at * stride, columns, row, tl.load(positions + at), vocab, peaks + at * tiles, sums + at * tiles,
@@ -168,7 +179,7 @@ def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, m
         tile_peaks = tl.load(peaks + at * tiles + which, mask=which < tiles, other=float("-inf"))
         tokens = tl.load(bests + at * tiles + which, mask=which < tiles, other=_NO_TOKEN)
         token = _token_of(_greatest(tile_peaks, tokens))
-    tl.store(out + at, token.to(out.dtype.element_ty))
+    tl.store(out, token.to(out.dtype.element_ty))
     tl.store(last_tokens + row, token.to(last_tokens.dtype.element_ty))
     marks = _address(columns, row, _MARKS)
     if marks != 0:
@@ -177,12 +188,14 @@ def _draw_kernel(logits, stride, rows, positions, columns, peaks, bests, sums, m
 
 
 def draw_full(logits: Tensor, rows: Tensor, positions: Tensor, columns: Tensor, ends: Tensor, out: Tensor,
-              last_tokens: Tensor, cut: Cut | None = None, out_start: Tensor | None = None) -> None:  # fmt: skip
+              last_tokens: Tensor, cut: Cut | None = None, out_start: Tensor | None = None,
+              out_index: Tensor | None = None, masks: MaskLines | None = None) -> None:  # fmt: skip
     """Draw one token per row by its record in `columns`, into `out` [n] and `last_tokens[rows]`, and count it in the
-    row's `marks`. With `out_start` [1] int32, which is read on the device, `out` is filled from that offset on.
+    row's `marks`. With `out_start` [1] int32, which is read on the device, `out` is filled from that offset on; with
+    `out_index` [n] int32, row i's token goes to that index instead of i.
 
-    Masks the end tokens in `logits` for rows below their minimum length that have no buffer of adjusted logits; changes
-    nothing else in `logits`.
+    For rows without a buffer of adjusted logits, masked tokens and, below the minimum length, end tokens are masked in
+    `logits` itself; nothing else in it is changed.
     """
     cut = cut or Cut()
     count, vocab = logits.shape
@@ -195,13 +208,14 @@ def draw_full(logits: Tensor, rows: Tensor, positions: Tensor, columns: Tensor, 
     group_lists = torch.empty((count, groups), dtype=torch.int32, device=place)
     values = torch.empty((count, cut.capacity), dtype=torch.float32, device=place)
     ids = torch.empty((count, cut.capacity), dtype=torch.int32, device=place)
+    lines, address = (None, None) if masks is None else (masks.lines, masks.address)
     _measure_kernel[(tiles, count)](
-        logits, logits.stride(0), rows, positions, columns, ends, peaks[0], bests, peaks[1], group_peaks, vocab,
-        tiles, groups, TILE=tile, GROUP=cut.group, num_warps=cut.measure_warps,
+        logits, logits.stride(0), rows, positions, columns, ends, lines, address, peaks[0], bests, peaks[1],
+        group_peaks, vocab, tiles, groups, TILE=tile, GROUP=cut.group, num_warps=cut.measure_warps,
     )  # fmt: skip
     _draw_kernel[(count,)](
         logits, logits.stride(0), rows, positions, columns, peaks[0], bests, peaks[1], peaks[2], group_peaks,
-        group_lists, values, ids, out, out_start, last_tokens, vocab, tiles, groups,
+        group_lists, values, ids, out, out_start, out_index, last_tokens, vocab, tiles, groups,
         SHIFT=_EXACT_LOW_BITS[logits.dtype], ALIGN=16 if vocab % 16 == 0 else 1, TILE=tile,
         TILES=max(2, triton.next_power_of_2(tiles)), GROUP=cut.group,
         GROUPS=triton.next_power_of_2(groups), CAPACITY=cut.capacity, WANTED=cut.groups_wanted,

@@ -22,7 +22,7 @@ _RACE_START = tl.constexpr(RACE_START)
 
 @triton.jit
 def _greedy_kernel(
-    logits, stride, rows, out, out_start, last_tokens, races, arrivals, vocab, part,
+    logits, stride, rows, out, out_start, out_index, last_tokens, races, arrivals, vocab, part,
     TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(1)
@@ -31,6 +31,7 @@ def _greedy_kernel(
         return
     if out_start is not None:
         out += tl.load(out_start)
+    out += tl.load(out_index + at) if out_index is not None else at
     wait_for_previous_kernel(EARLY)
     line = logits + at.to(tl.int64) * stride
     lane = tl.arange(0, TILE)
@@ -54,15 +55,16 @@ def _greedy_kernel(
     if tl.atomic_add(arrivals + at, 1) == tl.num_programs(0) - 1:
         winner = _token_of(tl.atomic_xchg(races + at, _RACE_START))
         tl.atomic_xchg(arrivals + at, 0)
-        tl.store(out + at, winner.to(out.dtype.element_ty))
+        tl.store(out, winner.to(out.dtype.element_ty))
         tl.store(last_tokens + row, winner.to(last_tokens.dtype.element_ty))
 
 
 def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, races: Tensor, arrivals: Tensor,
-                out_start: Tensor | None = None, *,
+                out_start: Tensor | None = None, out_index: Tensor | None = None, *,
                 tile: int = 1024, warps: int = 4, programs: int = 0) -> None:  # fmt: skip
     """Write the token with the greatest logit of each row, the lowest token among equals, to `out` [n] and
-    `last_tokens[rows]`. With `out_start` [1] int32, which is read on the device, `out` is filled from that offset on.
+    `last_tokens[rows]`. With `out_start` [1] int32, which is read on the device, `out` is filled from that offset on;
+    with `out_index` [n] int32, row i's token goes to that index instead of i.
 
     `races` int64 and `arrivals` int32, each of n or more, hold RACE_START and 0 before and after. `programs`: how
     many to aim for; 0 = six per multiprocessor.
@@ -75,7 +77,7 @@ def draw_greedy(logits: Tensor, rows: Tensor, out: Tensor, last_tokens: Tensor, 
     parts = triton.cdiv(tiles, triton.cdiv(count * tiles, programs))
     part = tile * triton.cdiv(tiles, parts)
     _greedy_kernel[(triton.cdiv(vocab, part), count)](
-        logits, logits.stride(0), rows, out, out_start, last_tokens, races, arrivals, vocab, part,
+        logits, logits.stride(0), rows, out, out_start, out_index, last_tokens, races, arrivals, vocab, part,
         TILE=tile, num_warps=warps, **pdl_options(logits.device),
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""First kernel of a sampled draw: apply bias, minimum length and penalties, and measure each tile of the vocabulary."""
+"""First kernel of a sampled draw: apply mask, bias, minimum length and penalties, and measure each tile of the
+vocabulary."""
 
 from __future__ import annotations
 
@@ -48,30 +49,43 @@ def _mask_ends(value, offsets, ends, count):
 
 
 @triton.jit
-def _constrain(value, logits, offsets, inside, columns, row, position, ends):
-    """Apply bias, minimum length and penalties. The result goes to the row's buffer of adjusted logits. A row without
-    one has at most end tokens to mask, which are masked in the logits themselves."""
+def _mask_tokens(value, offsets, inside, line, mask_address, vocab):
+    """Tokens whose bit is 0 in this line of the masks cannot be drawn."""
+    words = line.to(tl.int64) * tl.cdiv(vocab, 32) + offsets // 32
+    word = tl.load(tl.load(mask_address).to(tl.pointer_type(tl.int32)) + words, mask=inside, other=0)
+    return tl.where(((word >> (offsets % 32)) & 1) != 0, value, float("-inf"))
+
+
+@triton.jit
+def _constrain(value, logits, offsets, inside, columns, row, position, ends, line, mask_address, vocab):
+    """Apply the mask in `line` (negative for none), bias, minimum length and penalties. The result goes to the row's
+    buffer of adjusted logits. A row without one has at most tokens to mask, which are masked in the logits themselves.
+    """
     record = columns + row.to(tl.int64) * _WORDS
     adjusted = _address(columns, row, _ADJUSTED)
     bias = _address(columns, row, _BIAS)
     marks = _address(columns, row, _MARKS)
+    is_early = position < tl.load(record + _ENDS_FROM)
+    before = value
+    if mask_address is not None:  # noqa: SIM102 - known at compile time, unlike the other condition
+        if line >= 0:
+            value = _mask_tokens(value, offsets, inside, line, mask_address, vocab)
     if bias != 0:
         value += tl.load(bias.to(tl.pointer_type(tl.float32)) + offsets, mask=inside, other=0.0)
-    if position < tl.load(record + _ENDS_FROM):
-        before = value
+    if is_early:
         value = _mask_ends(value, offsets, ends + row.to(tl.int64) * _ENDS, tl.load(record + _NUM_ENDS))
-        if adjusted == 0:
-            tl.store(logits + offsets, value.to(logits.dtype.element_ty), mask=inside & (value != before))
     if marks != 0:
         value = _penalise(value, marks, offsets, inside, record)
     if adjusted != 0:
         tl.store(adjusted.to(tl.pointer_type(tl.float32)) + offsets, value, mask=inside)
+    elif is_early | (line >= 0):
+        tl.store(logits + offsets, value.to(logits.dtype.element_ty), mask=inside & (value != before))
     return value
 
 
 @triton.jit
-def _measure_kernel(logits, stride, rows, positions, columns, ends, peaks, bests, sums, group_peaks, vocab,
-                    tiles, groups, TILE: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+def _measure_kernel(logits, stride, rows, positions, columns, ends, mask_lines, mask_address, peaks, bests, sums,
+                    group_peaks, vocab, tiles, groups, TILE: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
     at = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     row = tl.load(rows + at)
@@ -81,7 +95,13 @@ def _measure_kernel(logits, stride, rows, positions, columns, ends, peaks, bests
     offsets = tile * TILE + tl.arange(0, TILE)
     inside = offsets < vocab
     value = tl.load(line + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-    value = _constrain(value, line, offsets, inside, columns, row, tl.load(positions + at), ends)
+    mask_line = tl.full([], -1, tl.int32)
+    if mask_lines is not None:
+        mask_line = tl.load(mask_lines + at)
+    position = tl.load(positions + at)
+    value = _constrain(
+        value, line, offsets, inside, columns, row, position, ends, mask_line, mask_address, vocab
+    )  # fmt: skip
     value = tl.where(inside & (value == value), value, float("-inf"))
     peak = tl.max(value, 0)
     tl.store(peaks + at * tiles + tile, peak)

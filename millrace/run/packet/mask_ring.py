@@ -1,0 +1,56 @@
+"""Carries grammar masks to the device: per turn of the packet ring a pinned host buffer and a device buffer.
+
+The packet says where a step's masks will be before they are known; they are copied when the step draws, on a stream of
+its own, while the step's body runs. Buffers grow on demand. When a turn comes again, its step has completed, so its
+buffers can be replaced.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millrace.run.device.side_stream import SideStream
+from millrace.run.packet.packet_ring import RING
+
+MIN_LINES = 16
+
+
+class MaskRing:
+    def __init__(self, words: int, device: torch.device) -> None:
+        """`words`: 32-bit words of a mask."""
+        self._words, self._device = words, device
+        self._side = SideStream() if device.type == "cuda" else None
+        nothing = torch.zeros((0, words), dtype=torch.int32)
+        self._host = [nothing] * RING
+        self._on_device = [nothing] * RING
+
+    def address(self, turn: int, count: int) -> int:
+        """Device address of the turn's masks, with room for `count` of them."""
+        if len(self._on_device[turn]) < count:
+            self._grow(turn, count)
+        return self._on_device[turn].data_ptr()
+
+    def send(self, turn: int, bits: npt.NDArray[np.uint32]) -> None:
+        """Copy the masks to the turn's device buffer, before any work queued later on the steps' stream."""
+        host, target = self._host[turn][: len(bits)], self._on_device[turn][: len(bits)]
+        host.numpy()[:] = bits.view(np.int32)
+        if self._side is None:
+            target.copy_(host)
+            return
+        with self._side:
+            target.copy_(host, non_blocking=True)
+        self._side.lead_steps()
+
+    def _grow(self, turn: int, count: int) -> None:
+        lines = max(MIN_LINES, 1 << (count - 1).bit_length())
+        self._host[turn] = self._new(lines, torch.device("cpu"))
+        self._on_device[turn] = self._new(lines, self._device)
+        if self._side is not None:
+            self._side.follow_steps()  # this memory may still be read by earlier work
+
+    def _new(self, lines: int, device: torch.device) -> Tensor:
+        pinned = device.type == "cpu" and self._device.type == "cuda"
+        return torch.zeros((lines, self._words), dtype=torch.int32, device=device, pin_memory=pinned)

@@ -1,0 +1,96 @@
+"""Which rows of a step draw, and in which head group.
+
+Rows that need logits (temperature, bias, penalties, log-probabilities, a mask, a minimum length not yet reached) and
+rows that a greedy head can draw may be two groups of one step, each with a head of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.run.sampling.row_params import RowParamTable
+
+Variant = Literal["greedy", "full"]
+VARIANTS: tuple[Variant, ...] = ("greedy", "full")
+NO_MASK = -1
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Key of a head's graph: how many states it draws from, and how."""
+
+    states: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPlan:
+    """`due` numbers the rows of the plan; the other indices number the tokens drawn, which are in plan order."""
+
+    due: Int64s
+    """The rows that draw."""
+    full: Int64s
+    """Tokens drawn from logits."""
+    greedy: Int64s
+    """Tokens drawn by the greedy head."""
+    masked: Int64s
+    """Tokens that a grammar restricts; all of them are in `full`."""
+    scored: Int64s
+    """Tokens with log-probabilities; all of them are in `full`."""
+    num_logprobs: Int32s
+    """Number of top tokens of each scored token."""
+    is_reusable: bool
+    """True if a step that repeats this one can draw by the same plan."""
+
+    @property
+    def groups(self) -> tuple[tuple[Variant, int], ...]:
+        """(variant, number of states) of each head group, in the order in which they draw."""
+        counts: tuple[tuple[Variant, int], ...] = (("greedy", len(self.greedy)), ("full", len(self.full)))
+        return tuple(group for group in counts if group[1])
+
+    @property
+    def order(self) -> Int64s | None:
+        """Tokens by group, `full` first; None if there is one group."""
+        return np.concatenate([self.full, self.greedy]) if len(self.full) and len(self.greedy) else None
+
+    def mask_lines(self) -> Int32s:
+        """Line of each full token's mask, NO_MASK for none. Masks are in the order of `masked`."""
+        lines = np.full(len(self.due), NO_MASK, np.int32)
+        lines[self.masked] = np.arange(len(self.masked))
+        return lines[self.full]
+
+
+def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Callable[[int], bool]) -> DrawPlan:
+    """`worth_splitting`: True if this many greedy rows are worth a head of their own beside one for logits."""
+    due = plan.samples.nonzero()[0]
+    rows = plan.rows[due]
+    needs, masked = row_params.needs_logits[rows], _NONE
+    if plan.masked is not None:
+        is_masked = plan.masked[due]
+        needs, masked = needs | is_masked, is_masked.nonzero()[0]
+    early = (plan.starts + plan.counts)[due] < row_params.ends_from[rows]
+    num_logprobs = row_params.num_logprobs[rows]
+    scored = (num_logprobs >= 0).nonzero()[0]
+    full, greedy = _groups(needs | early, worth_splitting)
+    # Once its rows are past their minimum length, a step may turn out to need no logits.
+    is_reusable = plan.masked is None and bool(needs.any() or not early.any())
+    return DrawPlan(due, full, greedy, masked, scored, num_logprobs[scored], is_reusable)
+
+
+def _groups(
+    needs_logits: np.ndarray[tuple[int], np.dtype[np.bool_]], worth_splitting: Callable[[int], bool]
+) -> tuple[Int64s, Int64s]:
+    """(full, greedy)"""
+    everything, num_full = np.arange(len(needs_logits)), int(np.count_nonzero(needs_logits))
+    if num_full == 0:
+        return _NONE, everything
+    if num_full == len(everything) or not worth_splitting(len(everything) - num_full):
+        return everything, _NONE
+    return needs_logits.nonzero()[0], (~needs_logits).nonzero()[0]
