@@ -21,10 +21,11 @@ from millrace.models.load import check_quantization, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.groups import KvGroups
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device.device import Device, fast_dtype, open_device
-from millrace.run.device.kv_pool import resolve_kv_dtype
+from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.sources.resolve import ModelFiles, resolve_model
@@ -91,7 +92,7 @@ def build_engine(
         device_kind=device.kind,
         limits=limits,
         weights_bytes=plan.weights_bytes,
-        kv_token_bytes=plan.kv_bytes // plan.kv_tokens,
+        kv_token_bytes=bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups,
     )
     scheduler = Scheduler(
         num_blocks=plan.num_blocks,
@@ -104,6 +105,7 @@ def build_engine(
         policy=make_policy(config.plan.policy),
         aging_s=config.plan.aging_s,
         drafts=_drafts(config, plan),
+        groups=KvGroups(spec.kv_groups.windows),
     )
     ready = _ready(config, files, spec, dtype, device, plan)
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size), spec.vocab_size)

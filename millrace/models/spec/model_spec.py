@@ -80,7 +80,7 @@ class ModelSpec:
     """True if attention and MLP outputs are normalised before they are added to the residual."""
     tied_head: bool = False
     moe: MoeSpec | None = None
-    has_kv_groups: bool = False
+    has_kv_groups: bool = True
     """True if layers with different windows have block tables of their own, so that blocks behind a window can be
     freed."""
 

@@ -33,6 +33,18 @@ class KvGroups:
         columns = -(-num_tokens // block_size)
         return sum(columns if window is None else min(columns, -(-window // block_size) + 1) for window in self.windows)
 
+    def tokens_in(self, num_blocks: int, block_size: int, most: int) -> int:
+        """The longest row, up to `most` tokens, that this many blocks can hold while it decodes."""
+        if not self.windowed:
+            return num_blocks // self.num_groups * block_size
+        low, high = 0, most // block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if self.blocks_for(middle * block_size, block_size) <= num_blocks else (low, middle - 1)
+            )
+        return low * block_size
+
 
 def first_visible_column(num_tokens: int, window: int, block_size: int) -> int:
     """The first column of a block table that a token at position `num_tokens` or later can see."""
