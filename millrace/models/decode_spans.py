@@ -6,16 +6,12 @@ nor on a recomputation after preemption, so it depends only on whether the token
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from millrace.ops.linear.dense import NativeParts
-from millrace.ops.linear.gated import ComposedGatedLinear
 
 Bools = npt.NDArray[np.bool_]
 
@@ -28,7 +24,13 @@ class Span:
     decodes: bool
 
 
-ALL_DECODE = (Span(slice(None), True),)
+class SpanModule(Protocol):
+    @property
+    def has_decode_kernel(self) -> bool: ...
+
+    def __call__(self, x: Any) -> Any: ...
+
+    def decode(self, x: Any) -> Any: ...
 
 
 def spans_of(decodes: Bools | None) -> tuple[Span, ...]:
@@ -41,19 +43,9 @@ def spans_of(decodes: Bools | None) -> tuple[Span, ...]:
     )
 
 
-def apply_by_span(module: Any, x: Any, spans: tuple[Span, ...]) -> Any:
+def apply_by_span(module: SpanModule, x: Any, spans: tuple[Span, ...]) -> Any:
     """Apply a linear or an MLP to x, span by span. A module without a decode kernel gets all tokens at once."""
-    if not spans or not hasattr(module, "decode"):
+    if not spans or not module.has_decode_kernel:
         return module(x)
     parts = [module.decode(x[span.tokens]) if span.decodes else module(x[span.tokens]) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def any_decode_kernels(modules: Iterable[Any]) -> bool:
-    """True if any of these linears has a separate kernel for decode rows."""
-    return any(_has_decode_kernel(module) for module in modules)
-
-
-def _has_decode_kernel(module: Any) -> bool:
-    linear = module.linear if isinstance(module, ComposedGatedLinear) else module
-    return isinstance(linear, NativeParts) and linear.has_decode_kernel

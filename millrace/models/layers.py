@@ -8,23 +8,32 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from millrace.models.decode_spans import ALL_DECODE, apply_by_span
 from millrace.ops.attention.qkv import PrepareQkv
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.head.embedding import Embedding
-from millrace.ops.linear.dense import Head, Linear, ResidualAdder
+from millrace.ops.linear.dense import Head, Linear
 from millrace.ops.linear.gated import GatedLinear
-from millrace.ops.moe.experts import Experts, RoutingExperts
 
 
 class Mlp(Protocol):
+    """An MLP declares what it can do as a Linear does (`ops/linear/dense.py`)."""
+
     @property
     def takes_fp8(self) -> bool: ...
+
+    @property
+    def has_decode_kernel(self) -> bool: ...
 
     def __call__(self, x: Any) -> Tensor | Unsummed:
         """[T, hidden] -> [T, hidden]. The input is a Tensor or, if `takes_fp8`, `Quantised`; the result goes to a
         norm."""
         ...
+
+    def decode(self, x: Any) -> Tensor | Unsummed: ...
+
+    def adds(self, rows: int) -> bool: ...
+
+    def add_to(self, x: Any, total: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,40 +45,42 @@ class DenseMlp:
     def takes_fp8(self) -> bool:
         return self.gate_up.takes_fp8
 
+    @property
+    def has_decode_kernel(self) -> bool:
+        return self.gate_up.has_decode_kernel or self.down.has_decode_kernel
+
     def __call__(self, x: Any) -> Tensor:
         return self.down(self.gate_up(x, quantise=self.down.takes_fp8))
 
-    def decode(self, x: Tensor) -> Tensor:
-        """The MLP with the kernels for decode rows."""
-        gated: Any = apply_by_span(self.gate_up, x, ALL_DECODE)
-        result: Tensor = apply_by_span(self.down, gated, ALL_DECODE)
-        return result
+    def decode(self, x: Any) -> Tensor:
+        return self.down.decode(self.gate_up.decode(x))
 
     def adds(self, rows: int) -> bool:
-        return isinstance(self.down, ResidualAdder) and self.down.adds(rows)
+        return self.down.adds(rows)
 
     def add_to(self, x: Any, total: Tensor) -> None:
-        assert isinstance(self.down, ResidualAdder)
         self.down.add_to(self.gate_up(x), total)
 
 
 @dataclass(frozen=True, slots=True)
 class MoeMlp:
     router: Linear
-    experts: Experts
-    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
-    top_k: int
-    renormalise: bool
-    norms_add: bool = False
-    """True if the norms accept `Unsummed`."""
+    experts: Callable[[Tensor, Tensor], Tensor | Unsummed]
+    """(x [T, hidden], router logits) -> [T, hidden]: chooses the experts of each token and sums their outputs."""
     takes_fp8: bool = False
+    has_decode_kernel: bool = False
 
     def __call__(self, x: Tensor) -> Tensor | Unsummed:
-        logits = self.router(x)
-        if isinstance(self.experts, RoutingExperts):
-            return self.experts.routed(x, logits, self.top_k, self.renormalise, unsummed=self.norms_add)
-        weights, expert_ids = self.route(logits, self.top_k, self.renormalise)
-        return self.experts(x, weights, expert_ids)
+        return self.experts(x, self.router(x))
+
+    def decode(self, x: Tensor) -> Tensor | Unsummed:
+        return self(x)
+
+    def adds(self, rows: int) -> bool:
+        return False
+
+    def add_to(self, x: Tensor, total: Tensor) -> None:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from millrace.config import Quantization, cache_dir
 from millrace.errors import ConfigError, ModelError
-from millrace.models.decoder import Decoder, DecoderOps
+from millrace.models.decoder import Decoder
 from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp
+from millrace.models.op_program import DecoderOps
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import (
     HEAD,
@@ -34,12 +35,13 @@ from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
 from millrace.models.stored import QuantisedSource, StoredMatrices
 from millrace.ops.base.quantised import with_quantise
+from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Choice, dtype_name
 from millrace.ops.linear.dense import Head, Linear
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.gated import GatedLinear
 from millrace.ops.linear.stored import StoredLinear, StoredWeight, keeps_stored
-from millrace.ops.moe.experts import ExpertWeights
+from millrace.ops.moe.experts import Experts, ExpertWeights
 from millrace.ops.registry import choose
 
 if TYPE_CHECKING:
@@ -333,10 +335,14 @@ class _Builder:
 
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
         choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
-        experts = choice.make(weights, self.spec.activation, linear)
+        experts: Experts = choice.make(weights, self.spec.activation, linear)
         router = self._linear(layout.router, "router_linear", "linear")
         norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
-        return MoeMlp(router, experts, ops.route, moe.top_k, moe.renormalise, norms_add)
+
+        def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
+            return experts.routed(x, logits, moe.top_k, moe.renormalise, route=ops.route, unsummed=norms_add)
+
+        return MoeMlp(router, routed)
 
     def _experts(self, layout: MoeLayout) -> Iterator[tuple[Any, Any]]:
         for gate_up, down in layout.experts:

@@ -22,6 +22,7 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention.qkv import NativePrepareQkv
+from millrace.ops.attention.rows import plain_rows
 from millrace.ops.base.version import Choice
 from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native
 from millrace.ops.elementwise.activation import ACTIVATION_CODES
@@ -149,6 +150,7 @@ class NativeStack:
         layers = (_Layer * spec.num_layers)(*(_layer(layer) for layer in weights.layers))
         self._stack = library.with_gil.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
         self.hidden_size, self.vocab_size, self.dtype = spec.hidden_size, spec.vocab_size, dtype
+        self._num_groups = spec.kv_groups.num_groups
         self._native = library.without_gil
         self._angles = angles
         self._angle_tables: list[Tensor] = []
@@ -162,19 +164,22 @@ class NativeStack:
     ) -> Tensor:
         """Decoder.forward for embedded tokens, which are overwritten. The time of each of KINDS is added to
         `nanoseconds`, int64."""
-        lens, tables = batch.seq_lens, batch.block_tables
-        columns = (batch.block_ids, batch.offsets, batch.query_starts, lens, tables, batch.positions)
+        rows = plain_rows(batch.rows)
+        lens, tables = rows.seq_lens, rows.block_tables
+        if tables.shape[0] != self._num_groups:
+            raise ValueError(f"the batch has block tables of {tables.shape[0]} KV groups, the model {self._num_groups}")
+        columns = (batch.block_ids, batch.offsets, rows.query_starts, lens, tables, batch.positions)
         parts = [part.contiguous() for part in columns]
         residual = residual.contiguous()
         last = batch.last
         last_columns = []
         if last is not None:
-            last_parts = (last.query_starts, last.seq_lens, last.block_tables)
+            last_parts = (last.rows.query_starts, last.rows.seq_lens, last.rows.block_tables)
             last_columns = [last.index.long(), *(part.contiguous() for part in last_parts)]
         out = torch.empty_like(residual if last is None else residual[: len(last.index)])
         inputs = _Inputs(
             *(part.data_ptr() for part in parts),
-            self._angles_upto(batch.max_seq_len),
+            self._angles_upto(max(rows.seq_lens_host)),
             self._addresses_of(kv),
             residual.data_ptr(),
             out.data_ptr(),
@@ -189,7 +194,7 @@ class NativeStack:
             *(part.data_ptr() for part in last_columns),
             *(None for _ in range(4 - len(last_columns))),
             -1 if last is None else len(last.index),
-            0 if last is None else len(last.seq_lens),
+            0 if last is None else len(last.rows.seq_lens),
             None if batch.decodes is None else batch.decodes.ctypes.data,
         )
         self._check(self._native.stack_run(self._stack, ctypes.byref(inputs)))

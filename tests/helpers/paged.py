@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
+from millrace.ops.attention.rows import PlainRows, TiledRows, plain_rows
 from millrace.ops.kv.cache import write_kv
 
 
@@ -45,14 +47,28 @@ def make_grouped_batch(
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         block_ids=torch.tensor(block_ids, dtype=torch.int64, device=device),
         offsets=torch.tensor(positions, dtype=torch.int64, device=device) % block_size,
-        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
-        max_query_len=max(end - start for start, end in zip(starts, starts[1:], strict=False)),
-        max_seq_len=max(lens),
-        query_starts_host=starts,
-        seq_lens_host=lens,
+        rows=PlainRows(
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(lens, dtype=torch.int32, device=device),
+            torch.tensor(tables, dtype=torch.int32, device=device),
+            query_starts_host=starts,
+            seq_lens_host=lens,
+        ),
     )
+
+
+def make_rows(
+    rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], block_size: int, device: torch.device | None = None
+) -> PlainRows:
+    """The same as attention takes them."""
+    return plain_rows(make_batch(rows, block_size, device).rows.of_group(0))
+
+
+def make_tiled(rows: PlainRows, **changes: Any) -> TiledRows:
+    """The same rows as a GPU step describes them: as decode rows, unless `changes` say otherwise."""
+    tables = torch.arange(len(rows.seq_lens), dtype=torch.int32, device=rows.seq_lens.device)
+    fields = {"query_starts": rows.query_starts, "seq_lens": rows.seq_lens, "block_tables": rows.block_tables}
+    return TiledRows(**{**fields, "table_rows": tables, **changes})
 
 
 def make_attention_case(
@@ -65,9 +81,8 @@ def make_attention_case(
     dtype: torch.dtype,
     seed: int = 0,
     device: torch.device | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, ForwardBatch]:
-    """Rows are (queries, tokens in the cache including them). Queries are a view into a wider tensor. The batch has the
-    block table of one group."""
+) -> tuple[torch.Tensor, torch.Tensor, PlainRows]:
+    """Rows are (queries, tokens in the cache including them). Queries are a view into a wider tensor."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     needed = [-(-length // block_size) for _, length in rows]
@@ -80,7 +95,7 @@ def make_attention_case(
         for position in range(length):
             kv[:, own[position // block_size], :, position % block_size] = torch.randn(2, kv_heads, head_dim)
     queries = torch.randn(sum(q for q, _ in rows), heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
-    return queries.to(device), kv.to(device), batch.of_group(0)
+    return queries.to(device), kv.to(device), plain_rows(batch.rows.of_group(0))
 
 
 def rewritten(kv: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

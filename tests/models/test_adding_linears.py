@@ -4,6 +4,7 @@ last ones, and in steps with too few rows to add."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,14 +91,9 @@ def test_when_only_some_tokens_are_needed(count: int, added_rows: list[int]) -> 
     batch.drawn = DrawnStates(index, torch.full((count, decoder.spec.hidden_size), float("nan")))
     torch.testing.assert_close(decoder.forward(batch, kv), wanted)
     batch.drawn = None
-    batch.last = LastTokens(
-        index=index,
-        query_starts=torch.arange(count + 1, dtype=torch.int32),
-        seq_lens=batch.seq_lens,
-        block_tables=batch.block_tables,
-        query_starts_host=list(range(count + 1)),
-        seq_lens_host=batch.seq_lens_host,
-    )
+    starts = list(range(count + 1))
+    query_starts = torch.tensor(starts, dtype=torch.int32)
+    batch.last = LastTokens(index, replace(batch.rows, query_starts=query_starts, query_starts_host=starts))
     added_rows.clear()
     torch.testing.assert_close(decoder.forward(batch, kv), wanted, atol=1e-5, rtol=1e-5)
     assert (count in added_rows) == (count >= MIN_ROWS_TO_ADD)

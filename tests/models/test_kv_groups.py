@@ -134,6 +134,14 @@ def test_grouping_changes_nothing(case: str, dtype: torch.dtype) -> None:
         computed = [before + count for before, count in zip(computed, counts, strict=True)]
 
 
+def test_tables_of_too_few_groups_are_refused() -> None:
+    _, decoder = load("gemma3")
+    if decoder.native_stack is None:
+        pytest.skip("there are no native kernels here")
+    with pytest.raises(ValueError, match="1 KV groups, the model 7"):
+        decoder.forward(make_grouped_batch([([1, 2], 0, [[1]])], 4), PagedDriver(decoder).kv)
+
+
 def test_the_pool_has_one_tensor_per_place() -> None:
     _, decoder = load("gemma3")
     spec = decoder.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder, load_decoder
 from millrace.models.native_stack import KINDS
 from millrace.models.spec.families import spec_from_config
+from millrace.ops.attention.rows import plain_rows
 from millrace.ops.cpp import native
 from millrace.run.device.device import CpuDevice
 from millrace.run.table.inputs import last_tokens
@@ -26,8 +28,10 @@ DENSE = [case for case in CASES if "moe" not in case and "mixtral" not in case]
 
 
 def load(case: str, dtype: torch.dtype) -> Decoder:
+    """In one KV group; for several see test_kv_groups.py."""
     model = make_reference(case)
-    return build_decoder(spec_from_config(config_of(model)), StateDictSource.of(model), device=CPU, dtype=dtype)
+    spec = replace(spec_from_config(config_of(model)), has_kv_groups=False)
+    return build_decoder(spec, StateDictSource.of(model), device=CPU, dtype=dtype)
 
 
 def mixed_batches(seed: str, vocab: int, block_size: int) -> list[ForwardBatch]:
@@ -77,10 +81,11 @@ def test_last_tokens_alone_have_the_same_results_as_among_all(case: str, dtype: 
     draw, device = random.Random(case), CpuDevice(1)
     for batch in mixed_batches(case, VOCAB, 16):
         whole = decoder.forward(batch, whole_kv)
-        num_rows = len(batch.seq_lens_host)
+        rows = plain_rows(batch.rows)
+        num_rows = len(rows.seq_lens_host)
         due = np.array(sorted(draw.sample(range(num_rows), draw.randint(0, num_rows))), np.int64)
         batch.last = last_tokens(batch, due, device)
-        wanted = whole[[batch.query_starts_host[row + 1] - 1 for row in due.tolist()]]
+        wanted = whole[[rows.query_starts_host[row + 1] - 1 for row in due.tolist()]]
         assert torch.equal(decoder.run_layers(batch, expected_kv), wanted)
         assert torch.equal(decoder.forward(batch, kept_kv), wanted)
     for whole, kept in zip(whole_kv, kept_kv, strict=True):

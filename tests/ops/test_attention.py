@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.paged import make_attention_case, make_batch
+from helpers.paged import make_attention_case, make_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace.models.batch import ForwardBatch
-from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceAttention
+from millrace.ops.attention import BatchedAttention, NativeAttention, PlainRows, ReferenceAttention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 FAST = {"batched": BatchedAttention, "native": NativeAttention}
 
 
-def attend(
-    version: Any, case: tuple[torch.Tensor, torch.Tensor, ForwardBatch], window: int | None = None
-) -> torch.Tensor:
+def attend(version: Any, case: tuple[torch.Tensor, torch.Tensor, PlainRows], window: int | None = None) -> torch.Tensor:
     queries, kv, batch = case
     result: torch.Tensor = version(queries, kv, version.prepare(batch, kv.shape[3], window))
     return result
@@ -137,17 +134,17 @@ def test_native_result_depends_only_on_the_query(dtype: torch.dtype, softcap: fl
     table = batch.block_tables[0].tolist()
     for first, count in ((0, 1), (63, 2), (64, 1), (100, 37), (149, 1), (5, 145)):
         part = queries[first : first + count]
-        rows = make_batch([([0] * count, first, table)], 16)
+        rows = make_rows([([0] * count, first, table)], 16)
         assert torch.equal(attention(part, kv, attention.prepare(rows, 16, window)), whole[first : first + count])
     others = [([0] * 9, 20, table), ([0], 149, table), ([0] * 30, 60, table)]
-    mixed = make_batch(others, 16)
+    mixed = make_rows(others, 16)
     together = torch.cat((queries[20:29], queries[149:], queries[60:90]))
     expected = torch.cat((whole[20:29], whole[149:], whole[60:90]))
     assert torch.equal(attention(together, kv, attention.prepare(mixed, 16, window)), expected)
     flat = kv[:, table].transpose(2, 3).flatten(1, 2)[:, :length]
     other = torch.full((2, 60, 2, 3, 40), float("nan"), dtype=dtype)
     other[:, 1:51] = flat.view(2, 50, 3, 2, 40).transpose(2, 3)
-    rows = make_batch([([0] * length, 0, list(range(1, 51)))], 3)
+    rows = make_rows([([0] * length, 0, list(range(1, 51)))], 3)
     assert torch.equal(attention(queries, other, attention.prepare(rows, 3, window)), whole)
 
 
@@ -174,7 +171,7 @@ def test_native_prompt_does_not_depend_on_chunking(
     table = batch.block_tables[0].tolist()
     cuts = [0, 1, 2, 5, 6, 37, 63, 64, 65, 100, 128, 131, 290, 329, 330]
     for first, end in [*zip(cuts, cuts[1:], strict=False), (17, 330), (96, 290)]:
-        rows = make_batch([([0] * (end - first), first, table)], 16)
+        rows = make_rows([([0] * (end - first), first, table)], 16)
         part = attention(queries[first:end], kv, attention.prepare(rows, 16, window))
         assert torch.equal(part, whole[first:end]), (first, end)
 
@@ -197,7 +194,7 @@ def test_batched_copies_no_more_of_the_cache_than_it_reads() -> None:
     """Two small rows in a cache of 4096 blocks: temporary allocations stay small."""
     attention = BatchedAttention(4, 2, 64, 0.1)
     kv = torch.zeros(2, 4096, 2, 16, 64)
-    batch = make_batch([([0], 20, [5, 9]), ([0], 30, [4000, 7])], 16)
+    batch = make_rows([([0], 20, [5, 9]), ([0], 30, [4000, 7])], 16)
     with torch.profiler.profile(profile_memory=True) as profile:
         attention(torch.randn(2, 4, 64), kv, attention.prepare(batch, 16, None))
     largest = max(event.cpu_memory_usage for event in profile.events())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers.paged import make_batch
+from helpers.paged import make_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -67,10 +67,10 @@ class SharingCase:
     def attend(
         self, attention: NativeAttention | ReferenceAttention, window: int | None, rows: Sequence[int]
     ) -> list[Tensor]:
-        batch = make_batch(
+        batch = make_rows(
             [([0] * self.counts[row], self.lengths[row] - self.counts[row], self.tables[row]) for row in rows],
             self.block_size,
-        ).of_group(0)
+        )
         parts = torch.split(self.queries, self.counts)
         queries = torch.cat([parts[row] for row in rows])
         prepared = attention.prepare(batch, self.block_size, window)
@@ -158,13 +158,13 @@ def test_many_rows_share_a_long_prefix(dtype: torch.dtype) -> None:
 
 def tiles_saved(paths: Sequence[Path], counts: Sequence[int], block_size: int = 16) -> int:
     case = SharingCase(paths, counts, (1, 1, 1), block_size, torch.float32)
-    batch = make_batch(
+    batch = make_rows(
         [
             ([0] * count, length - count, table)
             for count, length, table in zip(case.counts, case.lengths, case.tables, strict=True)
         ],
         block_size,
-    ).of_group(0)
+    )
     columns = (batch.query_starts, batch.seq_lens, batch.block_tables)
     found: int = native.native().with_gil.tiles_saved(
         *(column.data_ptr() for column in columns), len(paths), batch.block_tables.shape[1], block_size

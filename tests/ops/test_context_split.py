@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.gpu_compiler import output_of
-from helpers.paged import make_attention_case, rewritten
+from helpers.paged import make_attention_case, make_tiled, rewritten
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
-from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention import PagedAttention, PlainRows, ReferenceAttention, TiledRows
 from millrace.ops.attention.context_rule import MAX_PARTS, context_parts
 from millrace.ops.attention.decode_rule import SPLIT_CELLS
 from millrace.ops.attention.paged import tiles_of
@@ -43,18 +43,22 @@ def in_format(kv: torch.Tensor, held: str) -> torch.Tensor:
     return rewritten(kv, torch.full(shape, unwritten, dtype=dtype, device=kv.device))
 
 
-def with_own_keys(queries: torch.Tensor, kv: torch.Tensor, batch: Any) -> torch.Tensor:
+def with_own_keys(queries: torch.Tensor, kv: torch.Tensor, rows: PlainRows) -> torch.Tensor:
     """The queries as a view of a projection that also holds the keys and values of the step's own tokens."""
-    own = kv.permute(1, 3, 0, 2, 4)[batch.block_ids[0], batch.offsets].flatten(1, 2)
-    return torch.cat((queries, own.to(queries.dtype)), 1)[:, : queries.shape[1]]
+    block_size, parts = kv.shape[3], []
+    for row, length in enumerate(rows.seq_lens_host):
+        count = rows.query_starts_host[row + 1] - rows.query_starts_host[row]
+        positions = torch.arange(length - count, length, device=kv.device)
+        blocks = rows.block_tables[row].long()[positions // block_size]
+        parts.append(kv[:, blocks, :, positions % block_size].flatten(1, 2).to(queries.dtype))
+    return torch.cat((queries, torch.cat(parts)), 1)[:, : queries.shape[1]]
 
 
-def split(attention: PagedAttention, batch: Any, parts: int, spare_tiles: int = 2) -> None:
-    """Set what the packet of a split bucket contains: tiles of all queries, and some empty tiles."""
-    tiles = tiles_of(batch.query_starts_host, attention.queries_per_tile, every_row=True) + [(-1, -1)] * spare_tiles
-    batch.tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
-    batch.table_rows = torch.arange(len(batch.seq_lens_host), dtype=torch.int32, device=device)
-    batch.has_decode_rows, batch.context_parts = False, parts
+def split(attention: PagedAttention, rows: PlainRows, parts: int, spare_tiles: int = 2) -> TiledRows:
+    """What the packet of a split bucket contains: tiles of all queries, and some empty tiles."""
+    tiles = tiles_of(rows.query_starts_host, attention.queries_per_tile, every_row=True) + [(-1, -1)] * spare_tiles
+    on_device = torch.tensor(tiles, dtype=torch.int32, device=device)
+    return make_tiled(rows, tiles=on_device, has_decode_rows=False, context_parts=parts)
 
 
 def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **changes: Any) -> None:
@@ -70,12 +74,12 @@ def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **chan
     reference, paged = ReferenceAttention(*arguments), PagedAttention(*arguments)
     read = kv if held == "packed" else cache
     expected = reference(queries, read, reference.prepare(batch, sizes["block_size"], None)).float()
-    split(paged, batch, parts)
+    tiled = split(paged, batch, parts)
     workspace = paged._split_workspace(torch.device(device))
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     queries = with_own_keys(queries, kv, batch) if held == "packed" else queries
-    found = paged(queries, cache, paged.prepare(batch, sizes["block_size"], None)).float()
+    found = paged(queries, cache, paged.prepare(tiled, sizes["block_size"], None)).float()
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert not workspace.lse[: len(queries) * sizes["heads"] * parts].isnan().any(), "a part was not written"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.paged import make_attention_case, rewritten
+from helpers.paged import make_attention_case, make_tiled, rewritten
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
@@ -144,10 +144,9 @@ def test_a_shared_prefix(shared: int) -> None:
     narrow = in_fp8(kv)
     reference = ReferenceAttention(4, 2, 16, 0.3)
     expected = reference(queries, narrow, reference.prepare(batch, 16, None))
-    batch.table_rows = torch.arange(2, dtype=torch.int32, device=device)
-    batch.shared_len = torch.tensor([shared], dtype=torch.int32, device=device)
+    tiled = make_tiled(batch, shared_len=torch.tensor([shared], dtype=torch.int32, device=device))
     paged = PagedAttention(4, 2, 16, 0.3)
-    found = paged(queries, narrow, paged.prepare(batch, 16, None))
+    found = paged(queries, narrow, paged.prepare(tiled, 16, None))
     torch.testing.assert_close(found.float(), expected.float(), atol=SAME[HALF], rtol=SAME[HALF])
 
 

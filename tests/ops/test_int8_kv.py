@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.paged import make_attention_case, make_batch
+from helpers.paged import make_attention_case, make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -151,15 +151,15 @@ def test_result_depends_only_on_the_query(dtype: torch.dtype, softcap: float | N
     whole = attention(queries, narrow, attention.prepare(batch, 16, window))
     table = batch.block_tables[0].tolist()
     for first, count in ((0, 1), (63, 2), (64, 1), (100, 37), (149, 1), (5, 145)):
-        rows = make_batch([([0] * count, first, table)], 16)
+        rows = make_rows([([0] * count, first, table)], 16)
         found = attention(queries[first : first + count], narrow, attention.prepare(rows, 16, window))
         assert torch.equal(found, whole[first : first + count])
-    mixed = make_batch([([0] * 9, 20, table), *[([0], 149, table)] * 7, ([0] * 30, 60, table)], 16)
+    mixed = make_rows([([0] * 9, 20, table), *[([0], 149, table)] * 7, ([0] * 30, 60, table)], 16)
     together = torch.cat((queries[20:29], *[queries[149:]] * 7, queries[60:90]))
     expected = torch.cat((whole[20:29], *[whole[149:]] * 7, whole[60:90]))
     assert torch.equal(attention(together, narrow, attention.prepare(mixed, 16, window)), expected)
     flat = kv[:, table].transpose(2, 3).flatten(1, 2)[:, :length]
     other = torch.full((2, 60, 2, 3, 48), float("nan"), dtype=dtype)
     other[:, 1:51] = flat.view(2, 50, 3, 2, 48).transpose(2, 3)
-    rows = make_batch([([0] * length, 0, list(range(1, 51)))], 3)
+    rows = make_rows([([0] * length, 0, list(range(1, 51)))], 3)
     assert torch.equal(attention(queries, to_int8(other), attention.prepare(rows, 3, window)), whole)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.paged import make_batch
+from helpers.paged import make_batch, make_tiled
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
 from millrace.ops.attention.long_rows import LongRow
+from millrace.ops.attention.rows import plain_rows
 from millrace.ops.kv.cache import SCALE_BYTES, write_kv
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ def test_long_row(context: int, with_other_rows: bool, fp8: bool) -> None:
         used += needed
     device = torch.device("cuda")
     given = [([0] * queries, before, own) for (queries, before), own in zip(rows, blocks, strict=True)]
-    batch = make_batch(given, BLOCK, device).of_group(0)
+    batch = make_batch(given, BLOCK, device)
     kv = torch.randn(2, used, KV_HEADS, BLOCK, DIM, device=device, dtype=torch.bfloat16)
     fused = torch.randn(len(batch.token_ids), HEADS + 2 * KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
     kv[0][batch.block_ids[0], :, batch.offsets] = fused[:, HEADS : HEADS + KV_HEADS]
@@ -39,12 +40,12 @@ def test_long_row(context: int, with_other_rows: bool, fp8: bool) -> None:
         write_kv(kv.permute(1, 3, 0, 2, 4).flatten(0, 1), narrow, slots // BLOCK, slots % BLOCK)
         kv = narrow
     reference = ReferenceAttention(HEADS, KV_HEADS, DIM, 0.125)
-    expected = reference(queries, kv, reference.prepare(batch, BLOCK, None))
+    plain = plain_rows(batch.rows.of_group(0))
+    expected = reference(queries, kv, reference.prepare(plain, BLOCK, None))
     paged = PagedAttention(HEADS, KV_HEADS, DIM, 0.125)
-    batch.table_rows = torch.arange(len(rows), dtype=torch.int32, device=device)
-    batch.long_rows = (LongRow(0, 0, count, context),)
-    batch.tiles = torch.tensor([[2, 0]], dtype=torch.int32, device=device) if with_other_rows else None
-    found = paged(queries, kv, paged.prepare(batch, BLOCK, None))
+    tiles = torch.tensor([[2, 0]], dtype=torch.int32, device=device) if with_other_rows else None
+    tiled = make_tiled(plain, long_rows=(LongRow(0, 0, count, context),), tiles=tiles)
+    found = paged(queries, kv, paged.prepare(tiled, BLOCK, None))
     if fp8:  # the step's own keys and values are used before they are rounded to FP8
         assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 2.0**-4
     else:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.paged import make_attention_case, rewritten
+from helpers.paged import make_attention_case, make_tiled, rewritten
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
-from millrace.models.batch import ForwardBatch
-from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention import PagedAttention, PlainRows, ReferenceAttention
 from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.qkv import TorchPrepareQkv
 from millrace.ops.kv.cache import SCALE_WORDS, packed_parts, read_kv, write_kv
@@ -44,7 +43,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-def attention_case(rows: list[tuple[int, int]], **sizes: Any) -> tuple[torch.Tensor, torch.Tensor, ForwardBatch]:
+def attention_case(rows: list[tuple[int, int]], **sizes: Any) -> tuple[torch.Tensor, torch.Tensor, PlainRows]:
     queries, kv, batch = make_attention_case(rows, device=device, dtype=BF16, **sizes)
     return queries.to(DTYPE), kv.to(DTYPE), batch
 
@@ -166,10 +165,9 @@ def test_a_shared_prefix() -> None:
     batch.block_tables[1, : shared // 16] = batch.block_tables[0, : shared // 16]
     reference = ReferenceAttention(4, 2, 64, 0.2)
     expected = reference(queries, kv, reference.prepare(batch, 16, None))
-    batch.table_rows = torch.arange(2, dtype=torch.int32, device=device)
-    batch.shared_len = torch.tensor([shared], dtype=torch.int32, device=device)
+    tiled = make_tiled(batch, shared_len=torch.tensor([shared], dtype=torch.int32, device=device))
     paged = PagedAttention(4, 2, 64, 0.2)
-    found = paged(queries, in_packed(kv), paged.prepare(batch, 16, None))
+    found = paged(queries, in_packed(kv), paged.prepare(tiled, 16, None))
     torch.testing.assert_close(found.float(), expected.float(), atol=SAME, rtol=SAME)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.paged import make_attention_case, make_batch
+from helpers.paged import make_attention_case, make_rows
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
-from millrace.ops.attention import PagedAttention, ReferenceAttention
+from millrace.ops.attention import PagedAttention, ReferenceAttention, TiledRows
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SPLIT_CELLS, decode_tuning, takes_list
 from millrace.ops.kv.cache import CacheFormat
 from millrace.ops.triton.attention.prefill import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
@@ -114,10 +114,10 @@ def test_tiled_result_depends_only_on_the_query(window: int | None) -> None:
     whole = attention(queries, kv, attention.prepare(batch, 16, window))
     table = batch.block_tables[0].tolist()
     for first, count in ((0, 1), (63, 2), (64, 1), (70, 30), (99, 1)):
-        rows = make_batch([([0] * count, first, table)], 16, device)
+        rows = make_rows([([0] * count, first, table)], 16, device)
         part = attention(queries[first : first + count], kv, attention.prepare(rows, 16, window))
         assert torch.equal(part, whole[first : first + count])
-    mixed = make_batch([([0] * 9, 20, table), ([0], 99, table), ([0] * 30, 60, table)], 16, device)
+    mixed = make_rows([([0] * 9, 20, table), ([0], 99, table), ([0] * 30, 60, table)], 16, device)
     together = torch.cat((queries[20:29], queries[99:100], queries[60:90]))
     expected = torch.cat((whole[20:29], whole[99:100], whole[60:90]))
     assert torch.equal(attention(together, kv, attention.prepare(mixed, 16, window)), expected)
@@ -142,15 +142,17 @@ def test_shared_prefix(shared: int, group: int) -> None:
     tables = torch.zeros((5, 64), dtype=torch.int32, device=device)
     tables[:3, : batch.block_tables.shape[1]] = batch.block_tables
     tables[:3, : shared // 16] = tables[0, : shared // 16].clone()
-    batch.block_tables = tables[:3]
+    batch = replace(batch, block_tables=tables[:3])
     arguments = (2 * group, 2, 16, 0.3)
     expected = attend(ReferenceAttention(*arguments), (queries, kv, batch))
-    batch.block_tables = tables
-    batch.table_rows = torch.tensor([0, 1, 2, 4], dtype=torch.int32, device=device)
-    batch.query_starts = torch.arange(5, dtype=torch.int32, device=device)
-    batch.seq_lens = torch.tensor([*lengths, 1], dtype=torch.int32, device=device)
-    batch.shared_len = torch.tensor([shared], dtype=torch.int32, device=device)
-    found = attend(PagedAttention(*arguments), (torch.cat((queries, queries[:1])), kv, batch))
+    tiled = TiledRows(
+        torch.arange(5, dtype=torch.int32, device=device),
+        torch.tensor([*lengths, 1], dtype=torch.int32, device=device),
+        tables,
+        table_rows=torch.tensor([0, 1, 2, 4], dtype=torch.int32, device=device),
+        shared_len=torch.tensor([shared], dtype=torch.int32, device=device),
+    )
+    found = attend(PagedAttention(*arguments), (torch.cat((queries, queries[:1])), kv, tiled))
     tolerance = TOLERANCE[HALF]
     torch.testing.assert_close(found[:3].float(), expected.float(), atol=tolerance, rtol=tolerance)
     assert found[3].isfinite().all()

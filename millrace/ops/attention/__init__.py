@@ -14,7 +14,7 @@ from millrace.ops.attention.batched import BatchedAttention
 from millrace.ops.attention.native import MAX_HEAD_DIM, NativeAttention
 from millrace.ops.attention.paged import PagedAttention
 from millrace.ops.attention.reference import ReferenceAttention
-from millrace.ops.attention.rows import Attention, Rows
+from millrace.ops.attention.rows import Attention, AttentionRows, PlainRows, TiledRows
 from millrace.ops.base.version import Version
 from millrace.ops.cpp.native import DTYPES, native_missing
 from millrace.ops.triton import triton_missing
@@ -22,11 +22,13 @@ from millrace.ops.triton import triton_missing
 __all__ = [
     "VERSIONS",
     "Attention",
+    "AttentionRows",
     "BatchedAttention",
     "NativeAttention",
     "PagedAttention",
+    "PlainRows",
     "ReferenceAttention",
-    "Rows",
+    "TiledRows",
 ]
 
 VERSIONS = (

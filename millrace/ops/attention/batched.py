@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.attention.rows import Rows
+from millrace.ops.attention.rows import AttentionRows, PlainRows, plain_rows
 from millrace.ops.elementwise.softcap import softcap as apply_softcap
-from millrace.ops.kv.cache import is_eight_bit, read_kv
+from millrace.ops.kv.cache import CacheFormat, is_eight_bit, read_kv
 
 MAX_SCORES = 1 << 26
 """Maximum scores per KV head in one piece; bounds the memory of masks and of the float32 path."""
@@ -49,13 +49,16 @@ class BatchedAttention:
         self.scale = scale
         self.softcap = softcap
 
-    def prepare(self, rows: Rows, block_size: int, window: int | None) -> list[Group]:
+    def prepare(
+        self, rows: AttentionRows, block_size: int, window: int | None, cache_format: CacheFormat = "plain"
+    ) -> list[Group]:
+        plain = plain_rows(rows)
         return [
-            self._group(rows, first_row, num_rows, skip, num_queries, block_size, window)
-            for first_row, num_rows, skip, num_queries in self._pieces(rows)
+            self._group(plain, first_row, num_rows, skip, num_queries, block_size, window)
+            for first_row, num_rows, skip, num_queries in self._pieces(plain)
         ]
 
-    def _pieces(self, rows: Rows) -> Iterator[tuple[int, int, int, int]]:
+    def _pieces(self, rows: PlainRows) -> Iterator[tuple[int, int, int, int]]:
         """(first row, number of rows, queries skipped at its start, queries per row), in the order of the tokens."""
         starts, lens = rows.query_starts_host, rows.seq_lens_host
         row = 0
@@ -75,7 +78,7 @@ class BatchedAttention:
             row = end
 
     def _group(
-        self, rows: Rows, first: int, count: int, skip: int, queries: int, block_size: int, window: int | None
+        self, rows: PlainRows, first: int, count: int, skip: int, queries: int, block_size: int, window: int | None
     ) -> Group:
         first_token = rows.query_starts_host[first] + skip
         if not queries:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 SPLIT_CELLS = 2048
 """Capacity of the split workspace: splits summed over all rows and KV heads."""
-MAX_SPLITS = 16
-"""Maximum splits of a row in steps with very few streams."""
+MAX_ENTRIES = 128
+"""Maximum entries of a list that the device makes."""
 SHARED_UNIT = 128
 """Shared prefixes are used in whole tiles of this many tokens."""
 LIST_COLUMNS = 6
@@ -42,12 +42,11 @@ ByStreams = tuple[tuple[int, tuple[int, ...]], ...]
 class DecodeTable:
     """The measured limits, scaled to one device. The data file explains each field."""
 
-    very_few_streams: int
-    few_streams: int
-    very_few_programs: Mapping[CacheFormat, int]
-    few_programs: int
     list_from: Mapping[CacheFormat, int]
-    wide_max_streams: int
+    wide_streams: tuple[int, int]
+    few: Mapping[CacheFormat, ByStreams]
+    """(programs, keys in a tile, warps, stages)"""
+    few_with_drafts: ByStreams
     splits: Mapping[CacheFormat, ByStreams]
     """(max splits of a row, min keys of a split)"""
     tiles: Mapping[CacheFormat, ByStreams]
@@ -64,16 +63,42 @@ def decode_table(device: torch.device) -> DecodeTable:
     def by_streams(columns: dict[CacheFormat, list[Any]]) -> dict[CacheFormat, ByStreams]:
         return {key: tuple((scaled(limit), tuple(rest)) for limit, *rest in rows) for key, rows in columns.items()}
 
+    def scaled_few(rows: list[list[int]]) -> ByStreams:
+        return tuple((scaled(limit), (scaled(programs), *tile)) for limit, programs, *tile in rows)
+
+    few: dict[CacheFormat, ByStreams] = {key: scaled_few(rows) for key, rows in found["few"].items()}
     return DecodeTable(
-        very_few_streams=scaled(found["very_few_streams"]),
-        few_streams=scaled(found["few_streams"]),
-        very_few_programs={key: scaled(programs) for key, programs in found["very_few_programs"].items()},
-        few_programs=scaled(found["few_programs"]),
         list_from={key: scaled(streams) for key, streams in found["list_from"].items()},
-        wide_max_streams=scaled(found["wide_max_streams"]),
+        wide_streams=(scaled(found["wide_streams"][0]), scaled(found["wide_streams"][1])),
+        few=few,
+        few_with_drafts=scaled_few(found["few_with_drafts"]),
         splits=by_streams(found["splits"]),
         tiles=by_streams(found["tiles"]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """How few rows are computed: cut into equal parts by the device, see `ops/triton/attention/row_parts.py`."""
+
+    entries: int
+    """Entries of the list of parts: as many as fill the GPU once."""
+    tile: Tile
+
+
+def few_rows(
+    shape: HeadShape, num_rows: int, device: torch.device, cache_format: CacheFormat, queries_per_row: int = 1
+) -> FewRows | None:
+    """None if the rows are not few."""
+    table = decode_table(device)
+    heads = shape.num_kv_heads * -(-queries_per_row // shape.queries_per_program(queries_per_row))
+    for max_streams, (programs, tile, warps, stages) in (
+        table.few[cache_format] if queries_per_row == 1 else table.few_with_drafts
+    ):
+        entries = min(programs // heads, MAX_ENTRIES)
+        if num_rows * heads <= max_streams and num_rows <= entries:
+            return FewRows(entries, (tile, warps, stages))
+    return None
 
 
 def takes_list(streams: int, cache_format: CacheFormat, device: torch.device) -> bool:
@@ -82,15 +107,21 @@ def takes_list(streams: int, cache_format: CacheFormat, device: torch.device) ->
 
 
 def decode_tuning(
-    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, cache_format: CacheFormat, listed: bool
-) -> DecodeTuning:
+    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, cache_format: CacheFormat, listed: bool,
+    queries_per_row: int = 1,
+) -> DecodeTuning:  # fmt: skip
     from millrace.ops.triton.attention.prefill import DecodeTuning
 
     table, streams = decode_table(device), num_rows * shape.num_kv_heads
+    few = few_rows(shape, num_rows, device, cache_format, queries_per_row) if listed else None
     splits, min_keys = (MAX_LISTED_PARTS, 1) if listed else _splits(table, streams, cache_format)
+    if few is not None:
+        splits = 2 * few.entries // num_rows
     swap = False
     if shape.head_dim > 128 or dtype == torch.float32:
         tile, warps, stages = 32, 2, 2
+    elif few is not None:
+        tile, warps, stages = few.tile
     elif cache_format == "plain" and _is_wgmma_faster(table, shape, streams) and _has_wgmma(device):
         tile, warps, stages, swap = 64, 4, 3, True
     else:
@@ -101,18 +132,13 @@ def decode_tuning(
 
 
 def _is_wgmma_faster(table: DecodeTable, shape: HeadShape, streams: int) -> bool:
-    is_within = table.few_streams < streams <= table.wide_max_streams
+    is_within = table.wide_streams[0] < streams <= table.wide_streams[1]
     return is_within and shape.head_dim > 64 and shape.group <= 16
 
 
 def _splits(table: DecodeTable, streams: int, cache_format: CacheFormat) -> tuple[int, int]:
-    """(max splits of a row, min keys of a split) if all rows have the same number of splits.
-
-    Few streams are split to fill the GPU; many are split only to keep long rows from running alone at the end."""
-    if streams <= table.very_few_streams:
-        return max(1, min(MAX_SPLITS, table.very_few_programs[cache_format] // max(streams, 1))), 64
-    if streams <= table.few_streams:
-        return max(1, table.few_programs // streams), 96
+    """(max splits of a row, min keys of a split) if all rows have the same number of splits: only to keep long rows
+    from running alone at the end."""
     splits, min_keys = _by_streams(table.splits[cache_format], streams)
     return min(splits, max(1, SPLIT_CELLS // streams)), min_keys
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.ops.attention.rows import Rows
+from millrace.ops.attention.rows import AttentionRows, plain_rows
 from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native
+from millrace.ops.kv.cache import CacheFormat
 
 MAX_HEAD_DIM = 256
 
@@ -34,7 +35,10 @@ class NativeAttention:
         self._scale = scale
         self._softcap = softcap or 0.0
 
-    def prepare(self, rows: Rows, block_size: int, window: int | None) -> PreparedNative:
+    def prepare(
+        self, rows: AttentionRows, block_size: int, window: int | None, cache_format: CacheFormat = "plain"
+    ) -> PreparedNative:
+        rows = plain_rows(rows)
         tensors = (rows.query_starts.contiguous(), rows.seq_lens.contiguous(), rows.block_tables.contiguous())
         addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr())
         return PreparedNative(tensors, addresses, tensors[1].shape[0], tensors[2].shape[1], window or 0)

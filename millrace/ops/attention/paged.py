@@ -1,22 +1,22 @@
 """Attention in Triton over the paged cache: decode rows in one launch, tiles of longer rows in another.
 
-The runner's steps provide their tiles and table rows (see `TiledRows`); for other callers they are computed from the
-host's lists. With `tile_decode_rows` decode rows are tiled too: one kernel with one tiling then computes every query,
-so that its result does not depend on chunking or on the batch.
+GPU steps provide their tiles and table rows (`TiledRows`); for plain rows they are computed from the host's lists. With
+`tile_decode_rows` decode rows are tiled too: one kernel with one tiling then computes every query, so that its result
+does not depend on chunking or on the batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from millrace.ops.attention.decode_rule import SPLIT_CELLS, decode_tuning, takes_list
-from millrace.ops.attention.long_rows import LongRow, attend_long_row
-from millrace.ops.attention.rows import Rows
-from millrace.ops.kv.cache import format_of, is_fp8
+from millrace.ops.attention.decode_rule import SPLIT_CELLS, decode_tuning, few_rows, takes_list
+from millrace.ops.attention.long_rows import attend_long_row
+from millrace.ops.attention.rows import AttentionRows, PlainRows, TiledRows
+from millrace.ops.kv.cache import CacheFormat, format_of, is_fp8
 
 if TYPE_CHECKING:
     from millrace.ops.triton.attention.prefill import (
@@ -31,36 +31,14 @@ SHARED_ROWS = 1024
 """Initial capacity in rows of the shared-prefix workspace; captured graphs hold its address, so it must not move."""
 
 
-@runtime_checkable
-class TiledRows(Protocol):
-    """Rows with precomputed tiles. A captured graph needs them, because its launches cannot change."""
-
-    table_rows: Tensor | None
-    tiles: Tensor | None
-    """int32 [n, 2]: (row, first query); row -1 is padding. None if every row is a decode row."""
-    has_decode_rows: bool
-    """True if some rows may have exactly one query."""
-    long_rows: tuple[LongRow, ...]
-    """Rows without tiles, long enough for cuDNN attention; only in steps that are not captured."""
-    shared_len: Tensor | None
-    """int32 [1], decode steps only: length of the prefix shared by all rows."""
-    decode_rows: Tensor | None
-    """int32 [LIST_COLUMNS, n]: the decode rows, longest first (see decode_rule.py)."""
-    context_parts: int
-    """Split KV: programs that share the keys of one tile. Above 1 only if decode rows are tiled too and there
-    is no window."""
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
     rows: PagedRows
-    tiles: Tensor | None
-    has_decode_rows: bool
+    step: TiledRows
     window: int
-    long_rows: tuple[LongRow, ...] = ()
-    shared_len: Tensor | None = None
-    decode_rows: Tensor | None = None
-    context_parts: int = 1
+    """0 for none."""
+    in_parts: bool
+    """True if `step.decode_rows` lists all decode rows in parts of equal size."""
 
 
 class PagedAttention:
@@ -84,51 +62,56 @@ class PagedAttention:
         self.tile_decode_rows = tile_decode_rows
         self.queries_per_tile = self._prefill_tuning(torch.bfloat16).queries_per_tile(self._shape.group)
 
-    def prepare(self, rows: Rows, block_size: int, window: int | None) -> PreparedRows:
+    def prepare(
+        self, rows: AttentionRows, block_size: int, window: int | None, cache_format: CacheFormat = "plain"
+    ) -> PreparedRows:
         from millrace.ops.triton.attention.prefill import PagedRows
+        from millrace.ops.triton.attention.row_parts import list_rows
 
-        shared_len, decode_rows, context_parts = None, None, 1
-        if isinstance(rows, TiledRows) and rows.table_rows is not None:
-            shared_len, decode_rows, context_parts = rows.shared_len, rows.decode_rows, rows.context_parts
-            table_rows, tiles, has_decode_rows, long_rows = (
-                rows.table_rows,
-                rows.tiles,
-                rows.has_decode_rows,
-                rows.long_rows,
-            )
-        else:
-            long_rows, device = (), rows.seq_lens.device
-            table_rows = torch.arange(len(rows.seq_lens_host), dtype=torch.int32, device=device)
-            listed = tiles_of(rows.query_starts_host, self.queries_per_tile, self.tile_decode_rows)
-            tiles = torch.tensor(listed, dtype=torch.int32).to(device, non_blocking=True) if listed else None
-            starts = rows.query_starts_host
-            has_decode_rows = any(end - start == 1 for start, end in zip(starts, starts[1:], strict=False))
-            has_decode_rows = has_decode_rows and not self.tile_decode_rows
-        paged = PagedRows(rows.query_starts, rows.seq_lens, table_rows, rows.block_tables)
-        return PreparedRows(
-            paged, tiles, has_decode_rows, window or 0, long_rows, shared_len, decode_rows, context_parts
+        step = self._tiled(rows) if isinstance(rows, PlainRows) else rows
+        paged = PagedRows(step.query_starts, step.seq_lens, step.table_rows, step.block_tables)
+        few, num_rows, queries_per_row = None, step.seq_lens.shape[0], step.queries_per_row
+        if step.has_decode_rows and step.shared_len is None:
+            few = few_rows(self._shape, num_rows, step.seq_lens.device, cache_format, queries_per_row)
+        if few is not None:
+            lengths = step.lengths_of_row
+            listed = list_rows(paged, few.entries, window or 0, queries_per_row=queries_per_row, lengths_of_row=lengths)
+            step = replace(step, decode_rows=listed)
+        return PreparedRows(paged, step, window or 0, few is not None)
+
+    def _tiled(self, rows: PlainRows) -> TiledRows:
+        device, starts = rows.seq_lens.device, rows.query_starts_host
+        tiles = tiles_of(starts, self.queries_per_tile, self.tile_decode_rows)
+        has_single = any(end - start == 1 for start, end in zip(starts, starts[1:], strict=False))
+        return TiledRows(
+            rows.query_starts,
+            rows.seq_lens,
+            rows.block_tables,
+            table_rows=torch.arange(len(rows.seq_lens_host), dtype=torch.int32, device=device),
+            tiles=torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True) if tiles else None,
+            has_decode_rows=has_single and not self.tile_decode_rows,
         )
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows) -> Tensor:
-        shape, long_rows = self._shape, prepared.long_rows
+        shape, long_rows = self._shape, prepared.step.long_rows
         if len(long_rows) == 1 and long_rows[0].num_queries == queries.shape[0]:
             return attend_long_row(queries, kv, prepared.rows, long_rows[0], shape)
         out = torch.empty((queries.shape[0], shape.num_heads * shape.head_dim), dtype=queries.dtype, device=kv.device)
         for row in long_rows:
             tokens = slice(row.first_token, row.first_token + row.num_queries)
             out[tokens] = attend_long_row(queries, kv, prepared.rows, row, shape)
-        if prepared.tiles is not None:
-            self._attend_tiles(queries, kv, out, prepared, prepared.tiles)
-        if prepared.shared_len is not None:
-            self._attend_shared(queries, kv, out, prepared, prepared.shared_len)
-        elif prepared.has_decode_rows:
+        if prepared.step.tiles is not None:
+            self._attend_tiles(queries, kv, out, prepared, prepared.step.tiles)
+        if prepared.step.shared_len is not None:
+            self._attend_shared(queries, kv, out, prepared, prepared.step.shared_len)
+        elif prepared.step.has_decode_rows:
             self._attend_decode_rows(queries, kv, out, prepared)
         return out
 
     def _attend_tiles(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, tiles: Tensor) -> None:
         from millrace.ops.triton.attention import prefill as kernels
 
-        tuning, parts = self._prefill_tuning(queries.dtype, is_fp8(kv)), prepared.context_parts
+        tuning, parts = self._prefill_tuning(queries.dtype, is_fp8(kv)), prepared.step.context_parts
         split = kernels.ContextSplit(parts, self._split_workspace(kv.device)) if parts > 1 else None
         kernels.prefill(queries, kv, out, tiles, prepared.rows, self._shape, tuning, prepared.window, split)
 
@@ -136,7 +119,9 @@ class PagedAttention:
         from millrace.ops.triton.attention import prefill as kernels
 
         shape, num_rows = self._shape, prepared.rows.seq_lens.shape[0]
-        listed = prepared.decode_rows if takes_list(num_rows * shape.num_kv_heads, format_of(kv), kv.device) else None
+        queries_per_row, listed = prepared.step.queries_per_row, prepared.step.decode_rows
+        if not prepared.in_parts and not takes_list(num_rows * shape.num_kv_heads, format_of(kv), kv.device):
+            listed = None
         kernels.decode(
             queries,
             kv,
@@ -144,10 +129,12 @@ class PagedAttention:
             prepared.rows,
             shape,
             self._split_workspace(kv.device),
-            self._decode_tuning(num_rows, queries, kv, listed is not None),
+            self._decode_tuning(num_rows, queries, kv, listed, queries_per_row),
             prepared.window,
-            all_single=prepared.tiles is None and not prepared.long_rows,
+            all_single=prepared.step.tiles is None and not prepared.step.long_rows,
             listed=listed,
+            queries_per_row=queries_per_row,
+            lengths_of_row=prepared.step.lengths_of_row,
         )
 
     def _attend_shared(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, length: Tensor) -> None:
@@ -170,8 +157,11 @@ class PagedAttention:
             self._workspace = SplitWorkspace(SPLIT_CELLS, self._shape, device)
         return self._workspace
 
-    def _decode_tuning(self, num_rows: int, queries: Tensor, kv: Tensor, listed: bool = False) -> DecodeTuning:
-        return decode_tuning(self._shape, num_rows, queries.dtype, queries.device, format_of(kv), listed)
+    def _decode_tuning(
+        self, num_rows: int, queries: Tensor, kv: Tensor, listed: Tensor | None = None, queries_per_row: int = 1
+    ) -> DecodeTuning:
+        is_listed, device = listed is not None, queries.device
+        return decode_tuning(self._shape, num_rows, queries.dtype, device, format_of(kv), is_listed, queries_per_row)
 
     def _prefill_tuning(self, dtype: torch.dtype, fp8: bool = False) -> PrefillTuning:
         """`block_m` does not depend on the dtype: the host computes tiles without knowing it."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.ops.attention.rows import Rows
+from millrace.ops.attention.rows import AttentionRows, PlainRows, plain_rows
 from millrace.ops.elementwise.softcap import softcap as apply_softcap
-from millrace.ops.kv.cache import read_kv
+from millrace.ops.kv.cache import CacheFormat, read_kv
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedReference:
-    rows: Rows
+    rows: PlainRows
     block_size: int
     window: int | None
 
@@ -29,8 +29,10 @@ class ReferenceAttention:
         self.scale = scale
         self.softcap = softcap
 
-    def prepare(self, rows: Rows, block_size: int, window: int | None) -> PreparedReference:
-        return PreparedReference(rows, block_size, window)
+    def prepare(
+        self, rows: AttentionRows, block_size: int, window: int | None, cache_format: CacheFormat = "plain"
+    ) -> PreparedReference:
+        return PreparedReference(plain_rows(rows), block_size, window)
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedReference) -> Tensor:
         rows = prepared.rows

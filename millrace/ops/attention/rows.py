@@ -6,27 +6,81 @@ tokens. When attention runs, the cache already holds the keys and values of all 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from millrace.ops.attention.long_rows import LongRow
+from millrace.ops.kv.cache import CacheFormat
 
-class Rows(Protocol):
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
     query_starts: Tensor
     """int32 [n + 1]"""
     seq_lens: Tensor
-    """int32 [n]"""
+    """int32 [n]: tokens of the row in the cache after this step has written its own."""
     block_tables: Tensor
-    """int32 [n, W]; 0 after a row's last block."""
+    """int32 [groups, n, W], one table per KV group, or that of a single group [n, W], as `Attention.prepare` takes it;
+    0, the scratch block, after a row's last block."""
+
+    def of_group(self, group: int) -> Self:
+        return replace(self, block_tables=self.block_tables[group])
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRows(_Rows):
+    """Rows whose lengths the host knows, so that no device tensor is read on the host. Row i has table row i."""
+
     query_starts_host: list[int]
     seq_lens_host: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TiledRows(_Rows):
+    """Rows with precomputed tiles, whose lengths are known only on the device. A captured graph needs them, because its
+    launches cannot change. Only paged attention takes them."""
+
+    table_rows: Tensor
+    """int32 [n]: the row of `block_tables` that each row reads; the tables are those of all rows."""
+    tiles: Tensor | None = None
+    """int32 [tiles, 2]: (row, first query); row -1 is padding. None if every row is a decode row."""
+    has_decode_rows: bool = True
+    """True if some rows may have exactly `queries_per_row` queries and no tiles."""
+    long_rows: tuple[LongRow, ...] = ()
+    """Rows without tiles, long enough for cuDNN attention; only in steps that are not captured."""
+    shared_len: Tensor | None = None
+    """int32 [1], decode steps only: length of the prefix shared by all rows."""
+    decode_rows: Tensor | None = None
+    """int32 [LIST_COLUMNS, n]: the decode rows, longest first (see decode_rule.py)."""
+    context_parts: int = 1
+    """Split KV: programs that share the keys of one tile. Above 1 only if decode rows are tiled too and there
+    is no window."""
+    queries_per_row: int = 1
+    """Queries of a decode row. Above 1, all rows without tiles are decode rows."""
+    lengths_of_row: Tensor | None = None
+    """int32, sequence lengths by row of the block tables; those in `decode_rows` are then upper bounds."""
+
+
+AttentionRows = PlainRows | TiledRows
+
+
+def plain_rows(rows: AttentionRows) -> PlainRows:
+    if not isinstance(rows, PlainRows):
+        raise TypeError("only paged attention takes rows whose lengths the host does not know")
+    return rows
 
 
 class Attention(Protocol):
     """Causal attention. A query at position p sees keys k <= p, and with a window only those with p - k < window."""
 
-    def prepare(self, rows: Rows, block_size: int, window: int | None) -> Any:
-        """Compute once per step what all layers with this window share."""
+    def prepare(
+        self, rows: AttentionRows, block_size: int, window: int | None, cache_format: CacheFormat = "plain"
+    ) -> Any:
+        """Compute once per step what all layers with this window share. On a GPU at least one other kernel must run
+        before attention: attention reads some of it before the kernel before it has ended. The format of the cache
+        decides how rows are split, which any format could be."""
         ...
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: Any) -> Tensor:

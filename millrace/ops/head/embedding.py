@@ -17,29 +17,47 @@ from torch.nn import functional as F
 
 from millrace.ops.base.version import Version
 from millrace.ops.cpp.native import DTYPES, native_missing
-from millrace.ops.linear.dense import Head, InvariantLinear, PlainLinear, TiledLinear, TunedLinear
+from millrace.ops.linear.dense import Head, InvariantLinear, NativeParts, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.linear.stored import StoredLinear, StoredWeight, native_linear
 from millrace.ops.triton import hopper_missing, triton_missing
 
-Embedding = Callable[[Tensor], Tensor]
+
+class Embedding(Protocol):
+    @property
+    def matrix(self) -> Tensor | None:
+        """[vocab, hidden] if it is a plain matrix, else None."""
+        ...
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden]"""
+        ...
 
 
 class TiedEmbedding(Protocol):
     head: Head
-
-    def rows(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden]"""
-        ...
+    rows: Embedding
 
 
 class PlainEmbedding:
     """Rows of a plain matrix, which is not copied."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+        self.matrix = weight
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        return F.embedding(token_ids, self.matrix)
+
+
+class NativeEmbedding:
+    """Rows of a packed matrix."""
+
+    matrix = None
+
+    def __init__(self, linear: NativeParts) -> None:
+        self._linear = linear
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._linear.take_rows(token_ids)
 
 
 class NativeTiedEmbedding:
@@ -47,9 +65,7 @@ class NativeTiedEmbedding:
 
     def __init__(self, weight: Tensor | StoredWeight) -> None:
         self.head = native_linear(weight)
-
-    def rows(self, token_ids: Tensor) -> Tensor:
-        return self.head.take_rows(token_ids)
+        self.rows = NativeEmbedding(self.head)
 
 
 class PlainTiedEmbedding:
@@ -62,7 +78,7 @@ VERSIONS = (
     Version(
         op="embedding",
         name="native",
-        make=lambda weight: StoredLinear(weight).take_rows,
+        make=lambda weight: NativeEmbedding(StoredLinear(weight)),
         when="for a stored matrix: rows are unpacked as they are read",
         devices=("cpu",),
         dtypes=tuple(DTYPES),

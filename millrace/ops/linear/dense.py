@@ -1,4 +1,4 @@
-"""A linear layer: y = x W^T + b.
+"""A linear layer: y = x W^T + b, optionally plus an addend.
 
 make(weight, bias) -> Linear. The weight [N, K] is contiguous and in the model's dtype; a version that repacks it keeps
 no reference to it.
@@ -7,8 +7,9 @@ no reference to it.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,56 +35,73 @@ MIN_ROWS_TO_ADD = 1024
 step of 1,024 tokens, 0.7 to 1% at 8,192, nothing measurable at 512 (8B and 0.6B models, H200)."""
 
 
-class Linear(Protocol):
+class Linear(ABC):
+    """Base of all versions, which declare here what they can do beyond a plain product."""
+
     num_bytes: int
     """Bytes of weight, scales and bias, without a few KiB of counters and scratch."""
+    takes_fp8: bool = False
+    """True if the input should be `Quantised`."""
+    has_decode_kernel: bool = False
+    """True if `decode` uses another kernel than a call; its results then differ."""
 
-    @property
-    def takes_fp8(self) -> bool:
-        """True if the input should be `Quantised`."""
+    @abstractmethod
+    def __call__(self, x: Any, addend: Tensor | None = None) -> Tensor:
+        """[T, K] -> [T, N]. The input is a Tensor or, if `takes_fp8`, `Quantised`. The sums start from `addend` [T, N],
+        if given, and are rounded once where the version can do so."""
         ...
 
-    def __call__(self, x: Any) -> Tensor:
-        """[T, K] -> [T, N]. The input is a Tensor or, if `takes_fp8`, `Quantised`."""
-        ...
-
-
-class Head(Linear, Protocol):
-    """The LM head. Its logits are float32: rounding to the model's dtype could make different ones equal."""
-
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Same as a call, but in float32, without rounding to the model's dtype where the version can avoid it.
-        A version may write to `out`, float32 [T, N], or ignore it; use the returned tensor."""
-        ...
-
-
-@runtime_checkable
-class ResidualAdder(Protocol):
-    """A linear that can add its result to the residual, so that the norm after it need not."""
+    def decode(self, x: Any) -> Tensor:
+        """The product for decode rows."""
+        return self(x)
 
     def adds(self, rows: int) -> bool:
-        """True if `add_to` is faster for this number of rows than leaving the addition to the norm."""
-        ...
+        """True if `add_to` is faster for this number of rows than leaving the addition to the norm after it."""
+        return False
 
     def add_to(self, x: Any, total: Tensor) -> None:
         """total [T, N] += self(x), added in float32 and rounded once. Only if `adds` returned true."""
+        raise NotImplementedError
+
+
+class Head(Linear):
+    """A linear that can be the LM head. Its logits are float32: rounding to the model's dtype could make different ones
+    equal."""
+
+    @abstractmethod
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
+        """Same as a call, or as `decode`, but in float32, without rounding to the model's dtype where the version can
+        avoid it. A version may write to `out`, float32 [T, N], or ignore it; use the returned tensor."""
         ...
 
+    def draws(self, rows: int) -> bool:
+        """True if `draw` is faster for this number of rows than computing logits and argmax."""
+        return False
 
-class PlainLinear:
+    def draw(self, x: Tensor, vocab_size: int, to: DrawnTokens) -> None:
+        """Draw the first token with the highest logit, among the first `vocab_size`, for each row of x, without writing
+        logits. Only if `draws` returned true."""
+        raise NotImplementedError
+
+    def _plus(self, x: Tensor, addend: Tensor) -> Tensor:
+        return self.wide(x).add_(addend).to(addend.dtype)
+
+
+class PlainLinear(Head):
     """The reference: torch's own linear."""
-
-    takes_fp8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        if addend is None:
+            return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias).add_(addend).to(addend.dtype)
 
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         return linear_float32(x, self.weight, self.bias, out)
 
 
@@ -97,11 +115,9 @@ def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor |
     return out if bias is None else out.add_(bias)
 
 
-class NativeParts:
+class NativeParts(Head):
     """A linear layer in C++ over packed parts, consecutive along the outputs. Each weight is read once per call, and
     the order of summation does not depend on the number of rows."""
-
-    takes_fp8 = False
 
     def __init__(
         self, parts: Sequence[tuple[int, int, Tensor]], in_features: int, dtype: torch.dtype, bias: Tensor | None
@@ -128,14 +144,13 @@ class NativeParts:
         self._address = ctypes.addressof(self.native)
         self.num_bytes = sum(packed.nbytes for packed in self._packed) + (0 if bias is None else bias.nbytes)
         self.has_decode_kernel = bool(kernels.with_gil.has_decode_kernel(self._address))
-        """True if `decode` uses another kernel than a call; its results then differ."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self.dtype, False)
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        return self._multiply(x, self.dtype, False) if addend is None else self._plus(x, addend)
 
     def decode(self, x: Tensor) -> Tensor:
-        """The product for decode rows. Over quantised weights it uses the kernel of cpp/linear/linear_decode.h: faster
-        for few rows, and it rounds less, so results differ from those of a call."""
+        """Over quantised weights this uses the kernel of cpp/linear/linear_decode.h: faster for few rows, and it rounds
+        less, so results differ from those of a call."""
         return self._multiply(x, self.dtype, True)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
@@ -178,48 +193,46 @@ def pack_plain(weight: Tensor) -> Tensor:
     return packed
 
 
-class PackedLinear:
+class PackedLinear(Head):
     """oneDNN over a weight in oneDNN's blocked layout: no reordering per call, about twice as fast for few rows."""
-
-    takes_fp8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
         self.bias = bias
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        if addend is not None:
+            return self._plus(x, addend)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return result
 
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         return self(x).float()
 
 
-class TiledLinear:
+class TiledLinear(Head):
     """Calls another linear with exactly `TILE_ROWS` rows at a time, so that the order of summation never changes."""
-
-    takes_fp8 = False
 
     def __init__(self, inner: Linear) -> None:
         self.inner = inner
         self.num_bytes = inner.num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        if addend is not None:
+            return self._plus(x, addend)
         rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
         tiles = [self.inner(tile) for tile in torch.split(padded, TILE_ROWS)]
         return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
 
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         return self(x).float()
 
 
-class TunedLinear:
+class TunedLinear(Head):
     """Uses what was measured fastest for this weight size and number of rows: a Triton kernel with given tiles, or
     cuBLASLt with a given algorithm. Falls back to torch's linear."""
-
-    takes_fp8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, tiles: TilesByRows | None = None) -> None:
         from millrace.ops.triton.gemm import choice as gemm_choice
@@ -235,7 +248,9 @@ class TunedLinear:
         self._chosen_wide = measured_product(weight, bias, wide=True)
         self._head_tiles = gemm_choice.measured_head(weight, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        if addend is not None:
+            return torch.addmm(addend, x, self.weight.t()) if self.bias is None else self._plus(x, addend)
         tiles = self._tiles.of(x.shape[0])
         if tiles is not None:
             return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
@@ -249,7 +264,7 @@ class TunedLinear:
         if not self._chosen.add_to(x, total):
             total.addmm_(x, self.weight.t())
 
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         tiles = self._tiles.of(x.shape[0])
         if tiles is not None:
             return self._multiply(
@@ -269,11 +284,9 @@ class TunedLinear:
         greedy_head(x, self.weight, HeadTile(*tile), to, vocab_size)
 
 
-class InvariantLinear:
+class InvariantLinear(Head):
     """A Triton kernel that splits sums by the weight's size only, so that a row's result does not depend on the
     batch."""
-
-    takes_fp8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         from millrace.ops.triton.gemm import choice as gemm_choice
@@ -285,11 +298,13 @@ class InvariantLinear:
         self._multiply, self._choose = gemm.multiply, gemm_choice.invariant
         self._counters = gemm_choice.invariant_counters(weight.shape[0], weight.device)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        if addend is not None:
+            return self._plus(x, addend)
         tiles = self._choose(x.shape[0], self.weight)
         return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
 
-    def wide(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         tiles, wide = self._choose(x.shape[0], self.weight), torch.float32
         return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters, out_dtype=wide, out=out)
 

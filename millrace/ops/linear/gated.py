@@ -6,16 +6,16 @@ the op of that name for the same activation; the composed version calls both and
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from millrace.ops.base.activation_kind import Activation
-from millrace.ops.base.quantised import Quantised
 from millrace.ops.base.version import Shape, Version
-from millrace.ops.linear.dense import Linear, NativeParts
+from millrace.ops.linear.dense import Linear
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.triton import hopper_missing
 
@@ -27,41 +27,43 @@ Gated = Callable[..., Any]
 """(gate_up [T, 2 I], quantise=False) -> [T, I] as Tensor or Quantised"""
 
 
-class GatedLinear(Protocol):
-    num_bytes: int
+class GatedLinear(ABC):
+    """Base of all versions: the two ops that a version may fuse."""
 
-    @property
-    def takes_fp8(self) -> bool: ...
+    def __init__(self, linear: Linear, gated: Gated) -> None:
+        self.linear, self._gated = linear, gated
+        self.num_bytes, self.takes_fp8 = linear.num_bytes, linear.takes_fp8
+        self.has_decode_kernel = linear.has_decode_kernel
 
-    def __call__(self, x: Any, quantise: bool = False) -> Tensor | Quantised:
-        """[T, K] -> [T, I]. With `quantise` the result is for an FP8 linear: `Quantised`, or a Tensor where it is
-        faster to let that linear quantise it."""
-        ...
+    def __call__(self, x: Any, quantise: bool = False, addend: Tensor | None = None) -> Any:
+        """[T, K] -> [T, I], as Tensor or Quantised. With `quantise` the result is for an FP8 linear: `Quantised`, or a
+        Tensor where it is faster to let that linear quantise it. `addend` [T, 2 I]: added before the activation."""
+        if addend is None:
+            return self._fused(x, quantise)
+        return self._gated(self.linear(x, addend), quantise=quantise)
+
+    @abstractmethod
+    def _fused(self, x: Any, quantise: bool) -> Any: ...
+
+    def decode(self, x: Tensor) -> Any:
+        """The same for decode rows."""
+        return self._gated(self.linear.decode(x)) if self.has_decode_kernel else self(x)
 
 
-class ComposedGatedLinear:
+class ComposedGatedLinear(GatedLinear):
     """The reference: a linear layer, then the gated activation."""
 
     def __init__(
         self, weight: Any, bias: Tensor | None, activation: Activation, linear: MakeLinear, gated: Gated
     ) -> None:
-        self.linear, self._gated = linear(weight, bias), gated
-        self.num_bytes = self.linear.num_bytes
-        self.takes_fp8 = self.linear.takes_fp8
+        super().__init__(linear(weight, bias), gated)
 
-    def __call__(self, x: Any, quantise: bool = False) -> Any:
+    def _fused(self, x: Any, quantise: bool) -> Any:
         return self._gated(self.linear(x), quantise=quantise)
 
-    def decode(self, x: Tensor) -> Any:
-        """The same for decode rows."""
-        linear = self.linear
-        return self._gated(linear.decode(x) if isinstance(linear, NativeParts) else linear(x))
 
-
-class TunedGatedLinear:
+class TunedGatedLinear(GatedLinear):
     """One fused kernel where that was measured faster: one for few rows, another for many."""
-
-    takes_fp8 = False
 
     def __init__(
         self,
@@ -75,24 +77,23 @@ class TunedGatedLinear:
         from millrace.ops.triton.gemm import choice as gemm_choice
         from millrace.ops.triton.gemm import product as gemm
 
+        super().__init__(linear(weight, bias), gated)
         self._weight, self._bias, self._activation = weight, bias, activation
-        self._linear, self._gated = linear(weight, bias), gated
-        self.num_bytes = self._linear.num_bytes
         self._multiply = gemm.multiply
         self._tiles = tiles or gemm_choice.measured("gated", weight)
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
         self._many_tiles = gemm_choice.measured_many(weight, bias, activation)
 
-    def __call__(self, x: Any, quantise: bool = False) -> Any:
+    def _fused(self, x: Any, quantise: bool) -> Any:
         if quantise:
-            return self._gated(self._linear(x), quantise=True)
+            return self._gated(self.linear(x), quantise=True)
         tiles = self._tiles.of(x.shape[0])
         if tiles is not None:
             return self._multiply(
                 x, self._weight, tiles, bias=self._bias, activation=self._activation, counters=self._counters
             )
         many = self._many_tiles.of(x.shape[0])
-        return self._gated(self._linear(x)) if many is None else self._gated_many(x, many)
+        return self._gated(self.linear(x)) if many is None else self._gated_many(x, many)
 
     def _gated_many(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
         from millrace.ops.triton.gemm.gated_many import gated_many  # slow to import
@@ -100,11 +101,9 @@ class TunedGatedLinear:
         return gated_many(x, self._weight, self._activation, tile)
 
 
-class TunedFp8GatedLinear:
+class TunedFp8GatedLinear(GatedLinear):
     """As TunedGatedLinear, over an FP8 weight. The fused kernel returns the model's dtype, because no program sees
     a whole row, whose scale it would need. Otherwise linear and gated run one after the other, and gated quantises."""
-
-    takes_fp8 = True
 
     def __init__(
         self,
@@ -119,17 +118,16 @@ class TunedFp8GatedLinear:
         from millrace.ops.triton.gemm import product as gemm
 
         made: Any = linear(weight, bias)
-        self._linear, self._gated, self._activation = made, gated, activation
-        self._dtype, self._weight, self._bias = weight.dtype, made.weight, bias
-        self.num_bytes = made.num_bytes
+        super().__init__(made, gated)
+        self._activation, self._dtype, self._weight, self._bias = activation, weight.dtype, made.weight, bias
         self._multiply, self._new_scales = gemm.multiply, gemm.Scales
         self._tiles = tiles or gemm_choice.measured("fp8_gated", weight)
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
 
-    def __call__(self, x: Any, quantise: bool = False) -> Any:
+    def _fused(self, x: Any, quantise: bool) -> Any:
         tiles = None if isinstance(x, Tensor) else self._tiles.of(x.shape[0])
         if tiles is None:
-            return self._gated(self._linear(x), quantise=quantise)
+            return self._gated(self.linear(x), quantise=quantise)
         return self._multiply(
             x.values,
             self._weight.values,

@@ -7,9 +7,10 @@ outputs of a token are summed in the order in which they were chosen, whatever t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Version
 from millrace.ops.elementwise.activation import activate
 from millrace.ops.linear.dense import Linear
+from millrace.ops.moe.router import Route
 from millrace.ops.triton import triton_missing
 
 
@@ -32,23 +34,22 @@ class ExpertWeights:
     """(gate_up, down): Tensors, or any weight that `linear` accepts if the version calls it."""
 
 
-class Experts(Protocol):
+class Experts(ABC):
+    """Base of all versions."""
+
     num_bytes: int
 
+    @abstractmethod
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """x [T, H], weights float32 [T, k], expert_ids int32 or int64 [T, k], distinct within a row -> [T, H]"""
         ...
 
-
-@runtime_checkable
-class RoutingExperts(Protocol):
-    """Experts that also do the routing, in fewer kernels than a separate router."""
-
     def routed(
-        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, unsummed: bool = False
+        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, *, route: Route, unsummed: bool = False
     ) -> Tensor | Unsummed:
-        """x [T, H], router logits [T, E] -> [T, H]. With `unsummed` the sums may be left to the norm that follows."""
-        ...
+        """x [T, H], router logits [T, E] -> [T, H]. A version that does the routing too, in fewer kernels, ignores
+        `route`. With `unsummed` the sums may be left to the norm that follows."""
+        return self(x, *route(logits, top_k, renormalise))
 
 
 MakeLinear = Callable[[Any, Tensor | None], Linear]
@@ -68,7 +69,7 @@ def combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return (by_token.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
 
 
-class LoopExperts:
+class LoopExperts(Experts):
     """The reference: one expert after the other. The host waits for the number of tokens of each expert."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
@@ -92,7 +93,7 @@ class LoopExperts:
         return combine(outputs, order, weights)
 
 
-class StackedExperts:
+class StackedExperts(Experts):
     """Base of the versions that stack all experts into two tensors, [E, 2 I, H] and [E, H, I]."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
@@ -160,7 +161,7 @@ class TritonExperts(StackedExperts):
         return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, None, self._gpu)
 
     def routed(
-        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, unsummed: bool = False
+        self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, *, route: Route, unsummed: bool = False
     ) -> Tensor | Unsummed:
         parts = self._routed(
             x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._counters, gpu=self._gpu

@@ -15,6 +15,7 @@ from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.long_rows import LongRow
+from millrace.ops.attention.rows import TiledRows
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
@@ -112,16 +113,10 @@ class StepWork:
         def part(section: Section) -> Tensor:
             return packet[section.start : section.start + section.length]
 
-        batch = self._gathered(bucket, part)
-        batch.tiles = part(layout.tiles).view(-1, 2) if bucket.tiles else None
-        batch.has_decode_rows = bucket.has_decode_rows and not self._tile_decode_rows
-        batch.long_rows = _bucket_long_rows(bucket) if long_rows is None else long_rows
-        batch.context_parts = bucket.parts
-        batch.shared_len = part(layout.shared_len) if bucket.shares_prefix else None
-        if batch.has_decode_rows and layout.decode_rows.length:
-            batch.decode_rows = part(layout.decode_rows).view(LIST_COLUMNS, -1)
+        rows = self._rows(bucket, part, long_rows)
+        batch = self._gathered(bucket, part, rows)
         if bucket.last_only:
-            batch.last = self._last_tokens(batch, part(layout.last_tokens))
+            batch.last = self._last_tokens(rows, part(layout.last_tokens))
         max_drawn = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)
         both = slice(layout.middle - max_drawn, layout.middle + max_drawn)
         index, out = part(layout.sample_states)[both], self._draw_states[both]
@@ -132,10 +127,27 @@ class StepWork:
         torch.index_select(hidden, 0, index, out=out)
         return hidden
 
-    def _gathered(self, bucket: Bucket, part: Callable[[Section], Tensor]) -> ForwardBatch:
+    def _rows(
+        self, bucket: Bucket, part: Callable[[Section], Tensor], long_rows: tuple[LongRow, ...] | None
+    ) -> TiledRows:
+        layout, has_decode_rows = self._writer.layout(bucket), bucket.has_decode_rows and not self._tile_decode_rows
+        is_listed = has_decode_rows and layout.decode_rows.length > 0
+        return TiledRows(
+            part(layout.query_starts),
+            part(layout.seq_lens),
+            self._table.block_tables,
+            table_rows=part(layout.table_rows),
+            tiles=part(layout.tiles).view(-1, 2) if bucket.tiles else None,
+            has_decode_rows=has_decode_rows,
+            long_rows=_bucket_long_rows(bucket) if long_rows is None else long_rows,
+            shared_len=part(layout.shared_len) if bucket.shares_prefix else None,
+            decode_rows=part(layout.decode_rows).view(LIST_COLUMNS, -1) if is_listed else None,
+            context_parts=bucket.parts,
+        )
+
+    def _gathered(self, bucket: Bucket, part: Callable[[Section], Tensor], rows: TiledRows) -> ForwardBatch:
         """The model inputs, which the step's first kernels gather from the packet and the request table."""
         layout, table, size = self._writer.layout(bucket), self._table, bucket.tokens
-        query_starts, table_rows = part(layout.query_starts), part(layout.table_rows)
         token_ids, positions, offsets = self._token_ids[:size], self._positions[:size], self._offsets[:size]
         block_ids = self._block_ids[:, :size]
         updates = Updates(
@@ -148,9 +160,9 @@ class StepWork:
         embedded, angles = gather(
             tokens_in=part(layout.tokens_in),
             token_rows=None if bucket.is_decode else part(layout.token_rows),
-            table_rows=table_rows,
+            table_rows=rows.table_rows,
             starts=part(layout.starts),
-            query_starts=query_starts,
+            query_starts=rows.query_starts,
             last_tokens=table.last_tokens,
             tables=table.block_tables,
             updates=updates,
@@ -166,28 +178,14 @@ class StepWork:
             positions=positions,
             block_ids=block_ids,
             offsets=offsets,
-            query_starts=query_starts,
-            seq_lens=part(layout.seq_lens),
-            block_tables=table.block_tables,
-            max_query_len=0,  # unknown when the graph is captured, like the host lists
-            max_seq_len=0,
-            query_starts_host=[],
-            seq_lens_host=[],
-            table_rows=table_rows,
+            rows=rows,
             embedded=embedded,
             angles=None if angles is None else angles.unbind(0),
         )
 
-    def _last_tokens(self, batch: ForwardBatch, index: Tensor) -> LastTokens:
-        return LastTokens(
-            index=index,
-            query_starts=self._row_numbers[: len(index) + 1],
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            query_starts_host=[],
-            seq_lens_host=[],
-            table_rows=batch.table_rows,
-        )
+    def _last_tokens(self, rows: TiledRows, index: Tensor) -> LastTokens:
+        query_starts = self._row_numbers[: len(index) + 1]
+        return LastTokens(index, TiledRows(query_starts, rows.seq_lens, rows.block_tables, rows.table_rows))
 
     def head(self, head: Head) -> Tensor:
         """Draw a token from each hidden state of a group; `drawn` gives access to the tokens. Returns the logits

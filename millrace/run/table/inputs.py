@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace.models.batch import ForwardBatch, LastTokens
+from millrace.ops.attention.rows import PlainRows, plain_rows
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
@@ -30,20 +31,19 @@ def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_siz
     rows_of, places = rows_of.long(), places.long()
     tokens_in = tokens_in.long()
     token_ids = torch.where(tokens_in == ON_DEVICE, table.last_tokens[rows_of], tokens_in)
-    max_seq_len = int(seq_lens.max())
-    width = -(-max_seq_len // block_size)
+    width = -(-int(seq_lens.max()) // block_size)
     return ForwardBatch(
         token_ids=token_ids,
         positions=places,
         block_ids=table.block_tables[:, rows_of, places // block_size].long(),
         offsets=places % block_size,
-        query_starts=starts_d,
-        seq_lens=lens_d,
-        block_tables=table.block_tables[:, rows_d.long(), :width],
-        max_query_len=int(plan.counts.max()),
-        max_seq_len=max_seq_len,
-        query_starts_host=query_starts.tolist(),
-        seq_lens_host=seq_lens.tolist(),
+        rows=PlainRows(
+            starts_d,
+            lens_d,
+            table.block_tables[:, rows_d.long(), :width],
+            query_starts_host=query_starts.tolist(),
+            seq_lens_host=seq_lens.tolist(),
+        ),
     )
 
 
@@ -59,35 +59,36 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
     tokens = host_tokens(plan, table, query_starts)
     token_ids = np.where(tokens == ON_DEVICE, table.last_tokens.numpy()[rows_of], tokens)
     tables = table.block_tables.numpy()
-    max_seq_len = int(seq_lens.max())
+    width = -(-int(seq_lens.max()) // block_size)
     return ForwardBatch(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
         block_ids=torch.from_numpy(tables[:, rows_of, positions // block_size].astype(np.int64)),
         offsets=torch.from_numpy(positions % block_size),
-        query_starts=torch.from_numpy(query_starts),
-        seq_lens=torch.from_numpy(seq_lens),
-        block_tables=torch.from_numpy(tables[:, plan.rows, : -(-max_seq_len // block_size)]),
-        max_query_len=int(plan.counts.max()),
-        max_seq_len=max_seq_len,
-        query_starts_host=query_starts.tolist(),
-        seq_lens_host=seq_lens.tolist(),
+        rows=PlainRows(
+            torch.from_numpy(query_starts),
+            torch.from_numpy(seq_lens),
+            torch.from_numpy(tables[:, plan.rows, :width]),
+            query_starts_host=query_starts.tolist(),
+            seq_lens_host=seq_lens.tolist(),
+        ),
         decodes=positions >= table.num_prompt[rows_of],
     )
 
 
 def last_tokens(batch: ForwardBatch, due: Int64s, device: Device) -> LastTokens:
     """The last tokens of the rows with index `due` in the batch."""
-    index = np.asarray(batch.query_starts_host, np.int64)[due + 1] - 1
-    chosen, rows = device.upload(np.stack([index, due]).astype(np.int32)).long()
-    return LastTokens(
-        index=chosen,
-        query_starts=torch.arange(len(due) + 1, dtype=torch.int32, device=device.torch_device),
-        seq_lens=batch.seq_lens[rows],
-        block_tables=batch.block_tables[:, rows],
+    rows = plain_rows(batch.rows)
+    index = np.asarray(rows.query_starts_host, np.int64)[due + 1] - 1
+    chosen, kept = device.upload(np.stack([index, due]).astype(np.int32)).long()
+    own = PlainRows(
+        torch.arange(len(due) + 1, dtype=torch.int32, device=device.torch_device),
+        rows.seq_lens[kept],
+        rows.block_tables[:, kept],
         query_starts_host=list(range(len(due) + 1)),
-        seq_lens_host=[batch.seq_lens_host[row] for row in due.tolist()],
+        seq_lens_host=[rows.seq_lens_host[row] for row in due.tolist()],
     )
+    return LastTokens(chosen, own)
 
 
 def host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:

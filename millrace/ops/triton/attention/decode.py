@@ -81,7 +81,8 @@ def _decode_kernel(
     listed_ptr, lengths_ptr, query_starts, seq_lens, table_rows, tables,
     shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
     softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN: tl.constexpr, GP: tl.constexpr,
+    GJ: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr,
     HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
@@ -91,9 +92,12 @@ def _decode_kernel(
     """The last split of a row and head to arrive combines all of them. PARTS: how many are combined at once. LISTED:
     rows come from a list.
 
-    The QUERIES queries of a row, times the GROUP heads of a KV head, are the vectors of a program: vector g is query
-    g // GROUP. The last query sees all keys of the row, each one before it sees one key less."""
-    head = tl.program_id(0)
+    Of the QUERIES queries of a row a program has OWN; these, times the GROUP heads of a KV head, are its vectors:
+    vector g is its query g // GROUP. The programs of a row's other queries run beside it and find the keys in L2. The
+    last query sees all keys of the row, each one before it sees one key less."""
+    TURNS: tl.constexpr = (QUERIES + OWN - 1) // OWN
+    head = tl.program_id(0) // TURNS
+    turn = tl.program_id(0) % TURNS
     row = tl.program_id(1)
     split = tl.program_id(2)
     first_cell = row * splits
@@ -160,24 +164,26 @@ def _decode_kernel(
     if not is_single:
         return
 
-    VECTORS: tl.constexpr = GROUP * QUERIES
+    VECTORS: tl.constexpr = GROUP * OWN
     part = tl.arange(0, PART)
     g = tl.arange(0, GP)
     heads = head * GROUP + g % GROUP
-    tokens = start.to(tl.int64) + g // GROUP
+    queries = turn * OWN + g // GROUP
+    is_query = (g < VECTORS) & (queries < QUERIES)
+    tokens = start.to(tl.int64) + queries
     q_at = q_ptr + tokens * q_stride + heads * D
-    limits = last - (QUERIES - 1) + g // GROUP
+    limits = last - (QUERIES - 1) + queries
     # Padding heads give every key weight 0: products with zeros draw less power, which is what limits the GPU here.
-    m = tl.where(g < VECTORS, float("-inf"), NO_WEIGHT)
+    m = tl.where(is_query, float("-inf"), NO_WEIGHT)
     if SWAP:
-        mine = (g < VECTORS)[None, :] & (part < D)[:, None]
+        mine = is_query[None, :] & (part < D)[:, None]
         q = _load_queries(q_at[None, :] + part[:, None], mine, D, FORMAT)
         z = tl.zeros([TILE, GP], tl.float32)
         acc = _zeros(DP, GP, FORMAT)
     else:
-        mine = (g < VECTORS)[:, None] & (part < D)[None, :]
+        mine = is_query[:, None] & (part < D)[None, :]
         q = _load_queries(q_at[:, None] + part[None, :], mine, D, FORMAT)
-        z = tl.where(g < VECTORS, 0.0, 1.0)
+        z = tl.where(is_query, 0.0, 1.0)
         acc = _zeros(GP, PART, FORMAT)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         keys = at + tl.arange(0, TILE)
@@ -215,7 +221,7 @@ def _decode_kernel(
     if QUERIES > 1:
         z = tl.where(z > 0.0, z, 1.0)  # a query may see no key of this split
     d = tl.arange(0, DP)
-    out_mask = (g < VECTORS)[:, None] & (d < D)[None, :]
+    out_mask = is_query[:, None] & (d < D)[None, :]
 
     if SHARED_PARTS > 0:
         shared_cell = (row * KV_HEADS + head) * SHARED_PARTS
@@ -235,10 +241,10 @@ def _decode_kernel(
             mask=out_mask,
         )
         return
-    cell = first_cell * KV_HEADS + head * splits
+    cell = (first_cell * KV_HEADS + head * splits) * TURNS + turn * splits
     part_at = (cell + split).to(tl.int64) * (GP * DP) + g[:, None] * DP + d[None, :]
     tl.store(partial_ptr + part_at, sums / z[:, None], mask=out_mask)
-    tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=g < VECTORS)
+    tl.store(lse_ptr + (cell + split) * GP + g, m + tl.math.log2(z), mask=is_query)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + cell, 1, sem="acq_rel")
     if arrived != active - 1:
@@ -246,11 +252,12 @@ def _decode_kernel(
     tl.store(arrivals_ptr + cell, 0)
     joined = _join(partial_ptr, lse_ptr, cell, active, d, VECTORS, GJ, GP, DP, PARTS)
     j = tl.arange(0, GJ)
-    to = (start.to(tl.int64) + j // GROUP) * (KV_HEADS * GROUP * D) + (head * GROUP + j % GROUP) * D
+    query = turn * OWN + j // GROUP
+    to = (start.to(tl.int64) + query) * (KV_HEADS * GROUP * D) + (head * GROUP + j % GROUP) * D
     tl.store(
         out_ptr + to[:, None] + d[None, :],
         joined.to(out_ptr.dtype.element_ty),
-        mask=(j < VECTORS)[:, None] & (d < D)[None, :],
+        mask=((j < VECTORS) & (query < QUERIES))[:, None] & (d < D)[None, :],
     )
 
 
@@ -280,11 +287,11 @@ class SplitWorkspace:
     """Buffers for the partial results of splits, shared by all layers, which run one after the other. They never move,
     so captured graphs stay valid."""
 
-    def __init__(self, cells: int, shape: HeadShape, device: torch.device, queries_per_row: int = 1) -> None:
+    def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
         """`cells`: maximum number of splits summed over KV heads and rows, without rows that are not split."""
-        padded = padded_vectors(shape, queries_per_row)
+        padded = padded_vectors(shape)
         width = padded_dim(shape.head_dim)
-        self.cells, self.vectors = cells, padded
+        self.cells = cells
         self.partial = torch.empty(cells * padded * width, dtype=torch.float32, device=device)
         self.lse = torch.empty(cells * padded, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(cells, dtype=torch.int32, device=device)
@@ -337,27 +344,27 @@ def decode(
     `ops/attention/decode_rule.py`. `lengths_of_row` int32: the rows' lengths, by row of the block tables. Lengths in
     the list are then only upper bounds."""
     num_rows = rows.seq_lens.shape[0]
-    vectors = int(triton.next_power_of_2(shape.group * queries_per_row))
+    own = shape.queries_per_program(queries_per_row)
+    turns = -(-queries_per_row // own)
+    vectors = int(triton.next_power_of_2(shape.group * own))
     if shared is not None and (queries_per_row > 1 or lengths_of_row is not None):
         raise ValueError("with a shared prefix rows have one query, and lengths from the host")
     if shared is not None and (tuning.splits > 1 or window or listed is not None):
         raise ValueError("a shared prefix cannot be combined with splits, a window or a list of rows")
     if tuning.swap and format_of(kv) != "plain":
         raise ValueError("swapped operands need a plain KV cache")
-    if workspace.vectors < vectors:
-        raise ValueError(f"the workspace is for {workspace.vectors} vectors per KV head, not {vectors}")
-    if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * tuning.splits > workspace.cells:
+    if listed is None and tuning.splits > 1 and num_rows * shape.num_kv_heads * turns * tuning.splits > workspace.cells:
         raise ValueError(f"{num_rows} rows in {tuning.splits} splits do not fit the workspace")
     grid = (num_rows, tuning.splits) if listed is None else (listed.shape[1], 1)
-    _decode_kernel[(shape.num_kv_heads, *grid)](
+    _decode_kernel[(shape.num_kv_heads * turns, *grid)](
         queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
         listed, lengths_of_row, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
         None if shared is None else shared.lse,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
         tuning.min_tiles if listed is None else 1,
-        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, QUERIES=queries_per_row,
-        GP=padded_vectors(shape, queries_per_row), GJ=vectors, **cache_sizes(kv, shape),
+        KV_HEADS=shape.num_kv_heads, GROUP=shape.group, QUERIES=queries_per_row, OWN=own,
+        GP=padded_vectors(shape), GJ=vectors, **cache_sizes(kv, shape),
         TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),
         PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype], STAGES=tuning.stages,

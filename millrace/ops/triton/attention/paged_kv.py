@@ -259,6 +259,8 @@ def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, BS:
         return (tl.load(v_ptr + where, mask=(d < D)[None, :], other=0.0),)
 
 
+TILE_VECTORS = 16
+"""Vectors on the shorter side of a matrix instruction."""
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -285,10 +287,14 @@ class HeadShape:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    def queries_per_program(self, queries_per_row: int) -> int:
+        """Queries of a decode row in one program: as many as fill one side of a matrix instruction."""
+        return max(1, min(queries_per_row, TILE_VECTORS // self.group))
 
-def padded_vectors(shape: HeadShape, queries_per_row: int = 1) -> int:
-    """Query vectors of a row and KV head, rounded up to a side of a matrix instruction."""
-    return max(16, int(triton.next_power_of_2(shape.group * queries_per_row)))
+
+def padded_vectors(shape: HeadShape) -> int:
+    """Query vectors of a program, for any number of queries per row: whole sides of a matrix instruction."""
+    return max(TILE_VECTORS, int(triton.next_power_of_2(shape.group)))
 
 
 def padded_dim(head_dim: int) -> int:
