@@ -1,0 +1,202 @@
+"""Drafts on the device: proposing them before a step's body, and accepting them after its draw.
+
+While steps are in flight only the device knows how many tokens a row has. Three columns by table row hold it: `known`
+(tokens of the row), `limit` (the most it may get) and `history` (the tokens themselves). `place_drafts` turns them into
+a step's inputs: each row has `places` places, for its last token and for drafts; unused places are UNUSED. After a
+token was drawn at every place, `accept_drafts` keeps those up to the first wrong draft and moves the columns on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.ops.triton.kernel_keys import settle_keys
+
+UNUSED = -2
+"""A place without a token: its keys and values go to the scratch block, and nothing is drawn from it."""
+PADDING, ENDED = -1, -2
+"""Table row of a state that does not draw: it belongs to no row; its row is at its limit, or the place is unused."""
+TILE = 1024
+
+_UNUSED = tl.constexpr(UNUSED)
+_PADDING = tl.constexpr(PADDING)
+_ENDED = tl.constexpr(ENDED)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftColumns:
+    """By table row, all int32."""
+
+    known: Tensor
+    limit: Tensor
+    history: Tensor
+    """[rows, longest context]"""
+
+
+@triton.jit
+def _latest_match(history, known, TILE: tl.constexpr):
+    """Where the continuation of the last three tokens, else of the last two, begins at their latest earlier
+    occurrence; `known` if there is none."""
+    lane = tl.arange(0, TILE)
+    third = tl.load(history + known - 3, mask=known >= 3, other=-1)
+    second = tl.load(history + known - 2, mask=known >= 2, other=-1)
+    first = tl.load(history + known - 1)
+    triple = tl.full([TILE], -1, tl.int32)
+    pair = tl.full([TILE], -1, tl.int32)
+    for start in range(0, known - 2, TILE):
+        # A pair at `at` and `at + 1`, and the token before it.
+        at = start + lane
+        inside = at < known - 2
+        before = tl.load(history + at - 1, mask=inside & (at > 0), other=-2)
+        here = tl.load(history + at, mask=inside, other=-2)
+        after = tl.load(history + at + 1, mask=inside, other=-2)
+        is_pair = inside & (here == second) & (after == first)
+        pair = tl.where(is_pair, at, pair)
+        triple = tl.where(is_pair & (before == third), at, triple)
+    best_triple = tl.max(triple, 0)
+    best_pair = tl.max(pair, 0)
+    best = tl.where(best_triple >= 0, best_triple, best_pair)
+    return tl.where(best >= 0, best + 2, known)
+
+
+@triton.jit
+def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows, max_drafts, starts, seq_lens,
+                  tokens_in, PLACES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """One row per program."""
+    row = tl.program_id(0)
+    drafts = tl.load(max_drafts + row)
+    if drafts < 0:
+        return
+    table_row = tl.load(table_rows + row).to(tl.int64)
+    known = tl.load(known_ptr + table_row)
+    limit = tl.load(limit_ptr + table_row)
+    history = history_ptr + table_row * history_stride
+    place = tl.arange(0, LANES)
+    drafts = tl.minimum(tl.minimum(drafts, PLACES - 1), limit - known - 1)
+    first = known
+    if PLACES > 1:  # noqa: SIM102 - known at compile time, unlike the other condition
+        if drafts > 0:
+            first = _latest_match(history, known, TILE)
+    used = 1 + tl.maximum(tl.minimum(drafts, known - first), 0)
+    used = tl.where(known < limit, used, 0)
+    at = tl.where(place == 0, known - 1, first + place - 1)
+    token = tl.load(history + at, mask=place < used, other=_UNUSED)
+    tl.store(tokens_in + row * PLACES + place, token, mask=place < PLACES)
+    tl.store(starts + row, known - 1)
+    tl.store(seq_lens + row, known - 1 + PLACES)
+
+
+@triton.jit
+def _state_kernel(states, rows, positions, max_drafts, starts, tokens_in, PLACES: tl.constexpr):
+    """One state per program."""
+    at = tl.program_id(0)
+    if tl.load(rows + at) < 0:
+        return
+    state = tl.load(states + at)
+    if tl.load(max_drafts + state // PLACES) < 0:
+        return
+    if tl.load(tokens_in + state) == _UNUSED:
+        tl.store(rows + at, _ENDED)
+    tl.store(positions + at, tl.load(starts + state // PLACES) + state % PLACES + 1)
+
+
+@triton.jit
+def _accept_kernel(known_ptr, history_ptr, history_stride, rows, states, index, tokens_in, drawn, drawn_start, counts,
+                   counts_start, last_tokens, PLACES: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """One row per program: PLACES states."""
+    first = tl.program_id(0) * PLACES
+    row = tl.load(rows + first)
+    if row == _PADDING:
+        return
+    token_index = tl.load(index + first)
+    counts += tl.load(counts_start) + token_index // PLACES
+    if row == _ENDED:
+        tl.store(counts, 0)
+        return
+    place = tl.arange(0, LANES)
+    inside = place < PLACES
+    drawn += tl.load(drawn_start) + token_index
+    token = tl.load(drawn + place, mask=inside, other=-1)
+    count = tl.full([], 1, tl.int32)
+    if PLACES > 1:
+        # Place i holds a right draft if it equals the token drawn at place i - 1.
+        earlier = tl.load(drawn + place - 1, mask=inside & (place > 0), other=-1)
+        draft = tl.load(tokens_in + tl.load(states + first) + place, mask=inside & (place > 0), other=_UNUSED)
+        is_right = (place == 0) | (inside & (draft == earlier))
+        count = tl.min(tl.where(is_right, LANES, place), 0)
+    table_row = row.to(tl.int64)
+    known = tl.load(known_ptr + table_row)
+    tl.store(history_ptr + table_row * history_stride + known + place, token, mask=place < count)
+    tl.store(known_ptr + table_row, known + count)
+    tl.store(last_tokens + table_row, tl.load(drawn + count - 1).to(last_tokens.dtype.element_ty))
+    tl.store(counts, count)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedStep:
+    """The parts of a step's packet that drafts change, all int32 on the device."""
+
+    places: int
+    table_rows: Tensor
+    """[n]"""
+    max_drafts: Tensor
+    """[n]: drafts that a row may have; negative for rows whose tokens, start and draws the host knows."""
+    starts: Tensor
+    seq_lens: Tensor
+    """[n]: tokens in the cache once all places are written, unused ones too."""
+    tokens_in: Tensor
+    """Row after row, `places` of each; with one place, all tokens of the step's first n rows must be single ones."""
+    states: Tensor
+    """[m], m a multiple of `places`: index of each state's token; the states of a row follow one another."""
+    rows: Tensor
+    """[m]: table row of each state, PADDING for none."""
+    positions: Tensor
+    """[m]: those of the tokens to draw."""
+
+
+def place_drafts(step: DraftedStep, columns: DraftColumns) -> None:
+    """Write start, length, tokens and draw positions of the step's rows from the device's columns, with n-gram drafts:
+    what followed the last tokens of a row when they last occurred in it. States of unused places become ENDED."""
+    history = columns.history
+    _place_kernel[(len(step.table_rows),)](
+        columns.known, columns.limit, history, history.stride(0), step.table_rows, step.max_drafts, step.starts,
+        step.seq_lens, step.tokens_in, PLACES=step.places, LANES=triton.next_power_of_2(max(2, step.places)), TILE=TILE,
+        num_warps=4,
+    )  # fmt: skip
+    _state_kernel[(len(step.states),)](
+        step.states, step.rows, step.positions, step.max_drafts, step.starts, step.tokens_in, PLACES=step.places,
+        num_warps=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedTokens:
+    """Where drawn tokens are, and where the number that each row keeps goes. int32, on the device."""
+
+    index: Tensor
+    """[m]: where the token of each state is, counted from drawn_start[0]: `places` tokens of each row."""
+    drawn: Tensor
+    drawn_start: Tensor
+    counts: Tensor
+    """Receives the count of each row, at index // places counted from counts_start[0]."""
+    counts_start: Tensor
+    last_tokens: Tensor
+    """[table rows]"""
+
+
+def accept_drafts(step: DraftedStep, columns: DraftColumns, tokens: AcceptedTokens) -> None:
+    """Of the tokens drawn at a row's places keep the first, and each further one while the draft before it was right;
+    append them to the row's history. A row at its limit keeps none."""
+    history = columns.history
+    _accept_kernel[(len(step.rows) // step.places,)](
+        columns.known, history, history.stride(0), step.rows, step.states, tokens.index, step.tokens_in, tokens.drawn,
+        tokens.drawn_start, tokens.counts, tokens.counts_start, tokens.last_tokens,
+        PLACES=step.places, LANES=triton.next_power_of_2(max(2, step.places)), num_warps=1,
+    )  # fmt: skip
+
+
+settle_keys(globals())

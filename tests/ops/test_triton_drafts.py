@@ -1,0 +1,162 @@
+"""Drafts on the device against their definition: `propose_ngram`, and a loop that accepts one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from helpers.quick_interpreter import quick_interpreter
+from helpers.triton_mode import device, interpreted
+
+from millrace.ops.triton import drafts as kernels
+from millrace.ops.triton.drafts import (
+    ENDED,
+    PADDING,
+    UNUSED,
+    AcceptedTokens,
+    DraftColumns,
+    DraftedStep,
+    accept_drafts,
+    place_drafts,
+)
+from millrace.run.drafting.ngram import propose_ngram
+
+MAX_ROWS, CONTEXT, MIDDLE = 9, 80, 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    if not interpreted:
+        yield
+        return
+    with quick_interpreter():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TILE", 16)
+
+
+def on_device(values: object) -> torch.Tensor:
+    return torch.tensor(np.asarray(values, np.int32), device=device)
+
+
+class Rows:
+    """Rows with repetitive histories, some near or at their limit, and a step over some of them."""
+
+    def __init__(self, seed: int, places: int) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        self.places = places
+        self.known = rng.integers(1, CONTEXT - 10, MAX_ROWS)
+        self.known[rng.integers(MAX_ROWS)] = rng.integers(1, 4)
+        self.history = rng.integers(0, int(rng.choice([2, 3, 6])), (MAX_ROWS, CONTEXT))
+        self.limit = self.known + rng.choice([0, 1, 2, 3, 10], MAX_ROWS)
+        self.columns = DraftColumns(*map(on_device, (self.known, self.limit, self.history)))
+        self.rows = rng.permutation(MAX_ROWS)[: rng.integers(1, MAX_ROWS + 1)]
+        num = len(self.rows)
+        self.max_drafts = rng.choice([-1, 0, 1, 3, 7], num) if places > 1 else rng.choice([-1, 0], num)
+        self.given = rng.integers(100, 200, num * places)
+        # Full rows before the middle, greedy ones after it; two rows of padding in the batch.
+        num_full = int(rng.integers(0, num + 1))
+        order = rng.permutation(num)
+        first = MIDDLE - num_full * places
+        entries = slice(first, first + num * places)
+        states, table_rows = np.zeros(2 * MIDDLE, np.int64), np.full(2 * MIDDLE, PADDING)
+        index, positions = np.zeros(2 * MIDDLE, np.int64), np.zeros(2 * MIDDLE, np.int64)
+        every = np.arange(places)
+        states[entries] = (order[:, None] * places + every).ravel()
+        index[entries] = states[entries]  # all rows draw: tokens are in plan order
+        table_rows[entries] = self.rows[order].repeat(places)
+        positions[entries] = 777
+        self.entries, self.order, self.index = entries, order, index
+        self.step = DraftedStep(
+            places=places,
+            table_rows=on_device([*self.rows, MAX_ROWS - 1, MAX_ROWS - 1]),
+            max_drafts=on_device([*self.max_drafts, -1, -1]),
+            starts=on_device([33] * (num + 2)),
+            seq_lens=on_device([34] * (num + 2)),
+            tokens_in=on_device([*self.given, *[0] * (2 * places)]),
+            states=on_device(states),
+            rows=on_device(table_rows),
+            positions=on_device(positions),
+        )
+
+    def drafts(self, row: int, allowed: int) -> list[int] | None:
+        """None if the row is at its limit."""
+        known, limit = int(self.known[row]), int(self.limit[row])
+        if known >= limit:
+            return None
+        room = min(allowed, self.places - 1, limit - known - 1)
+        return propose_ngram(self.history[row, :known].astype(np.int32), room).tolist()
+
+
+@pytest.mark.parametrize("places", [1, 2, 4, 8])
+def test_places_hold_the_last_token_and_ngram_drafts(places: int) -> None:
+    num_drafted = 0
+    for seed in range(12 if interpreted else 200):
+        case = Rows(100 * places + seed, places)
+        place_drafts(case.step, case.columns)
+        tokens = case.step.tokens_in.cpu().numpy()[: len(case.rows) * places].reshape(-1, places)
+        rows, positions = case.step.rows.tolist(), case.step.positions.tolist()
+        for at, (row, allowed) in enumerate(zip(case.rows.tolist(), case.max_drafts.tolist(), strict=True)):
+            entry = case.entries.start + case.order.tolist().index(at) * places
+            own = slice(entry, entry + places)
+            if allowed < 0:
+                assert tokens[at].tolist() == case.given[at * places : (at + 1) * places].tolist()
+                assert (case.step.starts[at], case.step.seq_lens[at]) == (33, 34)
+                assert (rows[own], positions[own]) == ([row] * places, [777] * places)
+                continue
+            drafts = case.drafts(row, allowed)
+            used = [] if drafts is None else [int(case.history[row, case.known[row] - 1]), *drafts]
+            num_drafted += len(drafts or ())
+            start = int(case.known[row]) - 1
+            assert tokens[at].tolist() == used + [UNUSED] * (places - len(used))
+            assert (case.step.starts[at], case.step.seq_lens[at]) == (start, start + places)
+            assert rows[own] == [row] * len(used) + [ENDED] * (places - len(used))
+            assert positions[own] == [start + 1 + place for place in range(places)]
+        assert rows[: case.entries.start] == [PADDING] * case.entries.start
+        assert set(rows[case.entries.stop :]) <= {PADDING}
+    assert (num_drafted > 0) == (places > 1)
+
+
+@pytest.mark.parametrize("places", [1, 2, 4, 8])
+def test_tokens_are_accepted_up_to_the_first_wrong_draft(places: int) -> None:
+    seen = set()
+    for seed in range(12 if interpreted else 200):
+        case = Rows(100 * places + seed, places)
+        case.max_drafts[case.max_drafts < 0] = 0
+        case.step.max_drafts[: len(case.rows)] = on_device(case.max_drafts)
+        place_drafts(case.step, case.columns)
+        num = len(case.rows)
+        drawn = case.rng.integers(0, 6, num * places)
+        for at, row in enumerate(case.rows.tolist()):
+            for place, draft in enumerate(case.drafts(row, int(case.max_drafts[at])) or ()):
+                if case.rng.random() < 0.7:
+                    drawn[at * places + place] = draft
+        last_tokens = torch.full((MAX_ROWS,), -5, dtype=torch.int64, device=device)
+        tokens = AcceptedTokens(
+            on_device(case.index), on_device([9, 9, 9, *drawn]), on_device([3]), on_device([-7] * (num + 2)),
+            on_device([2]), last_tokens,
+        )  # fmt: skip
+        accept_drafts(case.step, case.columns, tokens)
+        for at, row in enumerate(case.rows.tolist()):
+            drafts, known = case.drafts(row, int(case.max_drafts[at])), int(case.known[row])
+            kept: list[int] = []
+            own = drawn[at * places : (at + 1) * places].tolist()
+            for place, draft in enumerate([None, *drafts] if drafts is not None else []):
+                if place and draft != own[place - 1]:
+                    break
+                kept.append(own[place])
+            seen.add(len(kept))
+            assert tokens.counts[2 + at] == len(kept)
+            assert case.columns.known[row] == known + len(kept)
+            assert case.columns.known[row] <= case.limit[row]
+            assert case.columns.history[row, known : known + len(kept)].tolist() == kept
+            unchanged = case.columns.history[row, known + len(kept) :].tolist()
+            assert unchanged == case.history[row, known + len(kept) :].tolist()
+            assert last_tokens[row] == (kept[-1] if kept else -5)
+        assert tokens.counts[:2].tolist() == [-7, -7]
+    assert seen >= set(range(min(places, 3) + 1))
