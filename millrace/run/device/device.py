@@ -43,6 +43,9 @@ class Pending(Protocol[T_co]):
 
     def wait(self) -> T_co: ...
 
+    def done(self) -> bool:
+        """True if `wait` would return or raise at once."""
+
 
 class Device(Protocol):
     kind: str
@@ -126,6 +129,9 @@ class _CpuPending(Generic[T]):
     def wait(self) -> T:
         return self._future.result()
 
+    def done(self) -> bool:
+        return self._future.done()
+
 
 class CudaDevice:
     kind = "cuda"
@@ -181,6 +187,9 @@ class _CudaPending(Generic[T]):
     def wait(self) -> T:
         self._done.synchronize()
         return self._host
+
+    def done(self) -> bool:
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
 
 
 def open_device(config: RunConfig) -> Device:

@@ -1,0 +1,112 @@
+"""Executes `BlockCopies`: copies of whole blocks between the KV pool and host memory.
+
+On a CPU they run in launch order with the steps. On a GPU they run beside the steps, one stream per direction. Nothing
+orders them with steps there, and nothing has to: blocks that leave were filled by steps that are confirmed, and
+blocks that arrive are used only by steps launched after the copies are acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from millrace.ops.kv.whole_blocks import CpuBlocks, block_parts, buffer_shape, gather_blocks, scatter_blocks
+from millrace.plan.step import BlockCopies
+from millrace.run.device.device import Device, Pending
+from millrace.run.device.host_blocks import HostBlocks
+from millrace.run.device.side_stream import SideStream
+
+NUM_BUFFERS = 2
+"""Device buffers per direction: as many batches as are in flight."""
+
+
+class BlockCopier(Protocol):
+    def copy(self, copies: BlockCopies) -> Pending[None]:
+        """Start the copies."""
+
+
+class OrderedCopier:
+    """Copies in launch order with the steps."""
+
+    def __init__(self, kv: Sequence[Tensor], num_slots: int, device: Device) -> None:
+        self._device, self._parts = device, block_parts(kv)
+        host = HostBlocks(num_slots, buffer_shape(self._parts), self._parts[0].dtype, pinned=False)
+        (self._host,) = host.chunks
+        self._on_cpu = CpuBlocks(self._parts, self._host) if device.kind == "cpu" else None
+
+    def copy(self, copies: BlockCopies) -> Pending[None]:
+        return self._device.launch(lambda: self._copy(copies), lambda nothing: nothing)
+
+    def _copy(self, copies: BlockCopies) -> None:
+        if self._on_cpu is not None:
+            run = self._on_cpu.gather if copies.to_host else self._on_cpu.scatter
+            run(copies.blocks, copies.slots)
+            return
+        blocks, slots = self._device.upload(copies.blocks), torch.from_numpy(copies.slots).long()
+        if copies.to_host:
+            buffer = self._parts[0].new_empty((len(slots), *self._host.shape[1:]))
+            gather_blocks(self._parts, blocks, buffer)
+            self._host[slots] = buffer.cpu()
+        else:
+            scatter_blocks(self._parts, blocks, self._host[slots].to(blocks.device))
+
+
+class StreamCopier:
+    """Copies beside the steps: one kernel between the pool and a device buffer, and one transfer per run of slots."""
+
+    def __init__(self, kv: Sequence[Tensor], num_slots: int, device: Device, *, max_blocks: int) -> None:
+        """`max_blocks`: maximum number of blocks in a batch."""
+        from millrace.ops.triton.whole_blocks import addresses_of, copy_blocks  # needs Triton
+
+        self._device, self._parts, self._copy_blocks = device, block_parts(kv), copy_blocks
+        self._addresses = addresses_of(self._parts)
+        shape, dtype = buffer_shape(self._parts), self._parts[0].dtype
+        self._host = HostBlocks(num_slots, shape, dtype, pinned=True)
+        self._lanes = {to_host: _Lane((max_blocks, *shape), dtype, device) for to_host in (False, True)}
+
+    def copy(self, copies: BlockCopies) -> Pending[None]:
+        lane = self._lanes[copies.to_host]
+        buffer, done = lane.next()
+        with torch.inference_mode(), lane.stream:
+            blocks = self._device.upload(copies.blocks)
+            if copies.to_host:
+                self._copy_blocks(self._addresses, self._parts[0], blocks, buffer, to_buffer=True)
+            for first, slot, count in self._host.runs_of(copies.slots):
+                on_device, on_host = buffer[first : first + count], self._host.run(slot, count)
+                if copies.to_host:
+                    on_host.copy_(on_device, non_blocking=True)
+                else:
+                    on_device.copy_(on_host, non_blocking=True)
+            if not copies.to_host:
+                self._copy_blocks(self._addresses, self._parts[0], blocks, buffer, to_buffer=False)
+            lane.stream.record(done)
+        return _EventPending(done, blocks)
+
+
+class _Lane:
+    """The stream of one direction, with its buffers, used in turn. A buffer's next use is queued on the same stream."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> None:
+        self.stream = SideStream()
+        buffers = [torch.empty(shape, dtype=dtype, device=device.torch_device) for _ in range(NUM_BUFFERS)]
+        events = [torch.cuda.Event() for _ in range(NUM_BUFFERS + 1)]  # type: ignore[no-untyped-call]
+        self._buffers: Iterator[Tensor] = cycle(buffers)
+        self._events: Iterator[torch.cuda.Event] = cycle(events)
+
+    def next(self) -> tuple[Tensor, torch.cuda.Event]:
+        return next(self._buffers), next(self._events)
+
+
+class _EventPending:
+    def __init__(self, done: torch.cuda.Event, blocks: Tensor) -> None:
+        self._done, self._blocks = done, blocks  # the ids must live until the kernel has read them
+
+    def done(self) -> bool:
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._done.synchronize()

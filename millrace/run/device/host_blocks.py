@@ -1,0 +1,74 @@
+"""Host memory for KV blocks: one contiguous piece per block, with all its layers.
+
+For a GPU the memory is pinned, so that copies run beside everything else. Pinning takes about a second per GiB and
+happens in a thread of its own; until a piece is pinned, copies to and from it work, but make the host wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import mmap
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.plan.step import Int32s
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 << 20
+"""Size of a pinned piece of memory. A transfer never crosses from one to the next."""
+
+
+class HostBlocks:
+    """`chunks` hold `chunk_slots` blocks each, in the order of their slots. Unpinned memory is one chunk."""
+
+    def __init__(self, num_slots: int, block_shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
+        block_bytes = math.prod(block_shape) * dtype.itemsize
+        self.chunk_slots = max(1, CHUNK_BYTES // block_bytes) if pinned else num_slots
+        self.chunks: list[Tensor] = []
+        for first in range(0, num_slots, self.chunk_slots):
+            count = min(self.chunk_slots, num_slots - first)
+            self.chunks.append(_reserve(count * block_bytes).view(dtype).view(count, *block_shape))
+        if pinned:
+            threading.Thread(target=self._pin, name="pin-host-blocks", daemon=True).start()
+
+    def run(self, slot: int, count: int) -> Tensor:
+        """The blocks in consecutive slots of one chunk."""
+        first = slot % self.chunk_slots
+        return self.chunks[slot // self.chunk_slots][first : first + count]
+
+    def runs_of(self, slots: Int32s) -> Iterator[tuple[int, int, int]]:
+        """(index, slot, count) of each run of consecutive slots of one chunk: one transfer copies a run."""
+        first, numbers = 0, slots.tolist()
+        for at in range(1, len(numbers) + 1):
+            is_end = at == len(numbers) or numbers[at] != numbers[at - 1] + 1 or numbers[at] % self.chunk_slots == 0
+            if is_end:
+                yield first, numbers[first], at - first
+                first = at
+
+    def _pin(self) -> None:
+        cudart = torch.cuda.cudart()
+        for number, chunk in enumerate(self.chunks):
+            error = int(cudart.cudaHostRegister(chunk.data_ptr(), chunk.numel() * chunk.dtype.itemsize, 0))
+            if error:
+                log.warning(
+                    "could pin only %d of %d pieces of host memory for KV blocks (CUDA error %d); the rest is copied"
+                    " more slowly. Raise the limit of locked memory (ulimit -l) or lower --kv-host-gib.",
+                    *(number, len(self.chunks), error),
+                )
+                return
+
+
+def _reserve(num_bytes: int) -> Tensor:
+    """Memory from the operating system, whose pages become resident when first written or pinned."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8))

@@ -1,0 +1,294 @@
+"""The host tier: evicted blocks return from host memory, failures and stuck copies only cost time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.plan.kv.groups import KvGroups
+from millrace.plan.kv.host_index import HostIndex
+from millrace.plan.kv.host_tier import PATIENCE_S, HostTier, HostTierSettings
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+from millrace.plan.step import BlockCopies
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toy_device import ToyDevice, lone_run
+
+VOCAB, BLOCK, NUM_BLOCKS, PROMPT = 11, 4, 30, 40
+
+
+class Bench:
+    """A scheduler with a host tier, a toy device, and copies that take `copy_steps` steps."""
+
+    def __init__(
+        self, num_slots: int = 200, windows: tuple[int | None, ...] = (None,), copy_steps: int = 2, batch: int = 8
+    ) -> None:
+        num_blocks = NUM_BLOCKS * len(windows)
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_running=2,
+            token_budget=16,
+            expected_output=4.0,
+            groups=KvGroups(windows),
+            host_tier=HostTierSettings(num_slots, block_bytes=1, batch_bytes=batch),
+        )
+        self.device = ToyDevice(num_blocks, BLOCK, 2, VOCAB, windows)
+        self.copies: list[tuple[BlockCopies, int]] = []
+        self.copy_steps = {True: copy_steps, False: copy_steps}
+        """By direction: True is to the host."""
+        self.fails: set[bool] = set()
+        """Directions whose copies fail."""
+        self.num_issued = {True: 0, False: 0}
+        self.step_no = self.num_computed = 0
+        self.next_id = 0
+        self.outputs: dict[int, list[int]] = {}
+        self.requests: dict[int, Request] = {}
+
+    @property
+    def tier(self) -> HostTier:
+        assert self.scheduler.host_tier is not None
+        return self.scheduler.host_tier
+
+    def submit(self, prompt: list[int], salt: bytes = b"") -> int:
+        request = Request(id=self.next_id, prompt=np.asarray(prompt, np.int32), max_tokens=4, salt=salt)
+        self.requests[request.id], self.outputs[request.id] = request, []
+        self.next_id += 1
+        self.scheduler.submit(request)
+        return request.id
+
+    def step(self) -> None:
+        self.step_no += 1
+        plan = self.scheduler.plan(float(self.step_no))
+        for copies in self.scheduler.take_copies():
+            self.num_issued[copies.to_host] += len(copies.blocks)
+            self.device.begin_copies(copies)
+            self.copies.append((copies, self.step_no + self.copy_steps[copies.to_host]))
+        if plan is not None:
+            self.num_computed += plan.num_tokens
+            outcome = self.scheduler.apply(plan.step_no, *self.device.run(plan))
+            for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+                self.outputs[request_id].append(token)
+        due = [copies for copies, ends in self.copies if ends <= self.step_no]
+        self.copies = [(copies, ends) for copies, ends in self.copies if ends > self.step_no]
+        for copies in due:
+            failed = copies.to_host in self.fails
+            self.device.end_copies(copies, failed)
+            self.scheduler.copies_done(copies, failed)
+        self.scheduler.pool.check()
+        self.tier.index.check()
+
+    def run(self, limit: int = 400) -> None:
+        """Until all requests have ended; checks their tokens."""
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        else:
+            pytest.fail("requests never ended")
+        for request_id, output in self.outputs.items():
+            request = self.requests[request_id]
+            assert output == lone_run(request.prompt.tolist(), request.max_tokens, (), 0, VOCAB)[0]
+
+    def start_loading(self, prompt: list[int]) -> int:
+        """Submit a request whose prefix is in host memory, until its first blocks are arriving."""
+        request_id, issued = self.submit(prompt), self.num_issued[False]
+        while self.num_issued[False] == issued:
+            self.step()
+        return request_id
+
+    def answer(self, prompt: list[int]) -> int:
+        """Number of the prompt's tokens that were found when it was answered alone."""
+        request_id = self.submit(prompt)
+        self.run()
+        return self.requests[request_id].cached_tokens
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, VOCAB, PROMPT).tolist() for _ in range(count)]
+
+
+WORKING_SET = 3 * NUM_BLOCKS // (PROMPT // BLOCK)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (9, None, 4, None), (10,)])
+@pytest.mark.parametrize("copy_steps", [0, 1, 3])
+def test_a_working_set_of_three_pools_is_answered_without_recomputing(
+    windows: tuple[int | None, ...], copy_steps: int
+) -> None:
+    bench = Bench(num_slots=200 * len(windows), windows=windows, copy_steps=copy_steps)
+    texts = prompts(WORKING_SET)
+    assert [bench.answer(prompt) for prompt in texts] == [0] * WORKING_SET
+    for _ in range(2):
+        bench.num_computed = 0
+        assert [bench.answer(prompt) for prompt in texts] == [PROMPT - BLOCK] * WORKING_SET
+        assert bench.num_computed == (BLOCK + 3) * WORKING_SET
+    assert bench.scheduler.pool.num_lost == 0
+    assert bench.tier.tokens_loaded > WORKING_SET * (PROMPT - BLOCK)
+
+
+def test_a_working_set_is_loaded_under_steady_pressure() -> None:
+    bench = Bench(copy_steps=2)
+    texts = prompts(WORKING_SET)
+    for _ in range(3):
+        for prompt in texts:
+            bench.submit(prompt)
+            bench.step()
+    bench.run(2000)
+    found = [request.cached_tokens for request in bench.requests.values()]
+    assert min(found[WORKING_SET:]) == PROMPT - BLOCK
+    assert bench.scheduler.pool.num_lost == 0
+
+
+def test_nothing_is_copied_while_the_pool_has_room() -> None:
+    bench = Bench()
+    bench.answer(prompts(1)[0])
+    assert bench.num_issued == {True: 0, False: 0}
+
+
+def spill(bench: Bench, prompt: list[int]) -> None:
+    """Have the prompt's blocks in host memory only."""
+    bench.answer(prompt)
+    for other in prompts(WORKING_SET + 1)[1:]:
+        bench.answer(other)
+
+
+def test_requests_with_the_same_arriving_prefix_share_one_arrival() -> None:
+    bench, prompt = Bench(copy_steps=3), prompts(1)[0]
+    spill(bench, prompt)
+    loaded = bench.num_issued[False]
+    ids = [bench.submit(prompt), bench.submit(prompt), bench.submit([*prompt, 1, 2])]
+    bench.step()
+    assert bench.scheduler.num_running == 0, "a request with arriving blocks takes no row"
+    bench.run()
+    assert bench.num_issued[False] - loaded == (PROMPT - BLOCK) // BLOCK
+    assert min(bench.requests[id].cached_tokens for id in ids) == PROMPT - BLOCK
+
+
+def test_tenants_do_not_find_each_others_blocks_in_host_memory() -> None:
+    bench, prompt = Bench(), prompts(1)[0]
+    spill(bench, prompt)
+    loaded = bench.num_issued[False]
+    other = bench.submit(prompt, salt=b"other")
+    bench.run()
+    assert bench.requests[other].cached_tokens == 0
+    assert bench.num_issued[False] == loaded
+
+
+def test_a_later_request_overtakes_one_whose_blocks_are_arriving() -> None:
+    bench, prompt = Bench(copy_steps=1), prompts(1)[0]
+    spill(bench, prompt)
+    bench.copy_steps[False] = 8
+    waiting = bench.start_loading(prompt)
+    quick = bench.submit([1, 2, 3])
+    for _ in range(7):
+        bench.step()
+    assert len(bench.outputs[quick]) == 4
+    assert not bench.outputs[waiting]
+    bench.run()
+
+
+def test_aborting_an_arriving_request_keeps_what_arrives() -> None:
+    bench, prompt = Bench(copy_steps=4), prompts(1)[0]
+    spill(bench, prompt)
+    aborted = bench.start_loading(prompt)
+    held = bench.scheduler.pool.num_held
+    assert held >= (PROMPT - BLOCK) // BLOCK
+    assert bench.scheduler.abort(aborted)
+    del bench.outputs[aborted]
+    bench.scheduler.take_ended()
+    assert bench.scheduler.pool.num_held == held, "blocks are kept until the copy is acknowledged"
+    for _ in range(10):
+        bench.step()
+    assert bench.scheduler.pool.num_held == 0
+    loaded = bench.num_issued[False]
+    assert bench.answer(prompt) == PROMPT - BLOCK
+    assert bench.num_issued[False] == loaded
+
+
+def test_a_failed_load_is_computed() -> None:
+    bench, prompt = Bench(), prompts(1)[0]
+    spill(bench, prompt)
+    bench.fails = {False}
+    assert bench.answer(prompt) == 0
+    assert bench.tier.copies_failed == (PROMPT - BLOCK) // BLOCK
+    bench.fails = set()
+    spill(bench, prompt)
+    assert bench.answer(prompt) == PROMPT - BLOCK
+
+
+def test_blocks_that_fail_to_leave_are_evicted() -> None:
+    bench = Bench()
+    bench.fails = {True}
+    texts = prompts(WORKING_SET)
+    for prompt in (*texts, *texts):
+        assert bench.answer(prompt) == 0
+    assert bench.tier.copies_failed > 0
+    assert bench.tier.index.num_used == 0
+
+
+def test_copies_that_never_end_do_not_stop_serving() -> None:
+    bench = Bench(copy_steps=10_000)
+    texts = prompts(WORKING_SET)
+    for prompt in texts:
+        bench.answer(prompt)
+    assert bench.tier.is_stuck
+    assert bench.scheduler.pool.num_lost > 0
+    assert bench.scheduler.pool.num_held > 0, "blocks that are being copied are never reused"
+
+
+def test_a_request_whose_copies_never_end_is_computed() -> None:
+    bench, prompt = Bench(), prompts(1)[0]
+    spill(bench, prompt)
+    bench.copy_steps = {True: 1, False: 10_000}
+    began = bench.step_no
+    assert bench.answer(prompt) == 0
+    assert PATIENCE_S < bench.step_no - began < PATIENCE_S + 20
+    # When they end after all, the tier works again.
+    bench.copies = [(copies, 0) for copies, _ in bench.copies]
+    bench.copy_steps[False] = 1
+    bench.step()
+    spill(bench, prompt)
+    assert bench.answer(prompt) == PROMPT - BLOCK
+
+
+def test_loads_only_where_that_beats_computing() -> None:
+    bench, prompt = Bench(), prompts(1)[0]
+    spill(bench, prompt)
+    bench.tier.copy_bytes_per_s = 10.0  # blocks of one byte: 40 tokens per second
+    bench.tier.prefill_tokens_per_s = 50.0
+    assert bench.answer(prompt) == 0
+    spill(bench, prompt)
+    bench.tier.prefill_tokens_per_s = 30.0
+    assert bench.answer(prompt) == PROMPT - BLOCK
+
+
+def test_the_host_index_evicts_the_least_recently_used_and_never_what_copies_use() -> None:
+    index = HostIndex(2)
+    first, second, third = (0, b"1"), (0, b"2"), (1, b"1")
+    for key in (first, second):
+        assert index.fill(key, b"tokens") is not None
+    assert index.fill(third, b"tokens") is None
+    assert index.find(b"1", b"tokens") is None, "its content has not arrived"
+    index.filled(first, failed=False)
+    index.filled(second, failed=False)
+    index.touch(first)
+    assert index.find(b"1", b"tokens") is not None
+    assert index.find(b"1", b"other") is None
+    assert index.find(b"1", b"tokens", group=1) is None
+    slot = index.find(b"2", b"tokens")
+    assert index.fill(third, b"tokens") == slot
+    assert second not in index
+    index.pin(first)
+    index.filled(third, failed=True)
+    index.check()
+    assert index.fill(second, b"tokens") == slot
+    assert index.fill(third, b"tokens") is None
+    index.unpin(first, failed=True)
+    assert first not in index
+    index.check()
