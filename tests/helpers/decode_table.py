@@ -18,5 +18,9 @@ def change_decode_table(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 def want_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs programs one by one, also those without work."""
-    few = dict.fromkeys(("plain", "packed", "fp8"), 9)
-    change_decode_table(monkeypatch, very_few_programs=few, few_programs=16)
+    table = decode_rule.decode_table(torch.device("cpu"))
+    few = {
+        name: tuple((streams, (min(programs, 16), *tile)) for streams, (programs, *tile) in rows)
+        for name, rows in table.few.items()
+    }
+    change_decode_table(monkeypatch, few=few)
