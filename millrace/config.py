@@ -141,6 +141,11 @@ class PlanConfig:
 class MemoryConfig:
     kv_gib: float = setting(0.0, "size of the KV pool in GiB; 0 = as much as the fraction allows", minimum=0.0)
     kv_tokens: int = setting(0, "size of the KV pool in tokens, instead of kv_gib; 0 = not set", minimum=0)
+    kv_host_gib: float = setting(
+        0.0,
+        "host memory in GiB for KV blocks that the pool evicts: they return instead of being computed again; 0 = none",
+        minimum=0.0,
+    )
     kv_dtype: KvDtype = setting(
         "auto",
         "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); auto: packed, else full;"
@@ -318,6 +323,12 @@ def _check_combinations(config: Config) -> None:
             f"memory.kv_gib is {memory.kv_gib:g} and memory.kv_tokens is {memory.kv_tokens}, but both set the size of"
             " the KV pool; set only one.",
             param="memory.kv_gib",
+        )
+    if memory.kv_host_gib and not plan.prefix_cache:
+        raise ConfigError(
+            f"memory.kv_host_gib is {memory.kv_host_gib:g}, but plan.prefix_cache is off, so no KV block is ever used"
+            " again; set only one of the two.",
+            param="memory.kv_host_gib",
         )
     if server.in_process and server.fronts > 1:
         raise ConfigError(

@@ -22,9 +22,10 @@ from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
+from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
-from millrace.run.device.device import Device, fast_dtype, open_device
+from millrace.run.device.device import Device, available_memory, fast_dtype, open_device
 from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
@@ -63,7 +64,9 @@ def build_engine(
         free_bytes=device.free_bytes(),
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
+        host_free_bytes=available_memory(),
     )
+    host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
     decoder = load_decoder(
         files,
         device=device.torch_device,
@@ -85,6 +88,8 @@ def build_engine(
         kv_dtype=kv_dtype,
         build_pool=build_pool,
         speculate=config.plan.speculate,
+        host_slots=host_tier.num_slots,
+        max_copied=host_tier.max_blocks,
     )
     target = make_step_target(
         config,
@@ -106,6 +111,7 @@ def build_engine(
         aging_s=config.plan.aging_s,
         drafts=_drafts(config, plan),
         groups=KvGroups(spec.kv_groups.windows),
+        host_tier=host_tier,
     )
     ready = _ready(config, files, spec, dtype, device, plan)
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size), spec.vocab_size)

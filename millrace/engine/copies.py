@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -12,11 +13,15 @@ from millrace.plan.step import BlockCopies
 
 log = logging.getLogger(__name__)
 
+MAX_WAIT_S, POLL_S = 0.05, 0.0002
+"""Longest wait for copies: they may be stuck, and messages must be taken meanwhile."""
+
 
 class PendingCopy(Protocol):
     def done(self) -> bool: ...
 
-    def wait(self) -> None: ...
+    def wait(self) -> float:
+        """Seconds that the copies took, without waiting for their turn."""
 
 
 class Copier(Protocol):
@@ -45,14 +50,16 @@ class BlockCopying:
                 self._scheduler.copies_done(copies, failed=True)
 
     def acknowledge(self, *, wait: bool = False) -> None:
-        """Acknowledge the copies that are done; with `wait`, wait for the oldest."""
-        while self._started and (wait or self._started[0][1].done()):
-            wait = False
+        """Acknowledge the copies that are done; with `wait`, wait for the oldest for a while."""
+        until = self._clock() + MAX_WAIT_S
+        while wait and self._started and not self._started[0][1].done() and self._clock() < until:
+            time.sleep(POLL_S)
+        while self._started and self._started[0][1].done():
             copies, pending = self._started.popleft()
-            failed = False
+            failed, seconds = False, 0.0
             try:
-                pending.wait()
+                seconds = pending.wait()
             except Exception:
                 log.exception("a copy of KV blocks failed; their tokens will be computed again")
                 failed = True
-            self._scheduler.copies_done(copies, failed)
+            self._scheduler.copies_done(copies, failed, seconds)

@@ -270,7 +270,9 @@ class Engine:
     def _stats(self) -> EngineStats:
         scheduler, pool, rates = self._scheduler, self._scheduler.pool, self._rates
         rates.sample(self._stats_at)
-        rows_free = scheduler.rows.num_free
+        rows_free, tier = scheduler.rows.num_free, scheduler.host_tier
+        if tier is not None:
+            tier.prefill_tokens_per_s = rates.tokens_per_s
         return EngineStats(
             step_no=self._step_no,
             running=scheduler.num_running,
@@ -296,6 +298,11 @@ class Engine:
             ),
             arrivals_per_s=rates.arrivals_per_s(),
             tokens_per_s=rates.tokens_per_s,
+            host_blocks_total=tier.index.total if tier is not None else 0,
+            host_blocks_used=tier.index.num_used if tier is not None else 0,
+            host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,
+            host_copies_failed=tier.copies_failed if tier is not None else 0,
+            host_blocks_lost=pool.num_lost,
         )
 
 

@@ -29,6 +29,11 @@ SMOOTH_SHARE = 0.5
 """The default mixed budget fills this share of a step's target time; the rest is for decode rows and context."""
 CPU_RUNNING, CUDA_RUNNING = 256, DEFAULT_MAX_RUNNING
 """Default for max_running."""
+CPU_COPY_BATCH, CUDA_COPY_BATCH = 4 << 20, 32 << 20
+"""Bytes of KV blocks copied to or from host memory at once. On a CPU steps wait for a batch; on a GPU only its size
+in device memory matters."""
+MAX_HOST_SHARE = 0.9
+"""Maximum share of the machine's free memory for KV blocks in host memory."""
 CPU_FRACTION, CUDA_FRACTION = 0.25, 0.9
 """Default share of the free memory for the KV pool."""
 
@@ -47,16 +52,25 @@ class MemoryPlan:
     token_budget: int
     mixed_budget: int
     free_bytes: int
+    """Of the device's memory, before anything is allocated."""
+    block_bytes: int
+    host_slots: int = 0
+    """KV blocks that host memory holds beside the pool."""
+    copy_batch_bytes: int = 0
+    """Size of a batch of copies between the pool and host memory."""
 
     def parts(self) -> dict[str, int]:
         """Bytes by part, with readable names. The KV pool's name includes its dtype unless it is the model's."""
         kv_dtype = "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
-        return {
+        parts = {
             "weights": self.weights_bytes,
             "activations, worst step": self.activation_bytes,
             f"KV pool, {self.kv_tokens:,} tokens{kv_dtype}": self.kv_bytes,
-            "left free": self.free_bytes - self.weights_bytes - self.activation_bytes - self.kv_bytes,
         }
+        left = {"left free": self.free_bytes - sum(parts.values())}
+        if not self.host_slots:
+            return parts | left
+        return parts | left | {f"KV in host memory, {self.host_slots:,} blocks": self.host_slots * self.block_bytes}
 
 
 def make_memory_plan(
@@ -69,14 +83,24 @@ def make_memory_plan(
     free_bytes: int,
     kv_dtype: KvFormat = "full",
     step_flops: float = 0.0,
+    host_free_bytes: int = 0,
 ) -> MemoryPlan:
-    """`step_flops` is the FLOP/s that whole steps reach on a GPU (`DeviceLimits`); 0 if unknown."""
+    """`step_flops` is the FLOP/s that whole steps reach on a GPU (`DeviceLimits`); 0 if unknown. `host_free_bytes`:
+    free memory of the machine, of which a GPU uses what `kv_host_gib` says; on a CPU all is one memory."""
     max_running = _max_running(config, device_kind)
     token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running, step_flops)
     max_context = _max_context(config, spec)
     activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
     groups, block_size = KvGroups(spec.kv_groups.windows), config.plan.block_size
     block_bytes = bytes_per_token(spec, dtype, kv_dtype) * block_size
+    batch_bytes, host_slots = 0, _host_slots(config, block_bytes)
+    if host_slots:
+        batch_bytes = max(block_bytes, CPU_COPY_BATCH if device_kind == "cpu" else CUDA_COPY_BATCH)
+        if device_kind == "cpu":
+            free_bytes = _free_beside_host_blocks(config, free_bytes)
+        else:
+            _free_beside_host_blocks(config, host_free_bytes)
+            activation_bytes += 2 * batch_bytes  # a buffer for each direction
     fixed = weights_bytes + activation_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
         raise _too_big(spec, dtype, weights_bytes, activation_bytes, free_bytes)
@@ -100,7 +124,25 @@ def make_memory_plan(
         token_budget=token_budget,
         mixed_budget=mixed_budget,
         free_bytes=free_bytes,
+        block_bytes=block_bytes,
+        host_slots=host_slots,
+        copy_batch_bytes=batch_bytes,
     )
+
+
+def _host_slots(config: Config, block_bytes: int) -> int:
+    return int(config.memory.kv_host_gib * GIB) // block_bytes
+
+
+def _free_beside_host_blocks(config: Config, free_bytes: int) -> int:
+    """Bytes of the machine's free memory that are left."""
+    wanted = int(config.memory.kv_host_gib * GIB)
+    if wanted > free_bytes * MAX_HOST_SHARE:
+        raise MemoryPlanError(
+            f"memory.kv_host_gib is {wanted / GIB:.2f} GiB, but the machine has {free_bytes / GIB:.2f} GiB free."
+            f" Set --kv-host-gib {free_bytes * MAX_HOST_SHARE / GIB:.2f} or less."
+        )
+    return free_bytes - wanted
 
 
 def _max_running(config: Config, device_kind: str) -> int:

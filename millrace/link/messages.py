@@ -144,6 +144,15 @@ class EngineStats(msgspec.Struct, frozen=True):
     """By class: later arrivals of a more urgent class are admitted first."""
     tokens_per_s: float = 0.0
     """Throughput of full steps, prompt and output tokens together; 0 until measured."""
+    host_blocks_total: int = 0
+    """KV blocks that fit in host memory; 0 without `--kv-host-gib`."""
+    host_blocks_used: int = 0
+    host_tokens_loaded: int = 0
+    """Tokens whose KV blocks returned from host memory."""
+    host_copies_failed: int = 0
+    """KV blocks that could not be copied to or from host memory."""
+    host_blocks_lost: int = 0
+    """KV blocks that were evicted before they were copied to host memory."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):

@@ -158,6 +158,11 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     blocks.add_metric(["cached"], stats.blocks_cached)
     blocks.add_metric(["used"], stats.blocks_total - stats.blocks_free - stats.blocks_cached)
     yield blocks
+    if stats.host_blocks_total:
+        host = GaugeMetricFamily("millrace_kv_host_blocks", "KV blocks in host memory by state.", labels=["state"])
+        host.add_metric(["free"], stats.host_blocks_total - stats.host_blocks_used)
+        host.add_metric(["used"], stats.host_blocks_used)
+        yield host
     left = "CUDA graphs that remain to be captured during warm-up."
     yield GaugeMetricFamily("millrace_engine_graphs_left", left, value=stats.graphs_left)
 
@@ -168,6 +173,9 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("preemptions", "Sequences preempted to free KV blocks.", stats.preemptions),
         ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
         ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_query_tokens),
+        ("host_tokens_loaded", "Tokens whose KV blocks returned from host memory.", stats.host_tokens_loaded),
+        ("host_copies_failed", "KV blocks not copied to or from host memory, by error.", stats.host_copies_failed),
+        ("host_blocks_lost", "KV blocks evicted before they were copied to host memory.", stats.host_blocks_lost),
         ("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", stats.prompt_tokens),
         ("output_tokens", "Output tokens.", stats.output_tokens),
         ("step_seconds", "Time of steps, from launch to result.", stats.step_seconds),

@@ -163,10 +163,11 @@ class Scheduler:
         """Copies to start now, beside the steps. Call it after every `plan`, also if that returned None."""
         return self.host_tier.take_copies() if self.host_tier is not None else []
 
-    def copies_done(self, copies: BlockCopies, failed: bool) -> None:
-        """The copies have ended. Blocks that failed to arrive are computed; those that failed to leave are lost."""
+    def copies_done(self, copies: BlockCopies, failed: bool, seconds: float = 0.0) -> None:
+        """The copies have ended. Blocks that failed to arrive are computed; those that failed to leave are lost.
+        `seconds`: how long they took, without waiting for their turn."""
         if self.host_tier is not None:
-            self.host_tier.copies_done(copies, failed)
+            self.host_tier.copies_done(copies, failed, seconds)
 
     @property
     def num_copies(self) -> int:

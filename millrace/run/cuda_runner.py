@@ -15,13 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_take_long_rows
 from millrace.ops.tuning.load import num_multiprocessors
-from millrace.plan.step import StepPlan
+from millrace.plan.step import BlockCopies, StepPlan
+from millrace.run.device.block_copier import BlockCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
+from millrace.run.drafting.device_drafts import DeviceDrafts, places_for
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
@@ -40,10 +43,11 @@ MIN_SHARING_ROWS, MIN_SHARED_TOKENS = 16, 256
 """Minimum rows and shared-prefix tokens for which the shared-prefix kernels are worth their extra launch."""
 
 
-HIDDEN_PER_SPLIT_ROW = 6
+HIDDEN_PER_SPLIT_ROW = 5
 """With fewer greedy rows than hidden_size / HIDDEN_PER_SPLIT_ROW, one head for all rows is faster: a second head reads
 the LM head's matrix (2 bytes x hidden size per token of the vocabulary) again, to save the greedy rows' logits (4 bytes
-per token, written once and read twice)."""
+per token, written once and read twice). H200: hidden size 1,024 is even at 128 rows and saves 36 us of 824 at 256;
+2,560 loses 63 us at 256 and is even at 512."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,16 @@ class Forwarded:
     """What a forward pass leaves for its draw, apart from the hidden states on the device."""
 
     draws: DrawPlan
+    bucket: Bucket
     prompt_logprobs: tuple[PromptLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Key of the graph that accepts drafts."""
+
+    bucket: Bucket | None
+    """None for steps with one place for each row."""
 
 
 class CudaRunner:
@@ -68,7 +81,11 @@ class CudaRunner:
         graphs: bool = True,
         kv_dtype: KvFormat = "full",
         build_pool: KernelBuildPool | None = None,
+        speculate: Speculation = "off",
+        host_slots: int = 0,
+        max_copied: int = 1,
     ) -> None:
+        """`host_slots`: KV blocks that host memory holds beside the pool; `max_copied`: those copied in one batch."""
         attention, torch_device, spec = decoder.attention, device.torch_device, decoder.spec
         if not isinstance(attention, PagedAttention):
             raise TypeError("CudaRunner needs paged attention")
@@ -82,6 +99,11 @@ class CudaRunner:
             device=torch_device,
             kv_dtype=kv_dtype,
         )
+        self._copier: BlockCopier | None = None
+        if host_slots and torch_device.type == "cuda":
+            self._copier = StreamCopier(self._kv, host_slots, device, max_blocks=max_copied)
+        elif host_slots:
+            self._copier = OrderedCopier(self._kv, host_slots, device)
         # The token budget, plus one token for each decode row beside it.
         max_tokens = token_budget + max_rows
         # A padding row reads as many block-table columns as its tokens need.
@@ -91,8 +113,16 @@ class CudaRunner:
         self._sampler = DeviceSampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
         tile_decode_rows, per_tile = attention.tile_decode_rows, attention.queries_per_tile
         self._writer = PacketWriter(
-            max_rows=max_rows, block_size=block_size, queries_per_tile=per_tile, tile_decode_rows=tile_decode_rows
+            max_rows=max_rows,
+            block_size=block_size,
+            queries_per_tile=per_tile,
+            tile_decode_rows=tile_decode_rows,
+            has_drafts=speculate != "off",
         )
+        self._drafts: DeviceDrafts | None = None
+        if speculate != "off":
+            self._drafts = DeviceDrafts(device, max_rows=max_rows + 1, max_context=max_context)
+        self._max_rows, self._can_place_drafts = max_rows, not tile_decode_rows
         has_windows = any(window is not None for window in spec.windows)
         self._buckets = Buckets(
             max_rows=max_rows,
@@ -121,6 +151,7 @@ class CudaRunner:
             max_context=max_context,
             max_tokens=max_tokens,
             tile_decode_rows=tile_decode_rows,
+            drafts=self._drafts,
         )
         self._forwarded: Callable[[], Forwarded] | None = None
         """The last forward pass."""
@@ -141,6 +172,11 @@ class CudaRunner:
         """Everything to capture during warm-up, in order."""
         usual = capture_order(self._buckets, sharing_from=MIN_SHARING_ROWS if self._can_share_prefix else None)
         return usual + (self._buckets.chunks(max_context) if self._takes_long_rows else [])
+
+    def copy(self, copies: BlockCopies) -> Pending[float]:
+        if self._copier is None:
+            raise AssertionError("there is no host memory for KV blocks")
+        return self._copier.copy(copies)
 
     @property
     def is_warm(self) -> bool:
@@ -168,6 +204,8 @@ class CudaRunner:
     def _forward(self, plan: StepPlan) -> Forwarded:
         self._table.update_host(plan)
         self._sampler.update(plan)
+        if self._drafts is not None:
+            self._drafts.admit(plan)
         draws, work = self._draw_plan(plan), self._work
         records = self._sampler.records(plan)
         plan = self._table.send_excess_blocks(plan, UPDATES_IN_PACKET)
@@ -175,32 +213,44 @@ class CudaRunner:
         if bucket.is_decode:
             bucket = self._with_graph(bucket)
         work.send(plan, bucket, draws, records)
+        if plan.draft_places is not None and not bucket.places:
+            work.place_drafts(bucket)
         if exact:
             hidden = work.body(bucket, long_rows=_long_rows(plan, bucket.long_from), drawn_only=False)
         else:
             hidden = self._graphs.run(bucket, partial(work.body, bucket))
-        return Forwarded(draws, self._score_prompts(plan, hidden))
+        return Forwarded(draws, bucket, self._score_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
-        return copy_to_host(result, *self._work.drawn_on_host(len(result.tokens)))
+        host = copy_to_host(result, *self._work.drawn_on_host(len(result.tokens)))
+        if not result.places:
+            return host
+        counts, into, view = self._work.counts(len(result.tokens) // result.places)
+        into.copy_(counts, non_blocking=True)
+        return replace(host, counts=view)
 
     def _draw(self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None) -> StepResult:
-        draws, work = forwarded.draws, self._work
+        draws, bucket, work = forwarded.draws, forwarded.bucket, self._work
         check_masks(masks, draws.masked)
         if masks is not None:
             work.send_masks(masks)
         logits: Tensor | None = None
         for variant, count in draws.groups:
-            head = self._head(variant, count)
+            head = self._head(variant, count * bucket.tokens_per_row)
             logits = self._graphs.run(head, partial(work.head, head))
-        drawn, logprobs = work.drawn(len(draws.due)), None
+        places = bucket.tokens_per_row
+        drawn, logprobs = work.drawn(len(draws.due) * places), None
         if logits is not None and len(draws.scored):
-            logprobs = self._score(draws, logits, drawn)
-        return StepResult(plan.step_no, drawn, logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
+            logprobs = self._score(draws, logits, drawn, places)
+        result = StepResult(plan.step_no, drawn, logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
+        if self._drafts is None or not len(draws.due):
+            return result
+        self._graphs.run(Accept(bucket if places > 1 else None), lambda: work.accept_drafts(bucket))
+        return result if plan.draft_places is None else replace(result, places=places)
 
     def _with_graph(self, bucket: Bucket) -> Bucket:
         """The decode bucket whose graph to run. After a fallback, the right one is captured when the engine is idle."""
-        decode = partial(self._buckets.decode, shares_prefix=bucket.shares_prefix)
+        decode = partial(self._buckets.decode, shares_prefix=bucket.shares_prefix, places=bucket.places)
         size = self._graphs.choose_size(bucket.rows, decode)
         if size == bucket.rows:
             return bucket
@@ -231,6 +281,8 @@ class CudaRunner:
         """(bucket, is_exact). Steps that are rare or fit no bucket run uncaptured at their exact size."""
         num_rows, longest = len(plan.rows), 1 if plan.is_repeated_decode else max_of(plan.counts)
         scores_prompts = self._table.scores_prompts(plan.rows)
+        if plan.draft_places is not None and longest == 1 and plan.samples.all():
+            return self._buckets.decode(num_rows, places=self._places(plan)), False
         if longest == 1 and not scores_prompts:
             return self._buckets.decode(num_rows, shares_prefix=self._shares_prefix(plan)), False
         num_tokens = plan.num_tokens
@@ -246,6 +298,12 @@ class CudaRunner:
         last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)
         exact = Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
         return exact, True
+
+    def _places(self, plan: StepPlan) -> int:
+        """Places of each row of a step in which every row decodes."""
+        assert plan.draft_places is not None
+        wanted = 1 + max_of(plan.draft_places) if self._can_place_drafts else 1
+        return places_for(wanted, self._buckets.decode(len(plan.rows)).rows, self._max_rows)
 
     def _long_from(self, plan: StepPlan, longest: int) -> int:
         """Minimum number of tokens of a row that uses cuDNN attention; 0 for none. Only full chunks that follow full
@@ -268,10 +326,11 @@ class CudaRunner:
             and self._writer.shared_tokens(plan) >= MIN_SHARED_TOKENS
         )
 
-    def _score(self, draws: DrawPlan, logits: Tensor, drawn: Tensor) -> LogprobColumns:
-        """`logits`: those of the full group, whose states are the last ones of its head."""
-        states = len(logits) - len(draws.full) + np.searchsorted(draws.full, draws.scored)
-        index = torch.from_numpy(np.stack([states, draws.scored])).to(logits.device, non_blocking=True)
+    def _score(self, draws: DrawPlan, logits: Tensor, drawn: Tensor, places: int) -> LogprobColumns:
+        """`logits`: those of the full group, whose states are the last ones of its head. Scored rows have no drafts:
+        theirs is the first place."""
+        states = len(logits) - (len(draws.full) - np.searchsorted(draws.full, draws.scored)) * places
+        index = torch.from_numpy(np.stack([states, draws.scored * places])).to(logits.device, non_blocking=True)
         return score(logits[index[0]], drawn.long()[index[1]], max(1, int(draws.num_logprobs.max())))
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:

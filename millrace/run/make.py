@@ -24,6 +24,8 @@ def make_runner(
     kv_dtype: KvFormat = "full",
     build_pool: KernelBuildPool | None = None,
     speculate: Speculation = "off",
+    host_slots: int = 0,
+    max_copied: int = 1,
 ) -> AnyRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
@@ -35,6 +37,7 @@ def make_runner(
             max_context=max_context,
             kv_dtype=kv_dtype,
             speculate=speculate,
+            host_slots=host_slots,
         )
     from millrace.run.cuda_runner import CudaRunner  # needs Triton
 
@@ -49,4 +52,7 @@ def make_runner(
         graphs=graphs,
         kv_dtype=kv_dtype,
         build_pool=build_pool,
+        speculate=speculate,
+        host_slots=host_slots,
+        max_copied=max_copied,
     )

@@ -17,8 +17,9 @@ from torch import Tensor
 from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.rows import plain_rows
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import BlockCopies, Int32s, Int64s, StepPlan
 from millrace.run.cpu.native_step import NativeStep
+from millrace.run.device.block_copier import OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
@@ -47,8 +48,15 @@ class StepResult:
     counts: Int32s | None = None
     """With draft places: how many of the tokens each drawing row has. None: one each."""
 
+    places: int = 0
+    """If set, each drawing row has so many of the tokens, of which the first `counts` are its own."""
+
     def drawn(self) -> Int32s:
-        return (self.tokens.numpy() if self.view is None else self.view).astype(np.int32)
+        """All tokens, row after row."""
+        tokens = self.tokens.numpy() if self.view is None else self.view
+        if self.places and self.counts is not None:
+            tokens = tokens.reshape(-1, self.places)[np.arange(self.places) < self.counts[:, None]]
+        return tokens.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,9 @@ class AnyRunner(Protocol):
 
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         """Queue the draw of the step whose forward pass was queued last."""
+
+    def copy(self, copies: BlockCopies) -> Pending[float]:
+        """Start copies between the KV pool and host memory. The result is the number of seconds that they took."""
 
     @property
     def is_warm(self) -> bool:
@@ -104,7 +115,9 @@ class Runner:
         max_context: int,
         kv_dtype: KvFormat = "full",
         speculate: Speculation = "off",
+        host_slots: int = 0,
     ) -> None:
+        """`host_slots`: KV blocks that host memory holds beside the pool."""
         self._decoder = decoder
         self._device = device
         self._block_size = block_size
@@ -116,6 +129,7 @@ class Runner:
             device=device.torch_device,
             kv_dtype=kv_dtype,
         )
+        self._copier = OrderedCopier(self._kv, host_slots, device) if host_slots else None
         max_blocks = min(num_blocks, -(-max_context // block_size))
         num_groups = decoder.spec.kv_groups.num_groups
         self._table = RequestTable(device, max_rows=max_rows, max_blocks=max_blocks, num_groups=num_groups)
@@ -155,6 +169,11 @@ class Runner:
         """Queue both parts of a step."""
         self.forward(plan)
         return self.draw(plan)
+
+    def copy(self, copies: BlockCopies) -> Pending[float]:
+        if self._copier is None:
+            raise AssertionError("there is no host memory for KV blocks")
+        return self._copier.copy(copies)
 
     def warm_next(self) -> None:
         pass
@@ -239,4 +258,5 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         prompt_logprobs=tuple(replace(part, columns=part.columns.to_host()) for part in result.prompt_logprobs),
         view=view,
         counts=result.counts,
+        places=result.places,
     )

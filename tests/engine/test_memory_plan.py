@@ -7,7 +7,7 @@ import torch
 
 from millrace.config import Config, load_config
 from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
-from millrace.errors import MemoryPlanError
+from millrace.errors import ConfigError, MemoryPlanError
 from millrace.models.spec.families import spec_from_config
 
 LLAMA = {
@@ -29,6 +29,7 @@ def plan(
     weights_gib: float = 2.0,
     dtype: torch.dtype = torch.bfloat16,
     step_flops: float | None = None,
+    host_free_gib: float = 0.0,
     **settings: object,
 ) -> MemoryPlan:
     """On a CPU, or on a GPU that reaches `step_flops`."""
@@ -41,6 +42,7 @@ def plan(
         device_kind="cpu" if step_flops is None else "cuda",
         free_bytes=int(free_gib * GIB),
         step_flops=step_flops or 0.0,
+        host_free_bytes=int(host_free_gib * GIB),
     )
 
 
@@ -80,3 +82,27 @@ def test_a_context_beyond_the_model_is_rejected() -> None:
 @pytest.mark.parametrize(("step_flops", "budget"), [(600e12, 8192), (300e12, 6144), (70e12, 2048), (0.0, 2048)])
 def test_the_mixed_budget_follows_the_speed_of_the_gpu(step_flops: float, budget: int) -> None:
     assert plan(130.0, step_flops=step_flops).mixed_budget == budget
+
+
+def test_blocks_in_host_memory_on_a_cpu_come_out_of_the_same_memory() -> None:
+    made, without = plan(16.0, memory__kv_host_gib=2.0), plan(14.0)
+    assert made.num_blocks == without.num_blocks
+    assert made.host_slots == 2 * GIB // made.block_bytes
+    assert sum(made.parts().values()) == 16 * GIB
+    assert made.parts()[f"KV in host memory, {made.host_slots:,} blocks"] == 2 * GIB
+    with pytest.raises(MemoryPlanError, match=r"15\.00 GiB, but .* 16\.00 GiB free\. Set --kv-host-gib 14"):
+        plan(16.0, memory__kv_host_gib=15.0)
+
+
+def test_blocks_in_host_memory_beside_a_gpu_take_only_buffers_of_it() -> None:
+    made = plan(16.0, step_flops=1e14, host_free_gib=64.0, memory__kv_host_gib=32.0)
+    without = plan(16.0, step_flops=1e14)
+    assert made.host_slots == 32 * GIB // made.block_bytes
+    assert made.activation_bytes == without.activation_bytes + 2 * made.copy_batch_bytes
+    with pytest.raises(MemoryPlanError, match=r"machine has 8\.00 GiB free"):
+        plan(16.0, step_flops=1e14, host_free_gib=8.0, memory__kv_host_gib=32.0)
+
+
+def test_host_memory_needs_the_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match=r"kv_host_gib is 1, but plan\.prefix_cache is off"):
+        plan(16.0, memory__kv_host_gib=1.0, plan__prefix_cache=False)

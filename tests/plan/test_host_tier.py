@@ -41,6 +41,8 @@ class Bench:
         self.copies: list[tuple[BlockCopies, int]] = []
         self.copy_steps = {True: copy_steps, False: copy_steps}
         """By direction: True is to the host."""
+        self.block_s = 0.0
+        """Seconds to copy a block."""
         self.fails: set[bool] = set()
         """Directions whose copies fail."""
         self.num_issued = {True: 0, False: 0}
@@ -78,7 +80,7 @@ class Bench:
         for copies in due:
             failed = copies.to_host in self.fails
             self.device.end_copies(copies, failed)
-            self.scheduler.copies_done(copies, failed)
+            self.scheduler.copies_done(copies, failed, seconds=len(copies.blocks) * self.block_s)
         self.scheduler.pool.check()
         self.tier.index.check()
 
@@ -259,8 +261,8 @@ def test_a_request_whose_copies_never_end_is_computed() -> None:
 
 def test_loads_only_where_that_beats_computing() -> None:
     bench, prompt = Bench(), prompts(1)[0]
+    bench.block_s = 0.1  # 40 tokens per second
     spill(bench, prompt)
-    bench.tier.copy_bytes_per_s = 10.0  # blocks of one byte: 40 tokens per second
     bench.tier.prefill_tokens_per_s = 50.0
     assert bench.answer(prompt) == 0
     spill(bench, prompt)

@@ -28,10 +28,12 @@ from millrace.plan.step import BlockCopies
 
 PATIENCE_S = 10.0
 """A tier with a copy in flight for longer than this is stuck."""
-MAX_BATCHES = 2
-"""Batches in flight in each direction: one copies while the other waits for its turn."""
+MAX_BATCHES = 4
+"""Batches in flight in each direction. They are acknowledged once per step, so a step's time should be filled."""
 CLEAN_SHARE = 1 / 8
 """Share of the pool that is kept free or clean, at least."""
+RATE_DECAY = 0.9
+"""By how much older batches count less in the measured rate of copies."""
 MAX_LOADS = 4
 """Arrivals that one request may start. If its blocks are evicted before it is admitted, it loads them again."""
 
@@ -44,7 +46,7 @@ class HostTierSettings:
     num_slots: int = 0
     """Blocks that host memory holds; 0 turns the tier off."""
     block_bytes: int = 1
-    batch_bytes: int = 16 << 20
+    batch_bytes: int = 4 << 20
     """Maximum size of a batch of copies."""
 
     @property
@@ -105,10 +107,10 @@ class HostTier:
         self._next_copies = 0
         self._now = 0.0
         self.is_stuck = False
-        self.copy_bytes_per_s = 8e9
-        """Measured rate of copies to the device; the engine keeps it up to date."""
+        self._copied_bytes, self._copy_seconds = 0.0, 0.0
+        """Sums over batches, older ones counted less."""
         self.prefill_tokens_per_s = 0.0
-        """Measured rate of computing prompts; 0 if unknown, then everything found is loaded."""
+        """Measured rate of computing prompts, which the engine keeps up to date; 0 if unknown."""
         self.tokens_loaded = 0
         self.copies_failed = 0
         """Blocks that failed to be copied, in either direction."""
@@ -164,9 +166,11 @@ class HostTier:
         return self.index.find(self._prefix.hash_of(request, first), self._prefix.tokens_of(request, first)) is not None
 
     def _pays(self, num_blocks: int, num_tokens: int) -> bool:
-        """True if loading beats computing. Copies that are queued come first."""
-        load_s = (len(self._queue) + num_blocks) * self.settings.block_bytes / self.copy_bytes_per_s
-        return load_s * self.prefill_tokens_per_s <= num_tokens
+        """True if loading beats computing, or if nothing was measured yet. Copies that are queued come first."""
+        if not self._copied_bytes:
+            return True
+        num_bytes = (len(self._queue) + num_blocks) * self.settings.block_bytes
+        return num_bytes * self._copy_seconds / self._copied_bytes * self.prefill_tokens_per_s <= num_tokens
 
     def _start(self, request: Request, first: int, longer: Match, num_tokens: int) -> None:
         """Allocate blocks for what is missing and queue its copies, first columns first."""
@@ -253,9 +257,13 @@ class HostTier:
         self._next_copies += 1
         return copies
 
-    def copies_done(self, copies: BlockCopies, failed: bool) -> None:
+    def copies_done(self, copies: BlockCopies, failed: bool, seconds: float) -> None:
         batch = self._in_flight.pop(copies.copies_no)
-        self.copies_failed += len(copies.blocks) if failed else 0
+        if failed:
+            self.copies_failed += len(copies.blocks)
+        else:
+            self._copied_bytes = RATE_DECAY * self._copied_bytes + len(copies.blocks) * self.settings.block_bytes
+            self._copy_seconds = RATE_DECAY * self._copy_seconds + seconds
         for load in batch.loads:
             self._end_load(load, failed, is_readable=not failed)
         for block, key in batch.leaving:

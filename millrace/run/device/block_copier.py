@@ -7,8 +7,8 @@ blocks that arrive are used only by steps launched after the copies are acknowle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import cycle
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,13 +20,10 @@ from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
 from millrace.run.device.side_stream import SideStream
 
-NUM_BUFFERS = 2
-"""Device buffers per direction: as many batches as are in flight."""
-
 
 class BlockCopier(Protocol):
-    def copy(self, copies: BlockCopies) -> Pending[None]:
-        """Start the copies."""
+    def copy(self, copies: BlockCopies) -> Pending[float]:
+        """Start the copies. The result is the number of seconds that they took."""
 
 
 class OrderedCopier:
@@ -38,8 +35,13 @@ class OrderedCopier:
         (self._host,) = host.chunks
         self._on_cpu = CpuBlocks(self._parts, self._host) if device.kind == "cpu" else None
 
-    def copy(self, copies: BlockCopies) -> Pending[None]:
-        return self._device.launch(lambda: self._copy(copies), lambda nothing: nothing)
+    def copy(self, copies: BlockCopies) -> Pending[float]:
+        def work() -> float:
+            began = time.perf_counter()
+            self._copy(copies)
+            return time.perf_counter() - began
+
+        return self._device.launch(work, lambda seconds: seconds)
 
     def _copy(self, copies: BlockCopies) -> None:
         if self._on_cpu is not None:
@@ -68,10 +70,12 @@ class StreamCopier:
         self._host = HostBlocks(num_slots, shape, dtype, pinned=True)
         self._lanes = {to_host: _Lane((max_blocks, *shape), dtype, device) for to_host in (False, True)}
 
-    def copy(self, copies: BlockCopies) -> Pending[None]:
+    def copy(self, copies: BlockCopies) -> Pending[float]:
         lane = self._lanes[copies.to_host]
-        buffer, done = lane.next()
+        buffer = lane.buffer
+        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.inference_mode(), lane.stream:
+            lane.stream.record(began)
             blocks = self._device.upload(copies.blocks)
             if copies.to_host:
                 self._copy_blocks(self._addresses, self._parts[0], blocks, buffer, to_buffer=True)
@@ -84,29 +88,25 @@ class StreamCopier:
             if not copies.to_host:
                 self._copy_blocks(self._addresses, self._parts[0], blocks, buffer, to_buffer=False)
             lane.stream.record(done)
-        return _EventPending(done, blocks)
+        return _EventPending(began, done, blocks)
 
 
 class _Lane:
-    """The stream of one direction, with its buffers, used in turn. A buffer's next use is queued on the same stream."""
+    """The stream of one direction, and its buffer: batches of one direction follow each other on the stream."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> None:
         self.stream = SideStream()
-        buffers = [torch.empty(shape, dtype=dtype, device=device.torch_device) for _ in range(NUM_BUFFERS)]
-        events = [torch.cuda.Event() for _ in range(NUM_BUFFERS + 1)]  # type: ignore[no-untyped-call]
-        self._buffers: Iterator[Tensor] = cycle(buffers)
-        self._events: Iterator[torch.cuda.Event] = cycle(events)
-
-    def next(self) -> tuple[Tensor, torch.cuda.Event]:
-        return next(self._buffers), next(self._events)
+        self.buffer = torch.empty(shape, dtype=dtype, device=device.torch_device)
 
 
 class _EventPending:
-    def __init__(self, done: torch.cuda.Event, blocks: Tensor) -> None:
-        self._done, self._blocks = done, blocks  # the ids must live until the kernel has read them
+    def __init__(self, began: torch.cuda.Event, done: torch.cuda.Event, blocks: Tensor) -> None:
+        self._began, self._done = began, done
+        self._blocks = blocks  # the ids must live until the kernel has read them
 
     def done(self) -> bool:
         return bool(self._done.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         self._done.synchronize()
+        return float(self._began.elapsed_time(self._done)) / 1e3

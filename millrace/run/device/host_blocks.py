@@ -53,7 +53,7 @@ class HostBlocks:
                 first = at
 
     def _pin(self) -> None:
-        cudart = torch.cuda.cudart()
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for number, chunk in enumerate(self.chunks):
             error = int(cudart.cudaHostRegister(chunk.data_ptr(), chunk.numel() * chunk.dtype.itemsize, 0))
             if error:
