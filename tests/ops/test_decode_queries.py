@@ -229,12 +229,12 @@ def test_attention_of_few_rows(queries: int, held: CacheFormat) -> None:
 @pytest.mark.parametrize("heads", [(32, 8), (32, 4), (4, 1), (64, 2)])
 def test_parts_of_few_rows_fit_the_workspace(heads: tuple[int, int], queries: int, held: CacheFormat) -> None:
     cpu, shape = torch.device("cpu"), HeadShape(*heads, 128, 0.1)
-    turns = -(-queries // shape.queries_per_program(queries))
     found = [few_rows(shape, rows, cpu, held, queries) for rows in range(1, 300)]
     assert found[0] is not None
     for rows, few in enumerate(found, start=1):
         if few is not None:
             assert rows <= few.entries
+            turns = -(-queries // shape.queries_per_program(queries, few.own_queries))
             assert few.entries * shape.num_kv_heads * turns <= SPLIT_CELLS
             tuning = decode_tuning(shape, rows, torch.bfloat16, cpu, held, True, queries)
             assert (tuning.tile, tuning.stages) == (few.tile[0], few.tile[2])

@@ -73,13 +73,15 @@ def test_limits_of_decode_attention_scale_with_the_multiprocessors(monkeypatch: 
 
     found = load.read("h200", "decode_attention")
     table = decode_table(CPU)
-    assert table.few_streams == found["few_streams"]
+    assert table.wide_streams == tuple(found["wide_streams"])
+    assert table.few["packed"][0] == (8, (256, 64, 2, 3))
     assert table.list_from == found["list_from"]
     assert table.tiles["plain"][0] == (32, (64, 2, 3))
     assert table.tiles["plain"][-1][0] == decode_rule.ANY_STREAMS
     monkeypatch.setattr(decode_rule, "num_multiprocessors", lambda _device: found["multiprocessors"] // 2)
     half = decode_table.__wrapped__(CPU)
-    assert half.few_streams == found["few_streams"] // 2
+    assert half.wide_streams[1] == found["wide_streams"][1] // 2
+    assert half.few["packed"][0] == (4, (128, 64, 2, 3))
     assert half.tiles["plain"][0][1] == table.tiles["plain"][0][1]
 
 

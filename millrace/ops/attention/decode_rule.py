@@ -47,6 +47,7 @@ class DecodeTable:
     few: Mapping[CacheFormat, ByStreams]
     """(programs, keys in a tile, warps, stages)"""
     few_with_drafts: ByStreams
+    """The same, and max queries of a program"""
     splits: Mapping[CacheFormat, ByStreams]
     """(max splits of a row, min keys of a split)"""
     tiles: Mapping[CacheFormat, ByStreams]
@@ -84,20 +85,22 @@ class FewRows:
     entries: int
     """Entries of the list of parts: as many as fill the GPU once."""
     tile: Tile
+    own_queries: int
+    """Maximum queries of a row in one program."""
 
 
 def few_rows(
     shape: HeadShape, num_rows: int, device: torch.device, cache_format: CacheFormat, queries_per_row: int = 1
 ) -> FewRows | None:
     """None if the rows are not few."""
-    table = decode_table(device)
-    heads = shape.num_kv_heads * -(-queries_per_row // shape.queries_per_program(queries_per_row))
-    for max_streams, (programs, tile, warps, stages) in (
-        table.few[cache_format] if queries_per_row == 1 else table.few_with_drafts
-    ):
-        entries = min(programs // heads, MAX_ENTRIES)
-        if num_rows * heads <= max_streams and num_rows <= entries:
-            return FewRows(entries, (tile, warps, stages))
+    table, streams = decode_table(device), num_rows * shape.num_kv_heads
+    limits = table.few[cache_format] if queries_per_row == 1 else table.few_with_drafts
+    for max_streams, (programs, tile, warps, stages, *own) in limits:
+        own_queries = own[0] if own else 1
+        turns = -(-queries_per_row // shape.queries_per_program(queries_per_row, own_queries))
+        entries = min(programs // (shape.num_kv_heads * turns), MAX_ENTRIES)
+        if streams <= max_streams and num_rows <= entries:
+            return FewRows(entries, (tile, warps, stages), own_queries)
     return None
 
 
@@ -114,7 +117,9 @@ def decode_tuning(
 
     table, streams = decode_table(device), num_rows * shape.num_kv_heads
     few = few_rows(shape, num_rows, device, cache_format, queries_per_row) if listed else None
-    splits, min_keys = (MAX_LISTED_PARTS, 1) if listed else _splits(table, streams, cache_format)
+    own_queries = shape.queries_per_program(queries_per_row, few.own_queries if few else queries_per_row)
+    turns = -(-queries_per_row // own_queries)
+    splits, min_keys = (MAX_LISTED_PARTS, 1) if listed else _splits(table, streams, cache_format, turns)
     if few is not None:
         splits = 2 * few.entries // num_rows
     swap = False
@@ -128,7 +133,7 @@ def decode_tuning(
         tile, warps, stages = _by_streams(table.tiles[cache_format], streams)
     if shape.group > 16:  # several tiles of query heads: more registers than one warp has
         warps = 4 if shape.group <= 32 else 8
-    return DecodeTuning(tile, splits, max(1, min_keys // tile), warps, stages, swap)
+    return DecodeTuning(tile, splits, max(1, min_keys // tile), warps, stages, swap, own_queries)
 
 
 def _is_wgmma_faster(table: DecodeTable, shape: HeadShape, streams: int) -> bool:
@@ -136,11 +141,11 @@ def _is_wgmma_faster(table: DecodeTable, shape: HeadShape, streams: int) -> bool
     return is_within and shape.head_dim > 64 and shape.group <= 16
 
 
-def _splits(table: DecodeTable, streams: int, cache_format: CacheFormat) -> tuple[int, int]:
+def _splits(table: DecodeTable, streams: int, cache_format: CacheFormat, turns: int) -> tuple[int, int]:
     """(max splits of a row, min keys of a split) if all rows have the same number of splits: only to keep long rows
     from running alone at the end."""
     splits, min_keys = _by_streams(table.splits[cache_format], streams)
-    return min(splits, max(1, SPLIT_CELLS // streams)), min_keys
+    return min(splits, max(1, SPLIT_CELLS // (streams * turns))), min_keys
 
 
 def _by_streams(rows: ByStreams, streams: int) -> Any:

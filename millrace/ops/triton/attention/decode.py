@@ -17,6 +17,7 @@ from torch import Tensor
 
 from millrace.ops.kv.cache import format_of
 from millrace.ops.triton.attention.paged_kv import (
+    TILE_VECTORS,
     TRITON_TYPES,
     HeadShape,
     PagedRows,
@@ -281,6 +282,9 @@ class DecodeTuning:
     swap: bool = False
     """Put keys, not queries, on the longer side of the matrix instruction. With 4 warps and tiles of 64 keys that is
     Hopper's warpgroup MMA."""
+    own_queries: int = TILE_VECTORS
+    """Maximum queries of a row in one program. With few rows combining splits takes longest, and several programs do it
+    at the same time; they find the keys in L2."""
 
 
 class SplitWorkspace:
@@ -344,7 +348,7 @@ def decode(
     `ops/attention/decode_rule.py`. `lengths_of_row` int32: the rows' lengths, by row of the block tables. Lengths in
     the list are then only upper bounds."""
     num_rows = rows.seq_lens.shape[0]
-    own = shape.queries_per_program(queries_per_row)
+    own = shape.queries_per_program(queries_per_row, tuning.own_queries)
     turns = -(-queries_per_row // own)
     vectors = int(triton.next_power_of_2(shape.group * own))
     if shared is not None and (queries_per_row > 1 or lengths_of_row is not None):

@@ -287,9 +287,9 @@ class HeadShape:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def queries_per_program(self, queries_per_row: int) -> int:
-        """Queries of a decode row in one program: as many as fill one side of a matrix instruction."""
-        return max(1, min(queries_per_row, TILE_VECTORS // self.group))
+    def queries_per_program(self, queries_per_row: int, limit: int) -> int:
+        """Queries of a decode row in one program: as many as fill one side of a matrix instruction, or `limit`."""
+        return max(1, min(queries_per_row, TILE_VECTORS // self.group, limit))
 
 
 def padded_vectors(shape: HeadShape) -> int:
