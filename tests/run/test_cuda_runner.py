@@ -54,7 +54,7 @@ def decoder_for(case: str, device: torch.device, paged: bool, dtype: torch.dtype
         attention = PagedAttention(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
         )
-        decoder._ops = dataclasses.replace(decoder._ops, attention=attention)
+        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
         decoder.native_stack = None  # it has its own attention
     return decoder
 

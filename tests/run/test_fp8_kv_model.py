@@ -100,7 +100,7 @@ def test_requests_with_a_shared_prefix_give_the_same_tokens(
     decoder = decoder_of("llama", place)
     spec = decoder.spec
     attention = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
-    decoder._ops = dataclasses.replace(decoder._ops, attention=attention)
+    decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
     decoder.native_stack = None  # it has its own attention
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 3, "max_context": 32}
