@@ -27,9 +27,9 @@ class Composer:
     def compose(self, singles: Int64s, chunks: dict[int, int], drafts: Int32s | None = None) -> StepPlan:
         """`singles` get one token each and, with `drafts`, that many places for drafts; `chunks` are tokens by row."""
         repeated, rows = self._repeated, self._rows
-        if repeated is not None and repeated.can_repeat(rows) and not chunks and drafts is None:
-            if len(singles) == len(repeated.order):
-                return self._repeat(repeated)
+        is_same = not chunks and drafts is None and repeated is not None and len(singles) == len(repeated.order)
+        if is_same and repeated is not None and repeated.can_repeat(rows):
+            return self._repeat(repeated)
         table_rows, counts = _columns(singles, chunks)
         starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts

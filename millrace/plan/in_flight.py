@@ -21,7 +21,7 @@ class StepsInFlight:
 
     @property
     def fence(self) -> int | None:
-        """The last launched step: what is released now may be reused once it has completed. None if none is in flight."""
+        """The last launched step, or None: what is released now may be reused once that step has completed."""
         return self.next_step - 1 if self._plans else None
 
     def launch(self, plan: StepPlan) -> None:

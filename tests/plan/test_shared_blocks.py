@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.plan.request import Request
 from millrace.plan.budget import MANY_PREFILLS
+from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
