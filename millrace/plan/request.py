@@ -65,7 +65,7 @@ class Request:
     held_by: bytes | None = None
     """Hash of the block it waits for, which a running request is computing."""
     loads: int = 0
-    """Times that blocks of its prefix were loaded from host memory for it."""
+    """Times that blocks of its prefix were loaded from host memory for it since it began to wait."""
     num_output: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""

@@ -53,7 +53,7 @@ class Seating:
             self.pool.share(block for block in blocks if block)
         self.prefix.count(request, match.num_columns)
         self.prefix.expect(request, match.num_columns)
-        request.held_by = None
+        request.held_by, request.loads = None, 0
         row = self.rows.admit(request, match.blocks)
         self._row_of[request.id] = row
         self._unannounced.add(row)

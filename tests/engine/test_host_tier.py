@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +36,19 @@ def answers(source: str, *, at_once: bool, **settings: object) -> tuple[list[lis
     """Output tokens and cached prompt tokens of every answer, and the engine's statistics at the end."""
     chosen = SamplingParams(temperature=1.0, seed=5, max_tokens=OUTPUT, ignore_eos=True)
     found = []
-    with LLM(
-        source, device="cpu", dtype="float32", kv_tokens=KV_TOKENS, max_running=4, token_budget=64, **settings
-    ) as llm:
+    settings = {"device": "cpu", "dtype": "float32", **settings}
+    with LLM(source, kv_tokens=KV_TOKENS, max_running=4, token_budget=64, **settings) as llm:
         for _ in range(ROUNDS):
             if at_once:
                 found += llm.generate(prompts(), chosen)
             else:
                 found += [llm.generate([prompt], chosen)[0] for prompt in prompts()]
-        stats = llm._client.stats
-    assert stats is not None
+        # The last report comes when the engine becomes idle.
+        stats, until = llm._client.stats, time.monotonic() + 30
+        while stats is None or stats.output_tokens < len(found) * OUTPUT:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+            stats = llm._client.stats
     return [one.token_ids for one in found], [one.cached_tokens for one in found], stats
 
 
@@ -77,3 +81,15 @@ def test_failing_copies_change_no_token(source: str, monkeypatch: pytest.MonkeyP
     assert tokens == expected
     assert stats.host_copies_failed > 0
     assert stats.host_tokens_loaded > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["qwen3_heads_of_64", "gemma3"], indirect=True)
+def test_repeats_return_from_host_memory_on_the_gpu(source: str) -> None:
+    on_gpu = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    tokens, cached, stats = answers(source, at_once=True, kv_host_gib=0.05, **on_gpu)
+    expected, without, _ = answers(source, at_once=True, **on_gpu)
+    assert tokens == expected
+    assert sum(cached) > sum(without)
+    assert stats.host_tokens_loaded > (ROUNDS - 1) * NUM_PROMPTS * (PROMPT - BLOCK) // 2
+    assert stats.host_copies_failed == 0

@@ -35,7 +35,7 @@ CLEAN_SHARE = 1 / 8
 RATE_DECAY = 0.9
 """By how much older batches count less in the measured rate of copies."""
 MAX_LOADS = 4
-"""Arrivals that one request may start. If its blocks are evicted before it is admitted, it loads them again."""
+"""Arrivals that one waiting request may start. If its blocks are evicted before it is admitted, it loads them again."""
 
 Loading = Literal["none", "started", "blocked"]
 """What became of a request: nothing is worth loading, its blocks are arriving, or they find no room on the device."""
