@@ -66,7 +66,7 @@ def test_a_failed_copy_raises_in_wait() -> None:
 
 
 def test_transfers_cover_runs_of_slots_within_a_chunk() -> None:
-    host = HostBlocks(10, (2,), torch.int32, pinned=False)
+    host = HostBlocks(10, (2,), torch.int32)
     host.chunk_slots = 4
     slots = [1, 2, 3, 4, 5, 9, 8, 0]
     runs = list(host.runs_of(np.asarray(slots, np.int32)))

@@ -31,7 +31,7 @@ class OrderedCopier:
 
     def __init__(self, kv: Sequence[Tensor], num_slots: int, device: Device) -> None:
         self._device, self._parts = device, block_parts(kv)
-        host = HostBlocks(num_slots, buffer_shape(self._parts), self._parts[0].dtype, pinned=False)
+        host = HostBlocks(num_slots, buffer_shape(self._parts), self._parts[0].dtype)
         (self._host,) = host.chunks
         self._on_cpu = CpuBlocks(self._parts, self._host) if device.kind == "cpu" else None
 
@@ -67,8 +67,15 @@ class StreamCopier:
         self._device, self._parts, self._copy_blocks = device, block_parts(kv), copy_blocks
         self._addresses = addresses_of(self._parts)
         shape, dtype = buffer_shape(self._parts), self._parts[0].dtype
-        self._host = HostBlocks(num_slots, shape, dtype, pinned=True)
+        self._host = HostBlocks(num_slots, shape, dtype, pinned_for=device.torch_device)
         self._lanes = {to_host: _Lane((max_blocks, *shape), dtype, device) for to_host in (False, True)}
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels now, by copying the scratch block: the first batch must not hold up the steps."""
+        scratch, buffer = torch.zeros(1, dtype=torch.int32, device=self._parts[0].device), self._lanes[True].buffer
+        for to_buffer in (True, False):
+            self._copy_blocks(self._addresses, self._parts[0], scratch, buffer, to_buffer=to_buffer)
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
         lane = self._lanes[copies.to_host]

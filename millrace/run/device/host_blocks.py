@@ -28,15 +28,18 @@ CHUNK_BYTES = 256 << 20
 class HostBlocks:
     """`chunks` hold `chunk_slots` blocks each, in the order of their slots. Unpinned memory is one chunk."""
 
-    def __init__(self, num_slots: int, block_shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
+    def __init__(
+        self, num_slots: int, block_shape: tuple[int, ...], dtype: torch.dtype, pinned_for: torch.device | None = None
+    ) -> None:
+        """`pinned_for`: the GPU that copies to and from this memory."""
         block_bytes = math.prod(block_shape) * dtype.itemsize
-        self.chunk_slots = max(1, CHUNK_BYTES // block_bytes) if pinned else num_slots
+        self.chunk_slots = max(1, CHUNK_BYTES // block_bytes) if pinned_for is not None else num_slots
         self.chunks: list[Tensor] = []
         for first in range(0, num_slots, self.chunk_slots):
             count = min(self.chunk_slots, num_slots - first)
             self.chunks.append(_reserve(count * block_bytes).view(dtype).view(count, *block_shape))
-        if pinned:
-            threading.Thread(target=self._pin, name="pin-host-blocks", daemon=True).start()
+        if pinned_for is not None:
+            threading.Thread(target=self._pin, args=(pinned_for,), name="pin-host-blocks", daemon=True).start()
 
     def run(self, slot: int, count: int) -> Tensor:
         """The blocks in consecutive slots of one chunk."""
@@ -52,7 +55,8 @@ class HostBlocks:
                 yield first, numbers[first], at - first
                 first = at
 
-    def _pin(self) -> None:
+    def _pin(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # of this thread
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for number, chunk in enumerate(self.chunks):
             error = int(cudart.cudaHostRegister(chunk.data_ptr(), chunk.numel() * chunk.dtype.itemsize, 0))
