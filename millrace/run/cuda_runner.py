@@ -246,7 +246,11 @@ class CudaRunner:
         if self._drafts is None or not len(draws.due):
             return result
         self._graphs.run(Accept(bucket if places > 1 else None), lambda: work.accept_drafts(bucket))
-        return result if plan.draft_places is None else replace(result, places=places)
+        if plan.draft_places is None:
+            return result
+        # On a CPU the device's memory is the host's, and nothing is copied.
+        counts = None if self._device.kind == "cuda" else work.counts(len(draws.due))[0].numpy()
+        return replace(result, places=places, counts=counts)
 
     def _with_graph(self, bucket: Bucket) -> Bucket:
         """The decode bucket whose graph to run. After a fallback, the right one is captured when the engine is idle."""

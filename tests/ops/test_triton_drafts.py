@@ -23,7 +23,7 @@ from millrace.ops.triton.drafts import (
 )
 from millrace.run.drafting.ngram import propose_ngram
 
-MAX_ROWS, CONTEXT, MIDDLE = 9, 80, 64
+MAX_ROWS, CONTEXT, MIDDLE = 9, 80, 80
 
 
 @pytest.fixture(autouse=True, scope="module")

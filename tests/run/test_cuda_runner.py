@@ -193,7 +193,8 @@ def test_a_greedy_head_computes_logits_only_where_they_are_needed(kind: str, mon
 def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in large batches: decode rows come from a list, longest first and split, with or without prefill tiles, and in
     addition to a full token budget."""
-    change_decode_table(monkeypatch, few_streams=0, list_from=dict.fromkeys(("plain", "packed", "fp8"), 0))
+    formats = ("plain", "packed", "fp8")
+    change_decode_table(monkeypatch, few=dict.fromkeys(formats, ()), list_from=dict.fromkeys(formats, 0))
     monkeypatch.setattr(step_packet, "MIN_LISTED_ROWS", 1)
     monkeypatch.setattr(decode_rows, "LONG_TOKENS", 8)
     monkeypatch.setattr(decode_rows, "LONG_SHARE", 1.0)

@@ -91,17 +91,28 @@ def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows,
 
 
 @triton.jit
-def _state_kernel(states, rows, positions, max_drafts, starts, tokens_in, PLACES: tl.constexpr):
+def _state_kernel(states, rows, positions, max_drafts, starts, tokens_in, num_rows, PLACES: tl.constexpr):
     """One state per program."""
     at = tl.program_id(0)
     if tl.load(rows + at) < 0:
         return
     state = tl.load(states + at)
-    if tl.load(max_drafts + state // PLACES) < 0:
+    row = state // PLACES
+    if tl.load(max_drafts + row, mask=row < num_rows, other=-1) < 0:
         return
     if tl.load(tokens_in + state) == _UNUSED:
         tl.store(rows + at, _ENDED)
-    tl.store(positions + at, tl.load(starts + state // PLACES) + state % PLACES + 1)
+    tl.store(positions + at, tl.load(starts + row) + state % PLACES + 1)
+
+
+@triton.jit
+def _list_kernel(listed, entries, max_drafts, seq_lens, num_rows):
+    """One entry of the list of decode rows per program. Decode rows come first, so their token is their row."""
+    at = tl.program_id(0)
+    row = tl.load(listed + at)
+    is_real = (tl.load(listed + 2 * entries + at) > 0) & (row < num_rows)
+    if tl.load(max_drafts + row, mask=is_real, other=-1) >= 0:
+        tl.store(listed + 2 * entries + at, tl.load(seq_lens + row))
 
 
 @triton.jit
@@ -156,6 +167,8 @@ class DraftedStep:
     """[m]: table row of each state, PADDING for none."""
     positions: Tensor
     """[m]: those of the tokens to draw."""
+    listed: Tensor | None = None
+    """[LIST_COLUMNS, entries]: list of the decode rows, whose lengths are corrected."""
 
 
 def place_drafts(step: DraftedStep, columns: DraftColumns) -> None:
@@ -168,9 +181,12 @@ def place_drafts(step: DraftedStep, columns: DraftColumns) -> None:
         num_warps=4,
     )  # fmt: skip
     _state_kernel[(len(step.states),)](
-        step.states, step.rows, step.positions, step.max_drafts, step.starts, step.tokens_in, PLACES=step.places,
-        num_warps=1,
+        step.states, step.rows, step.positions, step.max_drafts, step.starts, step.tokens_in, len(step.table_rows),
+        PLACES=step.places, num_warps=1,
     )  # fmt: skip
+    if step.listed is not None:
+        entries, num_rows = step.listed.shape[1], len(step.table_rows)
+        _list_kernel[(entries,)](step.listed, entries, step.max_drafts, step.seq_lens, num_rows, num_warps=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,8 +113,10 @@ def _gather_kernel(
     table_row = tl.load(table_rows + row)
     position = tl.load(starts + row) + offset
     given = tl.load(tokens_in + at).to(tl.int64)
+    # A place without a token writes to the scratch block; its position may be beyond the row's table.
+    is_used = given >= -1
     token = tl.where(given < 0, tl.load(last_tokens + table_row.to(tl.int64)), given)
-    block = tl.load(tables + table_row.to(tl.int64) * table_stride + position // BS)
+    block = tl.load(tables + table_row.to(tl.int64) * table_stride + position // BS, mask=is_used, other=0)
     if HIDDEN > 0:
         item = tl.arange(0, HIDDEN_BLOCK)
         values = tl.load(embedding + token * HIDDEN + item, mask=item < HIDDEN, other=0.0)
@@ -130,10 +132,10 @@ def _gather_kernel(
     for group in tl.static_range(GROUPS):
         group_row = table_row + group * rows_per_group
         if group > 0:
-            block = tl.load(tables + group_row.to(tl.int64) * table_stride + position // BS)
+            block = tl.load(tables + group_row.to(tl.int64) * table_stride + position // BS, mask=is_used, other=0)
         if SINGLE:
             block = _updated(updates, count, group_row, position // BS, block, BLOCK)
-        tl.store(block_ids + group * block_ids_stride + at, block.to(tl.int64))
+        tl.store(block_ids + group * block_ids_stride + at, tl.where(is_used, block, 0).to(tl.int64))
     if SINGLE:
         _update(updates, count, tables, table_stride, num_records_ptr, columns, BLOCK, ALIGN, WORDS, ROW_WORD)
     tl.store(token_ids + at, token)

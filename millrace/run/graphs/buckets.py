@@ -66,8 +66,11 @@ class Buckets:
         self._mixed = {(size, rows): self._mixed_bucket(size, rows) for rows in fewer_rows for size in within}
         self._mixed |= {(size, most_rows): self._mixed_bucket(size, most_rows) for size in self.mixed_tokens}
 
-    def decode(self, rows: int, *, shares_prefix: bool = False) -> Bucket:
+    def decode(self, rows: int, *, shares_prefix: bool = False, places: int = 0) -> Bucket:
+        """`places`: 0, or the places of each row in a step with drafts."""
         size = self.decode_sizes[bisect_left(self.decode_sizes, rows)]
+        if places:
+            return replace(self._decode[size], tokens=size * places, places=places)
         return self._sharing[size] if shares_prefix else self._decode[size]
 
     def _decode_bucket(self, size: int) -> Bucket:

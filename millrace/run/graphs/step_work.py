@@ -17,10 +17,12 @@ from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.attention.rows import TiledRows
 from millrace.ops.base.greedy_head import DrawnTokens
+from millrace.ops.triton.drafts import AcceptedTokens, DraftedStep, accept_drafts, place_drafts
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.step import Int32s, StepPlan
+from millrace.run.drafting.device_drafts import PLACES, DeviceDrafts
 from millrace.run.packet.decode_rows import num_words
 from millrace.run.packet.lookup_tables import token_tables
 from millrace.run.packet.mask_ring import MaskRing
@@ -50,6 +52,7 @@ class StepWork:
         max_context: int,
         max_tokens: int,
         tile_decode_rows: bool,
+        drafts: DeviceDrafts | None = None,
     ) -> None:
         """`smallest`: any bucket; it gives the packet layout of the sections that the head reads."""
         device, spec = kv[0].device, decoder.spec
@@ -66,11 +69,15 @@ class StepWork:
         self._offsets = torch.zeros_like(self._token_ids)
         self._block_ids = self._token_ids.new_zeros((table.block_tables.shape[0], max_tokens))
         # A padding row has one position per padding token.
-        self._token_tables = token_tables(decoder, max(max_context, max_tokens))
+        num_positions = max(max_context + (0 if drafts is None else PLACES[-1]), max_tokens)
+        self._token_tables = token_tables(decoder, num_positions)
         # Indexed like the packet's head sections: the full group before the middle, the greedy group after it.
         self._draw_states = torch.zeros((2 * head_layout.middle, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
+        self._drafts = drafts
+        self._counts = TokenRing(max_rows, device)
+        """Tokens that each row keeps, in steps with drafts."""
         self._masks = MaskRing(words_per_mask(spec.vocab_size), device)
         self._row_numbers = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
 
@@ -96,6 +103,12 @@ class StepWork:
         turn = self._ring.turn
         return self._drawn.host_tokens(turn, count), self._drawn.host_array(turn, count)
 
+    def counts(self, count: int) -> tuple[Tensor, Tensor, Int32s]:
+        """Tokens kept by the first `count` rows of the last step sent: on the device, and the host buffer that they
+        are copied to, as a tensor and as an array."""
+        counts, turn = self._counts, self._ring.turn
+        return counts.device_tokens(turn, count), counts.host_tokens(turn, count), counts.host_array(turn, count)
+
     def body(
         self,
         bucket: Bucket,
@@ -113,6 +126,8 @@ class StepWork:
         def part(section: Section) -> Tensor:
             return packet[section.start : section.start + section.length]
 
+        if bucket.places:
+            self.place_drafts(bucket)
         rows = self._rows(bucket, part, long_rows)
         batch = self._gathered(bucket, part, rows)
         if bucket.last_only:
@@ -143,6 +158,49 @@ class StepWork:
             shared_len=part(layout.shared_len) if bucket.shares_prefix else None,
             decode_rows=part(layout.decode_rows).view(LIST_COLUMNS, -1) if is_listed else None,
             context_parts=bucket.parts,
+            queries_per_row=bucket.tokens_per_row,
+        )
+
+    def place_drafts(self, bucket: Bucket) -> None:
+        """Correct the packet by what only the device knows: where rows start, and their drafts. Part of the body of
+        buckets with places; other steps call it before their body."""
+        assert self._drafts is not None
+        place_drafts(self._drafted(bucket), self._drafts.columns)
+
+    def accept_drafts(self, bucket: Bucket) -> Tensor:
+        """After all heads: keep what was drawn up to the first wrong draft. `counts` gives access to how much."""
+        assert self._drafts is not None
+        layout, packet = self._head_layout, self._packet
+        index, start = layout.sample_index, layout.drawn_start.start
+        start_of_both = packet[start : start + 1]  # both rings have max_rows entries for a turn
+        tokens = AcceptedTokens(
+            index=packet[index.start : index.start + index.length],
+            drawn=self._drawn.on_device,
+            drawn_start=start_of_both,
+            counts=self._counts.on_device,
+            counts_start=start_of_both,
+            last_tokens=self._table.last_tokens,
+        )
+        accept_drafts(self._drafted(bucket), self._drafts.columns, tokens)
+        return self._counts.on_device
+
+    def _drafted(self, bucket: Bucket) -> DraftedStep:
+        layout = self._writer.layout(bucket)
+
+        def part(section: Section) -> Tensor:
+            return self._packet[section.start : section.start + section.length]
+
+        return DraftedStep(
+            places=bucket.tokens_per_row,
+            table_rows=part(layout.table_rows),
+            max_drafts=part(layout.max_drafts),
+            starts=part(layout.starts),
+            seq_lens=part(layout.seq_lens),
+            tokens_in=part(layout.tokens_in),
+            states=part(layout.sample_states),
+            rows=part(layout.sample_rows),
+            positions=part(layout.sample_positions),
+            listed=part(layout.decode_rows).view(LIST_COLUMNS, -1) if layout.decode_rows.length else None,
         )
 
     def _gathered(self, bucket: Bucket, part: Callable[[Section], Tensor], rows: TiledRows) -> ForwardBatch:
@@ -159,7 +217,7 @@ class StepWork:
         )
         embedded, angles = gather(
             tokens_in=part(layout.tokens_in),
-            token_rows=None if bucket.is_decode else part(layout.token_rows),
+            token_rows=part(layout.token_rows) if layout.token_rows.length else None,
             table_rows=rows.table_rows,
             starts=part(layout.starts),
             query_starts=rows.query_starts,

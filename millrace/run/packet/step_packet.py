@@ -51,6 +51,14 @@ class Bucket:
     """The last layer computes only each row's last token; hidden states are then indexed by row."""
     parts: int = 1
     """Split KV, only without decode rows: number of parts of each tile's context."""
+    places: int = 0
+    """Decode buckets with drafts: tokens of each row, which starts where the device knows; 0 = one token of each, and
+    the host knows where."""
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Of decode buckets."""
+        return max(1, self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ class PacketLayout:
     The fixed part is followed by the block-table updates, three words each, and, aligned, the records of new rows.
     """
 
-    def __init__(self, bucket: Bucket, max_rows: int) -> None:
+    def __init__(self, bucket: Bucket, max_rows: int, has_drafts: bool = False) -> None:
         self.bucket = bucket
         self._end = 0
         self.num_updates = self._take(1)
@@ -95,11 +103,14 @@ class PacketLayout:
         self.starts = self._take(bucket.rows)
         self.query_starts = self._take(bucket.rows + 1)
         self.seq_lens = self._take(bucket.rows)
+        self.max_drafts = self._take(bucket.rows if has_drafts else 0)
+        """Drafts that each row may have; -1 for rows whose start the host knows."""
         self.tokens_in = self._take(bucket.tokens)
-        self.token_rows = self._take(0 if bucket.is_decode else bucket.tokens)
+        self.token_rows = self._take(bucket.tokens if not bucket.is_decode or bucket.places > 1 else 0)
         self.tiles = self._take(2 * bucket.tiles)
         self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
         has_list = bucket.has_decode_rows and not bucket.shares_prefix and bucket.rows >= MIN_LISTED_ROWS
+        has_list = has_list and not bucket.places
         self.decode_rows = self._take(num_words(bucket.rows) if has_list else 0)
         """The list of decode rows, see `decode_rows.py`."""
         self.updates_start = self._end
@@ -119,9 +130,11 @@ class PacketLayout:
         self.sample_rows.of(blank)[:] = -1
         self.mask_lines.of(blank)[:] = NO_MASK
         self.table_rows.of(blank)[:] = max_rows
-        self.seq_lens.of(blank)[:] = 1  # a row without queries may still be read for its last token
+        per_row = self.bucket.tokens_per_row
+        self.seq_lens.of(blank)[:] = per_row  # a row without queries may still be read for its last token
+        self.max_drafts.of(blank)[:] = -1
         if self.bucket.is_decode:
-            self.query_starts.of(blank)[:] = np.arange(self.bucket.rows + 1)
+            self.query_starts.of(blank)[:] = np.arange(self.bucket.rows + 1) * per_row
         else:
             self.query_starts.of(blank)[1:] = self.bucket.tokens
         return blank
@@ -163,8 +176,17 @@ class _Template:
 
 
 class PacketWriter:
-    def __init__(self, *, max_rows: int, block_size: int, queries_per_tile: int, tile_decode_rows: bool) -> None:
-        self._max_rows = max_rows
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        block_size: int,
+        queries_per_tile: int,
+        tile_decode_rows: bool,
+        has_drafts: bool = False,
+    ) -> None:
+        """`has_drafts`: packets say where the device knows a row's start."""
+        self._max_rows, self._has_drafts = max_rows, has_drafts
         self._block_size = block_size
         self._queries_per_tile = queries_per_tile
         self._tile_decode_rows = tile_decode_rows
@@ -179,7 +201,7 @@ class PacketWriter:
         if layout is None:
             if len(self._layouts) >= KEPT_LAYOUTS:  # each uncaptured step adds a layout
                 self._layouts.clear()
-            layout = self._layouts[bucket] = PacketLayout(bucket, self._max_rows)
+            layout = self._layouts[bucket] = PacketLayout(bucket, self._max_rows, self._has_drafts)
         return layout
 
     def num_tiles(self, counts: Int32s, long_from: int = 0) -> int:
@@ -245,8 +267,10 @@ class PacketWriter:
         _put(packet, layout.starts, starts)
         _put(packet, layout.seq_lens, ends)
         if bucket.is_decode:
-            total = len(rows)
+            total = len(rows) * bucket.tokens_per_row
             layout.tiles.of(packet)[:] = layout.decode_tiles
+            if bucket.places > 1:
+                layout.token_rows.of(packet)[:] = np.arange(bucket.rows).repeat(bucket.places)
         else:
             total = self._write_queries(layout, counts, packet)
         first, last = layout.tokens_in.start, layout.tokens_in.start + bucket.tokens
@@ -260,11 +284,13 @@ class PacketWriter:
         if plan is None:
             return None
         _write_host_tokens(rows, starts, counts, table, query_starts, packet[first:last])
+        if plan.draft_places is not None:
+            _put(packet, layout.max_drafts, np.where(plan.samples & (counts == 1), plan.draft_places, -1))
         if draws is None or not len(draws.due):
             return None
-        states = np.arange(len(rows)) if bucket.last_only else last_tokens[: len(rows)]
+        states = np.arange(len(rows)) if bucket.last_only or bucket.places > 1 else last_tokens[: len(rows)]
         _write_samples(layout, packet, draws, (states, rows, ends))
-        repeatable = bucket.is_decode and len(draws.due) == len(rows)
+        repeatable = bucket.is_decode and not bucket.places and len(draws.due) == len(rows)
         return _Template(layout, packet, len(rows), draws, order) if repeatable else None
 
     def shared_tokens(self, plan: StepPlan) -> int:
@@ -353,24 +379,33 @@ def _list_decode_rows(layout: PacketLayout, packet: Int32s, single: slice | Inte
 
 def _group_entries(section: Section, layout: PacketLayout, draws: DrawPlan) -> Section:
     """The part of a head section that this step uses: the full group up to the middle, the greedy group after it."""
-    return Section(section.start + layout.middle - len(draws.full), len(draws.due))
+    per_row = layout.bucket.tokens_per_row
+    return Section(section.start + layout.middle - len(draws.full) * per_row, len(draws.due) * per_row)
 
 
 def _write_samples(
     layout: PacketLayout, packet: Int32s, draws: DrawPlan, columns: tuple[Integers, Integers, Integers]
 ) -> None:
-    """`columns`: states, table rows and positions of all rows of the step."""
+    """`columns`: states, table rows and positions of all rows of the step. With places, states are row numbers."""
     order, all_draw = draws.order, len(draws.due) == len(columns[0])
     if order is not None or not all_draw:
         chosen = draws.due if order is None else draws.due[order]
         columns = tuple(values[chosen] for values in columns)  # type: ignore[assignment]
-    sections = (layout.sample_states, layout.sample_rows, layout.sample_positions)
-    for section, values in zip(sections, columns, strict=True):
+    index = np.arange(len(draws.due)) if order is None else order
+    lines = draws.mask_lines() if len(draws.masked) else None
+    states, rows, positions = columns
+    if (places := layout.bucket.places) > 1:
+        # A state for each place. The device sets positions, and leaves out unused places.
+        every = np.arange(places)
+        states, index = (((values * places)[:, None] + every).ravel() for values in (states, index))
+        rows, positions = rows.repeat(places), positions.repeat(places)
+        if lines is not None:
+            lines = np.where(every == 0, lines[:, None], NO_MASK).ravel()
+    sections = (layout.sample_states, layout.sample_rows, layout.sample_positions, layout.sample_index)
+    for section, values in zip(sections, (states, rows, positions, index), strict=True):
         _group_entries(section, layout, draws).of(packet)[:] = values
-    index = _group_entries(layout.sample_index, layout, draws).of(packet)
-    index[:] = np.arange(len(index)) if order is None else order
-    if len(draws.masked):
-        layout.mask_lines.of(packet)[layout.middle - len(draws.full) :] = draws.mask_lines()
+    if lines is not None:
+        layout.mask_lines.of(packet)[layout.middle - len(lines) :] = lines
 
 
 def min_of(counts: Int32s) -> int:

@@ -1,0 +1,44 @@
+"""Steps with drafts on a GPU: what the device knows of each row, from its admission on.
+
+The kernels of `ops/triton/drafts.py` read and advance these columns, so that the host may plan a step before it knows
+how many tokens the steps in flight give.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from millrace.ops.triton.drafts import DraftColumns
+from millrace.plan.step import StepPlan
+from millrace.run.device.device import Device
+
+PLACES = (1, 2, 4, 8)
+"""Places of a row in decode buckets with drafts: its last token and up to seven drafts."""
+
+
+class DeviceDrafts:
+    def __init__(self, device: Device, *, max_rows: int, max_context: int) -> None:
+        """`max_rows`: table rows, padding's included."""
+        place = device.torch_device
+        known, limit = torch.zeros((2, max_rows), dtype=torch.int32, device=place)
+        history = torch.zeros((max_rows, max_context + 1), dtype=torch.int32, device=place)
+        self._device = device
+        self.columns = DraftColumns(known, limit, history)
+
+    def admit(self, plan: StepPlan) -> None:
+        if not plan.admitted:
+            return
+        columns, admitted = self.columns, plan.admitted
+        for admission in admitted:
+            columns.history[admission.row, : len(admission.tokens)] = self._device.upload(admission.tokens)
+        numbers = [(admission.row, len(admission.tokens), admission.limit) for admission in admitted]
+        rows, known, limit = self._device.upload(np.array(numbers, np.int32).T.copy())
+        columns.known[rows.long()], columns.limit[rows.long()] = known, limit
+
+
+def places_for(wanted: int, rows: int, max_states: int) -> int:
+    """Places of each row in a step with `rows` rows, padding included: enough for `wanted` tokens of each, or as many
+    as the step may draw from."""
+    fitting = [places for places in PLACES if places == 1 or places * rows <= max_states]
+    return next((places for places in fitting if places >= wanted), fitting[-1])

@@ -1,0 +1,127 @@
+"""CudaRunner with n-gram drafts draws the tokens of the plain runner without, several steps in flight.
+
+On a GPU this replays graphs; elsewhere the same code runs uncaptured, its kernels interpreted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from helpers.decode_table import want_few_programs
+from helpers.quick_interpreter import quick_interpreter
+from helpers.tiny_models import StateDictSource, config_of, make_reference
+from helpers.triton_mode import device as place
+from helpers.triton_mode import interpreted
+
+from millrace.config import RunConfig
+from millrace.models.decoder import Decoder
+from millrace.models.load import build_decoder
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.attention import PagedAttention
+from millrace.params import RowParams, SamplingParams
+from millrace.plan.drafts import DraftSettings
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+from millrace.run.cuda_runner import CudaRunner
+from millrace.run.device.device import CpuDevice, open_device
+from millrace.run.drafting.device_drafts import places_for
+from millrace.run.packet import step_packet
+from millrace.run.runner import Runner
+
+BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 16, 40
+SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 64}
+
+
+def decoder_for(device: torch.device, paged: bool) -> Decoder:
+    model = make_reference("qwen3")
+    spec = spec_from_config(config_of(model))
+    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
+    if paged and not isinstance(decoder.attention, PagedAttention):
+        attention = PagedAttention(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
+        )
+        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
+        decoder.native_stack = None
+    return decoder
+
+
+def requests(kinds: list[SamplingParams]) -> list[Request]:
+    """Repetitive prompts: their continuations are found in them."""
+    made = []
+    for index, params in enumerate(kinds):
+        prompt = np.array(([3, 9, 4, 7 + index] * 5)[: 9 + 2 * index], np.int32)
+        limit = params.max_tokens or 12
+        made.append(
+            Request(
+                id=index, prompt=prompt, max_tokens=limit, end_token_ids=(5,), row_params=RowParams(params, (5,)),
+                can_draft=params.logprobs is None,
+            )
+        )  # fmt: skip
+    return made
+
+
+class Drive:
+    """Runs requests to their end with two steps in flight; those in `later` are submitted after some steps."""
+
+    def __init__(self, runner: Runner | CudaRunner, drafts: DraftSettings) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(
+            num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=24, drafts=drafts
+        )
+        self.counts: list[int] = []
+        self.num_mixed = 0
+
+    def run(self, asked: list[Request], later: list[Request]) -> dict[int, list[int]]:
+        for request in asked:
+            self.scheduler.submit(request)
+        tokens: dict[int, list[int]] = {request.id: [] for request in (*asked, *later)}
+        flying, step = [], 0
+        while self.scheduler.has_work or flying:
+            step += 1
+            if step == 5:
+                for request in later:
+                    self.scheduler.submit(request)
+            plan = self.scheduler.plan(0.0)
+            if plan is not None:
+                self.num_mixed += plan.draft_places is not None and int(plan.counts.max()) > 1
+                flying.append((plan, self.runner.launch(plan)))
+            if len(flying) > 1 or plan is None:
+                plan, pending = flying.pop(0)
+                result = pending.wait()
+                self.counts += [] if result.counts is None else result.counts.tolist()
+                outcome = self.scheduler.apply(plan.step_no, result.drawn(), result.counts)
+                for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+                    tokens[request_id].append(token)
+        return tokens
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.4, seed=3, max_tokens=10, ignore_eos=True)
+
+
+@pytest.mark.parametrize("listed_from", [8, 1])
+def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if interpreted:
+        want_few_programs(monkeypatch)
+    monkeypatch.setattr(step_packet, "MIN_LISTED_ROWS", listed_from)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    plain = Runner(decoder_for(torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    fast = CudaRunner(decoder_for(place, True), device, token_budget=BUDGET, speculate="ngram", **SIZES)
+    kinds = [GREEDY, SAMPLED, dataclasses.replace(GREEDY, max_tokens=9)]
+    asked, later = requests(kinds)[:2], requests(kinds)[2:]
+    expected = Drive(plain, DraftSettings()).run(asked, later)
+    drive = Drive(fast, DraftSettings(max_drafts=3, max_places=ROWS))
+    asked, later = requests(kinds)[:2], requests(kinds)[2:]
+    with quick_interpreter() if interpreted else nullcontext():
+        assert drive.run(asked, later) == expected
+    assert max(drive.counts) > 1, "some drafts were right"
+    assert drive.num_mixed > 0
+
+
+def test_places_are_enough_or_as_many_as_fit() -> None:
+    assert [places_for(wanted, 4, 256) for wanted in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
+    assert [places_for(4, rows, 256) for rows in (1, 64, 65, 128, 129, 256, 300)] == [4, 4, 2, 2, 1, 1, 1]
