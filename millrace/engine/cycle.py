@@ -138,7 +138,7 @@ class Cycle:
         nothing to do."""
         if self._copying:
             self._copying.acknowledge()
-        launched = not self._has_undrawn and self._launch_next()
+        launched = len(self._launched) < self._depth and not self._has_undrawn and self._launch_next()
         if self._copying and not self._launched:  # only copies can make a step possible
             self._copying.acknowledge(wait=True)
             return True
@@ -211,8 +211,9 @@ class Cycle:
         times.step_s += now - oldest.at
         done = Confirmed(oldest.plan, result, outcome, oldest.at, now, device_s)
         try:
-            if self._has_undrawn:  # the device computes its forward pass: queue what follows before sending tokens
-                self._draw(self._launched[-1])
+            if self._has_undrawn and len(self._launched) == 1:
+                # The device computes its forward pass: queue what follows before sending tokens.
+                self._draw(self._launched[0])
                 self._launch_next()
         finally:
             self._listener.on_tokens(done)

@@ -219,8 +219,11 @@ class Runner:
         return DrawStates(states, rows, positions, prompt_logprobs, verified)
 
     def _draw(self, plan: StepPlan, states: DrawStates, masks: Masks | None) -> StepResult:
+        verified = states.verified
+        if masks is not None and verified is not None:
+            masks = verified.state_masks(masks)
         drawn = self._draw_tokens(states, masks)
-        tokens, counts, verified = drawn.tokens, None, states.verified
+        tokens, counts = drawn.tokens, None
         if verified is not None and self._drafted is not None:
             accepted, counts = self._drafted.accept(verified, tokens.numpy().astype(np.int32))
             tokens = torch.from_numpy(accepted)

@@ -13,6 +13,7 @@ import numpy as np
 
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.drafting.ngram import propose_ngram
+from millrace.run.sampling.masks import Masks
 from millrace.run.table.request_table import RequestTable
 
 Propose = Callable[[Int32s, int], Int32s]
@@ -31,6 +32,14 @@ class VerifiedStep:
     """Index, among the drawing rows of the original plan, of each row here that draws."""
     num_drawing: int
     """Drawing rows of the original plan."""
+
+    def state_masks(self, masks: Masks) -> Masks:
+        """Masks by drawing row of the original plan, as masks by state to draw from. Masked rows have no drafts."""
+        draws = self.draws[self.plan.samples]
+        state_of = np.full(self.num_drawing, -1, np.int64)
+        state_of[self.drawing] = np.cumsum(draws) - draws
+        states = state_of[masks.index]
+        return Masks(states[states >= 0], masks.bits[states >= 0])
 
 
 class DraftedRows:

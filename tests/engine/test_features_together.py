@@ -1,0 +1,87 @@
+"""Features combine: whatever is switched on, every request gets the tokens that it gets alone without any of it.
+
+Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
+formats, prefix sharing, sampling, grammars, log-probabilities, penalties. Preemption is crossed with drafts, KV groups
+and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from millrace import LLM, SamplingParams
+from millrace.params import Grammar
+
+pytestmark = pytest.mark.timeout(900)
+
+NUM_REQUESTS, OUTPUT = 12, 24
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"enum": ["red", "green"]},
+        "n": {"type": "integer"},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = (None, None, Grammar("json_object"), Grammar("json_schema", json.dumps(SCHEMA)))
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "speculate": ("off", "ngram", "ngram"),
+    "max_drafts": (1, 3, 7),
+    "kv_host_gib": (0.0, 0.25),
+    "block_size": (5, 16),
+    "token_budget": (24, 512),
+    "step_ms": (0.0, 40.0),
+    "prefix_cache": (True, True, False),
+    "policy": ("fcfs", "shortest", "feedback"),
+}
+
+
+def requests_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    shared = [rng.randrange(300, 40_000) for _ in range(150)]
+    phrase = [rng.randrange(300, 40_000) for _ in range(6)]
+    requests = []
+    for index in range(NUM_REQUESTS):
+        prompt = shared[: rng.randrange(0, 150)] + phrase * rng.randrange(1, 4)
+        prompt += [rng.randrange(300, 40_000) for _ in range(rng.randrange(1, 9))]
+        grammar = rng.choice(GRAMMARS)
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.9]),
+            top_p=rng.choice([1.0, 0.9]),
+            seed=index,
+            max_tokens=rng.randrange(1, OUTPUT),
+            ignore_eos=grammar is None,
+            grammar=grammar,
+            frequency_penalty=rng.choice([0.0, 0.0, 0.0, 0.5]),
+            logprobs=rng.choice([None, None, None, 2]),
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def answers_of(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    generations = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    return [generation.token_ids for generation in generations]
+
+
+@pytest.mark.parametrize("kv_dtype", ["full", "int8"])
+def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str) -> None:
+    rng = random.Random(kv_dtype)
+    rounds = [requests_of(rng) for _ in range(2)]
+    with LLM(dtype="float32", kv_dtype=kv_dtype, max_running=1, prefix_cache=False, step_ms=0.0) as llm:
+        expected = [[answers_of(llm, [request])[0] for request in requests] for requests in rounds]
+    num_hits = 0
+    for limits in ({"kv_tokens": 400, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3}):
+        settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
+        with LLM(dtype="float32", kv_dtype=kv_dtype, **settings) as llm:
+            for requests, alone in zip((*rounds, rounds[0]), (*expected, expected[0]), strict=True):
+                assert answers_of(llm, requests) == alone, settings
+            stats = llm._client.stats
+            assert stats is not None
+            num_hits += stats.prefix_hit_tokens
+    assert num_hits > 0
