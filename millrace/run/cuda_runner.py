@@ -28,8 +28,8 @@ from millrace.run.drafting.device_drafts import DeviceDrafts, places_for
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
-from millrace.run.graphs.step_work import UPDATES_IN_PACKET, StepWork
-from millrace.run.graphs.warm_up import Part, WarmUp, build_order, capture_order, first_request_parts
+from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
+from millrace.run.graphs.warm_up import Part, WarmUp, build_order, capture_order, first_request_parts, placed_parts
 from millrace.run.packet.step_packet import Bucket, PacketWriter, max_of, min_of
 from millrace.run.runner import StepResult, copy_to_host
 from millrace.run.sampling.device_sampler import DeviceSampler
@@ -57,14 +57,6 @@ class Forwarded:
     draws: DrawPlan
     bucket: Bucket
     prompt_logprobs: tuple[PromptLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """Key of the graph that accepts drafts."""
-
-    bucket: Bucket | None
-    """None for steps with one place for each row."""
 
 
 class CudaRunner:
@@ -171,7 +163,9 @@ class CudaRunner:
     def _all_parts(self, max_context: int) -> list[Part]:
         """Everything to capture during warm-up, in order."""
         usual = capture_order(self._buckets, sharing_from=MIN_SHARING_ROWS if self._can_share_prefix else None)
-        return usual + (self._buckets.chunks(max_context) if self._takes_long_rows else [])
+        max_states = self._max_rows if self._can_place_drafts else 0
+        placed = placed_parts(self._buckets, max_states) if self._drafts is not None else []
+        return placed + usual + (self._buckets.chunks(max_context) if self._takes_long_rows else [])
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
         if self._copier is None:
@@ -245,7 +239,7 @@ class CudaRunner:
         result = StepResult(plan.step_no, drawn, logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
         if self._drafts is None or not len(draws.due):
             return result
-        self._graphs.run(Accept(bucket if places > 1 else None), lambda: work.accept_drafts(bucket))
+        self._graphs.run(Accept.of(bucket), partial(work.accept_drafts, bucket))
         if plan.draft_places is None:
             return result
         # On a CPU the device's memory is the host's, and nothing is copied.

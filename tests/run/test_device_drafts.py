@@ -29,6 +29,8 @@ from millrace.plan.scheduler import Scheduler
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.drafting.device_drafts import places_for
+from millrace.run.graphs.step_work import Accept
+from millrace.run.graphs.warm_up import placed_parts
 from millrace.run.packet import step_packet
 from millrace.run.runner import Runner
 
@@ -120,6 +122,22 @@ def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatc
         assert drive.run(asked, later) == expected
     assert max(drive.counts) > 1, "some drafts were right"
     assert drive.num_mixed > 0
+
+
+@pytest.mark.skipif(not interpreted, reason="a GPU captures real graphs")
+def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    want_few_programs(monkeypatch)
+    fast = CudaRunner(decoder_for(place, True), CpuDevice(1), token_budget=BUDGET, speculate="ngram", **SIZES)
+    ran: list[object] = []
+    monkeypatch.setattr(fast._graphs, "run", lambda key, work: ran.append(key) or work())
+    one, two = (fast._buckets.decode(1, places=places) for places in (1, 2))
+    assert {one, two} <= set(placed_parts(fast._buckets, ROWS))
+    assert all(part.rows * part.places <= ROWS for part in placed_parts(fast._buckets, ROWS))
+    assert {part.places for part in placed_parts(fast._buckets, 0)} == {1}
+    with quick_interpreter():
+        for part in (one, two):
+            fast._warm_up._capture(part)
+    assert set(ran) == {one, two, Accept(None), Accept(two)}
 
 
 def test_places_are_enough_or_as_many_as_fit() -> None:

@@ -7,6 +7,7 @@ write buffers that never move, so either can be captured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +36,18 @@ from millrace.run.table.request_table import RequestTable
 
 UPDATES_IN_PACKET = 1 << 15
 """Maximum number of block-table updates in one packet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Key of the graph that accepts drafts."""
+
+    bucket: Bucket | None
+    """None for steps with one place for each row: their graph reads nothing that depends on the bucket."""
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Accept:
+        return cls(bucket if bucket.places > 1 else None)
 
 
 class StepWork:

@@ -12,10 +12,11 @@ from functools import partial
 import torch
 
 from millrace.ops.triton.compile.dry_run import current_target, dry_run
+from millrace.run.drafting.device_drafts import PLACES
 from millrace.run.graphs.buckets import Buckets
 from millrace.run.graphs.graph_cache import GraphCache, Work
 from millrace.run.graphs.kernel_build_pool import REPLY_LIMIT_S, KernelBuildPool
-from millrace.run.graphs.step_work import StepWork
+from millrace.run.graphs.step_work import Accept, StepWork
 from millrace.run.packet.step_packet import Bucket
 from millrace.run.sampling.draw_plan import Head
 
@@ -53,6 +54,13 @@ def capture_order(buckets: Buckets, *, sharing_from: int | None) -> list[Part]:
     # Graphs take memory and time, so drawing from logits is captured only for the common sizes and for those missed.
     first = [part for size in hot for part in (*decode(size), Head(size, "full"))] + buckets.all_mixed() + sharing(hot)
     return first + [part for size in rest for part in decode(size)] + buckets.all_split() + sharing(rest)
+
+
+def placed_parts(buckets: Buckets, max_states: int) -> list[Part]:
+    """Bodies of decode steps with drafts, for the common sizes."""
+    hot = [size for size in buckets.decode_sizes if size in HOT_DECODE]
+    sizes = [(size, places) for size in hot for places in PLACES if places == 1 or size * places <= max_states]
+    return [buckets.decode(size, places=places) for size, places in sizes]
 
 
 def build_order(buckets: Buckets, captured: list[Part]) -> list[Part]:
@@ -133,7 +141,10 @@ class WarmUp:
             work.body(part, work.decoder.with_distinct_layers())
             self._graphs.capture(part, lambda: work.body(part))
             return None
-        return self._run_twice(part, partial(work.body, part))
+        self._run_twice(part, partial(work.body, part))
+        if part.places and Accept.of(part) not in self._graphs.captured:
+            self._run_twice(Accept.of(part), partial(work.accept_drafts, part))
+        return None
 
     def _run_twice(self, key: object, work: Work) -> None:
         for _ in range(2):
@@ -165,6 +176,8 @@ class WarmUp:
                         work.head(part)
                     else:
                         work.body(part, decoder)
+                        if part.places:
+                            work.accept_drafts(part)
         except Exception:
             log.warning("Kernels are compiled one by one, at their first launch.", exc_info=True)
             self._to_build.clear()

@@ -45,9 +45,7 @@ class Sampler:
         self._penalties = Penalties(vocab_size, device.torch_device)
         has_native = device.kind == "cpu" and not native_missing(device.torch_device)
         self._draw_native = NativeDraw() if has_native else None
-        self.row_params = columns = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
-        self.temperature, self.top_k, self.seed = columns.temperature, columns.top_k, columns.seed
-        self.top_p, self.min_p, self.is_special = columns.top_p, columns.min_p, columns.is_adjusted
+        self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
