@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from millrace.bench.http.suite import SuiteOptions
     from millrace.bench.http.workloads import Workload
 
-USAGE = "millrace bench [local | peers | plan | step | front | serve | policies | gpu] [options]"
+USAGE = "millrace bench [local | peers | plan | step | front | serve | smooth | policies | gpu] [options]"
 EXIT_TERMINATED = 143
 """The exit code that shells report after SIGTERM."""
 _PERPLEXITY = "perplexity"
@@ -44,6 +44,7 @@ examples:
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
+  millrace bench smooth --seconds 30                     streams beside a long prompt, a small tenant beside 60 streams
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
 EXAMPLES = f"{_EXAMPLES}\n\n{bench_peers.EXAMPLES}\n\n{bench_serve.EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
 
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="local",
         metavar="WHAT",
-        help="local (default), peers, plan, step, front, serve, policies or gpu",
+        help="local (default), peers, plan, step, front, serve, smooth, policies or gpu",
     )
     parser.add_argument("--url", default="", help="measure this server instead of starting one")
     parser.add_argument("--api-key", default="", help="API key for the server")
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_peers.add_arguments(parser)
     bench_serve.add_arguments(parser)
     bench_gpu.add_arguments(parser)
-    add_settings(parser, taken=("fronts",))
+    add_settings(parser, taken=("fronts", "step_ms"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,11 +103,13 @@ def run(args: argparse.Namespace) -> int:
         "plan": _bench_plan,
         "step": _bench_step,
         "front": _bench_front,
+        "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
         "policies": _bench_policies,
     }
     if args.what not in actions:
         raise UsageError(
-            f"Unknown benchmark '{args.what}'. Benchmarks: local, peers, plan, step, front, serve, policies, gpu;"
+            f"Unknown benchmark '{args.what}'. Benchmarks: local, peers, plan, step, front, serve, smooth, policies,"
+            " gpu;"
             " use --url for a running server."
         )
     return actions[args.what](args)
@@ -158,6 +161,32 @@ def _bench_front(args: argparse.Namespace) -> int:
     return _print_figures(
         figures, f"Fronts over a null engine, {args.tokens} tokens per request", "front", as_json=args.json
     )
+
+
+def _bench_smooth(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from millrace.bench.http.smooth import SmoothBench
+    from millrace.bench.local_server import cancel_on_sigterm
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.toml"
+        file.write_text("\n".join(toml_lines(load_settings(args))), encoding="utf-8")
+        line = StatusLine()
+        bench = SmoothBench(
+            ("--config", str(file)),
+            streams=numbers("--streams", args.streams or "60")[0],
+            seconds=args.seconds or 30.0,
+            seed=int(time.time()) if args.content_seed is None else args.content_seed,
+        )
+
+        async def measure() -> list[Figure]:
+            cancel_on_sigterm()
+            return await bench.run(line.show)
+
+        figures = uvloop.run(measure())
+        line.clear()
+    return _print_figures(figures, "Streams beside another tenant's work", "smooth", as_json=args.json)
 
 
 def _bench_policies(args: argparse.Namespace) -> int:

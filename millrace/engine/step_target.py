@@ -14,7 +14,7 @@ from millrace.plan.step_time import StepRates
 
 CPU_STEP_MS, CUDA_STEP_MS = 200.0, 90.0
 """Default for step_ms. On a GPU the mixed budget usually keeps steps at about half of it."""
-SLOW_CPU = DeviceLimits(flops=40e9, bytes_per_s=10e9, step_flops=20e9)
+SLOW_CPU = DeviceLimits(flops=80e9, bytes_per_s=5e9, step_flops=40e9)
 OVERHEAD_S = 3e-4
 """Time of a step that depends on nothing: launches, planning."""
 

@@ -23,13 +23,18 @@ NOISE = 0.15
 NOISE_S = 2e-5
 """The same for steps that take next to no time."""
 DRIFT = 0.03
-"""Change of a rate from one observed step to the next, as a share of its first value."""
+"""Change of a rate from one observed step to the next, as a share of its value."""
+SMALLEST = 0.1
+"""A rate counts as at least this share of its first value where its uncertainty is concerned."""
 OUTLIER = 3.0
 """Standard deviations from the prediction beyond which a step counts as disturbed, for example by other processes."""
-NUM_OUTLIERS = 6
-"""So many outliers in a row, all to the same side, are no disturbance: the device has become faster or slower."""
+NUM_OUTLIERS, NUM_FIRST_OUTLIERS = 6, 3
+"""So many outliers in a row, all to the same side, are no disturbance: the device has become faster or slower. The
+second number holds for the first steps, when the rates are mere guesses."""
+NUM_FIRST = 32
+"""Steps that count as first."""
 OBSERVE_EVERY = 8
-"""Of repeated decode steps, one in so many is observed: they all tell the same."""
+"""After the first steps, one in so many repeated decode steps is observed: they all tell the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +62,16 @@ class StepTimeModel:
         self._widest = uncertainty**2
         self._covariance = np.eye(5) * self._widest
         self._diagonal = self._covariance.reshape(-1)[::6]  # A view.
-        self._outliers: list[float] = []
-        """Measured over predicted time of the outliers in a row, all to the same side."""
-        self._num_repeated = 0
+        self._num_outliers = 0
+        """Outliers in a row; negative if they were faster than predicted."""
+        self._num_seen = 0
         self._publish()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took this long."""
-        if plan.is_repeated_decode:
-            self._num_repeated += 1
-            if self._num_repeated % OBSERVE_EVERY:
-                return
+        self._num_seen += 1
+        if plan.is_repeated_decode and self._num_seen > NUM_FIRST and self._num_seen % OBSERVE_EVERY:
+            return
         if seconds > 0:
             self._fit(_parts(plan) * self._scale, seconds)
 
@@ -92,29 +96,29 @@ class StepTimeModel:
         variance = float(parts_s @ spread) + (NOISE * predicted) ** 2 + NOISE_S**2
         surprise = seconds - predicted
         if abs(surprise) > OUTLIER * math.sqrt(variance):
-            self._on_outlier(seconds / max(predicted, NOISE_S))
-            return
-        self._outliers.clear()
+            if not self._is_new_speed(is_slower=surprise > 0):
+                return
+            ratio = max(seconds / max(predicted, NOISE_S), 1.0)
+            self._covariance[:] = np.diag(self._widest * (np.maximum(self._factors, SMALLEST) * ratio) ** 2)
+            spread = self._covariance @ parts_s
+            variance = float(parts_s @ spread) + (NOISE * seconds) ** 2
+        self._num_outliers = 0
         gain = spread / variance
         self._factors = np.maximum(self._factors + gain * surprise, 0.0)
         self._covariance -= np.outer(gain, spread)
-        self._diagonal += DRIFT**2
-        if self._diagonal.max() > self._widest:
-            shrink = np.minimum(1.0, np.sqrt(self._widest / self._diagonal))
+        sizes = np.maximum(self._factors, SMALLEST)
+        self._diagonal += (DRIFT * sizes) ** 2
+        excess = self._diagonal / (self._widest * sizes * sizes)
+        if excess.max() > 1:
+            shrink = 1 / np.sqrt(np.maximum(excess, 1.0))
             self._covariance *= np.outer(shrink, shrink)
         self._publish()
 
-    def _on_outlier(self, ratio: float) -> None:
-        """Ignore a disturbed step. After several in a row change all rates by the least of their ratios, and trust the
-        next steps as much as the very first."""
-        if self._outliers and (self._outliers[0] > 1) != (ratio > 1):
-            self._outliers.clear()
-        self._outliers.append(ratio)
-        if len(self._outliers) == NUM_OUTLIERS:
-            self._scale *= min(self._outliers, key=lambda ratio: abs(math.log(ratio)))
-            self._covariance[:] = np.eye(5) * self._widest
-            self._outliers.clear()
-            self._publish()
+    def _is_new_speed(self, *, is_slower: bool) -> bool:
+        """False for a disturbed step, which is ignored; True if several in a row say the same."""
+        side = 1 if is_slower else -1
+        self._num_outliers = side + (self._num_outliers if self._num_outliers * side > 0 else 0)
+        return abs(self._num_outliers) >= (NUM_FIRST_OUTLIERS if self._num_seen <= NUM_FIRST else NUM_OUTLIERS)
 
     def _publish(self) -> None:
         rates: list[float] = (self._factors * self._scale).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -97,15 +97,18 @@ class Target:
         if not self.model:
             self.model = await self._only_model()
 
-    async def complete(self, prompt: Prompt, output_tokens: int) -> Sample:
-        """Time one streamed completion. A failure becomes a sample with `error`; it does not raise."""
+    async def complete(
+        self, prompt: Prompt, output_tokens: int, on_text: Callable[[float], None] | None = None
+    ) -> Sample:
+        """Time one streamed completion. A failure becomes a sample with `error`; it does not raise. `on_text` is called
+        with the time of each event that carries text."""
         sample = Sample(started_at=time.monotonic())
         try:
             async with self.session.post(self._endpoint(), json=self._body(prompt, output_tokens)) as response:
                 if response.status != 200:
                     sample.error = f"HTTP {response.status}: {(await response.text())[:300]}"
                 else:
-                    await self._read_stream(response, sample)
+                    await self._read_stream(response, sample, on_text)
         except TimeoutError:
             sample.error = f"not completed within {self.request_timeout_s:g} s"
         except aiohttp.ClientError as error:
@@ -117,7 +120,9 @@ class Target:
             sample.output_tokens = sample.chunks
         return sample
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, sample: Sample) -> None:
+    async def _read_stream(
+        self, response: aiohttp.ClientResponse, sample: Sample, on_text: Callable[[float], None] | None
+    ) -> None:
         async for event in _events(response):
             if event.get("error"):
                 sample.error = str(event["error"])[:300]
@@ -128,6 +133,8 @@ class Target:
                 sample.first_token_at = sample.first_token_at or now
                 sample.last_token_at = now
                 sample.chunks += 1
+                if on_text is not None:
+                    on_text(now)
 
     def _endpoint(self) -> str:
         return f"{self.url}/v1/{'chat/completions' if self.accepts.chat_only else 'completions'}"
