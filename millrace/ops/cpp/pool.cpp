@@ -1,6 +1,11 @@
 #include "pool.h"
 
 #include <pthread.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +19,7 @@ namespace {
 // How long an idle helper spins before it sleeps; longer than the gap between two calls of a step.
 constexpr auto SPIN_TIME = std::chrono::microseconds(100);
 constexpr int SPINS_PER_CHECK = 64;
+constexpr int SPINS_FOR_HELPERS = 4096;
 constexpr int64_t MAX_SHARES = 64;
 
 inline void pause() {
@@ -21,6 +27,24 @@ inline void pause() {
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
+#endif
+}
+
+// Threads sleep on a futex, never in a loop of sched_yield: beside other busy processes, every yield gives up a whole
+// time slice, and a thread that yields a few times is not run again for a long time. std::atomic::wait yields too.
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+#else
+    word.wait(value);
+#endif
+}
+
+void wake_sleepers(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+#else
+    word.notify_all();
 #endif
 }
 
@@ -41,6 +65,9 @@ struct Pool {
     // job before it waits for the helpers inside.
     alignas(64) std::atomic<uint64_t> state{0};
     alignas(64) std::atomic<uint32_t> wake_counter{0};  // increases with every job; sleeping helpers wait on it
+    std::atomic<int> num_sleeping{0};                   // helpers that sleep or are about to
+    alignas(64) std::atomic<uint32_t> num_left{0};      // increases when a helper leaves a job; the caller waits on it
+    std::atomic<bool> caller_sleeps{false};
     std::atomic<int> num_helpers{0};
     std::atomic<int> num_wanted{0};
     std::mutex in_use;
@@ -87,7 +114,9 @@ struct Pool {
                 pause();
             }
             if (std::chrono::steady_clock::now() < until) continue;
-            wake_counter.wait(seen);
+            num_sleeping.fetch_add(1);
+            sleep_while(wake_counter, seen);
+            num_sleeping.fetch_sub(1);
             until = std::chrono::steady_clock::now() + SPIN_TIME;
         }
     }
@@ -97,8 +126,29 @@ struct Pool {
         while (true) {
             wait_for_job(last);
             if (index < num_wanted.load()) work(index + 1);
-            state.fetch_sub(1, std::memory_order_acq_rel);
+            leave();
         }
+    }
+
+    void leave() {
+        state.fetch_sub(1);
+        num_left.fetch_add(1);
+        if (caller_sleeps.load()) wake_sleepers(num_left);
+    }
+
+    // Waits until no helper is inside: spins for a while, then sleeps. A helper may have lost its core inside a task.
+    void wait_for_helpers() {
+        for (int spin = 0; spin < SPINS_FOR_HELPERS; spin++) {
+            if (!(state.load(std::memory_order_acquire) & INSIDE)) return;
+            pause();
+        }
+        caller_sleeps.store(true);
+        while (true) {
+            uint32_t seen = num_left.load();
+            if (!(state.load() & INSIDE)) break;
+            sleep_while(num_left, seen);
+        }
+        caller_sleeps.store(false);
     }
 
     void start_helpers() {
@@ -117,11 +167,10 @@ struct Pool {
         uint64_t number = (state.load() & NUMBER) + (OPEN << 1);
         state.store(number | OPEN, std::memory_order_release);
         wake_counter.fetch_add(1);
-        wake_counter.notify_all();
+        if (num_sleeping.load()) wake_sleepers(wake_counter);
         work(0);
         state.fetch_and(~OPEN, std::memory_order_acq_rel);
-        for (int spin = 0; state.load(std::memory_order_acquire) & INSIDE; spin++)
-            spin < 4096 ? pause() : std::this_thread::yield();
+        wait_for_helpers();
     }
 };
 
