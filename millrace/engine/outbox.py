@@ -94,7 +94,8 @@ def _part_of(step: StepTokens, front: int, outcome: StepOutcome, mine: Bools) ->
 def _token_logprobs(outcome: StepOutcome, result: StepResult) -> dict[int, tuple[TokenLogprobs, ...]]:
     if result.logprobs is None:
         return {}
-    place: Int64s = np.full(int(result.tokens.shape[0]), -1, np.int64)
+    num_rows = len(result.tokens) if result.counts is None else len(result.counts)
+    place: Int64s = np.full(num_rows, -1, np.int64)
     place[result.logprob_index] = np.arange(len(result.logprob_index))
     rows = _rows(result.logprobs, result.logprob_counts.tolist())
     return {

@@ -23,7 +23,7 @@ class Delivered:
     request_ids: Int64s
     tokens: Int32s
     sample_index: Int64s
-    """Index of each token among all that the step drew."""
+    """Index of each token's row among the step's sampling rows."""
     first_ids: Int64s
     ended: list[tuple[int, Ended]]
     """Rows that ended, with their terminal events."""
@@ -195,10 +195,10 @@ class DraftedOutcome:
         drawing = np.flatnonzero(plan.samples & is_active)
         self.table_rows = all_rows[drawing]
         self._places = plan.draft_places[drawing]
-        index = np.cumsum(plan.samples)[drawing] - 1
+        self._index = np.cumsum(plan.samples)[drawing] - 1
         """Index of each row among the sampling rows."""
-        self._counts = counts[index]
-        self._first = (np.cumsum(counts) - counts)[index]
+        self._counts = counts[self._index]
+        self._first = (np.cumsum(counts) - counts)[self._index]
         """Index of each row's first token among all that the step drew."""
         silent = is_active & ~plan.samples
         self._silent_rows, self._silent_ends = all_rows[silent], (plan.starts + plan.counts)[silent]
@@ -208,9 +208,10 @@ class DraftedOutcome:
         """`tokens`: all that the step drew."""
         ids: list[int] = []
         index: list[int] = []
+        places: list[int] = []
         first_ids, ended = [], []
-        columns = (self.table_rows.tolist(), self._first.tolist(), self._counts.tolist())
-        for at, (row, first, count) in enumerate(zip(*columns, strict=True)):
+        listed = zip(self.table_rows.tolist(), self._first.tolist(), self._counts.tolist(), strict=True)
+        for at, (row, first, count) in enumerate(listed):
             request, known = rows.request(row), int(rows.known_host[row])
             if count < 1 or known + count > request.limit:
                 raise AssertionError(f"row {row} drew {count} tokens after {known}; its limit is {request.limit}")
@@ -221,9 +222,11 @@ class DraftedOutcome:
                 ended.append((row, event))
                 self._counts[at] = event.num_output + request.num_prompt - known
             ids += [request.id] * kept
-            index += range(first, first + kept)
-        places = np.array(index, np.int64)
-        return Delivered(np.array(ids, np.int64), tokens[places], places, np.array(first_ids, np.int64), ended)
+            index += [int(self._index[at])] * kept
+            places += range(first, first + kept)
+        columns = (np.array(values, np.int64) for values in (ids, places, index, first_ids))
+        request_ids, at_places, sample_index, firsts = columns
+        return Delivered(request_ids, tokens[at_places], sample_index, firsts, ended)
 
     def store(self, rows: Rows, tokens: Int32s) -> None:
         """Count the step's progress as confirmed, keep its tokens, and correct what was planned on the least."""

@@ -120,7 +120,8 @@ class StepOutcome:
     tokens: Int32s
     """With drafts a request may have several, one after the other."""
     sample_index: Int64s
-    """Index of each delivered token among all tokens that the step drew, to look up its log-probabilities."""
+    """Index of each delivered token's row among the step's sampling rows, to look up its log-probabilities: rows with
+    log-probabilities have no drafts, so they draw one token."""
     first_ids: Int64s
     """Requests that got their first token in this step."""
     ended: tuple[Ended, ...]

@@ -40,7 +40,8 @@ class StepResult:
     """Tokens drawn by the rows that draw, in plan order."""
     logprobs: LogprobColumns | None
     logprob_index: Int64s
-    """Indices of the drawn tokens with log-probabilities; `logprob_counts` has the number of top tokens for each."""
+    """Indices, among the drawing rows, of those with log-probabilities; `logprob_counts` has the number of top tokens
+    for each."""
     logprob_counts: Int32s
     prompt_logprobs: tuple[PromptLogprobs, ...]
     view: Int32s | None = None
@@ -223,14 +224,15 @@ class Runner:
         if masks is not None and verified is not None:
             masks = verified.state_masks(masks)
         drawn = self._draw_tokens(states, masks)
-        tokens, counts = drawn.tokens, None
+        tokens, counts, scored = drawn.tokens, None, drawn.logprob_index
         if verified is not None and self._drafted is not None:
+            scored = verified.drawing_rows()[scored]
             accepted, counts = self._drafted.accept(verified, tokens.numpy().astype(np.int32))
             tokens = torch.from_numpy(accepted)
             counts = counts if plan.draft_places is not None else None
         elif len(states.rows):
             self._table.last_tokens[self._device.upload(states.rows).long()] = tokens
-        parts = (drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, states.prompt_logprobs)
+        parts = (drawn.logprobs, scored, drawn.logprob_counts, states.prompt_logprobs)
         return StepResult(plan.step_no, tokens, *parts, counts=counts)
 
     def _draw_tokens(self, states: DrawStates, masks: Masks | None) -> Drawn:

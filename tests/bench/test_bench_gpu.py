@@ -197,7 +197,13 @@ def test_wait_warm_waits_for_graphs_before_the_first_report() -> None:
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("llama-3.1-8b", 8.03e9), ("qwen3-0.6b", 0.596e9), ("qwen3-4b", 4.02e9), ("qwen3-30b-a3b", 30.5e9), ("smollm2-135m", 134.5e6)],
+    [
+        ("llama-3.1-8b", 8.03e9),
+        ("qwen3-0.6b", 0.596e9),
+        ("qwen3-4b", 4.02e9),
+        ("qwen3-30b-a3b", 30.5e9),
+        ("smollm2-135m", 134.5e6),
+    ],
 )
 def test_shapes_have_the_size_their_names_say(name: str, parameters: float) -> None:
     tree = json.loads((SHAPES_DIR / f"{name}.json").read_text(encoding="utf-8"))

@@ -64,9 +64,16 @@ def requests_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
-def answers_of(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+def answers_of(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each answer, and those that have log-probabilities."""
     generations = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
-    return [generation.token_ids for generation in generations]
+    scored = [generation.choices[0].logprobs or [] for generation in generations]
+    for (_, params), generation, logprobs in zip(requests, generations, scored, strict=True):
+        assert len(logprobs) == (len(generation.token_ids) if params.logprobs is not None else 0)
+    return [
+        (generation.token_ids, [entry.token_id for entry in logprobs])
+        for generation, logprobs in zip(generations, scored, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kv_dtype", ["full", "int8"])

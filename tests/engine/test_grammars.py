@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
+pytest.importorskip("llguidance")
+
 from millrace.engine.grammars import ALL_TOKENS, COMPILE_LIMIT_S, Failure, Grammars
 from millrace.link.messages import NewRequest, decode_to_engine
 from millrace.params import Grammar, SamplingParams

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers.paged import PagedDriver, make_batch
+from helpers.paged import PagedDriver, make_grouped_batch
 from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.models.decoder import Decoder
@@ -47,7 +47,9 @@ def test_forward_never_waits_for_the_device(case: str) -> None:
     _, decoder = load(case, torch.bfloat16)
     driver = PagedDriver(decoder, block_size=4)
     rows = [(list(range(9)), 0, [1, 2, 3]), ([5], 4, [4, 5]), ([6], 7, [6, 7]), ([7, 8], 2, [8])]
-    batch = make_batch(rows, 4, decoder.device)
+    num_groups = decoder.spec.kv_groups.num_groups
+    grouped = [(tokens, computed, [blocks] * num_groups) for tokens, computed, blocks in rows]
+    batch = make_grouped_batch(grouped, 4, decoder.device)
     decoder.forward(batch, driver.kv)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -33,6 +33,10 @@ class VerifiedStep:
     num_drawing: int
     """Drawing rows of the original plan."""
 
+    def drawing_rows(self) -> Int64s:
+        """For each state to draw from: the index of its row among the drawing rows of the original plan."""
+        return np.repeat(self.drawing, self.draws[self.plan.samples])
+
     def state_masks(self, masks: Masks) -> Masks:
         """Masks by drawing row of the original plan, as masks by state to draw from. Masked rows have no drafts."""
         draws = self.draws[self.plan.samples]
