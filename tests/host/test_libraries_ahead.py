@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,22 @@ def held_pieces(path: Path) -> tuple[set[int], set[int]]:
     return {n for n, held in enumerate(pieces) if all(held)}, {n for n, held in enumerate(pieces) if any(held)}
 
 
+def read_until_held(read: Callable[[], object], wanted: set[int], path: Path) -> None:
+    """`read` brings these pieces of the file into memory. Tried several times, because asking whether a page is cached
+    can start reading it; skipped on a machine so loaded that the page is usually there when the answer is given."""
+    for _ in range(8):
+        forget(path)
+        read()
+        if wanted <= held_pieces(path)[0]:
+            return
+    for _ in range(20):
+        forget(path)
+        with path.open("rb") as file:
+            if any(page_reader.is_in_memory(file.fileno(), piece * page_reader.PIECE_BYTES) for piece in wanted):
+                pytest.skip("missing pages are read before this machine says that they are missing")
+    pytest.fail("pieces of the file were not read")
+
+
 def pieces_of(*spans: tuple[int, int]) -> set[int]:
     size = page_reader.PIECE_BYTES
     return {piece for begin, end in spans for piece in range(begin // size, -(-end // size))}
@@ -129,11 +146,10 @@ def test_touched_spans_are_heads_and_tails_of_sections(
 
 def test_only_missing_parts_are_read(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
     path, at = library
-    forget(path)
-    num_bytes = page_reader.read_ahead(str(path), 2 * MB, 2 * MB)
-    whole, begun = held_pieces(path)
     touched = touched_pieces(at, 2 * MB)
-    assert touched <= whole
+    num_read: list[int] = []
+    read_until_held(lambda: num_read.append(page_reader.read_ahead(str(path), 2 * MB, 2 * MB)), touched, path)
+    begun, num_bytes = held_pieces(path)[1], num_read[-1]
     last = path.stat().st_size // page_reader.PIECE_BYTES
     assert begun <= touched | {0, last}, "other pieces: only the header and the section table"
     assert num_bytes == len(touched) * page_reader.PIECE_BYTES
@@ -199,16 +215,18 @@ def broken_libraries(folder: Path) -> list[Path]:
 
 def test_script_skips_unreadable_files(library: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path) -> None:
     path, at = library
-    forget(path)
     if page_reader.available_bytes() < page_reader.MIN_AVAILABLE_BYTES:
         pytest.skip("too little memory is available for anything to be read ahead")
     others = [tmp_path / "gone.so", tmp_path, *broken_libraries(tmp_path)]
     wishes = [word for wish in [*others, path] for word in (str(MB), str(MB), str(wish))]
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", page_reader.__file__, *wishes], capture_output=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    assert touched_pieces(at, MB) <= held_pieces(path)[0]
+
+    def read() -> None:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", page_reader.__file__, *wishes], capture_output=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+    read_until_held(read, touched_pieces(at, MB), path)
 
 
 def test_nothing_is_read_with_little_available_memory(
@@ -239,16 +257,18 @@ def test_libraries_next_to_a_package_are_read_without_importing_it(
     (site / "some_package").mkdir()
     (site / "some_package" / "__init__.py").write_text("raise ImportError('not to be imported')\n")
     monkeypatch.syspath_prepend(str(site))
-    forget(path)
     if page_reader.available_bytes() < page_reader.MIN_AVAILABLE_BYTES:
         pytest.skip("too little memory is available for anything to be read ahead")
-    began = time.monotonic()
-    reading = libraries_ahead.read_libraries_ahead("some_package")
-    assert reading is not None
-    reading.join(60)
-    assert not reading.is_alive()
-    assert time.monotonic() - began < libraries_ahead.LIMIT_S
-    assert pieces_of(at[".text"], at[".data"]) <= held_pieces(path)[0]
+
+    def read() -> None:
+        began = time.monotonic()
+        reading = libraries_ahead.read_libraries_ahead("some_package")
+        assert reading is not None
+        reading.join(60)
+        assert not reading.is_alive()
+        assert time.monotonic() - began < libraries_ahead.LIMIT_S
+
+    read_until_held(read, pieces_of(at[".text"], at[".data"]), path)
 
 
 def test_missing_package_reads_no_libraries() -> None:
