@@ -55,8 +55,8 @@ def test_device_failure_ends_every_request_with_an_error(monkeypatch: pytest.Mon
     def probe(self):
         raise RuntimeError("the device is gone")
 
+    monkeypatch.setattr(CpuDevice, "probe", probe)
     with LLM(dtype="float32", kv_tokens=4000) as llm:
         monkeypatch.setattr(Runner, "_execute", broken)
-        monkeypatch.setattr(CpuDevice, "probe", probe)
         with pytest.raises(RequestFailed, match="the device is gone"):
             llm.generate(["hello"], SamplingParams(max_tokens=4))

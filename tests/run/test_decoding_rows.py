@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.grouped_plans import for_groups
 from helpers.stored_blocks import StoredSource
 
 from millrace.config import RunConfig
@@ -100,9 +101,8 @@ def make_runner(tmp_path: Path, config: dict[str, Any] = LLAMA, deterministic: b
         dtype=torch.bfloat16,
         deterministic=deterministic,
     )
-    return Runner(
-        decoder, device, num_blocks=ROWS * WIDTH + 1, block_size=BLOCK, max_rows=ROWS, max_context=WIDTH * BLOCK
-    )
+    num_blocks = spec.kv_groups.num_groups * ROWS * WIDTH + 1
+    return Runner(decoder, device, num_blocks=num_blocks, block_size=BLOCK, max_rows=ROWS, max_context=WIDTH * BLOCK)
 
 
 def admission(row: int, tokens: list[int], num_prompt: int = 0, **params: Any) -> Admission:
@@ -151,13 +151,21 @@ def busy_plans(seed: int, **params: Any) -> list[StepPlan]:
 
 
 def drawn_by(runner: Runner, steps: list[StepPlan]) -> list[list[int]]:
-    return [runner.launch(plan).wait().tokens.tolist() for plan in steps]
+    grouped = (for_groups(plan, num_groups(runner), ROWS * WIDTH) for plan in steps)
+    return [runner.launch(plan).wait().tokens.tolist() for plan in grouped]
+
+
+def num_groups(runner: Runner) -> int:
+    return runner._decoder.spec.kv_groups.num_groups
 
 
 def kv_of(runner: Runner, row: int, tokens: int) -> list[torch.Tensor]:
-    """A row's keys and values, layer by layer."""
-    blocks = [1 + row * WIDTH + column for column in range(WIDTH)]
-    return [layer[:, blocks].transpose(2, 3).flatten(1, 2)[:, :tokens].clone() for layer in runner._kv]
+    """A row's keys and values, layer by layer of every group."""
+    firsts = [1 + group * ROWS * WIDTH + row * WIDTH for group in range(num_groups(runner))]
+    tables = [[first + column for column in range(WIDTH)] for first in firsts]
+    return [
+        layer[:, blocks].transpose(2, 3).flatten(1, 2)[:, :tokens].clone() for blocks in tables for layer in runner._kv
+    ]
 
 
 def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -246,7 +254,7 @@ def test_deterministic_mode_has_one_kernel_for_all_rows(tmp_path: Path) -> None:
 def test_decode_kernels_round_less(tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     decoded, given = decoded_and_given(runner)
-    assert same_bits(decoded, given) == (not runner._decoder._splits_decode)
+    assert same_bits(decoded, given) == (not runner._decoder._program._splits_decode)
     for one, other in zip(decoded, given, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=0.1 * float(other.float().std()), rtol=0.1)
 

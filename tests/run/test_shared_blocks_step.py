@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.grouped_plans import for_groups
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.config import RunConfig
@@ -27,7 +28,12 @@ def make_runner(case: str, dtype: torch.dtype, kv_dtype: KvFormat) -> Runner:
     device = open_device(RunConfig(device="cpu", threads=2))
     spec = spec_from_config(config_of(model))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device.torch_device, dtype=dtype)
-    sizes = {"num_blocks": ROWS * WIDTH, "block_size": BLOCK, "max_rows": ROWS, "max_context": WIDTH * BLOCK}
+    sizes = {
+        "num_blocks": 1 + spec.kv_groups.num_groups * ROWS * WIDTH,
+        "block_size": BLOCK,
+        "max_rows": ROWS,
+        "max_context": WIDTH * BLOCK,
+    }
     return Runner(decoder, device, kv_dtype=kv_dtype, **sizes)
 
 
@@ -58,15 +64,20 @@ def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: boo
 
 def drawn_together(runner: Runner, shares_prefix: bool) -> list[list[int]]:
     """Row 0 computes the prefix, the others are admitted after it; then all decode together."""
+    num_groups = runner._decoder.spec.kv_groups.num_groups
+
+    def drawn_by(plan: StepPlan) -> list[int]:
+        return runner.launch(for_groups(plan, num_groups, ROWS * WIDTH)).wait().tokens.tolist()
+
     lengths = [len(text) for text in prompts()]
-    first = runner.launch(plan_of([0], [0], [lengths[0]], True, shares_prefix)).wait().tokens.tolist()
+    first = drawn_by(plan_of([0], [0], [lengths[0]], True, shares_prefix))
     others = list(range(1, ROWS))
     starts = [SHARED if shares_prefix else 0] * len(others)
     counts = [lengths[row] - start for row, start in zip(others, starts, strict=True)]
-    drawn = [first + runner.launch(plan_of(others, starts, counts, True, shares_prefix)).wait().tokens.tolist()]
+    drawn = [first + drawn_by(plan_of(others, starts, counts, True, shares_prefix))]
     for step in range(STEPS):
         plan = plan_of(list(range(ROWS)), [length + step for length in lengths], [1] * ROWS, False, shares_prefix)
-        drawn.append(runner.launch(plan).wait().tokens.tolist())
+        drawn.append(drawn_by(plan))
     return drawn
 
 

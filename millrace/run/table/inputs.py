@@ -35,12 +35,12 @@ def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_siz
     return ForwardBatch(
         token_ids=token_ids,
         positions=places,
-        block_ids=table.block_tables[:, rows_of, places // block_size].long(),
+        block_ids=table.block_tables[:, rows_of, places // block_size].long().contiguous(),
         offsets=places % block_size,
         rows=PlainRows(
             starts_d,
             lens_d,
-            table.block_tables[:, rows_d.long(), :width],
+            table.block_tables[:, rows_d.long(), :width].contiguous(),
             query_starts_host=query_starts.tolist(),
             seq_lens_host=seq_lens.tolist(),
         ),
@@ -58,17 +58,18 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
         positions = np.arange(num_tokens) + np.repeat(positions - query_starts[:-1], plan.counts)
     tokens = host_tokens(plan, table, query_starts)
     token_ids = np.where(tokens == ON_DEVICE, table.last_tokens.numpy()[rows_of], tokens)
+    # Kernels read a group's blocks as contiguous, which NumPy's indexing does not ensure.
     tables = table.block_tables.numpy()
     width = -(-int(seq_lens.max()) // block_size)
     return ForwardBatch(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
-        block_ids=torch.from_numpy(tables[:, rows_of, positions // block_size].astype(np.int64)),
+        block_ids=torch.from_numpy(np.ascontiguousarray(tables[:, rows_of, positions // block_size], np.int64)),
         offsets=torch.from_numpy(positions % block_size),
         rows=PlainRows(
             torch.from_numpy(query_starts),
             torch.from_numpy(seq_lens),
-            torch.from_numpy(tables[:, plan.rows, :width]),
+            torch.from_numpy(np.ascontiguousarray(tables[:, plan.rows, :width])),
             query_starts_host=query_starts.tolist(),
             seq_lens_host=seq_lens.tolist(),
         ),
