@@ -10,8 +10,8 @@ from aiohttp import web
 from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.serve import api_routes
 from millrace.serve.describe import routes_absent, routes_info
-from millrace.serve.describe.openapi import docs_page, openapi_document
-from millrace.serve.http.app_keys import DOCS, FINISH_REASON, OPENAPI, REQUEST_ID
+from millrace.serve.describe.openapi import openapi_document
+from millrace.serve.http.app_keys import FINISH_REASON, OPENAPI, REQUEST_ID
 from millrace.serve.http.body import check_headers
 from millrace.serve.http.error_bodies import AllowedMethods, error_body, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
@@ -19,8 +19,9 @@ from millrace.serve.responses.background import open_tasks
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.stored.background import BACKGROUND, BackgroundRunner, run_background
 from millrace.serve.stored.routes_files import UPLOAD_PATH, check_upload
-from millrace.serve.tenancy.access import authorise, cross_origin, is_preflight
+from millrace.serve.tenancy.access import authorise, cross_origin, is_preflight, refuse_cross_site
 from millrace.serve.tenancy.auditing import audit
+from millrace.web.pages import add_pages
 
 log = logging.getLogger("millrace.serve")
 
@@ -32,13 +33,13 @@ def build_app(state: FrontState) -> web.Application:
         middlewares=[
             cross_origin(state.cors_origins),
             guard,
+            refuse_cross_site(state.cors_origins),
             audit(lambda: state.audit),
             authorise(lambda: state.keyring),
         ]
     )
     app[STATE] = state
     app[OPENAPI] = openapi_document()
-    app[DOCS] = docs_page()
     app[BACKGROUND] = BackgroundRunner(state, api_routes.BATCH_ENDPOINTS, open_tasks)
     app.cleanup_ctx.append(run_background)
     post, get = _post(app), app.router.add_get
@@ -52,8 +53,7 @@ def build_app(state: FrontState) -> web.Application:
     get("/ready", routes_info.ready)
     get("/metrics", routes_info.metrics)
     get("/openapi.json", routes_info.openapi)
-    get("/docs", routes_info.docs)
-    get("/", routes_info.index)
+    add_pages(app)
     routes_absent.add_absent_routes(app)
     return app
 

@@ -27,7 +27,7 @@ def ready_lines(
     yield f"Serving {ready.model_name} on {url} (ready in {took_s:.1f} s, context {ready.max_context:,} tokens)."
     if ready.step_ms:
         yield f"Steps with decoding requests take about {ready.step_ms:g} ms at most (--step-ms)."
-    yield f"API documentation: {url}/docs. Try it:"
+    yield f"Playground: {url}/. API documentation: {url}/docs. Try it:"
     yield curl_line(ready.model_name, url, is_chat=is_chat, needs_key=needs_key)
 
 

@@ -5,7 +5,6 @@ The document must not allow what the server refuses; `openapi_limits` adds the r
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -70,11 +69,6 @@ _TAGS = {
     "ollama": "Ollama's API.",
     "operate": "Running requests, health, readiness, metrics.",
 }
-
-
-def docs_page() -> str:
-    """The page at /docs."""
-    return Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
 
 
 def openapi_document() -> bytes:

@@ -9,7 +9,7 @@ from millrace.observe.merge import merge
 from millrace.observe.metrics import CONTENT_TYPE
 from millrace.serve.generate.checks import check_model
 from millrace.serve.generate.prompts import encode_chat, encode_texts
-from millrace.serve.http.app_keys import DOCS, OPENAPI
+from millrace.serve.http.app_keys import OPENAPI
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
 from millrace.serve.http.json_answer import json_answer
@@ -73,14 +73,6 @@ async def _all_metrics(state: FrontState) -> bytes:
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────────────────────────
 async def openapi(request: web.Request) -> web.Response:
     return json_answer(request, request.app[OPENAPI])
-
-
-async def docs(request: web.Request) -> web.Response:
-    return web.Response(text=request.app[DOCS], content_type="text/html", headers={"Server": "millrace"})
-
-
-async def index(request: web.Request) -> web.Response:
-    raise web.HTTPFound("/docs")
 
 
 # ── the tokenizer ─────────────────────────────────────────────────────────────────────────────────────────────────────

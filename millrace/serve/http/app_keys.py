@@ -12,4 +12,3 @@ TOKEN_COUNTS = web.RequestKey("token_counts", tuple)
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict)
 """Headers that every response to this request carries, streams included."""
 OPENAPI = web.AppKey("openapi", bytes)
-DOCS = web.AppKey("docs", str)

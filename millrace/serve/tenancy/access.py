@@ -7,15 +7,18 @@ from collections.abc import Awaitable, Callable, Collection
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
+from millrace.errors import Forbidden
 from millrace.serve.http.app_keys import EXTRA_HEADERS
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.owner import TENANT
+from millrace.web.pages import is_open as is_page
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/docs", "/openapi.json"})
-"""Paths that need no key. None of them shows requests or their text."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
+"""Paths that need no key, besides the pages. None of them shows requests or their text."""
+CHANGING = frozenset({hdrs.METH_POST, hdrs.METH_PUT, hdrs.METH_PATCH, hdrs.METH_DELETE})
 PREFLIGHT_AGE_S = 600
 EXPOSED = f"{REQUEST_ID_HEADER}, Retry-After"
 
@@ -26,7 +29,8 @@ def authorise(get_keyring: Callable[[], Keyring | None]) -> Middleware:
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         keyring = get_keyring()
-        if keyring is not None and request.path not in OPEN_PATHS and request.method != hdrs.METH_OPTIONS:
+        is_open = request.path in OPEN_PATHS or is_page(request.path) or request.method == hdrs.METH_OPTIONS
+        if keyring is not None and not is_open:
             request[TENANT] = keyring.tenant_of(key_in(request))
         return await handler(request)
 
@@ -60,6 +64,39 @@ def cross_origin(origins: Collection[str]) -> Middleware:
         return response
 
     return allow_origin
+
+
+def refuse_cross_site(origins: Collection[str]) -> Middleware:
+    """Middleware that refuses requests which a page of another origin makes the browser send, unless CORS allows it.
+
+    Without this, any page that the user visits could make a server on localhost generate or cancel. Clients that are
+    not browsers send neither `Sec-Fetch-Site` nor `Origin`.
+    """
+
+    @web.middleware
+    async def check_site(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method in CHANGING and _is_cross_site(request) and _allowed_origin(request, origins) is None:
+            origin = request.headers.get(hdrs.ORIGIN, "another site")[:200]
+            raise Forbidden(
+                f"This request comes from a page of {origin!r}, which may not use this server; start it with"
+                " --cors-origins and that page's origin to allow it.",
+                code="cross_site",
+            )
+        return await handler(request)
+
+    return check_site
+
+
+def _is_cross_site(request: web.Request) -> bool:
+    site = request.headers.get("Sec-Fetch-Site")
+    if site is not None:
+        return site.lower() not in ("same-origin", "none")
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is None:
+        return False
+    # Browsers omit Sec-Fetch-Site on plain HTTP. Setting X-Forwarded-Host takes a page of another origin a preflight.
+    own = {request.headers.get(hdrs.HOST), request.headers.get(hdrs.X_FORWARDED_HOST)}
+    return origin.partition("://")[2] not in own
 
 
 def is_preflight(request: web.Request) -> bool:

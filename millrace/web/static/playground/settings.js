@@ -1,0 +1,124 @@
+// The settings of a pane: the form that edits them and the request that they make. An empty field is not sent.
+
+import { el } from "../common/dom.js";
+
+const NUMBERS = [
+  ["temperature", "Temperature", "1", { min: 0, max: 2, step: 0.05 }, "0 always takes the likeliest token"],
+  ["top_p", "Top p", "1", { min: 0.01, max: 1, step: 0.01 }, "keeps the likeliest tokens up to this total probability"],
+  ["top_k", "Top k", "off", { min: 0, step: 1 }, "keeps the k likeliest tokens"],
+  ["min_p", "Min p", "off", { min: 0, max: 1, step: 0.01 }, "drops tokens below this fraction of the likeliest one"],
+  ["max_tokens", "Max tokens", "no limit", { min: 1, step: 1 }, "maximum number of output tokens"],
+  ["seed", "Seed", "random", { step: 1 }, "the same seed gives the same text"],
+  ["presence_penalty", "Presence penalty", "0", { min: -2, max: 2, step: 0.1 }, ""],
+  ["frequency_penalty", "Frequency penalty", "0", { min: -2, max: 2, step: 0.1 }, ""],
+  ["repetition_penalty", "Repetition penalty", "1", { min: 0.01, step: 0.05 }, ""],
+];
+const FIRST_NUMBERS = 6;
+
+const EXAMPLE_SCHEMA = {
+  type: "object",
+  properties: { city: { type: "string" }, country: { type: "string" }, population: { type: "integer" } },
+  required: ["city", "country", "population"],
+  additionalProperties: false,
+};
+const EXAMPLE_TOOLS = [{
+  type: "function",
+  function: {
+    name: "get_weather",
+    description: "The weather of a city now",
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+  },
+}];
+const pretty = value => JSON.stringify(value, null, 2);
+
+export class SettingsError extends Error {}
+
+function parsed(text, what, check) {
+  let value;
+  try { value = JSON.parse(text); } catch (error) { throw new SettingsError(`${what} is not valid JSON: ${error.message}`); }
+  if (!check(value)) throw new SettingsError(`${what} has the wrong form.`);
+  return value;
+}
+const isObject = value => value !== null && typeof value === "object" && !Array.isArray(value);
+
+/** The fields of the request that the settings ask for, without messages. Throws `SettingsError`. */
+export function requestFields(settings) {
+  const fields = { model: settings.model };
+  for (const [name] of NUMBERS) if (settings[name] !== undefined && settings[name] !== "") fields[name] = Number(settings[name]);
+  const stops = (settings.stop ?? "").split("\n").filter(Boolean).map(one => one.replaceAll("\\n", "\n"));
+  if (stops.length) fields.stop = stops;
+  if (settings.priority) fields.priority = settings.priority;
+  if (settings.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
+  if (settings.format === "json_object") fields.response_format = { type: "json_object" };
+  if (settings.format === "json_schema") {
+    const schema = parsed(settings.schema || "null", "The schema", isObject);
+    fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+  }
+  if (settings.useTools) {
+    fields.tools = parsed(settings.tools || "null", "The list of tools", value => Array.isArray(value) && value.length > 0);
+    if (settings.toolChoice) fields.tool_choice = settings.toolChoice;
+  }
+  if (settings.extra?.trim()) Object.assign(fields, parsed(settings.extra, "The further fields", isObject));
+  return fields;
+}
+
+export function requestBody(settings, messages) {
+  const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
+  return { ...requestFields(settings), messages: [...system, ...messages] };
+}
+
+/** One line for the head of a pane: what differs from the defaults. */
+export function summary(settings) {
+  const parts = NUMBERS.filter(([name]) => settings[name] !== undefined && settings[name] !== "").map(([name, label]) => `${label.toLowerCase()} ${settings[name]}`);
+  if (settings.system?.trim()) parts.unshift("system prompt");
+  if (settings.format && settings.format !== "text") parts.push(settings.format.replace("_", " "));
+  if (settings.useTools) parts.push("tools");
+  return parts.join(" · ") || "server defaults";
+}
+
+// ── the form ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+/** Fill `container` with the form for `settings`; `onChange` is called after each edit. */
+export function settingsForm(container, settings, models, onChange) {
+  const set = (name, value) => { settings[name] = value; onChange(); };
+  const input = (name, props) => el("input", { id: `set-${name}`, value: settings[name] ?? "", ...props, on: { input: event => set(name, event.target.value) } });
+  const area = (name, props) => el("textarea", { id: `set-${name}`, spellcheck: "false", value: settings[name] ?? "", ...props, on: { input: event => set(name, event.target.value) } });
+  const row = (name, label, control, hint) => el("div", { class: "field" }, el("label", { for: `set-${name}` }, label), control, hint ? el("small", {}, hint) : null);
+  const choice = (name, options, after) => {
+    const control = el("select", { id: `set-${name}`, on: { change: event => { set(name, event.target.value); after?.(); } } },
+      options.map(([value, label]) => el("option", { value }, label)));
+    control.value = settings[name] ?? options[0][0];
+    return control;
+  };
+  const number = ([name, label, unset, props, hint]) => el("div", { class: "field", title: hint || null }, el("label", { for: `set-${name}` }, label),
+    input(name, { type: "number", inputmode: "decimal", placeholder: unset, ...props }));
+  const check = (name, label, after) => {
+    const box = el("input", { type: "checkbox", checked: Boolean(settings[name]), on: { change: event => { set(name, event.target.checked); after?.(); } } });
+    return el("label", { class: "check" }, box, label);
+  };
+  const example = (name, value, control) => el("button", { type: "button", class: "link", on: { click: () => { control.value = pretty(value); set(name, control.value); } } }, "Insert an example");
+
+  const schema = area("schema", { rows: 9, class: "code", placeholder: '{"type": "object", …}' });
+  const schemaBox = el("div", { class: "field" }, el("label", { for: "set-schema" }, "JSON schema"), schema, example("schema", EXAMPLE_SCHEMA, schema));
+  const tools = area("tools", { rows: 9, class: "code", placeholder: '[{"type": "function", …}]' });
+  const toolBox = el("div", {}, el("div", { class: "field" }, el("label", { for: "set-tools" }, "Tools, as JSON"), tools, example("tools", EXAMPLE_TOOLS, tools)),
+    row("toolChoice", "Tool choice", choice("toolChoice", [["", "auto"], ["required", "required"], ["none", "none"]]), "When the model calls a tool, you type its result."));
+  const show = () => { schemaBox.hidden = settings.format !== "json_schema"; toolBox.hidden = !settings.useTools; };
+  const group = (title, ...content) => el("section", {}, el("h3", {}, title), content);
+  const names = models.map(model => [model.id, model.id]);
+  if (settings.model && !models.some(model => model.id === settings.model)) names.push([settings.model, `${settings.model} (not served)`]);
+
+  container.replaceChildren(
+    el("section", {}, row("model", "Model", choice("model", names.length ? names : [["", "not known yet"]])),
+      row("system", "System prompt", area("system", { rows: 4, spellcheck: "true", placeholder: "You are …" }))),
+    group("Sampling", el("div", { class: "grid" }, NUMBERS.slice(0, FIRST_NUMBERS).map(number)),
+      el("details", { open: NUMBERS.slice(FIRST_NUMBERS).some(([name]) => settings[name]) || Boolean(settings.stop) },
+        el("summary", {}, "Penalties and stop strings"), el("div", { class: "grid" }, NUMBERS.slice(FIRST_NUMBERS).map(number)),
+        row("stop", "Stop strings, one per line", area("stop", { rows: 2, class: "code" })))),
+    group("Output", row("format", "Format", choice("format", [["text", "Text"], ["json_object", "JSON object"], ["json_schema", "JSON schema"]], show)), schemaBox,
+      check("logprobs", "Token probabilities")),
+    group("Tools", check("useTools", "Offer tools to the model", show), toolBox),
+    group("Request", row("priority", "Priority", choice("priority", [["", "default"], ["interactive", "interactive"], ["standard", "standard"], ["batch", "batch"]])),
+      row("extra", "Further fields, as JSON", area("extra", { rows: 2, class: "code", placeholder: '{"ignore_eos": true}' }))),
+  );
+  show();
+}

@@ -1,0 +1,217 @@
+"""The playground in a real browser, against a real front with a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from serve.front_under_test import MODEL, Front, endless, running_front
+from web.watched import PHONE, answering, event_stream, has_no_sideways_scroll, open_page, prompt_of, watched_page
+
+from millrace.config import Config, replace
+from millrace.serve.tenancy.keyring import Keyring, digest_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ANSWER = "## Rivers\n\nThe **Rhine** and the *Elbe*:\n\n1. one\n2. two\n\n```python\nprint('hi')  # shown\n```\n"
+DONE = ".message.assistant[aria-busy=false]"
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(answering({"JSON": '{"a": 1}'}, ANSWER), step_s=0.001) as running:
+        yield running
+
+
+def ask(page: Page, text: str, number: int = 0) -> None:
+    page.fill("#input", text)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"{DONE} >> nth={number}")
+
+
+def test_chat_branches_and_saving(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.fill("#input", "line")
+        page.keyboard.press("Shift+Enter")
+        assert page.input_value("#input") == "line\n"
+        ask(page, "Tell me")
+        answer = page.locator(DONE)
+        assert answer.locator("h4").inner_text() == "Rivers"
+        assert answer.locator("strong, em, ol > li").all_inner_texts() == ["Rhine", "Elbe", "one", "two"]
+        assert answer.locator("pre .hl-comment").inner_text() == "# shown"
+        stats = answer.locator(".stats").inner_text()
+        assert "TTFT" in stats
+        assert "tok/s" in stats
+        page.click("[aria-label='Regenerate as a new branch']")
+        page.wait_for_selector("text=2/2")
+        page.click("[aria-label='Previous branch']")
+        page.wait_for_selector("text=1/2")
+        page.hover(".message.user")
+        page.click("[aria-label='Edit and send as a new branch']")
+        page.fill(".editor textarea", "Tell me more")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f".message.user:has-text('Tell me more') ~ {DONE}")
+        assert "[user]Tell me more" in prompt_of(front.engine.received[-1])
+        assert "[user]Tell me\n" not in prompt_of(front.engine.received[-1])
+        page.reload()
+        page.wait_for_selector(".message.user:has-text('Tell me more')")
+        page.click("[aria-label='Previous branch'] >> nth=0")
+        page.wait_for_selector(".message.user .bubble >> text='Tell me'")
+        assert page.locator("#chat-list li").count() == 1
+        page.click("#new-chat")
+        page.wait_for_selector(".empty")
+        page.hover("#chat-list li")
+        page.click("[aria-label^='Delete the chat']")
+        assert page.evaluate("Object.keys(localStorage).filter(one => one.startsWith('millrace.chat.')).length") == 0
+
+
+def test_stop_and_errors(browser: Browser) -> None:
+    running = running_front(endless, step_s=0.005)
+    with running as front, watched_page(browser, front.url, allowed_errors=("400",)) as page:
+        open_page(page, front)
+        page.fill("#input", "Go on")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.assistant p:text-matches('[a-z]{20}')")
+        assert page.get_attribute("#send", "aria-label") == "Stop"
+        page.keyboard.press("Escape")
+        page.wait_for_selector(".notice:has-text('Stopped.')")
+        page.wait_for_selector("#send[aria-label=Send]")
+        page.fill("#set-extra", '{"nonsense": 1}')
+        page.fill("#input", "Again")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".error-card:has-text('nonsense')")
+        page.fill("#set-extra", "{")
+        page.click(".error-card >> text=Try again")
+        page.wait_for_selector(".error-card:has-text('not valid JSON')")
+
+
+def test_settings_reach_the_engine_and_code_repeats_them(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.fill("#set-system", "Be brief.")
+        page.fill("#set-temperature", "0.5")
+        page.fill("#set-max_tokens", "7")
+        page.fill("#set-seed", "11")
+        ask(page, "Hello")
+        got = front.engine.received[-1]
+        assert (got.params.temperature, got.params.max_tokens, got.params.seed) == (0.5, 7, 11)
+        assert prompt_of(got).startswith("[system]Be brief.\n[user]Hello")
+        page.wait_for_selector(".notice:has-text('limit of tokens')")
+        page.click("#code")
+        code = page.locator("dialog[open] pre")
+        assert f"{front.url}/v1/chat/completions" in code.inner_text()
+        assert json.loads(code.inner_text().partition("-d '")[2].rstrip("'"))["temperature"] == 0.5
+        page.click("dialog[open] >> text=Python")
+        assert "from openai import OpenAI" in code.inner_text()
+        compile(code.inner_text(), "snippet", "exec")
+        page.keyboard.press("Escape")
+        page.select_option("#set-format", "json_object")
+        page.fill("#set-max_tokens", "")
+        ask(page, "As JSON", 1)
+
+
+def test_token_probabilities_and_branching_from_a_token(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.check("text=Token probabilities")
+        ask(page, "Hello")
+        tokens = page.locator(f"{DONE} .token")
+        assert tokens.count() >= len(ANSWER)
+        tokens.nth(3).hover()
+        page.wait_for_selector(".popover:has-text('logprob')")
+        tokens.nth(3).click()
+        page.locator(".popover button:not(:disabled)").first.click()
+        page.wait_for_selector("text=2/2")
+        assert prompt_of(front.engine.received[-1]).rpartition("[assistant]")[2].startswith(ANSWER[:3])
+        page.click("[aria-label='Previous branch']")
+        page.focus(".tokens")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".token.current").inner_text() == ANSWER[1]
+        page.click("[aria-label='Show as text']")
+        page.wait_for_selector(f"{DONE} h4")
+
+
+def test_two_sides(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.click("#compare")
+        page.fill("#set-temperature", "0.1")
+        ask(page, "Both", 1)
+        assert {one.params.temperature for one in front.engine.received[-2:]} == {0.1, 1.0}
+        page.reload()
+        page.wait_for_selector(f"{DONE} >> nth=1")
+        page.click("[aria-label='Close this side'] >> nth=1")
+        assert page.locator(".pane").count() == 1
+
+
+def test_tools_and_reasoning_in_openai_shape(browser: Browser, front: Front) -> None:
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"ci'}}
+    rest = {"index": 0, "function": {"arguments": 'ty": "Bonn"}'}}
+    deltas = ({"reasoning_content": "I need it."}, {"tool_calls": [call]}, {"tool_calls": [rest]})
+    asked = event_stream(*deltas, finish="tool_calls")
+    bodies: list[dict[str, object]] = []
+
+    def answer(route: object) -> None:
+        bodies.append(json.loads(route.request.post_data))  # type: ignore[attr-defined]
+        text = asked if len(bodies) == 1 else event_stream({"content": "It is sunny."})
+        route.fulfill(status=200, content_type="text/event-stream", body=text)  # type: ignore[attr-defined]
+
+    with watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.check("text=Offer tools to the model")
+        page.click("text=Insert an example >> visible=true")
+        page.route("**/v1/chat/completions", answer)
+        ask(page, "Weather?")
+        assert '"city": "Bonn"' in page.locator(".call pre").inner_text()
+        assert page.locator(".reasoning .markdown").text_content() == "I need it."
+        page.fill("[aria-label='Result of get_weather']", '{"sky": "clear"}')
+        page.click("text=Send result")
+        page.wait_for_selector("text=It is sunny.")
+        first, second = bodies
+        assert first["tools"][0]["function"]["name"] == "get_weather"  # type: ignore[index]
+        roles = [message["role"] for message in second["messages"]]  # type: ignore[attr-defined]
+        assert roles == ["user", "assistant", "tool"]
+        assert second["messages"][2] == {"role": "tool", "tool_call_id": "call_1", "content": '{"sky": "clear"}'}  # type: ignore[index]
+
+
+def test_a_key_stays_in_its_tab(browser: Browser, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[tenants.acme]\nkeys = ["sha256:{digest_of("secret-key").hex()}"]\n')
+    config = replace(Config(), server__port=0, server__keys_file=str(keys))
+    with running_front(answering({}, "Hello"), config=config) as front:
+        front.state.keyring = Keyring(keys)
+        with watched_page(browser, front.url, allowed_errors=("401",)) as page:
+            open_page(page, front)
+            page.wait_for_selector("dialog[open]:has-text('requires a key')")
+            page.fill("dialog[open] input", "secret-key")
+            page.keyboard.press("Enter")
+            page.wait_for_selector(f"#set-model option[value={MODEL}]", state="attached")
+            ask(page, "Hi")
+            assert page.evaluate("sessionStorage.getItem('millrace.key')") == "secret-key"
+            assert "secret-key" not in page.evaluate("JSON.stringify(localStorage)")
+            page.click("#code")
+            assert "secret-key" not in page.locator("dialog[open]").inner_text()
+            other = page.context.new_page()
+            other.goto(front.url)
+            other.wait_for_selector("dialog[open]:has-text('requires a key')")
+
+
+def test_on_a_phone(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url, **PHONE) as page:
+        open_page(page, front)
+        assert has_no_sideways_scroll(page)
+        page.tap("#show-settings")
+        page.wait_for_selector("#settings.open")
+        page.fill("#set-max_tokens", "500")
+        page.tap("#close-settings")
+        page.wait_for_selector("#settings", state="hidden")
+        ask(page, "Hello " + "x" * 300)
+        assert has_no_sideways_scroll(page)
+        page.tap("#show-chats")
+        page.wait_for_selector("#chats.open #chat-list li")
