@@ -22,21 +22,47 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelle
 """Why a request ended."""
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
+
+_GRAMMAR_NOUNS: dict[GrammarKind, str] = {
+    "json_object": "schema",
+    "json_schema": "schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "lark": "grammar",
+    "gbnf": "grammar",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must conform to: any JSON object, or JSON that a schema allows."""
+    """What an answer must conform to."""
 
-    kind: Literal["json_object", "json_schema"]
+    kind: GrammarKind
     source: str = ""
-    """The schema as JSON text; the order of its properties is that of the answer."""
+    """By kind: nothing; the schema as JSON text, whose order of properties is that of the answer; a regular expression
+    that matches the whole answer; a JSON array of strings; a grammar in Lark or in GBNF notation."""
+    after: str = ""
+    """Where the grammar begins: the answer is free text up to and including this text, such as "</think>", then up to
+    two line breaks, then what the grammar allows. It may contain special tokens. Empty: at the start."""
+    whitespace: str = ""
+    """JSON only: a regular expression for the whitespace that may stand between two JSON tokens. Empty: one space after
+    each comma and colon, none elsewhere."""
 
     def __post_init__(self) -> None:
-        num_bytes = len(self.source.encode("utf-8", "surrogatepass"))
+        num_bytes = sum(
+            len(text.encode("utf-8", "surrogatepass")) for text in (self.source, self.after, self.whitespace)
+        )
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise BadRequest(
-                f"The schema has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed. Send a smaller one.",
+                f"The {self.noun} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed. Send a smaller one.",
                 param="grammar",
             )
+
+    @property
+    def noun(self) -> str:
+        """What a message to the client calls it."""
+        return _GRAMMAR_NOUNS[self.kind]
 
 
 @dataclass(frozen=True, slots=True)

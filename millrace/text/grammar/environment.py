@@ -12,7 +12,8 @@ from millrace.params import Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.matcher import Matcher, Uint32s
-from millrace.text.grammar.translate import guidance_source, limits, sentence_of
+from millrace.text.grammar.problems import sentence_of
+from millrace.text.grammar.translate import guidance_source, limits, starting_after
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
@@ -51,15 +52,32 @@ class GrammarEnvironment:
         self._threads = LLExecutor(num_threads)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        first = LLMatcher(self._tokens, guidance_source(grammar), log_level=0, limits=limits())
+        source = guidance_source(grammar)
+        if grammar.after:
+            source = starting_after(source, self._marker(grammar.after))
+        first = LLMatcher(self._tokens, source, log_level=0, limits=limits())
         if first.is_error():
-            raise GrammarError(sentence_of(first.get_error()))
+            raise GrammarError(sentence_of(first.get_error(), grammar.noun))
         compiled = CompiledGrammar(first, self.num_words, self._end_token_ids)
         try:
             compiled.matcher().fill_mask(np.empty(self.num_words, np.uint32))
         except GrammarError:
-            raise GrammarError("The schema describes no value at all, such as a reference to itself.") from None
+            raise GrammarError(f"The {grammar.noun} allows no answer at all.") from None
         return compiled
+
+    def _marker(self, text: str) -> list[str | int]:
+        """The text, with special tokens as ids: a grammar matches those only by id."""
+        parts: list[str | int] = []
+        pending: list[int] = []
+        for token in self._tokens.tokenize_str(text, parse_special=True):
+            if not self._tokens.is_special_token(token):
+                pending.append(token)
+                continue
+            if pending:
+                parts.append(self._tokens.decode_str(pending))
+                pending = []
+            parts.append(token)
+        return [*parts, self._tokens.decode_str(pending)] if pending else parts
 
     def fill_masks(self, matchers: Sequence[Matcher], out: Uint32s) -> list[GrammarError | None]:
         """Fill row i of `out` with the mask of matcher i, in parallel threads. An error leaves its row undefined."""

@@ -1,19 +1,23 @@
-"""Grammars in llguidance's form, and llguidance's errors as sentences for the client."""
+"""Grammars in llguidance's form. llguidance reads a list of grammars; the first one may refer to others by name."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
 from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
+from millrace.text.grammar.gbnf import lark_of_gbnf
+from millrace.text.grammar.inline import FIXED_SPELLING, check_inline, check_schema
+from millrace.text.grammar.problems import sentence_of
 
 ANY_OBJECT = '{"type": "object"}'
-_OPTIONS_KEY = "x-guidance"
-_MAX_SHOWN_CHARS = 300
+_UNSUPPORTED_IN_LARK = re.compile(r"^\s*[a-z_][\w.-]*\s*\[[^\]\n]*\b(stop|temperature)\s*=", re.MULTILINE)
+"""Rule attributes that change how tokens are sampled, which a mask cannot do."""
 
 
 def limits() -> LLParserLimits:
@@ -25,49 +29,66 @@ def check_grammar(grammar: Grammar) -> None:
     """Compile without a vocabulary: finds everything that is wrong with the grammar itself."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(guidance_source(grammar), None, limits=limits())
     if is_error:
-        raise GrammarError(sentence_of(messages[0]))
+        raise GrammarError(sentence_of(messages[0], grammar.noun))
 
 
 def guidance_source(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it."""
-    schema = ANY_OBJECT if grammar.kind == "json_object" else grammar.source
-    _check_top_level(schema)
+    """The grammar as llguidance reads it, without `after`."""
+    match grammar.kind:
+        case "json_object":
+            return _from_schema(ANY_OBJECT, grammar)
+        case "json_schema":
+            return _from_schema(grammar.source, grammar)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.source)
+        case "choice":
+            return LLMatcher.grammar_from_regex(_regex_of_choices(grammar.source))
+        case "gbnf":
+            return LLMatcher.grammar_from_lark(lark_of_gbnf(grammar.source))
+        case "lark":
+            _check_lark(grammar.source)
+            return LLMatcher.grammar_from_lark(grammar.source)
+
+
+def starting_after(source: str, marker: Sequence[str | int]) -> str:
+    """Free text up to and including the marker, then the grammar `source`. A marker is texts and special token ids."""
+    if source.startswith("{"):
+        (answer,) = json.loads(source)["grammars"]
+    else:
+        answer = {"lark_grammar": source}
+    free, *rest = (json.dumps(part, ensure_ascii=False) if isinstance(part, str) else f"<[{part}]>" for part in marker)
+    # A lazy rule ends with the first occurrence of its text; special tokens cannot be inside of one.
+    is_text = isinstance(marker[0], str)
+    rule = f"free[lazy]: /(?s:.*)/ {free}" if is_text else "free: /(?s:.*)/"
+    first = "free" if is_text else f"free {free}"
+    start = " ".join(["start:", first, *rest, r"/\n{0,2}/ @answer"])
+    return json.dumps({"grammars": [{"lark_grammar": f"{start}\n{rule}"}, {**answer, "name": "answer"}]})
+
+
+def _from_schema(schema: str, grammar: Grammar) -> str:
+    check_schema(schema)
+    spelling = {"whitespace_pattern": grammar.whitespace} if grammar.whitespace else FIXED_SPELLING
     try:
-        # One fixed spelling of JSON: where whitespace is free, a small model may write it without end.
-        return LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        )
+        return LLMatcher.grammar_from_json_schema(schema, overrides=spelling)
     except ValueError as error:
-        raise GrammarError(sentence_of(str(error))) from None
+        raise GrammarError(sentence_of(str(error), grammar.noun)) from None
 
 
-def _check_top_level(schema: str) -> None:
+def _regex_of_choices(source: str) -> str:
     try:
-        fields = msgspec.json.decode(schema, type=dict[str, msgspec.Raw])
+        choices = msgspec.json.decode(source, type=list[str])
     except (msgspec.DecodeError, UnicodeEncodeError):
-        raise GrammarError('The schema is not a JSON object; send one, such as {"type": "object"}.') from None
-    if _OPTIONS_KEY in fields:
-        raise GrammarError(f"The schema contains {_OPTIONS_KEY!r}, which is not supported; remove it.")
+        raise GrammarError("The choices are not a JSON array of strings.") from None
+    if not choices:
+        raise GrammarError("The list of choices is empty; send at least one choice.")
+    return "|".join("".join(_literal(char) for char in choice) for choice in choices)
 
 
-def sentence_of(problem: str) -> str:
-    """What llguidance said, as a sentence that names the cause."""
-    place = re.search(r"while processing json-schema://\S*?(#\S*)", problem)
-    what = problem.split("\n  while processing", maxsplit=1)[0]
-    where = f" (at {place[1]})" if place else ""
-    return _sentence(" ".join(what.split()), where)
+def _literal(char: str) -> str:
+    return char if char.isalnum() else f"\\x{{{ord(char):X}}}"
 
 
-def _sentence(problem: str, where: str) -> str:
-    if found := re.match(r"Unimplemented keys: (\[.*\])", problem):
-        names = ", ".join(repr(name) for name in json.loads(found[1]))
-        return f"The schema uses {names}{where}, which is not supported; remove it."
-    if found := re.match(r"Unknown format: (.*)", problem):
-        return f"The schema uses the format {found[1]!r}{where}, which is not supported; remove it or use a pattern."
-    if problem.startswith("oneOf constraints"):
-        return f"The schema uses 'oneOf' whose alternatives may overlap{where}, which is not supported; use 'anyOf'."
-    if "recursion limit" in problem:
-        return "The schema is nested too deeply; send fewer levels."
-    if len(problem) > _MAX_SHOWN_CHARS:
-        problem = problem[:_MAX_SHOWN_CHARS] + "…"
-    return f"The schema cannot be used{where}: {problem.rstrip('.')}."
+def _check_lark(source: str) -> None:
+    if found := _UNSUPPORTED_IN_LARK.search(source):
+        raise GrammarError(f"The grammar uses the rule attribute {found[1]!r}, which is not supported; remove it.")
+    check_inline(source)

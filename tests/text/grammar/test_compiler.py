@@ -10,7 +10,8 @@ from millrace.errors import BadRequest, Overloaded
 from millrace.params import MAX_GRAMMAR_BYTES, Grammar
 from millrace.text.grammar import compiler as compiler_module
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
-from millrace.text.grammar.translate import check_grammar, sentence_of
+from millrace.text.grammar.problems import sentence_of
+from millrace.text.grammar.translate import check_grammar
 
 
 def numbered(number: int, size: int = 0) -> Grammar:
@@ -110,4 +111,4 @@ def test_errors_are_sentences(schema: str, said: str) -> None:
 
 
 def test_a_long_error_is_cut() -> None:
-    assert len(sentence_of("x" * 5000)) < 400
+    assert len(sentence_of("x" * 5000, "schema")) < 400

@@ -1,0 +1,32 @@
+"""llguidance's errors as sentences for the client."""
+
+from __future__ import annotations
+
+import json
+import re
+
+_MAX_SHOWN_CHARS = 300
+
+
+def sentence_of(problem: str, noun: str) -> str:
+    """What llguidance said, as a sentence that names the cause. `noun`: what the client sent."""
+    place = re.search(r"while processing json-schema://\S*?(#\S*)", problem)
+    what = re.split(r"\n  while processing|\n +\d+ \| ", problem, maxsplit=1)[0]
+    what = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", what)
+    where = f" (at {place[1]})" if place else ""
+    return _sentence(" ".join(what.split()), where, noun)
+
+
+def _sentence(problem: str, where: str, noun: str) -> str:
+    if found := re.match(r"Unimplemented keys: (\[.*\])", problem):
+        names = ", ".join(repr(name) for name in json.loads(found[1]))
+        return f"The {noun} uses {names}{where}, which is not supported; remove it."
+    if found := re.match(r"Unknown format: (.*)", problem):
+        return f"The {noun} uses the format {found[1]!r}{where}, which is not supported; remove it or use a pattern."
+    if problem.startswith("oneOf constraints"):
+        return f"The {noun} uses 'oneOf' whose alternatives may overlap{where}, which is not supported; use 'anyOf'."
+    if "recursion limit" in problem:
+        return f"The {noun} is nested too deeply; send fewer levels."
+    if len(problem) > _MAX_SHOWN_CHARS:
+        problem = problem[:_MAX_SHOWN_CHARS] + "…"
+    return f"The {noun} cannot be used{where}: {problem.rstrip('.')}."

@@ -1,0 +1,150 @@
+"""Every kind of grammar: what it accepts, what it refuses, and how it begins after a marker."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from text.grammar.answers import accepts, draw_answer
+
+from millrace.params import Grammar
+from millrace.text.grammar.compiler import GrammarError
+from millrace.text.grammar.environment import GrammarEnvironment
+from millrace.text.grammar.gbnf import lark_of_gbnf, looks_like_gbnf
+from millrace.text.grammar.inline import inline_schema
+from millrace.text.grammar.translate import check_grammar
+from millrace.text.tokenizers.tokenizer import Tokenizer
+
+AGE = (
+    '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": false}'
+)
+SUM_GBNF = r"""
+# a sum
+root ::= term (op term)*
+op ::= [-+*/] | "\u00d7"
+term ::= number | "(" root ")"
+number ::= [0-9]+ ("." [0-9]{1,2})?
+"""
+CHOICES = ["yes", "yes please", 'quo"te\\', "é\n/x", "", "\x00[a]"]
+
+KINDS: dict[str, tuple[Grammar, list[str], list[str]]] = {
+    "regex": (Grammar("regex", r"\d{3}-[a-f/]+"), ["123-af", "123-a/"], ["12-a", "123-", "x123-a", "123-ag"]),
+    "anchored regex": (Grammar("regex", r"^(yes|no)$"), ["yes", "no"], ["yesno", "^yes$"]),
+    "choice": (Grammar("choice", json.dumps(CHOICES)), CHOICES, ["ye", "no", "a"]),
+    "lark": (
+        Grammar("lark", 'start: "[" start "]" | WORD\nWORD: /[a-z]+/'),
+        ["word", "[[word]]"],
+        ["[[word]", "[]", "Word"],
+    ),
+    "lark with a schema": (
+        Grammar("lark", f'start: "<call>" args "</call>"\nargs: {inline_schema(AGE)}'),
+        ['<call>{"age": 3}</call>'],
+        ['<call>{"age":3}</call>', '<call>{"age": "x"}</call>', '{"age": 3}'],
+    ),
+    "gbnf": (Grammar("gbnf", SUM_GBNF), ["1", "1+2.55", "(1×2)/3"], ["1+", "2.555", "1 + 2", "(1"]),
+    "whitespace": (
+        Grammar("json_schema", AGE, whitespace=r"[ \n]{1,2}"),
+        ['{"age":3}', '{ "age":  3\n}'],
+        ['{"age":   3}', '{"age":\t3}'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(environment: GrammarEnvironment, default_tokenizer: Tokenizer, name: str) -> None:
+    grammar, good, bad = KINDS[name]
+    check_grammar(grammar)
+    for text in good:
+        assert accepts(environment, grammar, default_tokenizer, text), text
+    for text in bad:
+        assert not accepts(environment, grammar, default_tokenizer, text), text
+
+
+@pytest.mark.parametrize("marker", ["</think>", "<|im_start|>", "<|im_start|>final", "wait:<|im_start|>"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_after_a_marker(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer, name: str, marker: str
+) -> None:
+    """Some markers are text, some are special tokens, some are both."""
+    plain, good, bad = KINDS[name]
+    grammar = Grammar(plain.kind, plain.source, after=marker, whitespace=plain.whitespace)
+    check_grammar(grammar)
+    for text in good:
+        for break_ in ("", "\n", "\n\n"):
+            free = f"So </thin {text}, hm\n\n"
+            assert accepts(environment, grammar, default_tokenizer, f"{free}{marker}{break_}{text}"), text
+    assert not accepts(environment, grammar, default_tokenizer, good[0])
+    for text in bad:
+        assert not accepts(environment, grammar, default_tokenizer, f"x{marker}{text}"), text
+
+
+def test_free_text_cannot_end_before_the_marker(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    matcher = environment.compile(Grammar("json_object", after="</think>")).matcher()
+    matcher.consume(default_tokenizer.encode("I could stop here.", add_special=False))
+    assert not matcher.may_end
+    matcher.consume(default_tokenizer.encode("</think>\n\n{}", add_special=False))
+    assert matcher.is_done
+
+
+def test_random_choices(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    grammar = Grammar("choice", json.dumps(CHOICES))
+    answers = {draw_answer(environment, grammar, default_tokenizer, seed) for seed in range(20)}
+    assert answers <= set(CHOICES)
+    assert len(answers) > 2
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (Grammar("regex", "(?=a)b"), "look-around"),
+        (Grammar("regex", r"(a)\1"), "backreferences"),
+        (Grammar("regex", r"\bx"), "The regular expression cannot be used"),
+        (Grammar("regex", "(("), "unclosed group"),
+        (Grammar("choice", "[]"), "empty"),
+        (Grammar("choice", '["a", 1]'), "not a JSON array of strings"),
+        (Grammar("lark", "start: other"), "other"),
+        (Grammar("lark", "root: /a/"), "start"),
+        (Grammar("lark", 'start: x "b"\nx[stop="b"]: /.*/'), "'stop', which is not supported"),
+        (Grammar("lark", "start: x\nx[temperature=0.5]: /.*/"), "'temperature'"),
+        (Grammar("lark", 'start: %json {"not": {}}'), "'not'"),
+        (Grammar("lark", 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance"),
+        (Grammar("gbnf", 'start ::= "a"'), "root"),
+        (Grammar("gbnf", 'root ::= "a'), "The GBNF grammar cannot be read"),
+        (Grammar("gbnf", "root ::= " + "(" * 5000), "nested too deeply"),
+        (Grammar("gbnf", "root ::= other"), "other"),
+        (Grammar("json_object", whitespace="("), "unclosed group"),
+    ],
+)
+def test_what_cannot_be_used_is_named(grammar: Grammar, said: str) -> None:
+    with pytest.raises(GrammarError) as raised:
+        check_grammar(grammar)
+    assert said in str(raised.value)
+
+
+def test_a_regular_expression_that_backtracks_elsewhere_is_fast(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer
+) -> None:
+    assert accepts(environment, Grammar("regex", "(a+)+$"), default_tokenizer, "a" * 500)
+
+
+def test_notations_are_told_apart() -> None:
+    assert looks_like_gbnf(SUM_GBNF)
+    assert not looks_like_gbnf('start: "::=" x\nx: "a ::= b"')
+
+
+def test_the_gbnf_of_a_json_value(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    source = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+    lark_of_gbnf(source)
+    grammar = Grammar("gbnf", source)
+    for text in ('{"a": [1, -2.5, {"b": null}], "c": "\\u00e9\\n"}', "{}", '{"a":1}'):
+        assert accepts(environment, grammar, default_tokenizer, text), text
+    for text in ('{"a": 01}', "[1]", '{"a": "\n"}'):
+        assert not accepts(environment, grammar, default_tokenizer, text), text
