@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.engine.grammars import Failure, Grammars
+from millrace.link.messages import GrammarStats
 from millrace.plan.request import Request
 from millrace.plan.step import Int64s, StepOutcome
 from millrace.run.sampling.masks import Masks, words_per_mask
@@ -52,6 +53,10 @@ class ConstrainedRequests:
 
     def shut_down(self) -> None:
         self._grammars.shut_down()
+
+    @property
+    def stats(self) -> GrammarStats:
+        return self._grammars.counters
 
     def consume(self, outcome: StepOutcome) -> None:
         self._grammars.consume(outcome.request_ids.tolist(), outcome.tokens.tolist())

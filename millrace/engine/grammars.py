@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from millrace.errors import MillraceError, Overloaded
 from millrace.host.cores import usable_cores
+from millrace.link.messages import GrammarStats
 from millrace.params import Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
@@ -46,19 +47,6 @@ class Failure:
     message: str
 
 
-@dataclass(slots=True)
-class GrammarCounters:
-    """Totals since the start."""
-
-    masks: int = 0
-    mask_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    """Of the compile threads, without the loading of the vocabulary."""
-    compiled: int = 0
-    cache_hits: int = 0
-    failures: int = 0
-
-
 class Grammars:
     """`open` a request's grammar, wait until `take_ready` names it, then `fill` and `consume` in turn, then `close`.
 
@@ -80,6 +68,7 @@ class Grammars:
         self._num_failed = 0
         self._num_masks = 0
         self._mask_seconds = 0.0
+        self._consume_seconds = 0.0
         self._compile_seconds = 0.0
 
     def __len__(self) -> int:
@@ -87,10 +76,11 @@ class Grammars:
         return len(self._pending) + len(self._matchers)
 
     @property
-    def counters(self) -> GrammarCounters:
-        return GrammarCounters(
+    def counters(self) -> GrammarStats:
+        return GrammarStats(
             masks=self._num_masks,
             mask_seconds=self._mask_seconds,
+            consume_seconds=self._consume_seconds,
             compile_seconds=self._compile_seconds,
             compiled=self._compiler.num_compiled,
             cache_hits=self._compiler.num_hits,
@@ -176,6 +166,9 @@ class Grammars:
     def consume(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Advance by the tokens of a completed step, with the request of each. Requests without a grammar are
         ignored."""
+        if not self._matchers:
+            return
+        began = time.monotonic()
         for request_id, token in zip(request_ids, tokens, strict=True):
             matcher = self._matchers.get(request_id)
             if matcher is not None:
@@ -183,6 +176,7 @@ class Grammars:
                     matcher.consume((token,))
                 except GrammarError as error:
                     self._fail(request_id, str(error))
+        self._consume_seconds += time.monotonic() - began
 
     def fill(self, request_ids: Sequence[int], out: Uint32s) -> None:
         """Fill row i of `out` with the allowed next tokens of request i: bit `t % 32` of word `t // 32` for token t.

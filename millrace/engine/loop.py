@@ -27,6 +27,7 @@ from millrace.link.messages import (
     AbortFront,
     EngineReady,
     EngineStats,
+    GrammarStats,
     Hello,
     NewRequest,
     Query,
@@ -303,6 +304,7 @@ class Engine:
             host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,
             host_copies_failed=tier.copies_failed if tier is not None else 0,
             host_blocks_lost=pool.num_lost,
+            grammars=self._constrained.stats if self._constrained is not None else GrammarStats(),
         )
 
 

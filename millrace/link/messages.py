@@ -111,6 +111,21 @@ class Finish(msgspec.Struct, frozen=True):
     total_s: float = 0.0
 
 
+class GrammarStats(msgspec.Struct, frozen=True):
+    """Totals since the start, of requests with a grammar."""
+
+    masks: int = 0
+    mask_seconds: float = 0.0
+    """Spent on masks by the engine's thread. Most of it passes while the device computes."""
+    consume_seconds: float = 0.0
+    """Spent on following the drawn tokens."""
+    compile_seconds: float = 0.0
+    """Of the compile threads, without the loading of the vocabulary."""
+    compiled: int = 0
+    cache_hits: int = 0
+    failures: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters and gauges, sent a few times per second at most. Fronts export them as metrics."""
 
@@ -153,6 +168,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     """KV blocks that could not be copied to or from host memory."""
     host_blocks_lost: int = 0
     """KV blocks that were evicted before they were copied to host memory."""
+    grammars: GrammarStats = GrammarStats()
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):

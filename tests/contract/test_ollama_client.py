@@ -133,7 +133,7 @@ def test_a_base_model_gets_the_prompt_without_a_template() -> None:
     ("path", "fields", "status", "param"),
     [
         ("/api/chat", {"model": "llama3"}, 404, "model"),
-        ("/api/chat", {"format": "json"}, 400, "format"),
+        ("/api/chat", {"format": "yaml"}, 400, "format"),
         ("/api/chat", {"tools": [{}]}, 400, "tools"),
         ("/api/chat", {"think": True}, 400, "think"),
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role"),

@@ -211,7 +211,7 @@ def test_an_error_inside_a_stream_is_raised() -> None:
         ({"model": "gpt-5"}, 404, "model"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools"),
         ({"reasoning": {"effort": "low"}}, 400, "reasoning"),
-        ({"text": {"format": {"type": "json_object"}}}, 400, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": []}}}, 400, "text.format"),
         ({"truncation": "auto"}, 400, "truncation"),
         ({"conversation": "conv_1"}, 400, "conversation"),
         ({"include": ["reasoning.encrypted_content"]}, 400, "include"),

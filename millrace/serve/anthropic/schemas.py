@@ -73,6 +73,20 @@ class AnthropicMetadata(Strict, kw_only=True):
     user_id: Annotated[str | None, described("A label; no effect on generation.")] = None
 
 
+class JsonSchemaFormat(Strict, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema allows."""
+
+    schema: Annotated[
+        Raw,
+        described("The schema. Properties are written in its order, separated by `, ` and `: `.", type="object"),
+    ]
+
+
+class OutputConfig(Strict, kw_only=True):
+    format: Annotated[JsonSchemaFormat | None, described("Hold the answer to a JSON schema.")] = None
+    effort: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+
+
 class CountTokensRequest(Strict, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -86,7 +100,8 @@ class CountTokensRequest(Strict, kw_only=True):
     thinking: Annotated[Refused, unsupported('null and {"type": "disabled"} are accepted.')] = UNSET
     tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     tool_choice: Annotated[Refused, unsupported('null, {"type": "auto"} and {"type": "none"} are accepted.')] = UNSET
-    output_config: Annotated[Refused, unsupported("null and {} are accepted.")] = UNSET
+    output_config: OutputConfig | None = None
+    output_format: Annotated[JsonSchemaFormat | None, described("The older name of `output_config.format`.")] = None
     speed: Annotated[Refused, unsupported('null and "standard" are accepted.')] = UNSET
     user_profile_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     workspace_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
@@ -114,7 +129,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "tools": ([],),
     "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "output_config": ({},),
     "speed": ("standard",),
     "user_profile_id": (),
     "workspace_id": (),

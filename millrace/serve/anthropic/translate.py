@@ -7,6 +7,7 @@ from millrace.serve.anthropic.schemas import NOT_SUPPORTED, Block, CountTokensRe
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.checks import check_integers, check_model, check_range, name_fields, refuse_unsupported
 from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.grammars import Format, only_format, schema_format
 from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.generate.prompts import chat_prompt, encode_chat
 from millrace.serve.generate.sampling import deadline_of, sampling_params
@@ -40,6 +41,14 @@ def _check(body: CountTokensRequest, state: FrontState) -> None:
     check_model(body.model, state.model_name)
     refuse_unsupported(body, NOT_SUPPORTED, "")
     check_integers(body)
+    if body.output_config is not None:
+        refuse_unsupported(body.output_config, {"effort": ()}, "output_config.")
+
+
+def _format(body: CountTokensRequest) -> Format | None:
+    new = body.output_config.format if body.output_config is not None else None
+    given = {"output_config.format": new, "output_format": body.output_format}
+    return only_format(schema_format(name, one.schema) for name, one in given.items() if one is not None)
 
 
 async def _generation(state: FrontState, body: MessagesRequest, received: float) -> Generation:
@@ -47,12 +56,14 @@ async def _generation(state: FrontState, body: MessagesRequest, received: float)
         raise BadRequest(f"temperature is {body.temperature}; it must be between 0 and 1.", param="temperature")
     check_range("top_k", body.top_k, 0, 2**31 - 1)
     conversation = _conversation(body)
+    wanted = _format(body)
     params = sampling_params(
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
         stop=body.stop_sequences,
+        grammar=wanted.grammar if wanted is not None else None,
     )
     return Generation(
         prompts=[await chat_prompt(state, conversation, max_tokens=body.max_tokens)],
@@ -60,6 +71,7 @@ async def _generation(state: FrontState, body: MessagesRequest, received: float)
         answer_id=new_id("msg_"),
         deadline=deadline_of(None, state.config, received),
         stream=bool(body.stream),
+        format_field=wanted.field if wanted is not None else "",
     )
 
 

@@ -51,6 +51,8 @@ class Generation:
     """The dialect's frames are more than text between two constants."""
     holds_end: bool = False
     """The last frames of a stream are sent by `Work.conclude`, which has something to do before them."""
+    format_field: str = "grammar"
+    """The request's field that set `params.grammar`."""
     caller: Caller = ANONYMOUS
     created: int = field(default_factory=lambda: int(time.time()))
 

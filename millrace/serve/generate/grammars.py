@@ -1,12 +1,18 @@
-"""Checks a request's grammar before anything is generated, in a thread and within a time limit."""
+"""What an answer must conform to: asked for by one field of a request, checked before anything is generated."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
 
 from millrace.errors import BadRequest, RequestFailed
-from millrace.params import Grammar
+from millrace.params import Grammar, GrammarKind
+from millrace.serve.generate.generation import Generation
 from millrace.serve.state import FrontState
 from millrace.text.grammar.compiler import Unusable
 
@@ -15,9 +21,67 @@ CHECK_LIMIT_S = 10.0
 log = logging.getLogger("millrace.serve")
 
 
-async def check_grammar(state: FrontState, grammar: Grammar, owner: str, *, param: str) -> None:
-    """Raise `BadRequest` if no answer can be held to this grammar. `param` is the field that set it. Results are
-    remembered per owner."""
+@dataclass(frozen=True, slots=True)
+class Format:
+    grammar: Grammar
+    field: str
+    """The request's field that asks for it."""
+
+
+def format_of(field: str, kind: GrammarKind, source: str = "", *, whitespace: str = "") -> Format:
+    try:
+        return Format(Grammar(kind, source, whitespace=whitespace), field)
+    except BadRequest as error:
+        raise BadRequest(error.message, param=field, code=error.code) from None
+
+
+def schema_format(field: str, schema: msgspec.Raw, *, whitespace: str = "", closed: bool = False) -> Format:
+    """A schema, or a text that holds one. `closed`: objects have no properties besides those that are named."""
+    data = bytes(schema)
+    try:
+        if data.lstrip()[:1] == b'"':
+            data = msgspec.json.decode(data, type=str).encode()
+        text = data.decode()
+        return format_of(field, "json_schema", _closed(text) if closed else text, whitespace=whitespace)
+    except UnicodeError as error:
+        raise BadRequest(
+            f"'{field}' is not valid UTF-8 ({error.reason}); encode its texts as UTF-8.",  # type: ignore[attr-defined]
+            param=field,
+            code="invalid_utf8",
+        ) from None
+    except (ValueError, RecursionError):
+        raise BadRequest(f"'{field}' is not a JSON schema, or is nested too deeply.", param=field) from None
+
+
+def _closed(schema: str) -> str:
+    def close(value: object) -> object:
+        if isinstance(value, list):
+            return [close(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        closed = {name: close(item) for name, item in value.items()}
+        if "properties" in closed or "patternProperties" in closed:
+            closed.setdefault("additionalProperties", False)
+        return closed
+
+    return json.dumps(close(json.loads(schema)), ensure_ascii=False)
+
+
+def only_format(formats: Iterable[Format | None]) -> Format | None:
+    """The one that is set. Two are refused: an answer conforms to one of them."""
+    given = [one for one in formats if one is not None]
+    if len(given) > 1:
+        names = " and ".join(f"'{one.field}'" for one in given[:2])
+        raise BadRequest(f"{names} both say what the answer must conform to; send one of them.", param=given[1].field)
+    return given[0] if given else None
+
+
+async def check_grammar(state: FrontState, generation: Generation, owner: str) -> None:
+    """Raise `BadRequest` if no answer can be held to the generation's grammar. Compiles in a thread and within a time
+    limit. Results are remembered per owner."""
+    grammar, param = generation.params.grammar, generation.format_field
+    if grammar is None:
+        return
     if not state.tokenizer.end_token_ids:
         raise BadRequest("This model has no end token, so its answers cannot be held to a grammar.", param=param)
     future = state.grammar_check.submit(grammar, owner)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from millrace.errors import MillraceError
 from millrace.serve.generate.gate import enter
+from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.work import Prepare, Work, observe, until_done, whole_answer
 from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID, TOKEN_COUNTS
@@ -36,6 +37,7 @@ async def respond(
 async def answer(
     state: FrontState, request: web.Request, work: Work, received: float, *, media_type: str = SERVER_SENT_EVENTS
 ) -> web.StreamResponse:
+    await check_grammar(state, work.generation, owner_of(request))
     generation, reservation = enter(state, request, work.generation, received)
     out: EventStream | None = None
     job: Job | None = None

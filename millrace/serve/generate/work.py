@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from millrace.errors import DeadlineExceeded
 from millrace.serve.generate.gate import enter_unattended
 from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import DEADLINE_SLACK_S, Job
 from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import Writer
@@ -57,6 +58,7 @@ async def unattended_answer(
     state: FrontState, work: Work, owner: str, request_id: str, path: str, received: float
 ) -> tuple[bytes, Usage]:
     """Body and usage of work without an HTTP request. It counts against its owner's quotas and in the metrics."""
+    await check_grammar(state, work.generation, owner)
     generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
     used = 0
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from millrace.serve.generate.logprobs import TokenLogprob
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
@@ -79,7 +79,13 @@ class OllamaCommon(Strict, kw_only=True):
     keep_alive: Annotated[str | float | None, described("Accepted: the model stays loaded. 0 (unload) is refused.")] = (
         None
     )
-    format: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    format: Annotated[
+        Raw | UnsetType,
+        described(
+            'Hold the answer to a form: "json" for any JSON object, or a JSON schema.',
+            anyOf=[{"enum": ["", "json", None]}, {"type": "object"}],
+        ),
+    ] = UNSET
     think: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
     truncate: Annotated[Refused, unsupported("a prompt is never truncated; null and false are accepted.")] = UNSET
     shift: Annotated[Refused, unsupported("a context is never shifted; null and false are accepted.")] = UNSET
@@ -118,7 +124,6 @@ class OllamaShowRequest(Strict, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "format": ("",),
     "think": (False,),
     "truncate": (False,),
     "shift": (False,),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from msgspec import Raw, UnsetType
+
 from millrace.errors import BadRequest, ContextOverflow
-from millrace.params import SamplingParams
+from millrace.params import Grammar, SamplingParams
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
@@ -16,6 +18,7 @@ from millrace.serve.generate.checks import (
     refuse_unsupported,
 )
 from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.grammars import format_of, schema_format
 from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.generate.prompts import chat_prompt, encode_texts
 from millrace.serve.generate.sampling import deadline_of, sampling_params
@@ -122,6 +125,7 @@ def _generation(
         deadline=deadline_of(None, state.config, received),
         stream=body.stream is not False,
         logprobs=params.logprobs,
+        format_field="format",
     )
 
 
@@ -139,7 +143,19 @@ def _params(body: OllamaCommon) -> SamplingParams:
         max_tokens=options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
         repetition_penalty=options.repeat_penalty,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=_grammar(body),
     )
+
+
+def _grammar(body: OllamaCommon) -> Grammar | None:
+    sent = b"null" if isinstance(body.format, UnsetType) else bytes(body.format).strip()
+    if sent in (b"null", b'""'):
+        return None
+    if sent == b'"json"':
+        return format_of("format", "json_object").grammar
+    if sent.startswith(b"{"):
+        return schema_format("format", Raw(sent)).grammar
+    raise BadRequest("'format' is neither \"json\" nor a JSON schema; send one of them.", param="format")
 
 
 def _messages(messages: list[OllamaMessage]) -> list[Message]:

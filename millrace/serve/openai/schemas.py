@@ -13,6 +13,7 @@ from msgspec import UNSET, Raw, UnsetType
 from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from millrace.serve.generate.priority import PriorityClass
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
+from millrace.serve.openai.formats import Formatted
 
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 CacheBreakpoint = Annotated[
@@ -120,38 +121,8 @@ class StreamOptions(Strict, kw_only=True):
     include_obfuscation: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
-# ── response formats ──────────────────────────────────────────────────────────────────────────────────────────────────
-class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
-    """Free text, as without a format."""
-
-
-class JsonObjectFormat(Strict, kw_only=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
-class JsonSchema(Strict, kw_only=True):
-    """A JSON schema with a name."""
-
-    name: Annotated[str, described("A label; no effect on generation.")]
-    schema: Annotated[
-        Raw,
-        described("The schema. Properties are written in its order, separated by `, ` and `: `.", type="object"),
-    ]
-    description: Annotated[str | None, described("A label; no effect on generation.")] = None
-    strict: Annotated[bool | None, described("The answer always follows the schema, whatever this says.")] = None
-
-
-class JsonSchemaFormat(Strict, kw_only=True, tag_field="type", tag="json_schema"):
-    """JSON that a schema allows."""
-
-    json_schema: JsonSchema
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
-
-
 # ── fields of chat and completions ────────────────────────────────────────────────────────────────────────────────────
-class Sampled(Strict, kw_only=True):
+class Sampled(Formatted, kw_only=True):
     """Parameters of both endpoints. null means the same as leaving the field out."""
 
     model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
@@ -231,14 +202,6 @@ class ChatRequest(Sampled, kw_only=True):
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("More variables for the chat template.")] = None
 
-    response_format: Annotated[
-        ResponseFormat | None,
-        described(
-            'Hold the answer to a form: {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": …,'
-            ' "schema": …}}, whether or not "strict" is set. A schema that is wrong or uses a keyword that is not'
-            " supported is refused. Not with `ignore_eos` or `min_tokens`."
-        ),
-    ] = None
     tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     tool_choice: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
     parallel_tool_calls: Annotated[

@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import partial
 
 from millrace.errors import BadRequest
-from millrace.params import Grammar
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.prompts import chat_prompt, check_truncation
 from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
-from millrace.serve.openai.schemas import ChatRequest, JsonObjectFormat, JsonSchemaFormat
+from millrace.serve.openai.formats import format_wanted
+from millrace.serve.openai.schemas import ChatRequest
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
 from millrace.serve.openai.write_chat import ChatWriter
@@ -27,16 +26,17 @@ _decoder = BodyDecoder(ChatRequest)
 async def prepare_chat(state: FrontState, body: bytes, received: float, owner: str) -> Work:
     request = _decoder.decode(body)
     await state.await_engine()
-    generation = await _generation(state, request, received, owner)
+    generation = await _generation(state, request, received)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
     return Work(generation, partial(ChatWriter, limit_names=limit_names))
 
 
-async def _generation(state: FrontState, request: ChatRequest, received: float, owner: str) -> Generation:
+async def _generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
     check_fields(request, state.model_name)
     check_truncation(request.truncate_prompt_tokens)
     max_tokens, limit_name = _max_tokens(request)
     logprobs = _logprobs(request)
+    wanted = format_wanted(request)
     try:
         params = sampling_params(
             **shared_sampling(request),
@@ -44,12 +44,10 @@ async def _generation(state: FrontState, request: ChatRequest, received: float, 
             n=request.n,
             logprobs=logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            grammar=_grammar(request),
+            grammar=wanted.grammar if wanted is not None else None,
         )
     except BadRequest as error:
-        raise name_fields(error, {"max_tokens": limit_name, "grammar": "response_format"}) from None
-    if params.grammar is not None:
-        await check_grammar(state, params.grammar, owner, param="response_format")
+        raise name_fields(error, {"max_tokens": limit_name}) from None
     check_num_sequences(1, params.n)
     include_usage, continuous_usage = usage_options(request)
     return Generation(
@@ -68,6 +66,7 @@ async def _generation(state: FrontState, request: ChatRequest, received: float, 
         prompt_logprobs=request.prompt_logprobs is not None,
         return_token_ids=bool(request.return_token_ids),
         reports_dropped=request.truncate_prompt_tokens is not None,
+        format_field=wanted.field if wanted is not None else "",
     )
 
 
@@ -82,19 +81,6 @@ async def _prompt(state: FrontState, request: ChatRequest, max_tokens: int | Non
         return await chat_prompt(state, conversation, max_tokens=max_tokens, keep=request.truncate_prompt_tokens)
     except BadRequest as error:
         raise name_fields(error, {"prompt": "messages"}) from None
-
-
-def _grammar(request: ChatRequest) -> Grammar | None:
-    wanted = request.response_format
-    if isinstance(wanted, JsonObjectFormat):
-        return Grammar("json_object")
-    if isinstance(wanted, JsonSchemaFormat):
-        try:
-            return Grammar("json_schema", bytes(wanted.json_schema.schema).decode())
-        except UnicodeDecodeError as error:
-            message = f"The schema is not valid UTF-8 ({error.reason}); encode its texts as UTF-8."
-            raise BadRequest(message, param="grammar", code="invalid_utf8") from None
-    return None
 
 
 def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:

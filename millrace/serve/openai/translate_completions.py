@@ -16,6 +16,7 @@ from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_para
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, json_error
 from millrace.serve.http.ids import new_id
+from millrace.serve.openai.formats import format_wanted
 from millrace.serve.openai.schemas import CompletionRequest
 from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
 from millrace.serve.openai.write_completions import CompletionWriter
@@ -46,6 +47,7 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
     n = 1 if request.n is None else request.n
     best_of = _best_of(request, n)
     _check_logprobs(request)
+    wanted = format_wanted(request)
     params = sampling_params(
         **shared_sampling(request),
         n=request.n,
@@ -53,6 +55,7 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
         # best_of ranks by the log-probability of the tokens that were chosen.
         logprobs=0 if best_of > n and request.logprobs is None else request.logprobs,
         prompt_logprobs=_prompt_logprobs(request, echo),
+        grammar=wanted.grammar if wanted is not None else None,
     )
     prompts = await _prompts(state, request, best_of, max_tokens)
     include_usage, continuous_usage = usage_options(request)
@@ -74,6 +77,7 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
         score_only=score_only,
         return_token_ids=bool(request.return_token_ids),
         reports_dropped=request.truncate_prompt_tokens is not None,
+        format_field=wanted.field if wanted is not None else "",
     )
 
 

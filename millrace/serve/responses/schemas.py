@@ -72,8 +72,33 @@ _INPUT_SCHEMA: dict[str, Any] = {
 }
 
 
+class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
+    """Free text, as without a format."""
+
+
+class JsonObjectFormat(Strict, kw_only=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(Strict, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema allows."""
+
+    name: Annotated[str, described("A label; no effect on generation.")]
+    schema: Annotated[
+        Raw,
+        described("The schema. Properties are written in its order, separated by `, ` and `: `.", type="object"),
+    ]
+    description: Annotated[str | None, described("A label; no effect on generation.")] = None
+    strict: Annotated[bool | None, described("The answer always follows the schema, whatever this says.")] = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
 class ResponseText(Strict, kw_only=True):
-    format: Annotated[Refused, unsupported('null and {"type": "text"} are accepted.')] = UNSET
+    format: Annotated[
+        ResponseFormat | None, described("Hold the answer to a form; not with `ignore_eos` or `min_tokens`.")
+    ] = None
     verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
 
 
@@ -179,7 +204,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "moderation": (),
 }
 STREAM_OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
-TEXT_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"format": ({"type": "text"},), "verbosity": ("medium",)}
+TEXT_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 
 
 # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -249,12 +274,8 @@ class NoReasoning(msgspec.Struct):
     summary: None = None
 
 
-class TextFormat(msgspec.Struct):
-    type: Literal["text"] = "text"
-
-
-class PlainText(msgspec.Struct):
-    format: TextFormat = msgspec.field(default_factory=TextFormat)
+class TextSettings(msgspec.Struct):
+    format: ResponseFormat
 
 
 ResponseStatus = Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
@@ -284,7 +305,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     service_tier: Literal["default"] = "default"
     store: bool
     temperature: float
-    text: PlainText = msgspec.field(default_factory=PlainText)
+    text: TextSettings
     tool_choice: Literal["auto"] = "auto"
     tools: list[None] = []
     top_logprobs: int

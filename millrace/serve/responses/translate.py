@@ -18,6 +18,7 @@ from millrace.serve.generate.checks import (
     refuse_unsupported,
 )
 from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.grammars import Format, format_of, schema_format
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.generate.priority import priority_of
@@ -35,12 +36,16 @@ from millrace.serve.responses.schemas import (
     InputText,
     InputTextPart,
     InputTokensRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
     OutputText,
     OutputTextPart,
     ResponseAnswer,
     ResponseInputMessage,
     ResponsePart,
     ResponsesRequest,
+    TextFormat,
+    TextSettings,
 )
 from millrace.serve.responses.store import add_response, conversation, end_response, message_of
 from millrace.serve.responses.write import ResponseWriter
@@ -172,7 +177,13 @@ async def _generation(
     check_metadata(body.metadata)
     check_logprobs("top_logprobs", num_top)
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
-    params = sampling_params(**fields, max_tokens=body.max_output_tokens, logprobs=num_top)
+    wanted = _format(body)
+    params = sampling_params(
+        **fields,
+        max_tokens=body.max_output_tokens,
+        logprobs=num_top,
+        grammar=wanted.grammar if wanted is not None else None,
+    )
     prompt = await chat_prompt(
         state,
         Conversation(messages, template_kwargs=body.chat_template_kwargs or {}),
@@ -189,7 +200,17 @@ async def _generation(
         logprobs=num_top,
         writes_details=True,
         holds_end=True,
+        format_field="text.format",
     )
+
+
+def _format(body: ResponsesRequest) -> Format | None:
+    match body.text.format if body.text is not None else None:
+        case JsonObjectFormat():
+            return format_of("text.format", "json_object")
+        case JsonSchemaFormat(schema=schema):
+            return schema_format("text.format", schema)
+    return None
 
 
 async def _conclude(state: FrontState, items: list[InputItem], owner: str, is_queued: bool, job: Job) -> bytes:
@@ -218,6 +239,7 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         prompt_cache_key=body.prompt_cache_key,
         safety_identifier=body.safety_identifier,
         store=body.store is not False,
+        text=TextSettings((body.text.format if body.text is not None else None) or TextFormat()),
         temperature=1.0 if body.temperature is None else body.temperature,
         top_logprobs=body.top_logprobs or 0,
         top_p=1.0 if body.top_p is None else body.top_p,

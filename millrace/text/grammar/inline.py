@@ -11,8 +11,13 @@ from millrace.text.grammar.compiler import GrammarError
 
 OPTIONS_KEY = "x-guidance"
 """llguidance's options inside a schema. A client may not set them: some of them ignore parts of the schema."""
-FIXED_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ITEM_SEPARATOR, KEY_SEPARATOR = ", ", ": "
 """One fixed spelling of JSON: where whitespace is free, a small model may write it without end."""
+FIXED_SPELLING: dict[str, object] = {
+    "whitespace_flexible": False,
+    "item_separator": ITEM_SEPARATOR,
+    "key_separator": KEY_SEPARATOR,
+}
 _INLINE = re.compile(r"%json\s*(?=\{)")
 
 

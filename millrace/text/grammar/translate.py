@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.gbnf import lark_of_gbnf
-from millrace.text.grammar.inline import FIXED_SPELLING, check_inline, check_schema
+from millrace.text.grammar.inline import ITEM_SEPARATOR, KEY_SEPARATOR, check_inline, check_schema
 from millrace.text.grammar.problems import sentence_of
 
 ANY_OBJECT = '{"type": "object"}'
@@ -67,9 +67,17 @@ def starting_after(source: str, marker: Sequence[str | int]) -> str:
 
 def _from_schema(schema: str, grammar: Grammar) -> str:
     check_schema(schema)
-    spelling = {"whitespace_pattern": grammar.whitespace} if grammar.whitespace else FIXED_SPELLING
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=spelling)
+        if grammar.whitespace:
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": grammar.whitespace})
+        return LLMatcher.grammar_from_json_schema(
+            schema,
+            overrides={
+                "whitespace_flexible": False,
+                "item_separator": ITEM_SEPARATOR,
+                "key_separator": KEY_SEPARATOR,
+            },
+        )
     except ValueError as error:
         raise GrammarError(sentence_of(str(error), grammar.noun)) from None
 
