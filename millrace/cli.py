@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "chat with a model in the terminal",
     "generate": "complete one prompt and print the text",
     "bench": "measure this machine, or any OpenAI-compatible server",
+    "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
     "models": "list the models known by name, and which are downloaded",
     "fetch": "download a model",
     "faults": "inject faults into a server and check how it behaves",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
+import msgspec
 import torch
 
 from millrace.config import Config
@@ -13,6 +14,7 @@ from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
+from millrace.engine.step_figures import StepWork
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel
@@ -91,13 +93,14 @@ def build_engine(
         host_slots=host_tier.num_slots,
         max_copied=host_tier.max_blocks,
     )
+    kv_token_bytes = bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups
     target = make_step_target(
         config,
         spec,
         device_kind=device.kind,
         limits=limits,
         weights_bytes=plan.weights_bytes,
-        kv_token_bytes=bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups,
+        kv_token_bytes=kv_token_bytes,
     )
     scheduler = Scheduler(
         num_blocks=plan.num_blocks,
@@ -113,9 +116,14 @@ def build_engine(
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
     )
-    ready = _ready(config, files, spec, dtype, device, plan)
+    ready = msgspec.structs.replace(
+        _ready(config, files, spec, dtype, device, plan),
+        device_bytes_per_s=limits.bytes_per_s,
+        device_flops=limits.flops,
+    )
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size), spec.vocab_size)
-    return Engine(scheduler, runner, device, channel, constrained=constrained), ready
+    work = step_work(spec, plan.weights_bytes, kv_token_bytes)
+    return Engine(scheduler, runner, device, channel, constrained=constrained, work=work), ready
 
 
 def _drafts(config: Config, plan: MemoryPlan) -> DraftSettings:
@@ -123,6 +131,16 @@ def _drafts(config: Config, plan: MemoryPlan) -> DraftSettings:
     if config.plan.speculate == "off":
         return DraftSettings()
     return DraftSettings(max_drafts=config.plan.max_drafts, max_places=plan.max_running)
+
+
+def step_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> StepWork:
+    return StepWork(
+        weights_bytes=weights_bytes,
+        token_flops=2.0 * spec.active_parameters,
+        context_bytes=kv_token_bytes,
+        # Two products, each with two FLOPs per element of a head.
+        pair_flops=4.0 * spec.q_size * spec.num_layers,
+    )
 
 
 def _limits(device: Device) -> DeviceLimits:

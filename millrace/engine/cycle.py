@@ -85,7 +85,13 @@ class Times:
     step_s: float = 0.0
     """From launch to confirmation."""
     plan_s: float = 0.0
-    """Spent in the scheduler."""
+    """Spent in the scheduler, before launches and after results."""
+    launch_s: float = 0.0
+    """Spent on launching forward passes."""
+    device_s: float = 0.0
+    """For which steps occupied the device."""
+    apply_s: float = 0.0
+    """From a step's result to the end of its bookkeeping, sending included."""
     mask_s: float = 0.0
     """Spent on grammar masks."""
     waited_s: float = 0.0
@@ -161,8 +167,10 @@ class Cycle:
         self._copying.start()
         if plan is None:
             return False
+        planned = self._clock()
         self._launch(plan, started)
         launched = self._clock()
+        self.times.launch_s += launched - planned
         self._scheduler.run_deferred()
         self.times.plan_s += self._clock() - launched
         return True
@@ -209,6 +217,7 @@ class Cycle:
         device_s = now - max(oldest.at, self._confirmed_at)
         self._confirmed_at = now
         times.step_s += now - oldest.at
+        times.device_s += device_s
         done = Confirmed(oldest.plan, result, outcome, oldest.at, now, device_s)
         try:
             if self._has_undrawn and len(self._launched) == 1:
@@ -222,6 +231,7 @@ class Cycle:
         self._scheduler.observe_step(oldest.plan, device_s)
         times.plan_s += self._clock() - sent
         self._listener.on_step_done(done)
+        times.apply_s += self._clock() - now
 
     # -- when a step fails -----------------------------------------------------------------------------------------
 

@@ -6,10 +6,13 @@ cancel them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
+from millrace.engine.shares import Shares
 from millrace.link.messages import FRONT_SHIFT, MAX_FINISHED_KEPT, Finish, NewRequest
+from millrace.observe.histograms import TTFT, Histograms
 from millrace.plan.request import Diagnostics, Request
 from millrace.plan.step import Ended
 
@@ -34,6 +37,9 @@ class Entry:
     num_prompt: int = 0
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     finish: Finish | None = None
+    last_token: float = math.nan
+    """While it has no row: when it got its last token."""
+    is_running: bool = False
 
 
 class Ledger:
@@ -42,7 +48,12 @@ class Ledger:
         self._named: dict[str, list[Entry]] = {}
         self._ended: OrderedDict[int, Entry] = OrderedDict()
         self.prompt_tokens = 0
-        self.output_tokens = 0
+        """Of requests that got their first token."""
+        self.cached_tokens = 0
+        self.finished: Counter[str] = Counter()
+        """Ended requests by finish reason."""
+        self.histograms = Histograms()
+        self.tenants = Shares()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,6 +75,7 @@ class Ledger:
             diagnostics=request.diagnostics,
         )
         self._entries[message.id] = entry
+        self.tenants.open(message.tenant)
         for name in message.names:
             self._named.setdefault(name, []).append(entry)
 
@@ -77,10 +89,23 @@ class Ledger:
     def of_front(self, front: int) -> list[int]:
         return [request_id for request_id in self._entries if front_of(request_id) == front]
 
-    def on_admitted(self, request_id: int, now: float) -> None:
+    def on_admitted(self, request_id: int, now: float) -> float | None:
+        """Returns when it got its last token (NaN if it has none), or None if it was running already."""
         entry = self._entries.get(request_id)
-        if entry is not None and entry.admitted is None:
+        if entry is None or entry.is_running:
+            return None
+        if entry.admitted is None:
             entry.admitted = now
+        entry.is_running = True
+        self.tenants.start(entry.tenant)
+        return entry.last_token
+
+    def on_preempted(self, request_id: int, last_token: float) -> None:
+        """`last_token`: when it got its last token; NaN if it has none."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.is_running:
+            entry.is_running, entry.last_token = False, last_token
+            self.tenants.pause(entry.tenant)
 
     def on_first_token(self, request_id: int, now: float) -> bool:
         """Note the time. Returns True, once, if the prompt's log-probabilities must be sent with this token."""
@@ -88,14 +113,14 @@ class Ledger:
         if entry is None:
             return False
         entry.first_token = now
+        self.prompt_tokens += entry.num_prompt
+        self.histograms.observe(TTFT, entry.priority, now - entry.received)
         owed, entry.owes_prompt_logprobs = entry.owes_prompt_logprobs, False
         return owed
 
     def close(self, ended: Ended, now: float) -> Finish:
         """Record the end of a request."""
         entry = self._entries.pop(ended.request_id)
-        self.prompt_tokens += ended.num_prompt
-        self.output_tokens += ended.num_output
         entry.finish = Finish(
             id=ended.request_id,
             reason=ended.reason,
@@ -109,9 +134,16 @@ class Ledger:
             first_token_s=entry.first_token - entry.arrival if entry.first_token is not None else 0.0,
             total_s=now - entry.arrival,
         )
+        self._count(entry, entry.finish)
         if entry.names:
             self._remember(entry)
         return entry.finish
+
+    def _count(self, entry: Entry, finish: Finish) -> None:
+        self.cached_tokens += finish.cached_tokens
+        self.finished[finish.reason] += 1
+        self.tenants.close(entry.tenant, finish, was_running=entry.is_running)
+        self.histograms.observe_finish(finish, entry.priority, entry.arrival - entry.received)
 
     def _remember(self, entry: Entry) -> None:
         self._ended[entry.request_id] = entry

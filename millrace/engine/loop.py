@@ -18,6 +18,7 @@ from millrace.engine.explain import explain
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
 from millrace.engine.rates import MeasuredRates
+from millrace.engine.step_figures import StepFigures, StepWork
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
 from millrace.host.time_slice import request_short_slices
@@ -64,8 +65,10 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         constrained: ConstrainedRequests | None = None,
+        work: StepWork | None = None,
     ) -> None:
-        """`constrained`: None if the model's tokenizer cannot be used with grammars."""
+        """`constrained`: None if the model's tokenizer cannot be used with grammars. `work`: bytes and FLOPs of the
+        model's steps; None if unknown."""
         self._scheduler = scheduler
         self._constrained = constrained
         self._runner = runner
@@ -75,6 +78,7 @@ class Engine:
         self._ledger = Ledger()
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
+        self._figures = StepFigures(scheduler.rows, self._ledger.histograms, work or StepWork())
         self.ready: EngineReady | None = None
         """Sent to fronts that connect late."""
         self.on_hang: Callable[[], None] | None = None
@@ -148,8 +152,13 @@ class Engine:
     # -- told by the cycle -----------------------------------------------------------------------------------------
 
     def on_launched(self, plan: StepPlan, now: float) -> None:
+        for release in plan.released:
+            if release.reason == "preempted":
+                self._ledger.on_preempted(release.request_id, self._figures.last_token_at(release.row))
         for admission in plan.admitted:
-            self._ledger.on_admitted(admission.request_id, now)
+            last_token = self._ledger.on_admitted(admission.request_id, now)
+            if last_token is not None:
+                self._figures.on_admitted(admission.row, last_token)
         self._rates.on_admitted(len(plan.admitted))
 
     def on_tokens(self, done: Confirmed) -> None:
@@ -162,6 +171,7 @@ class Engine:
 
     def on_step_done(self, done: Confirmed) -> None:
         self._rates.on_step(done.plan.num_tokens, done.device_s)
+        self._figures.on_step(done.plan, done.outcome, done.at)
         if done.at - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
             self._report(done.at)
         if done.plan.step_no % CHECK_POOL_EVERY == 0:
@@ -274,6 +284,7 @@ class Engine:
         rows_free, tier = scheduler.rows.num_free, scheduler.host_tier
         if tier is not None:
             tier.prefill_tokens_per_s = rates.tokens_per_s
+        times, figures, ledger = self._cycle.times, self._figures, self._ledger
         return EngineStats(
             step_no=self._step_no,
             running=scheduler.num_running,
@@ -284,10 +295,10 @@ class Engine:
             prefix_hit_tokens=scheduler.prefix.hit_tokens,
             prefix_query_tokens=scheduler.prefix.query_tokens,
             preemptions=scheduler.num_preemptions,
-            prompt_tokens=self._ledger.prompt_tokens,
-            output_tokens=self._ledger.output_tokens,
-            step_seconds=self._cycle.times.step_s,
-            plan_seconds=self._cycle.times.plan_s,
+            prompt_tokens=ledger.prompt_tokens,
+            output_tokens=figures.output_tokens,
+            step_seconds=times.step_s,
+            plan_seconds=times.plan_s,
             host_seconds=self._host_seconds,
             graphs_left=self._runner.num_cold,
             waiting_by_class=tuple(scheduler.waiting.num_by_class),
@@ -305,6 +316,23 @@ class Engine:
             host_copies_failed=tier.copies_failed if tier is not None else 0,
             host_blocks_lost=pool.num_lost,
             grammars=self._constrained.stats if self._constrained is not None else GrammarStats(),
+            histograms=ledger.histograms.tobytes(),
+            launch_seconds=times.launch_s,
+            device_seconds=times.device_s,
+            apply_seconds=times.apply_s,
+            step_rows=figures.step_rows,
+            prefill_tokens=figures.prefill_tokens,
+            decode_tokens=figures.decode_tokens,
+            drafted_tokens=figures.drafted_tokens,
+            accepted_tokens=figures.accepted_tokens,
+            cached_tokens=ledger.cached_tokens,
+            evictions=pool.num_evicted,
+            yields=scheduler.num_yields,
+            bytes_read=figures.bytes_read,
+            flops=figures.flops,
+            running_by_class=figures.running_by_class(),
+            tenants=ledger.tenants.figures(),
+            finished=dict(ledger.finished),
         )
 
 

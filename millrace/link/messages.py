@@ -126,6 +126,19 @@ class GrammarStats(msgspec.Struct, frozen=True):
     failures: int = 0
 
 
+class TenantFigures(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of one tenant, or of one adapter, since the engine started."""
+
+    name: str
+    running: int = 0
+    waiting: int = 0
+    requests: int = 0
+    """Sequences that ended."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters and gauges, sent a few times per second at most. Fronts export them as metrics."""
 
@@ -169,6 +182,39 @@ class EngineStats(msgspec.Struct, frozen=True):
     host_blocks_lost: int = 0
     """KV blocks that were evicted before they were copied to host memory."""
     grammars: GrammarStats = GrammarStats()
+    histograms: bytes = b""
+    """float64 counts and sums of latencies and lengths, as `observe.histograms` lays them out."""
+    launch_seconds: float = 0.0
+    """Sum over all steps of the time to launch them on the device."""
+    device_seconds: float = 0.0
+    """Sum over all steps of the time for which they occupied the device."""
+    apply_seconds: float = 0.0
+    """Sum over all steps of the host's time from a step's result to the end of its bookkeeping."""
+    step_rows: int = 0
+    """Sum over all steps of their rows."""
+    prefill_tokens: int = 0
+    """Tokens computed in chunks of several tokens of a row."""
+    decode_tokens: int = 0
+    """Tokens computed one per row."""
+    drafted_tokens: int = 0
+    """Places for drafts in all steps."""
+    accepted_tokens: int = 0
+    """Drafts that became output."""
+    cached_tokens: int = 0
+    """Prompt tokens of ended requests that were found in the prefix cache."""
+    evictions: int = 0
+    """KV blocks evicted from the prefix cache."""
+    yields: int = 0
+    """Preemptions in favour of a more urgent request; the other `preemptions` were for lack of KV blocks."""
+    bytes_read: float = 0.0
+    """Weights and KV cache that all steps had to read."""
+    flops: float = 0.0
+    """Floating-point operations of all steps, without padding."""
+    running_by_class: tuple[int, ...] = (0, 0, 0)
+    tenants: tuple[TenantFigures, ...] = ()
+    """The first tenants to appear; later ones are counted together."""
+    finished: dict[str, int] = {}
+    """Ended requests by finish reason."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -211,6 +257,10 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Of the model; 0 if unknown."""
     step_ms: float = 0.0
     """Target for steps with decoding requests; 0 if there is none."""
+    device_bytes_per_s: float = 0.0
+    """Memory bandwidth of the device; 0 if unknown."""
+    device_flops: float = 0.0
+    """Peak FLOP/s of the device; 0 if unknown."""
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):

@@ -98,6 +98,8 @@ class Scheduler:
             self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.host_tier
         )
         self.num_preemptions = 0
+        self.num_yields = 0
+        """Preemptions in favour of a more urgent request."""
         self._next_ticket = 0
         self._ended: list[Ended] = []
         self._pending: PendingOutcome | None = None
@@ -295,6 +297,7 @@ class Scheduler:
         if victim is not None:
             row, why = victim
             self.rows.request(row).yields += 1
+            self.num_yields += 1
             self._preempt(row, why)
 
     def _preempt_one(self) -> bool:

@@ -11,6 +11,7 @@ from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.serve import api_routes
 from millrace.serve.describe import routes_absent, routes_info
 from millrace.serve.describe.openapi import openapi_document
+from millrace.serve.describe.sampler import run_sampler
 from millrace.serve.http.app_keys import FINISH_REASON, OPENAPI, REQUEST_ID
 from millrace.serve.http.body import check_headers
 from millrace.serve.http.error_bodies import AllowedMethods, error_body, error_response, from_aiohttp
@@ -42,6 +43,7 @@ def build_app(state: FrontState) -> web.Application:
     app[OPENAPI] = openapi_document()
     app[BACKGROUND] = BackgroundRunner(state, api_routes.BATCH_ENDPOINTS, open_tasks)
     app.cleanup_ctx.append(run_background)
+    app.cleanup_ctx.append(run_sampler)
     post, get = _post(app), app.router.add_get
     for path, handler in api_routes.POST.items():
         post(path, handler)
@@ -81,11 +83,13 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         shown = error if isinstance(error, MillraceError) else _http_error(error, request)
         status = shown.status
+        metrics.count_error(shown.code or shown.type, status)
         return error_response(shown, request_id, _error_writer(request.path))
     except ConnectionError:
         return web.Response(status=499)  # The client has disconnected.
     except Exception as error:
         status = 500
+        metrics.count_error("server_error", status)
         log.error("Request %s failed.", request_id, exc_info=error)
         return error_response(
             RequestFailed(f"The server failed on this request; see the server's log for {request_id}."),
@@ -93,7 +97,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             _error_writer(request.path),
         )
     finally:
-        metrics.requests.labels(_route_of(request), str(status), request.get(FINISH_REASON, "")).inc()
+        metrics.count_request(_route_of(request), status, request.get(FINISH_REASON, ""))
 
 
 def _http_error(error: web.HTTPException, request: web.Request) -> MillraceError:

@@ -16,6 +16,7 @@ from millrace.errors import EngineUnavailable, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
 from millrace.observe.audit import AuditLog
+from millrace.observe.history import History
 from millrace.observe.metrics import FrontMetrics
 from millrace.params import Grammar
 from millrace.serve.database import Store, store_directory
@@ -94,6 +95,8 @@ class FrontState:
     """None: no key is required."""
     quotas: Quotas = field(default_factory=Quotas)
     audit: AuditLog | None = None
+    history: History = field(default_factory=History)
+    """The last minutes, for /v1/stats."""
     directory: str | None = None
     """Directory with the sockets of this server's processes; None if front and engine share one process."""
     draining: bool = False

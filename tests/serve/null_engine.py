@@ -27,6 +27,7 @@ from millrace.link.messages import (
     TokenLogprobs,
     unpack_tokens,
 )
+from millrace.observe.histograms import TTFT, Histograms
 from millrace.params import FinishReason
 
 Script = Callable[[NewRequest], Iterable[int]]
@@ -77,6 +78,7 @@ class NullEngine:
         self.rows: dict[int, Row] = {}
         self._step_no = 0
         self._num_output = 0
+        self.histograms = Histograms()
         self._finished: list[Finish] = []
         self._prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
@@ -183,19 +185,21 @@ class NullEngine:
     def _finish(self, row: Row, reason: FinishReason, *, stop_token_id: int = -1, message: str = "") -> None:
         now, arrival = time.monotonic(), row.request.arrival
         self.ended[row.request.id] = reason
-        self._finished.append(
-            Finish(
-                id=row.request.id,
-                reason=reason,
-                message=message,
-                stop_token_id=stop_token_id,
-                cached_tokens=len(row.prompt) // 16 * 16,
-                prompt_tokens=len(row.prompt),
-                output_tokens=row.num_output,
-                first_token_s=max(0.0, row.first_at - arrival),
-                total_s=now - arrival,
-            )
+        finish = Finish(
+            id=row.request.id,
+            reason=reason,
+            message=message,
+            stop_token_id=stop_token_id,
+            cached_tokens=len(row.prompt) // 16 * 16,
+            prompt_tokens=len(row.prompt),
+            output_tokens=row.num_output,
+            first_token_s=max(0.0, row.first_at - arrival),
+            total_s=now - arrival,
         )
+        self._finished.append(finish)
+        if row.num_output:
+            self.histograms.observe(TTFT, row.request.priority, row.first_at - (row.request.received or arrival))
+        self.histograms.observe_finish(finish, row.request.priority, 0.0)
 
     def _score(self, token_id: int, num_top: int) -> TokenLogprobs:
         top = tuple((token_id + i) % self.ready.vocab_size for i in range(num_top))
@@ -220,4 +224,5 @@ class NullEngine:
             output_tokens=self._num_output,
             step_seconds=0.5,
             plan_seconds=0.1,
+            histograms=self.histograms.tobytes(),
         )

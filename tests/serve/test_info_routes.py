@@ -58,8 +58,9 @@ def test_metrics_add_up() -> None:
     assert found[f"millrace_requests_total{{finish_reason=length,route={COMPLETIONS},status=200}}"] == 1
     assert found[f"millrace_requests_total{{finish_reason=,route={CHAT},status=400}}"] == 1
     assert found["millrace_requests_total{finish_reason=,route=unmatched,status=404}"] == 1
-    assert found["millrace_ttft_seconds_count"] == 4
-    assert found["millrace_tpot_seconds_count"] == 4
+    assert found["millrace_ttft_seconds_count{priority=standard}"] == 4
+    assert found["millrace_tpot_seconds_count{priority=standard}"] == 4
+    assert sum(value for name, value in found.items() if name.startswith("millrace_errors_total")) == 2
     assert found["millrace_e2e_seconds_count"] == 4
     assert found["millrace_request_output_tokens_total"] == 3 * 6 + 2
     assert found["millrace_request_prompt_tokens_total"] == 3 * 20 + 2

@@ -30,6 +30,7 @@ class BlockPool:
         """True while dirty blocks wait for their copy to host memory instead of being evicted."""
         self.num_lost = 0
         """Dirty blocks that were evicted."""
+        self.num_evicted = 0
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks that are not dirty."""
@@ -98,6 +99,7 @@ class BlockPool:
         else:
             block, _ = self._dirty.popitem(last=False)
             self.num_lost += 1
+        self.num_evicted += 1
         self._unregister(block)
         return block
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.observe.history import MAX_WINDOW_S
 from millrace.serve.anthropic import routes as anthropic
 from millrace.serve.ollama import routes as ollama
 from millrace.serve.tenancy.access import OPEN_PATHS
@@ -305,16 +306,31 @@ def _ollama_paths() -> dict[str, Any]:
     }
 
 
+def _series() -> list[dict[str, Any]]:
+    window = {"type": "integer", "minimum": 1, "maximum": MAX_WINDOW_S, "default": 300}
+    step = {"type": "integer", "minimum": 1, "maximum": MAX_WINDOW_S, "default": 5}
+    return [
+        {"name": "window", "in": "query", "description": "Seconds to look back.", "schema": window},
+        {"name": "step", "in": "query", "description": "Seconds per point, at most the window.", "schema": step},
+    ]
+
+
 def _own_paths() -> dict[str, Any]:
     one, unknown = [_in_path("request_id")], ("404", "503")
     either = {"oneOf": [ref("RunningRequest"), ref("RequestOutcome")]}
     described = {"description": "What it has done so far, or how it ended.", "content": _as_json(either)}
     explained = {"description": "Its stages, in figures and in sentences.", "content": _as_json({"type": "object"})}
+    figures = {"description": "Present figures and series.", "content": _as_json({"type": "object"})}
     encode = _operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
         "/tokenize": {"post": {**encode, "requestBody": _body("TokenizeRequest", {"prompt": "The sea is"})}},
         "/detokenize": {"post": {**decode, "requestBody": _body("DetokenizeRequest", {"tokens": [504, 3217, 314]})}},
+        "/v1/stats": {
+            "get": _operation(
+                "operate", "stats", "Figures and time series for dashboards", figures, ("400",), parameters=_series()
+            )
+        },
         "/v1/requests": {"get": _operation("operate", "listRequests", "List running requests", "RunningRequests")},
         "/v1/requests/{request_id}": {
             "get": _operation("operate", "retrieveRequest", "Describe a request", described, unknown, parameters=one),

@@ -57,17 +57,21 @@ async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.metrics.open_requests.set(len(state.jobs))
     state.metrics.open_streams.set(sum(job.is_streamed for job in state.jobs))
-    body = state.metrics.own_part() if is_for_sibling(request) else await _all_metrics(state)
+    names = request.query.get("names", "millrace")
+    if names not in ("millrace", "vllm"):
+        raise BadRequest(f"names is {names[:80]!r}; it must be one of millrace, vllm.", param="names")
+    is_part = is_for_sibling(request)
+    body = state.metrics.own_part() if is_part else await _all_metrics(state, vllm_names=names == "vllm")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
 
 
-async def _all_metrics(state: FrontState) -> bytes:
+async def _all_metrics(state: FrontState, *, vllm_names: bool) -> bytes:
     """The counters of every front merged, and the engine's once."""
     metrics, siblings = state.metrics, state.siblings
     pages = {siblings.front_index: metrics.own_part(), **await siblings.get("/metrics")}
     metrics.fronts_up.set(len(pages))
     own = merge(pages) if siblings.num_fronts > 1 else pages[siblings.front_index]
-    return own + metrics.engine_part()
+    return own + metrics.engine_part(vllm_names=vllm_names)
 
 
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -45,7 +45,7 @@ def enter(
         state.admission.check(client.stats, client.num_unreported, generation.priority, num_sequences)
         reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
     except Exception:
-        state.metrics.refused.labels(CLASS_NAMES[generation.priority]).inc()
+        state.metrics.count_refusal(CLASS_NAMES[generation.priority])
         raise
     entered = _for_tenant(generation, tenant, request[REQUEST_ID], received)
     return dataclasses.replace(entered, deadline=deadline), reservation

@@ -82,10 +82,12 @@ async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> 
 def _account(state: FrontState, request: web.Request, job: Job, received: float) -> None:
     """Count one request that reached the engine, and log it if `log_requests` is set."""
     metrics, now = state.metrics, time.monotonic()
-    observe(state, job, received)
+    observe(state, job)
     ended, usage = job.finish_reason, job.usage()
     request[FINISH_REASON] = ended
     request[TOKEN_COUNTS] = (usage.prompt_tokens, usage.output_tokens)
+    if job.error is not None and job.out is not None and job.out.started:
+        metrics.count_error(ended, job.error.status)  # An error before the stream began is counted with its answer.
     if ended == "abort":
         metrics.client_disconnects.inc()
     else:

@@ -46,7 +46,7 @@ async def _get(socket: str, path: str, headers: Mapping[str, str] | None) -> byt
     try:
         async with (
             ClientSession(connector=UnixConnector(socket), timeout=ClientTimeout(total=ASK_TIMEOUT_S)) as session,
-            session.get(f"http://front{path}?front=own", headers=headers) as answer,
+            session.get(f"http://front{path}{'&' if '?' in path else '?'}front=own", headers=headers) as answer,
         ):
             return await answer.read() if answer.status == 200 else None
     except (ClientError, OSError, TimeoutError):

@@ -1,0 +1,102 @@
+"""What steps did, summed: composition of batches, gaps between tokens, drafts, bytes and FLOPs. A few array operations
+per step, after its tokens were sent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.observe.histograms import NUM_CLASSES, Histograms
+from millrace.plan.rows import Rows
+from millrace.plan.step import StepOutcome, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step must read and compute at least. All 0 if unknown."""
+
+    weights_bytes: float = 0.0
+    token_flops: float = 0.0
+    """Per token: two for each active parameter."""
+    context_bytes: float = 0.0
+    """KV cache per token of context."""
+    pair_flops: float = 0.0
+    """Attention, per pair of a query and a token of its context."""
+
+
+class StepFigures:
+    def __init__(self, rows: Rows, histograms: Histograms, work: StepWork) -> None:
+        self._rows, self._histograms, self._work = rows, histograms, work
+        self._last_token = np.full(rows.capacity, math.nan)
+        """By row: when its request got its last token; NaN if it has none."""
+        self._context = 0
+        """Sum of the rows' contexts in the last step."""
+        self.output_tokens = 0
+        self.step_rows = 0
+        self.prefill_tokens = self.decode_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
+        self.bytes_read = self.flops = 0.0
+
+    def last_token_at(self, row: int) -> float:
+        return float(self._last_token[row])
+
+    def on_admitted(self, row: int, last_token: float) -> None:
+        self._last_token[row] = last_token
+
+    def on_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+        num_rows = len(plan.rows)
+        self.step_rows += num_rows
+        self.output_tokens += len(outcome.tokens)
+        if plan.is_repeated_decode:
+            self._count_work(num_rows, self._context + num_rows, self._context + num_rows)
+            self.decode_tokens += num_rows
+        elif num_rows:
+            self._count_composition(plan)
+        if plan.draft_places is not None:
+            self._count_drafts(plan, outcome)
+        if len(outcome.tokens):
+            self._note_gaps(plan, outcome, now)
+
+    def running_by_class(self) -> tuple[int, ...]:
+        rows = self._rows
+        return tuple(np.bincount(rows.priority[rows.active], minlength=NUM_CLASSES)[:NUM_CLASSES].tolist())
+
+    def _count_composition(self, plan: StepPlan) -> None:
+        counts = plan.counts.astype(np.int64)
+        num_single = int((counts == 1).sum())
+        num_tokens = int(counts.sum())
+        self.decode_tokens += num_single
+        self.prefill_tokens += num_tokens - num_single
+        ends = plan.starts + counts
+        # A chunk from s to e attends to (s + 1) + … + e tokens.
+        pairs = int((counts * (plan.starts + ends + 1)).sum()) // 2
+        self._count_work(num_tokens, int(ends.sum()), pairs)
+
+    def _count_work(self, num_tokens: int, context: int, pairs: int) -> None:
+        work = self._work
+        self._context = context
+        self.bytes_read += work.weights_bytes + work.context_bytes * context
+        self.flops += work.token_flops * num_tokens + work.pair_flops * pairs
+
+    def _count_drafts(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        assert plan.draft_places is not None
+        self.drafted_tokens += int(plan.draft_places.sum())
+        index = outcome.sample_index
+        self.accepted_tokens += int((index[1:] == index[:-1]).sum())
+
+    def _note_gaps(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+        """Tokens of one row in one step arrive together: all but the first have a gap of 0."""
+        drawing = plan.rows if plan.is_repeated_decode else plan.rows[plan.samples]
+        rows = drawing[outcome.sample_index]
+        gaps = now - self._last_token[rows]
+        if plan.draft_places is not None:
+            gaps[1:][rows[1:] == rows[:-1]] = 0.0
+        self._last_token[rows] = now
+        priorities = self._rows.priority[rows]
+        if len(outcome.first_ids):
+            is_gap = gaps == gaps  # not NaN
+            gaps, priorities = gaps[is_gap], priorities[is_gap]
+        if len(gaps):
+            self._histograms.observe_gaps(gaps, priorities)

@@ -1,0 +1,192 @@
+"""Turns the engine's last report into metrics when `/metrics` is scraped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from millrace.link.messages import EngineReady, EngineStats
+from millrace.observe.histograms import SPECS, Floats, Histograms, HistogramSpec
+from millrace.params import CLASS_NAMES
+from millrace.version import __version__
+
+
+class EngineView(Protocol):
+    """The part of the engine client that metrics are read from."""
+
+    ready: EngineReady | None
+    stats: EngineStats | None
+    num_engine_starts: int
+
+    def is_progressing(self, now: float) -> bool: ...
+
+
+class EngineCollector(Collector):
+    def __init__(self, engine: EngineView) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        ready, stats = self._engine.ready, self._engine.stats
+        is_ready = self._engine.is_progressing(time.monotonic())
+        yield GaugeMetricFamily(
+            "millrace_engine_ready", "1 if the engine makes progress, else 0.", value=float(is_ready)
+        )
+        starts = self._engine.num_engine_starts
+        yield CounterMetricFamily(
+            "millrace_engine_starts", "Number of times that an engine became ready.", value=float(starts)
+        )
+        if ready is not None:
+            yield from _limits(ready)
+        if stats is not None:
+            yield from _gauges(stats)
+            yield from _kv(stats)
+            yield from _counters(stats)
+            yield from _labelled_counters(stats)
+            yield from _tenants(stats)
+            yield from _histograms(stats)
+
+
+def _limits(ready: EngineReady) -> Iterator[Metric]:
+    labels = {"version": __version__, "model": ready.model_name, "dtype": ready.dtype, "device": ready.device}
+    yield InfoMetricFamily("millrace_engine", "Version, model, dtype and device.", value=labels)
+    yield GaugeMetricFamily(
+        "millrace_max_context_tokens", "Maximum tokens of prompt and output together.", value=ready.max_context
+    )
+    yield GaugeMetricFamily("millrace_kv_capacity_tokens", "Capacity of the KV pool in tokens.", value=ready.kv_tokens)
+    if ready.device_flops:
+        yield GaugeMetricFamily("millrace_device_flops", "Peak FLOP/s of the device.", value=ready.device_flops)
+    if ready.device_bytes_per_s:
+        yield GaugeMetricFamily(
+            "millrace_device_bytes_per_second", "Memory bandwidth of the device.", value=ready.device_bytes_per_s
+        )
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("millrace_running_requests", "Running sequences.", value=stats.running)
+    yield GaugeMetricFamily("millrace_waiting_requests", "Sequences waiting for admission.", value=stats.waiting)
+    yield _by_class("millrace_running_by_class", "Running sequences, by priority class.", stats.running_by_class)
+    yield _by_class(
+        "millrace_waiting_by_class", "Sequences waiting for admission, by priority class.", stats.waiting_by_class
+    )
+    left = "CUDA graphs that remain to be captured during warm-up."
+    yield GaugeMetricFamily("millrace_engine_graphs_left", left, value=stats.graphs_left)
+
+
+def _by_class(name: str, text: str, counts: tuple[int, ...]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["priority"])
+    for class_name, count in zip(CLASS_NAMES, counts, strict=True):
+        family.add_metric([class_name], count)
+    return family
+
+
+def _kv(stats: EngineStats) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("millrace_kv_blocks", "KV blocks by state.", labels=["state"])
+    used = stats.blocks_total - stats.blocks_free - stats.blocks_cached
+    blocks.add_metric(["free"], stats.blocks_free)
+    blocks.add_metric(["cached"], stats.blocks_cached)
+    blocks.add_metric(["used"], used)
+    yield blocks
+    if stats.host_blocks_total:
+        host = GaugeMetricFamily("millrace_kv_host_blocks", "KV blocks in host memory by state.", labels=["state"])
+        host.add_metric(["free"], stats.host_blocks_total - stats.host_blocks_used)
+        host.add_metric(["used"], stats.host_blocks_used)
+        yield host
+    places = GaugeMetricFamily(
+        "millrace_kv_used_ratio", "Share of the KV blocks of a place that hold keys and values.", labels=["place"]
+    )
+    places.add_metric(["device"], (used + stats.blocks_cached) / max(1, stats.blocks_total))
+    if stats.host_blocks_total:
+        places.add_metric(["host"], stats.host_blocks_used / stats.host_blocks_total)
+    yield places
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("steps", "Completed steps.", stats.step_no),
+        ("preemptions", "Sequences preempted, for any reason.", stats.preemptions),
+        ("evictions", "KV blocks evicted from the prefix cache.", stats.evictions),
+        ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
+        ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_query_tokens),
+        ("host_tokens_loaded", "Tokens whose KV blocks returned from host memory.", stats.host_tokens_loaded),
+        ("host_copies_failed", "KV blocks not copied to or from host memory, by error.", stats.host_copies_failed),
+        ("host_blocks_lost", "KV blocks evicted before they were copied to host memory.", stats.host_blocks_lost),
+        ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens),
+        ("cached_tokens", "Prompt tokens of ended requests found in the prefix cache.", stats.cached_tokens),
+        ("output_tokens", "Output tokens.", stats.output_tokens),
+        ("drafted_tokens", "Places for drafts.", stats.drafted_tokens),
+        ("accepted_tokens", "Drafts that became output.", stats.accepted_tokens),
+        ("step_rows", "Rows, summed over all steps.", stats.step_rows),
+        ("step_seconds", "Time of steps, from launch to result.", stats.step_seconds),
+        ("plan_seconds", "Time spent in the scheduler.", stats.plan_seconds),
+        ("launch_seconds", "Time spent launching steps on the device.", stats.launch_seconds),
+        ("device_seconds", "Time for which steps occupied the device.", stats.device_seconds),
+        ("apply_seconds", "Host time from a step's result to the end of its bookkeeping.", stats.apply_seconds),
+        ("host_seconds", "Host time for steps, without waiting for the device.", stats.host_seconds),
+        ("read_bytes", "Weights and KV cache that all steps had to read.", stats.bytes_read),
+        ("floating_point_operations", "FLOPs of all steps, without padding.", stats.flops),
+    ):
+        yield CounterMetricFamily(f"millrace_engine_{name}", text, value=value)
+
+
+def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
+    tokens = CounterMetricFamily("millrace_engine_step_tokens", "Tokens computed in steps, by kind.", labels=["kind"])
+    tokens.add_metric(["prefill"], stats.prefill_tokens)
+    tokens.add_metric(["decode"], stats.decode_tokens)
+    yield tokens
+    reasons = CounterMetricFamily(
+        "millrace_engine_preemptions_by_reason", "Sequences preempted, by reason.", labels=["reason"]
+    )
+    reasons.add_metric(["memory"], stats.preemptions - stats.yields)
+    reasons.add_metric(["priority"], stats.yields)
+    yield reasons
+    finished = CounterMetricFamily("millrace_engine_finished", "Ended sequences, by finish reason.", labels=["reason"])
+    for reason, count in stats.finished.items():
+        finished.add_metric([reason], count)
+    yield finished
+
+
+def _tenants(stats: EngineStats) -> Iterator[Metric]:
+    """Only on servers with tenants: without keys, every request belongs to the same one."""
+    if not any(one.name for one in stats.tenants):
+        return
+    requests = GaugeMetricFamily(
+        "millrace_tenant_requests", "Open sequences by tenant and state.", labels=["tenant", "state"]
+    )
+    tokens = CounterMetricFamily(
+        "millrace_tenant_tokens", "Tokens of ended sequences by tenant and kind.", labels=["tenant", "kind"]
+    )
+    for one in stats.tenants:
+        requests.add_metric([one.name, "running"], one.running)
+        requests.add_metric([one.name, "waiting"], one.waiting)
+        tokens.add_metric([one.name, "prompt"], one.prompt_tokens - one.cached_tokens)
+        tokens.add_metric([one.name, "cached"], one.cached_tokens)
+        tokens.add_metric([one.name, "output"], one.output_tokens)
+    yield requests
+    yield tokens
+
+
+def _histograms(stats: EngineStats) -> Iterator[Metric]:
+    if not stats.histograms:
+        return
+    for spec, by_class in zip(SPECS, Histograms(stats.histograms).values, strict=True):
+        name = f"millrace_{spec.name}_{'seconds' if spec.is_time else 'tokens'}"
+        family = HistogramMetricFamily(name, spec.help, labels=["priority"])
+        for class_name, values in zip(CLASS_NAMES, by_class, strict=True):
+            family.add_metric([class_name], buckets_of(spec, values), sum_value=float(values[-1]))
+        yield family
+
+
+def buckets_of(spec: HistogramSpec, values: Floats) -> list[tuple[str, float]]:
+    """Cumulated counts, as Prometheus wants them."""
+    bounds = [*(f"{edge:g}" for edge in spec.edges), "+Inf"]
+    return list(zip(bounds, values[:-1].cumsum().tolist(), strict=True))

@@ -1,0 +1,121 @@
+"""Histograms of a request's times and lengths, by priority class: one array that the engine fills and sends whole.
+
+The engine adds to it in columns; fronts export it as Prometheus histograms and read percentiles from differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.link.messages import Finish
+from millrace.params import CLASS_NAMES
+
+Floats = npt.NDArray[np.float64]
+
+NUM_EDGES = 22
+_WAITS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.35, 0.5, 0.75),
+    *(1, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320),
+)
+_GAPS_S = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06),
+    *(0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20),
+)
+_TOTALS_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4),
+    *(6, 8, 12, 20, 30, 60, 120, 240, 480, 960),
+)
+_TOKENS = tuple(float(2**power) for power in range(NUM_EDGES))
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSpec:
+    name: str
+    help: str
+    edges: tuple[float, ...]
+    """Upper bounds of the buckets, without infinity."""
+    is_time: bool = True
+
+
+SPECS = (
+    HistogramSpec("ttft", "Time from a request's arrival to its first token.", _WAITS_S),
+    HistogramSpec("itl", "Inter-token latency: every gap between two tokens of a sequence.", _GAPS_S),
+    HistogramSpec("tpot", "Mean time per output token after the first, per sequence.", _GAPS_S),
+    HistogramSpec("queue", "Time from submission to the first admission by the scheduler.", _WAITS_S),
+    HistogramSpec("prefill", "Time from the first admission to the first token.", _WAITS_S),
+    HistogramSpec("decode", "Time from the first token to the last.", _TOTALS_S),
+    HistogramSpec("sequence", "Time from a request's arrival to the last token of a sequence.", _TOTALS_S),
+    HistogramSpec("prompt_length", "Prompt tokens of ended sequences.", _TOKENS, is_time=False),
+    HistogramSpec("output_length", "Output tokens of ended sequences.", _TOKENS, is_time=False),
+)
+TTFT, ITL, TPOT, QUEUE, PREFILL, DECODE, SEQUENCE, PROMPT_LENGTH, OUTPUT_LENGTH = range(len(SPECS))
+NUM_CLASSES = len(CLASS_NAMES)
+SHAPE = (len(SPECS), NUM_CLASSES, NUM_EDGES + 2)
+"""Per histogram and class: the count of each bucket, the last one unbounded, then the sum of all values."""
+_EDGES = np.array([spec.edges for spec in SPECS])
+
+
+class Histograms:
+    def __init__(self, data: bytes = b"") -> None:
+        self.values: Floats = np.frombuffer(data, np.float64).reshape(SHAPE) if data else np.zeros(SHAPE)
+
+    def observe(self, kind: int, priority: int, value: float) -> None:
+        """Once per request and kind, not per token."""
+        row = self.values[kind, priority]
+        row[int(_EDGES[kind].searchsorted(value))] += 1
+        row[-1] += value
+
+    def observe_finish(self, finish: Finish, priority: int, before_submit_s: float) -> None:
+        """A sequence ended. `before_submit_s`: the front's time before it submitted the request."""
+        self.observe(PROMPT_LENGTH, priority, finish.prompt_tokens)
+        if finish.output_tokens == 0:
+            return
+        decode_s = max(0.0, finish.total_s - finish.first_token_s)
+        self.observe(OUTPUT_LENGTH, priority, finish.output_tokens)
+        self.observe(QUEUE, priority, finish.queued_s)
+        self.observe(PREFILL, priority, max(0.0, finish.first_token_s - finish.queued_s))
+        self.observe(DECODE, priority, decode_s)
+        self.observe(SEQUENCE, priority, before_submit_s + finish.total_s)
+        if finish.output_tokens > 1:
+            self.observe(TPOT, priority, decode_s / (finish.output_tokens - 1))
+
+    def observe_gaps(self, gaps: Floats, priorities: npt.NDArray[np.int32]) -> None:
+        """The inter-token gaps of one step."""
+        width = NUM_EDGES + 2
+        places = _EDGES[ITL].searchsorted(gaps) + width * priorities
+        itl = self.values[ITL].reshape(-1)
+        itl += np.bincount(places, minlength=NUM_CLASSES * width)
+        if (priorities == priorities[0]).all():
+            self.values[ITL, priorities[0], -1] += gaps.sum()
+        else:
+            self.values[ITL, :, -1] += np.bincount(priorities, gaps, NUM_CLASSES)
+
+    def tobytes(self) -> bytes:
+        return self.values.tobytes()
+
+
+def percentile(spec: HistogramSpec, counts: Floats, share: float) -> float | None:
+    """Interpolated within its bucket, as Prometheus does; None without values. The unbounded bucket gives its edge."""
+    total = counts.sum()
+    if total <= 0:
+        return None
+    rank = share * total
+    index = int(counts.cumsum().searchsorted(rank))
+    if index >= len(spec.edges):
+        return spec.edges[-1]
+    lower = spec.edges[index - 1] if index else 0.0
+    before = counts[:index].sum()
+    return float(lower + (spec.edges[index] - lower) * (rank - before) / counts[index])
+
+
+def share_within(spec: HistogramSpec, counts: Floats, limit: float) -> float:
+    """Number of values up to `limit`, interpolated within the bucket that contains it."""
+    index = int(np.searchsorted(spec.edges, limit))
+    within = float(counts[:index].sum())
+    if index < len(spec.edges):
+        lower = spec.edges[index - 1] if index else 0.0
+        within += float(counts[index]) * (limit - lower) / (spec.edges[index] - lower)
+    return within

@@ -1,0 +1,80 @@
+"""An objective such as `ttft p95 < 500 ms`, optionally for one priority class: `interactive: itl p99 < 80 ms`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from millrace.errors import ConfigError
+from millrace.params import CLASS_NAMES
+
+METRICS = {
+    "ttft": "time to first token",
+    "itl": "inter-token latency",
+    "tpot": "time per output token",
+    "queue": "time in the queue",
+    "e2e": "time of the whole answer",
+}
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_FORM = re.compile(
+    r"^(?:(?P<cls>[a-z]+)\s*:\s*)?(?P<metric>[a-z0-9]+)\s+p(?P<percent>\d{1,2}(?:\.\d+)?)\s*<=?\s*"
+    r"(?P<limit>\d+(?:\.\d+)?)\s*(?P<unit>us|ms|s|min)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    metric: str
+    percent: float
+    """This share of all values, in percent, must be within the limit."""
+    limit_s: float
+    priority: int | None = None
+    """Index into `CLASS_NAMES`; None = every class."""
+
+    @property
+    def share(self) -> float:
+        return self.percent / 100
+
+    @property
+    def class_name(self) -> str:
+        return CLASS_NAMES[self.priority] if self.priority is not None else "all"
+
+    @property
+    def name(self) -> str:
+        """For metric labels and alert names."""
+        return f"{self.class_name}_{self.metric}_p{self.percent:g}".replace(".", "_")
+
+    def __str__(self) -> str:
+        limit = f"{1e3 * self.limit_s:g} ms" if self.limit_s < 1 else f"{self.limit_s:g} s"
+        prefix = f"{self.class_name}: " if self.priority is not None else ""
+        return f"{prefix}{self.metric} p{self.percent:g} < {limit}"
+
+
+def parse_objective(text: str) -> Objective:
+    found = _FORM.match(" ".join(text.lower().split()))
+    if found is None:
+        raise ConfigError(
+            f"The objective {text!r} is not of the form '[CLASS:] METRIC pNN < TIME', such as 'ttft p95 < 500 ms' or"
+            " 'interactive: itl p99 < 80 ms'.",
+            param="observe.slos",
+        )
+    if found["metric"] not in METRICS:
+        raise ConfigError(
+            f"The objective {text!r} is about {found['metric']!r}; it must be one of {', '.join(METRICS)}.",
+            param="observe.slos",
+        )
+    if found["cls"] is not None and found["cls"] not in CLASS_NAMES:
+        raise ConfigError(
+            f"The objective {text!r} is for class {found['cls']!r}; it must be one of {', '.join(CLASS_NAMES)}.",
+            param="observe.slos",
+        )
+    percent, limit_s = float(found["percent"]), float(found["limit"]) * _UNITS_S[found["unit"]]
+    if percent <= 0 or limit_s <= 0:
+        raise ConfigError(f"The objective {text!r} needs a percentile and a time above 0.", param="observe.slos")
+    priority = CLASS_NAMES.index(found["cls"]) if found["cls"] is not None else None
+    return Objective(found["metric"], percent, limit_s, priority)
+
+
+def parse_objectives(text: str) -> tuple[Objective, ...]:
+    """Several, separated by commas or semicolons."""
+    return tuple(parse_objective(part) for part in re.split(r"[,;]", text) if part.strip())

@@ -1,0 +1,172 @@
+"""/v1/stats: present figures and time series of the last minutes, for dashboards without a Prometheus."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from millrace.errors import BadRequest
+from millrace.link.messages import EngineStats
+from millrace.observe.history import (
+    MAX_POINTS,
+    MAX_WINDOW_S,
+    Points,
+    engine_series,
+    front_series,
+    grid,
+    merge_front_series,
+)
+from millrace.params import CLASS_NAMES
+from millrace.serve.http.json_answer import json_answer
+from millrace.serve.http.queries import check_query
+from millrace.serve.http.siblings import is_for_sibling
+from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.owner import tenant_of
+
+_CREDENTIALS = ("Authorization", "X-Api-Key")
+
+
+class FrontPart(msgspec.Struct):
+    """One front's part of the answer, for its siblings."""
+
+    open_requests: int
+    open_streams: int
+    errors: dict[str, int]
+    refused: int
+    series: dict[str, Points]
+
+
+async def stats(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    check_query(request, ("window", "step", "end", "front"))
+    window_s = _whole(request, "window", 300, MAX_WINDOW_S)
+    step_s = _whole(request, "step", 5, window_s)
+    if window_s // step_s > MAX_POINTS:
+        raise BadRequest(f"window / step is {window_s // step_s} points; ask for at most {MAX_POINTS}.", param="step")
+    end = _whole(request, "end", int(time.time()), 1 << 40)
+    samples = state.history.at(grid(end, window_s, step_s))
+    own = FrontPart(
+        len(state.jobs),
+        sum(job.is_streamed for job in state.jobs),
+        dict(state.metrics.counts.by_code),
+        state.metrics.counts.refused,
+        front_series(samples, step_s),
+    )
+    if is_for_sibling(request):
+        return json_answer(request, own)
+    parts = [own, *await _other_parts(request, window_s, step_s, end)]
+    engine = state.client.stats
+    return json_answer(
+        request,
+        {
+            "object": "stats",
+            "model": state.model_name,
+            "time": time.time(),
+            "window_s": window_s,
+            "step_s": step_s,
+            "uptime_s": round(time.time() - state.started, 1),
+            "now": _now(state, engine, parts),
+            "totals": _totals(engine, parts),
+            "series": {
+                "time": grid(end, window_s, step_s)[1:],
+                **engine_series(samples, step_s),
+                **merge_front_series([part.series for part in parts]),
+            },
+            "limits": _limits(state),
+            "tenants": _tenants(request, engine),
+        },
+    )
+
+
+def _whole(request: web.Request, name: str, usual: int, most: int) -> int:
+    raw = request.query.get(name, str(usual))
+    if not (raw.isascii() and raw.isdigit() and len(raw) <= 12 and 1 <= int(raw) <= most):
+        raise BadRequest(f"{name} is {raw[:80]!r}; send a whole number from 1 to {most}.", param=name)
+    return int(raw)
+
+
+async def _other_parts(request: web.Request, window_s: int, step_s: int, end: int) -> list[FrontPart]:
+    credentials = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
+    path = f"/v1/stats?window={window_s}&step={step_s}&end={end}"
+    answers = await request.app[STATE].siblings.get(path, credentials)
+    return [msgspec.json.decode(answer, type=FrontPart) for answer in answers.values()]
+
+
+def _now(state: FrontState, engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any]:
+    reason, ready = state.not_ready_because(), state.client.ready
+    now: dict[str, Any] = {
+        "ready": reason is None,
+        "reason": reason,
+        "fronts": len(parts),
+        "open_requests": sum(part.open_requests for part in parts),
+        "open_streams": sum(part.open_streams for part in parts),
+        "block_size": ready.block_size if ready is not None else None,
+        "event_loop_lag_ms": next((lag for lag in reversed(parts[0].series["event_loop_lag_ms"]) if lag), None),
+    }
+    if engine is None:
+        return now
+    used = engine.blocks_total - engine.blocks_free - engine.blocks_cached
+    device = {"total": engine.blocks_total, "used": used, "cached": engine.blocks_cached, "free": engine.blocks_free}
+    places = {"device": device}
+    if engine.host_blocks_total:
+        free = engine.host_blocks_total - engine.host_blocks_used
+        places["host"] = {"total": engine.host_blocks_total, "used": engine.host_blocks_used, "free": free}
+    return now | {
+        "running": engine.running,
+        "waiting": engine.waiting,
+        "running_by_class": dict(zip(CLASS_NAMES, engine.running_by_class, strict=True)),
+        "waiting_by_class": dict(zip(CLASS_NAMES, engine.waiting_by_class, strict=True)),
+        "kv_blocks": places,
+        "rows_free": engine.rows_free,
+    }
+
+
+def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any]:
+    errors: dict[str, int] = {}
+    for part in parts:
+        for code, count in part.errors.items():
+            errors[code] = errors.get(code, 0) + count
+    totals: dict[str, Any] = {"errors": errors, "refused": sum(part.refused for part in parts)}
+    if engine is None:
+        return totals
+    return totals | {
+        "requests": sum(engine.finished.values()),
+        "finished": engine.finished,
+        "input_tokens": engine.prompt_tokens,
+        "cached_tokens": engine.prefix_hit_tokens,
+        "output_tokens": engine.output_tokens,
+        "drafted_tokens": engine.drafted_tokens,
+        "accepted_tokens": engine.accepted_tokens,
+        "steps": engine.step_no,
+        "preemptions": {"memory": engine.preemptions - engine.yields, "priority": engine.yields},
+        "evictions": engine.evictions,
+    }
+
+
+def _limits(state: FrontState) -> dict[str, float]:
+    ready = state.client.ready
+    return {
+        "bytes_per_s": ready.device_bytes_per_s if ready is not None else 0.0,
+        "flops": ready.device_flops if ready is not None else 0.0,
+    }
+
+
+def _tenants(request: web.Request, engine: EngineStats | None) -> list[dict[str, Any]]:
+    """On a server with keys, a tenant sees only its own figures."""
+    own = tenant_of(request).name if request.app[STATE].keyring is not None else None
+    return [
+        {
+            "tenant": one.name,
+            "running": one.running,
+            "waiting": one.waiting,
+            "requests": one.requests,
+            "input_tokens": one.prompt_tokens,
+            "cached_tokens": one.cached_tokens,
+            "output_tokens": one.output_tokens,
+        }
+        for one in (engine.tenants if engine is not None else ())
+        if own is None or one.name == own
+    ]
