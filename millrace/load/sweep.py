@@ -1,4 +1,4 @@
-"""Finds the highest rate that meets the objectives: doubles it until they are missed, then halves the interval."""
+"""Finds the highest rate that meets the objectives: doubles it until one is missed, then halves the interval."""
 
 from __future__ import annotations
 
