@@ -134,7 +134,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(kind: str, cv: float) -> None
 def test_traces_of_both_forms(tmp_path: Path) -> None:
     azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
     azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,9\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,9"
     )
     mooncake.write_text(
         '{"timestamp": 500, "input_length": 1100, "output_length": 5, "hash_ids": [0, 7, 9]}\n'
