@@ -26,6 +26,7 @@ KvDtype = Literal["auto", "full", "packed", "fp8", "int8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Speculation = Literal["off", "ngram"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
+GenerationDefaults = Literal["model", "neutral"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -70,6 +71,11 @@ class ModelConfig:
     quantization: Quantization = setting("none", "fp8 stores the layers' weights in 8 bits (needs a GPU with FP8)")
     max_context: int = setting(0, "maximum tokens of prompt and output together; 0 = the model's limit", minimum=0)
     chat_template: str = setting("", "file with a Jinja chat template; if empty, the model's own template")
+    generation_defaults: GenerationDefaults = setting(
+        "model",
+        "sampling of requests that set none: model = what the model's authors recommend; neutral = temperature 1,"
+        " nothing cut",
+    )
     seed: int = setting(0, "seed of the weights of random:<config.json>", minimum=0)
 
 

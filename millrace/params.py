@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from millrace.errors import BadRequest
 
@@ -162,6 +163,31 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling of requests that leave these fields out; None = the neutral value."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    source: str = "neutral"
+    """Where the values come from, in words."""
+
+    def fields(self) -> dict[str, float]:
+        values = {name: getattr(self, name) for name in SamplingDefaults.__slots__ if name != "source"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """`given` (None = left out) completed by the defaults. Temperature 0 is plain greedy: nothing is added."""
+        present = {name: value for name, value in given.items() if value is not None}
+        return present if present.get("temperature") == 0 else {**self.fields(), **present}
+
+
+NEUTRAL_DEFAULTS = SamplingDefaults()
 
 
 def _in_range(name: str, value: float | None, low: float, high: float) -> None:

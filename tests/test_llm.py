@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.tiny_models import config_of, make_reference
 
-from millrace.errors import ConfigError
+from millrace.errors import BadRequest, ConfigError
 from millrace.llm import LLM, Choice, Generation
-from millrace.params import SamplingParams
+from millrace.params import SamplingDefaults, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,65 @@ def test_reprs_of_outputs_are_short() -> None:
     )
     generation = Generation(list(range(1000)), [choice], cached_tokens=16)
     assert repr(generation) == f"Generation(num_prompt_tokens=1000, cached_tokens=16, choices=[{choice!r}])"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = tmp_path_factory.mktemp("random") / "config.json"
+    path.write_text(json.dumps(config_of(make_reference("llama"))))
+    with LLM(f"random:{path}", device="cpu", dtype="float32", kv_tokens=512) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"max_token": 4}, r"generate\(\) has no keyword argument 'max_token'\. Did you mean 'max_tokens'\?"),
+        ({"temperature": 101.0}, r"temperature is 101"),
+        ({"temperature": "hot"}, r"generate\(\): a keyword argument has the wrong type"),
+        ({"params": SamplingParams(), "seed": 1}, r"given SamplingParams and the keyword argument 'seed'; give one"),
+    ],
+)
+def test_sampling_errors_name_the_keyword_argument(llm: LLM, keywords: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        llm.generate("ab", **keywords)
+
+
+def test_keywords_are_sampling_parameters(llm: LLM) -> None:
+    (short,) = llm.generate("ab", max_tokens=3, ignore_eos=True, temperature=0)
+    (same,) = llm.generate("ab", SamplingParams(max_tokens=3, ignore_eos=True, temperature=0))
+    assert short.token_ids == same.token_ids
+    assert len(short.token_ids) == 3
+    (stopped,) = llm.generate("ab", max_tokens=2, ignore_eos=True, stop="never drawn")
+    assert len(stopped.token_ids) == 2
+
+
+def test_stream_in_plain_and_asynchronous_code(llm: LLM) -> None:
+    fields: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "temperature": 0}
+    (whole,) = llm.generate("ab", **fields)
+    plain = [part.token_id for part in llm.stream("ab", **fields)]
+    assert plain == [*whole.token_ids, None]
+    assert llm.stream("ab", **fields).text() == whole.text
+
+    async def collect() -> list[int | None]:
+        return [part.token_id async for part in llm.stream("ab", **fields)]
+
+    assert asyncio.run(collect()) == plain
+
+
+def test_leaving_a_stream_early_frees_its_row(llm: LLM) -> None:
+    for part in llm.stream("ab", max_tokens=400, ignore_eos=True):
+        assert part.token_id is not None
+        break
+    (after,) = llm.generate("ab", max_tokens=400, ignore_eos=True)  # Needs nearly every KV block.
+    assert len(after.token_ids) == 400
+
+
+def test_model_defaults_fill_what_a_call_leaves_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "sampling_defaults", SamplingDefaults(temperature=0.0))
+    first, second = (llm.generate("ab", max_tokens=8, ignore_eos=True)[0].token_ids for _ in range(2))
+    assert first == second
+    assert first == llm.generate("ab", max_tokens=8, ignore_eos=True, temperature=0)[0].token_ids
 
 
 def test_repr_names_model_and_device_until_it_is_closed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from millrace.terminal.sampling_options import add_sampling, sampling_params
+from millrace.terminal.sampling_options import add_sampling, sampling_fields
 from millrace.terminal.settings_options import LOCAL_MODEL_SETTINGS, add_model, add_settings, load_settings
 
 USAGE = "millrace chat [MODEL] [--url URL] [options]"
@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     from millrace.terminal.chat_screen import ChatScreen
     from millrace.terminal.conversation import Conversation
 
-    params = sampling_params(args)
+    fields = sampling_fields(args)
     backend = open_backend(load_settings(args), args.url, args.api_key)
     try:
-        ChatScreen(backend, Conversation(args.system), params).loop()
+        ChatScreen(backend, Conversation(args.system), fields).loop()
     finally:
         backend.close()
     return 0

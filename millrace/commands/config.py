@@ -6,6 +6,11 @@ import argparse
 import shutil
 import sys
 
+from millrace.config import Config
+from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults, SamplingParams
+from millrace.sources.known_models import find_known
+from millrace.sources.sampling_defaults import from_tables, sampling_defaults
+from millrace.terminal.model_download import is_downloaded
 from millrace.terminal.settings_options import add_model, add_settings, load_settings
 from millrace.terminal.settings_table import table_lines, toml_lines
 
@@ -27,7 +32,35 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_settings(args)
     lines = toml_lines(loaded) if args.toml else table_lines(loaded, _width())
     print("\n".join(lines))
+    if not args.toml:
+        print(f"\n{sampling_line(loaded.config)}")
     return 0
+
+
+def sampling_line(config: Config) -> str:
+    """What a request samples with that sets nothing, if the model is on this machine."""
+    found = _sampling_defaults(config)
+    if found is None:
+        return f"Sampling of requests that set none: known once {config.model.source} is downloaded."
+    neutral = SamplingParams()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: found.fields().get(name, getattr(neutral, name)) for name in names}
+    shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    return f"Sampling of requests that set none ({found.source}): {shown}"
+
+
+def _sampling_defaults(config: Config) -> SamplingDefaults | None:
+    """None: the model's files are not on this machine. Files of a known model are fixed and need not be read."""
+    source, choice = config.model.source, config.model.generation_defaults
+    if choice == "neutral":
+        return NEUTRAL_DEFAULTS
+    if find_known(source) is not None:
+        return from_tables(source)
+    if not is_downloaded(source):
+        return None
+    from millrace.sources.resolve import resolve_model
+
+    return sampling_defaults(resolve_model(source), choice)
 
 
 def _width() -> int | None:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from millrace.terminal.parser import UsageError
-from millrace.terminal.sampling_options import add_sampling, sampling_params
+from millrace.terminal.sampling_options import add_sampling, sampling_fields
 from millrace.terminal.settings_options import LOCAL_MODEL_SETTINGS, add_settings, load_settings
 
 if TYPE_CHECKING:
-    from millrace.params import SamplingParams
     from millrace.terminal.backend import Backend
+    from millrace.terminal.sampling_options import SamplingFields
 
 USAGE = "millrace generate PROMPT [--chat] [--model MODEL] [options]"
 EXAMPLES = """\
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from millrace.terminal.backend import open_backend
 
-    params = sampling_params(args)
+    fields = sampling_fields(args)
     loaded = load_settings(args)
     if args.system and not args.chat:
         raise UsageError("--system needs --chat.")
@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("The prompt is empty.")
     backend = open_backend(loaded, args.url, args.api_key)
     try:
-        return _generate(backend, prompt, params, args)
+        return _generate(backend, prompt, fields, args)
     finally:
         backend.close()
 
 
-def _generate(backend: Backend, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
+def _generate(backend: Backend, prompt: str, fields: SamplingFields, args: argparse.Namespace) -> int:
     messages = _messages(prompt, args.system)
-    stream = backend.stream_chat(messages, params) if args.chat else backend.stream_text(prompt, params)
+    stream = backend.stream_chat(messages, fields) if args.chat else backend.stream_text(prompt, fields)
     pieces = []
     for piece in stream:
         pieces.append(piece)

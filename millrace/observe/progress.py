@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+def is_watched() -> bool:
+    """True in a terminal or notebook, where somebody sees a progress bar."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 @contextmanager

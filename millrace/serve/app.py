@@ -28,6 +28,7 @@ from millrace.serve.state import FrontState
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.sources.resolve import ModelFiles
+from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.text.chat.template import load_chat_template
 from millrace.text.tokenizers.load import load_tokenizer
 
@@ -234,6 +235,7 @@ def load_state(config: Config, client: EngineClient, files: ModelFiles, *, direc
         template=load_chat_template(files, tokenizer, config.model.chat_template),
         model_name=config.model.served_name or files.name,
         metrics=FrontMetrics(client),
+        sampling_defaults=sampling_defaults(files, config.model.generation_defaults),
         model_facts={"family": str(files.config.get("model_type", "unknown")), "format": files.kind},
         keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
         quotas=Quotas(directory, max(1, server.fronts), client.front_index),

@@ -18,7 +18,7 @@ from millrace.link.messages import EngineReady
 from millrace.observe.audit import AuditLog
 from millrace.observe.history import History
 from millrace.observe.metrics import FrontMetrics
-from millrace.params import Grammar
+from millrace.params import NEUTRAL_DEFAULTS, Grammar, SamplingDefaults
 from millrace.serve.database import Store, store_directory
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.tenancy.admission import Admission
@@ -86,6 +86,8 @@ class FrontState:
     template: ChatTemplate
     model_name: str
     metrics: FrontMetrics
+    sampling_defaults: SamplingDefaults = NEUTRAL_DEFAULTS
+    """Sampling of requests that set none."""
     text_pool: ThreadPoolExecutor = field(default_factory=_text_pool)
     """Threads that render and tokenise long texts, so that they do not stall other streams."""
     grammar_check: GrammarCompiler[None] = field(default_factory=_grammar_check)

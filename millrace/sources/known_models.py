@@ -7,7 +7,8 @@ model file.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Registry = Literal["pypi", "npm"]
@@ -36,6 +37,8 @@ class KnownModel:
     """In the order in which the members are joined."""
     num_bytes: int
     sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Recommended sampling, for files that name none."""
 
     @property
     def file_name(self) -> str:
@@ -57,6 +60,8 @@ _SMOLLM2 = KnownModel(
     ),
     num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    # The authors recommend temperature 0.2 and top-p 0.9. Without the penalty, this small model often repeats itself.
+    sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
 )
 
 # fmt: off
@@ -83,6 +88,7 @@ _QWEN_CODER = KnownModel(
     ),
     num_bytes=1_117_320_768,
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    sampling={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
 )
 
 _GEMMA = KnownModel(
@@ -101,6 +107,7 @@ _GEMMA = KnownModel(
     ),
     num_bytes=253_113_024,
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 64},
 )
 
 _TINYLLAMA = KnownModel(
@@ -113,6 +120,7 @@ _TINYLLAMA = KnownModel(
     ),
     num_bytes=322_591_712,
     sha256="9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0",
+    sampling={"temperature": 0.7, "top_p": 0.95, "top_k": 50},
 )
 
 KNOWN_MODELS: tuple[KnownModel, ...] = (_SMOLLM2, _QWEN_CODER, _GEMMA, _TINYLLAMA)

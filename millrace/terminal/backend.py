@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from millrace.config import LoadedConfig
-from millrace.params import SamplingParams
-from millrace.terminal.sampling_options import AnswerStats
+from millrace.terminal.sampling_options import AnswerStats, SamplingFields
 
 
 class Backend(Protocol):
@@ -16,9 +15,9 @@ class Backend(Protocol):
     model_name: str
     last: AnswerStats
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Iterator[str]: ...
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Iterator[str]: ...
 
-    def stream_text(self, prompt: str, params: SamplingParams) -> Iterator[str]: ...
+    def stream_text(self, prompt: str, fields: SamplingFields) -> Iterator[str]: ...
 
     def close(self) -> None: ...
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 
 from millrace.errors import MillraceError
-from millrace.params import SamplingParams
 from millrace.terminal.backend import Backend
 from millrace.terminal.colour import BOLD_CYAN, DIM, PLAIN, RED, coloured, wants_colour
 from millrace.terminal.conversation import Conversation, run_slash
+from millrace.terminal.sampling_options import SamplingFields
 
 
 class ChatScreen:
-    def __init__(self, backend: Backend, conversation: Conversation, params: SamplingParams) -> None:
+    def __init__(self, backend: Backend, conversation: Conversation, fields: SamplingFields) -> None:
         self._backend = backend
         self._conversation = conversation
-        self._params = params
+        self._fields = fields
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def loop(self) -> None:
@@ -74,7 +74,7 @@ class ChatScreen:
     def _answer(self) -> None:
         """Stream one answer. Text shown before a Ctrl-C or an error stays in the conversation."""
         pieces: list[str] = []
-        stream = self._backend.stream_chat(self._conversation.messages, self._params)
+        stream = self._backend.stream_chat(self._conversation.messages, self._fields)
         try:
             for piece in stream:
                 pieces.append(piece)

@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from millrace.errors import EngineUnavailable, MillraceError
-from millrace.params import SamplingParams
-from millrace.terminal.sampling_options import AnswerStats, openai_fields
+from millrace.terminal.sampling_options import AnswerStats, SamplingFields
 
 _TIMEOUT_S = 600.0
 
@@ -35,11 +34,11 @@ class RemoteBackend:
         self.model_name = model or self._first_model()
         self.last = AnswerStats()
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Iterator[str]:
-        yield from self._stream("/v1/chat/completions", {"messages": list(messages), **openai_fields(params)})
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Iterator[str]:
+        yield from self._stream("/v1/chat/completions", {"messages": list(messages), **fields})
 
-    def stream_text(self, prompt: str, params: SamplingParams) -> Iterator[str]:
-        yield from self._stream("/v1/completions", {"prompt": prompt, **openai_fields(params)})
+    def stream_text(self, prompt: str, fields: SamplingFields) -> Iterator[str]:
+        yield from self._stream("/v1/completions", {"prompt": prompt, **fields})
 
     def close(self) -> None:
         pass

@@ -1,69 +1,49 @@
-"""The sampling options of `chat` and `generate`, as `SamplingParams` and as fields of a request."""
+"""The sampling options of `chat` and `generate`."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.params import SamplingParams
 
-DEFAULT_TEMPERATURE = 0.7
+SamplingFields = Mapping[str, object]
+"""Sampling that the user asked for, by the names of `SamplingParams`. The model or the server chooses the rest."""
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group("sampling (default: what the model recommends)")
     shown = "up to the context limit" if max_tokens is None else str(max_tokens)
     group.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"maximum output tokens (default: {shown})"
     )
+    group.add_argument("--temperature", type=float, metavar="X", help="randomness; 0 = greedy")
     group.add_argument(
-        "--temperature",
-        type=float,
-        default=DEFAULT_TEMPERATURE,
-        metavar="X",
-        help=f"randomness; 0 = greedy (default: {DEFAULT_TEMPERATURE})",
+        "--top-p", type=float, metavar="X", help="sample from the top tokens with this total probability"
     )
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="X", help="sample from the top tokens with this total probability"
-    )
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the top N tokens; 0 = all")
-    group.add_argument(
-        "--min-p", type=float, default=0.0, metavar="X", help="minimum probability relative to the most likely token"
-    )
-    group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="values above 1 discourage repetition"
-    )
+    group.add_argument("--top-k", type=int, metavar="N", help="sample from the top N tokens; 0 = all")
+    group.add_argument("--min-p", type=float, metavar="X", help="minimum probability relative to the most likely token")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="values above 1 discourage repetition")
     group.add_argument("--seed", type=int, metavar="N", help="random seed; the same seed and prompt give the same text")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
-        stop=tuple(args.stop),
-    )
-
-
-def openai_fields(params: SamplingParams) -> dict[str, object]:
-    """The parameters as request fields. Those at their neutral value are left out, for servers without extensions."""
-    fields: dict[str, object] = {"temperature": params.temperature}
-    optional: tuple[tuple[str, object, object], ...] = (
-        ("max_tokens", params.max_tokens, None),
-        ("top_p", params.top_p, 1.0),
-        ("top_k", params.top_k, 0),
-        ("min_p", params.min_p, 0.0),
-        ("repetition_penalty", params.repetition_penalty, 1.0),
-        ("seed", params.seed, None),
-        ("stop", list(params.stop), []),
-    )
-    fields.update({name: value for name, value, neutral in optional if value != neutral})
+def sampling_fields(args: argparse.Namespace) -> dict[str, object]:
+    """The fields that were given, checked."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    fields: dict[str, object] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.stop:
+        fields["stop"] = list(args.stop)
+    check_fields(fields)
     return fields
+
+
+def check_fields(fields: SamplingFields) -> None:
+    """Raises `BadRequest` for a value that is out of range."""
+    values: dict[str, Any] = dict(fields)
+    SamplingParams(**{**values, "stop": tuple(values.get("stop", ()))})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from helpers.fake_openai import FakeServer, running
 
 from millrace.cli import main
 from millrace.errors import MillraceError
-from millrace.params import SamplingParams
 from millrace.terminal.conversation import Conversation, run_slash
 from millrace.terminal.remote_backend import RemoteBackend
 from millrace.terminal.sampling_options import AnswerStats
@@ -86,5 +85,5 @@ def test_wrong_key_is_explained() -> None:
         with pytest.raises(MillraceError, match="401: a key is needed Set the key with --api-key"):
             RemoteBackend(server.url)
         backend = RemoteBackend(server.url, api_key="right")
-        assert list(backend.stream_text("x", SamplingParams(max_tokens=2))) == [" w0", " w1"]
+        assert list(backend.stream_text("x", {"max_tokens": 2})) == [" w0", " w1"]
         assert backend.last.output_tokens == 2

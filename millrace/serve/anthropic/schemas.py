@@ -113,7 +113,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Annotated[int, described("Maximum number of output tokens.", minimum=1)]
     stop_sequences: Annotated[list[str] | None, described("Stop strings: generation ends before them.")] = None
     stream: Annotated[bool | None, described("Stream typed events as tokens are generated.")] = None
-    temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=1)] = None
+    temperature: Annotated[
+        float | None, described("0 is greedy; default: the model's recommendation, else 1.", minimum=0, maximum=1)
+    ] = None
     top_p: Annotated[float | None, described("Nucleus sampling.", exclusiveMinimum=0, maximum=1)] = None
     top_k: Annotated[int | None, described("Sample from the k likeliest tokens; 0 = all.", minimum=0)] = None
     metadata: Annotated[AnthropicMetadata | None, described("Labels; no effect on generation.")] = None

@@ -58,6 +58,7 @@ async def _generation(state: FrontState, body: MessagesRequest, received: float)
     conversation = _conversation(body)
     wanted = _format(body)
     params = sampling_params(
+        state.sampling_defaults,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,

@@ -7,27 +7,28 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import BadRequest
-from millrace.params import MAX_LOGIT_BIAS, SamplingParams
+from millrace.params import MAX_LOGIT_BIAS, SamplingDefaults, SamplingParams
 
 MAX_SALT_CHARS = 1024
 
 
 def sampling_params(
+    defaults: SamplingDefaults,
     *,
     stop: str | Sequence[str] | None = None,
     stop_token_ids: Sequence[int] | None = None,
-    top_k: int | None = None,
     logit_bias: dict[str, float] | None = None,
     **fields: Any,
 ) -> SamplingParams:
-    """Parameters of one sequence. None means that the client did not send the field. `SamplingParams` checks ranges."""
-    given = {name: value for name, value in fields.items() if value is not None}
+    """Parameters of one sequence. None means that the client did not send the field: the model's defaults apply.
+    `SamplingParams` checks ranges."""
+    if fields.get("top_k") == -1:
+        fields["top_k"] = 0
     return SamplingParams(
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(stop_token_ids or ()),
-        top_k=0 if top_k in (None, -1) else top_k,
         logit_bias=_logit_bias(logit_bias),
-        **given,
+        **defaults.fill(fields),
     )
 
 

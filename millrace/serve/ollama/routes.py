@@ -87,7 +87,7 @@ def _load(
 ) -> web.Response:
     """A request without a prompt: Ollama loads the model; here it is already loaded."""
     header_deadline(request, 0.0)
-    check_sampling(body)
+    check_sampling(request.app[STATE], body)
     model_name = request.app[STATE].model_name
     return json_answer(request, OllamaAnswer(model_name, now(), message, response, done=True, done_reason="load"))
 

@@ -15,9 +15,15 @@ from millrace.serve.http.schema import Refused, Strict, described, unsupported
 class OllamaOptions(Strict, kw_only=True):
     """Sampling. Options of Ollama's own runner are refused by name."""
 
-    temperature: Annotated[float | None, described("0 is greedy; default 0.8.", minimum=0, maximum=100)] = None
-    top_k: Annotated[int | None, described("Default 40; 0 keeps all.", minimum=-1)] = None
-    top_p: Annotated[float | None, described("Default 0.9.", exclusiveMinimum=0, maximum=1)] = None
+    temperature: Annotated[
+        float | None, described("0 is greedy; default: the model's recommendation, else 0.8.", minimum=0, maximum=100)
+    ] = None
+    top_k: Annotated[
+        int | None, described("0 keeps all; default: the model's recommendation, else 40.", minimum=-1)
+    ] = None
+    top_p: Annotated[
+        float | None, described("Default: the model's recommendation, else 0.9.", exclusiveMinimum=0, maximum=1)
+    ] = None
     min_p: Annotated[float | None, described("Default 0.", minimum=0, maximum=1)] = None
     seed: Annotated[int | None, described("The same seed gives the same text; -1 = random.")] = None
     num_predict: Annotated[

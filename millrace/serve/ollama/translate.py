@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Raw, UnsetType
 
 from millrace.errors import BadRequest, ContextOverflow
-from millrace.params import Grammar, SamplingParams
+from millrace.params import Grammar, SamplingDefaults, SamplingParams
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
@@ -35,10 +35,10 @@ from millrace.serve.ollama.schemas import (
 )
 from millrace.serve.state import FrontState
 
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""Ollama's documented defaults."""
+OLLAMA_DEFAULTS = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.9, source="Ollama")
+"""Ollama's documented defaults, for models that recommend nothing."""
 LATEST = ":latest"
-_SAME_NAME = (*DEFAULTS, "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+_SAME_NAME = (*OLLAMA_DEFAULTS.fields(), "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTION_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -72,10 +72,10 @@ def check_body(body: OllamaCommon, state: FrontState) -> None:
         check_integers(body.options, "options.")
 
 
-def check_sampling(body: OllamaCommon) -> None:
+def check_sampling(state: FrontState, body: OllamaCommon) -> None:
     """Check the options of a request that generates nothing as strictly as those of one that does."""
     try:
-        _params(body)
+        _params(state, body)
     except BadRequest as error:
         raise name_fields(error, _OPTION_NAMES) from None
 
@@ -98,7 +98,7 @@ async def text_generation(state: FrontState, body: OllamaGenerateRequest, receiv
                 if error.code != "no_chat_template":
                     raise
         text = f"{body.system}\n{body.prompt}" if body.system else body.prompt or ""
-        params = _params(body)
+        params = _params(state, body)
         [token_ids] = await encode_texts(state, [text], add_special=True, max_tokens=params.max_tokens)
         if not token_ids:
             raise BadRequest("'prompt' has no tokens; send at least one character.", param="prompt")
@@ -108,7 +108,7 @@ async def text_generation(state: FrontState, body: OllamaGenerateRequest, receiv
 
 
 async def _chat(state: FrontState, body: OllamaCommon, messages: list[Message], received: float) -> Generation:
-    params = _params(body)
+    params = _params(state, body)
     conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
     prompt = await chat_prompt(state, conversation, max_tokens=params.max_tokens)
     return _generation(state, body, params, prompt, "chatcmpl-", received)
@@ -129,16 +129,17 @@ def _generation(
     )
 
 
-def _params(body: OllamaCommon) -> SamplingParams:
+def _params(state: FrontState, body: OllamaCommon) -> SamplingParams:
     options = body.options or OllamaOptions()
     check_range("num_predict", options.num_predict, -2, 2**31 - 1)
     if options.num_predict == 0:
         raise BadRequest("num_predict is 0; ask for at least 1 token, or -1 for no limit.", param="options.num_predict")
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME_NAME}
-    fields |= {name: default for name, default in DEFAULTS.items() if fields[name] is None}
     if options.seed == -1:
         fields["seed"] = None
+    defaults = state.sampling_defaults
     return sampling_params(
+        defaults if defaults.fields() else OLLAMA_DEFAULTS,
         **fields,
         max_tokens=options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
         repetition_penalty=options.repeat_penalty,

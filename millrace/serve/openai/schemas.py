@@ -126,8 +126,13 @@ class Sampled(Formatted, kw_only=True):
     """Parameters of both endpoints. null means the same as leaving the field out."""
 
     model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
-    temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=100)] = None
-    top_p: Annotated[float | None, described("Nucleus sampling; default 1.", exclusiveMinimum=0, maximum=1)] = None
+    temperature: Annotated[
+        float | None, described("0 is greedy; default: the model's recommendation, else 1.", minimum=0, maximum=100)
+    ] = None
+    top_p: Annotated[
+        float | None,
+        described("Nucleus sampling; default: the model's recommendation, else 1.", exclusiveMinimum=0, maximum=1),
+    ] = None
     presence_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, described("Over the output.", minimum=-2, maximum=2)] = None
     logit_bias: Annotated[

@@ -39,6 +39,7 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
     wanted = format_wanted(request)
     try:
         params = sampling_params(
+            state.sampling_defaults,
             **shared_sampling(request),
             max_tokens=max_tokens,
             n=request.n,

@@ -49,6 +49,7 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
     _check_logprobs(request)
     wanted = format_wanted(request)
     params = sampling_params(
+        state.sampling_defaults,
         **shared_sampling(request),
         n=request.n,
         max_tokens=1 if score_only else max_tokens,

@@ -136,8 +136,13 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     max_output_tokens: Annotated[
         int | None, described("Maximum number of output tokens; default: up to the end of the context.", minimum=1)
     ] = None
-    temperature: Annotated[float | None, described("0 is greedy; default 1.", minimum=0, maximum=100)] = None
-    top_p: Annotated[float | None, described("Nucleus sampling; default 1.", exclusiveMinimum=0, maximum=1)] = None
+    temperature: Annotated[
+        float | None, described("0 is greedy; default: the model's recommendation, else 1.", minimum=0, maximum=100)
+    ] = None
+    top_p: Annotated[
+        float | None,
+        described("Nucleus sampling; default: the model's recommendation, else 1.", exclusiveMinimum=0, maximum=1),
+    ] = None
     top_logprobs: Annotated[
         int | None, described(f"Log-probabilities; needs `include` {LOGPROBS}.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None

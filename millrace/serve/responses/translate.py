@@ -179,6 +179,7 @@ async def _generation(
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
     wanted = _format(body)
     params = sampling_params(
+        state.sampling_defaults,
         **fields,
         max_tokens=body.max_output_tokens,
         logprobs=num_top,
@@ -227,6 +228,7 @@ async def _conclude(state: FrontState, items: list[InputItem], owner: str, is_qu
 
 def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) -> ResponseAnswer:
     """The response before anything is generated."""
+    used = state.sampling_defaults.fill({"temperature": body.temperature, "top_p": body.top_p})
     return ResponseAnswer(
         id=response_id,
         created_at=int(time.time()),
@@ -240,9 +242,9 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         safety_identifier=body.safety_identifier,
         store=body.store is not False,
         text=TextSettings((body.text.format if body.text is not None else None) or TextFormat()),
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=used.get("temperature", 1.0),
         top_logprobs=body.top_logprobs or 0,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=used.get("top_p", 1.0),
         user=msgspec.UNSET if body.user is None else body.user,
         metadata=body.metadata or {},
     )

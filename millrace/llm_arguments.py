@@ -1,0 +1,92 @@
+"""Checks the arguments of `LLM` and its methods. Errors name the keyword argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from millrace.config import Config, all_settings, load_config
+from millrace.errors import BadRequest, ConfigError
+from millrace.params import SamplingDefaults, SamplingParams
+
+Prompt = str | Sequence[int]
+"""Text or token ids."""
+Messages = str | Sequence[Mapping[str, Any]]
+"""A conversation as OpenAI writes it; a string is one user message."""
+
+_SAMPLING_NAMES = tuple(declared.name for declared in dataclasses.fields(SamplingParams))
+
+
+def read_config(model: str | None, keywords: Mapping[str, object]) -> Config:
+    """The settings of an `LLM(model, **keywords)` call."""
+    by_name = {setting.name: setting for setting in all_settings().values()}
+    values: dict[str, object] = {"server.in_process": True}
+    if model is not None:
+        values["model.source"] = model
+    for name, value in keywords.items():
+        if name not in by_name:
+            hint = _nearest(name, by_name) or "`millrace config` lists all settings."
+            raise ConfigError(f"LLM() has no keyword argument '{name}'. {hint}", param=name)
+        setting = by_name[name]
+        values[setting.key] = setting.convert(value, f"LLM(): keyword argument '{name}'")
+    return load_config(None, values, origin="LLM()").config
+
+
+def read_params(
+    method: str, params: SamplingParams | None, keywords: Mapping[str, object], defaults: SamplingDefaults
+) -> SamplingParams:
+    """`params` as it is, or the keywords completed by the model's defaults."""
+    for name in keywords:
+        if name not in _SAMPLING_NAMES:
+            hint = _nearest(name, _SAMPLING_NAMES) or f"It takes {', '.join(_SAMPLING_NAMES)}."
+            raise BadRequest(f"{method}() has no keyword argument '{name}'. {hint}", param=name)
+    if params is None:
+        fields: dict[str, Any] = {name: _plain(name, value) for name, value in keywords.items()}
+        try:
+            return SamplingParams(**defaults.fill(fields))
+        except TypeError as error:  # A comparison with a value of another type.
+            raise BadRequest(f"{method}(): a keyword argument has the wrong type: {error}.") from error
+    if keywords:
+        raise BadRequest(
+            f"{method}() was given SamplingParams and the keyword argument '{next(iter(keywords))}'; give one of them."
+        )
+    return params
+
+
+def _plain(name: str, value: object) -> object:
+    """A single stop string, lists and dictionaries in the form that `SamplingParams` stores."""
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    if isinstance(value, Mapping):
+        return tuple((int(key), bias) for key, bias in value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [[int(item) for item in prompts if isinstance(item, int)]]
+    batch: list[Prompt] = []
+    for item in prompts:
+        if isinstance(item, int):
+            raise BadRequest(
+                "The prompts mix token ids and strings; give each prompt as a string or a list of token ids."
+            )
+        batch.append(item)
+    return batch
+
+
+def as_messages(messages: Messages) -> list[dict[str, Any]]:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping):
+        raise BadRequest("The messages are one dictionary; give a list: [{'role': 'user', 'content': '…'}].")
+    return [dict(message) for message in messages]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"Did you mean '{close[0]}'?" if close else ""
