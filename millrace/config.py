@@ -1,4 +1,4 @@
-"""All settings as one frozen tree, merged from the defaults, a TOML file and the command line.
+"""All settings as one frozen tree, merged from the defaults, a TOML file, the environment and the command line.
 
 Each setting has a help text, a command-line flag and, once loaded, the layer that set it.
 This is the only module that reads environment variables.
@@ -13,7 +13,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,10 +34,28 @@ DEFAULT_MAX_RUNNING = 1024
 """Upper bound of `plan.max_running` when it is chosen automatically. Some devices use fewer."""
 
 
+ENVIRONMENT_PREFIX = "MILLRACE_"
+CONFIG_VARIABLE = "MILLRACE_CONFIG"
+API_KEY_VARIABLE = "MILLRACE_API_KEY"
+_OTHER_VARIABLES = (CONFIG_VARIABLE, API_KEY_VARIABLE, "MILLRACE_FUZZ", "MILLRACE_REQUESTS", "MILLRACE_OPENAI_OPENAPI")
+"""Variables that are no settings: the settings file, the key of our client commands, and those of the test suite."""
+
+
+def client_api_key() -> str:
+    """The API key that `chat`, `ps` and other client commands send unless one is given."""
+    return os.environ.get(API_KEY_VARIABLE, "")
+
+
 def cache_dir() -> Path:
     """Directory of downloaded models: `millrace` in the user's cache directory (XDG_CACHE_HOME if it is absolute)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "millrace"
+
+
+def settings_dir() -> Path:
+    """Directory of the user's own settings, such as aliases (XDG_CONFIG_HOME if it is absolute)."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "millrace"
 
 
 def data_dir() -> Path:
@@ -208,6 +226,11 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
     def expected(self) -> str:
         """The legal values in words, for errors."""
         if typing.get_origin(self.kind) is Literal:
@@ -234,7 +257,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The tree, and for each key the layer that set it: "default", the path of the TOML file, or "command line"."""
+    """The tree, and for each key the layer that set it: "default", the path of the TOML file, the name of an environment
+    variable, or "command line"."""
 
     config: Config
     sources: Mapping[str, str]
@@ -254,16 +278,19 @@ def all_settings() -> dict[str, Setting]:
 def load_config(
     toml_path: Path | None = None, values: Mapping[str, object] | None = None, *, origin: str = "command line"
 ) -> LoadedConfig:
-    """Merge defaults, TOML file and `values`, which maps dotted keys to strings or to values of the right type.
+    """Merge defaults, TOML file, `MILLRACE_*` variables and `values` (dotted key to string or value of the right type).
 
-    `origin` names the layer of `values` in errors and in `sources`.
+    `origin` names the layer of `values` in errors and in `sources`. Without `toml_path`, `MILLRACE_CONFIG` names the file.
     """
     known = all_settings()
     merged = {key: entry.default for key, entry in known.items()}
     sources = dict.fromkeys(known, "default")
     layers: list[tuple[str, Mapping[str, object]]] = []
+    if toml_path is None and os.environ.get(CONFIG_VARIABLE):
+        toml_path = Path(os.environ[CONFIG_VARIABLE])
     if toml_path is not None:
         layers.append((str(toml_path), _read_toml(toml_path)))
+    layers += [(variable, {key: text}) for variable, key, text in _from_environment(known)]
     layers.append((origin, values or {}))
     for layer_origin, layer in layers:
         for key, raw in layer.items():
@@ -272,6 +299,20 @@ def load_config(
             merged[key] = known[key].convert(raw, f"{layer_origin}: {key}")
             sources[key] = layer_origin
     return LoadedConfig(_build(merged), types.MappingProxyType(sources))
+
+
+def _from_environment(known: Mapping[str, Setting]) -> Iterator[tuple[str, str, str]]:
+    """(variable, key, text) of every `MILLRACE_*` variable. Raises for one that no setting has."""
+    by_variable = {entry.variable: key for key, entry in known.items()}
+    by_variable[ENVIRONMENT_PREFIX + "MODEL"] = "model.source"
+    for variable, text in sorted(os.environ.items()):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
+            continue
+        if variable not in by_variable:
+            close = difflib.get_close_matches(variable, by_variable, n=1, cutoff=0.6)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"The environment variable {variable} is no setting.{hint} Unset or rename it.")
+        yield variable, by_variable[variable], text
 
 
 def _read_toml(path: Path) -> dict[str, object]:
@@ -371,5 +412,6 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 def from_dict(tree: Mapping[str, Mapping[str, object]]) -> Config:
     """The inverse of `as_dict`, for passing a config to another process."""
+    known = all_settings()
     flat = {f"{section}.{name}": value for section, table in tree.items() for name, value in table.items()}
-    return load_config(None, flat, origin="settings").config
+    return _build({key: known[key].convert(value, key) for key, value in flat.items()})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.config import Config, Setting, all_settings, as_dict, load_config, replace
+from millrace.config import Config, Setting, all_settings, as_dict, from_dict, load_config, replace
 from millrace.errors import ConfigError
 from millrace.terminal.settings_table import toml_lines
 
@@ -183,3 +183,39 @@ def test_any_single_value_is_accepted_or_refused_by_key(key: str, value: object)
         return
     section, _, name = key.partition(".")
     assert isinstance(as_dict(loaded.config)[section][name], (int, float, str, bool))
+
+
+def test_environment_is_between_file_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "[server]\nport = 9000\n[memory]\nkv_gib = 3.0\n[plan]\nprefix_cache = true\n")
+    for name, value in {
+        "PORT": "9001",
+        "KV_GIB": "1.5",
+        "PREFIX_CACHE": "false",
+        "MODEL": "m",
+        "CONFIG": str(file),
+    }.items():
+        monkeypatch.setenv(f"MILLRACE_{name}", value)
+    loaded = load_config(None, {"memory.kv_gib": "0.5"})
+    config = loaded.config
+    assert (config.server.port, config.memory.kv_gib, config.plan.prefix_cache, config.model.source) == (
+        *(9001, 0.5, False),
+        "m",
+    )
+    assert loaded.sources["server.port"] == "MILLRACE_PORT"
+    assert loaded.sources["memory.kv_gib"] == "command line"
+
+
+def test_unknown_variable_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_PROT", "1")
+    with pytest.raises(ConfigError, match=r"MILLRACE_PROT is no setting\. Did you mean MILLRACE_PORT\?"):
+        load_config()
+    monkeypatch.delenv("MILLRACE_PROT")
+    monkeypatch.setenv("MILLRACE_PORT", "many")
+    with pytest.raises(ConfigError, match=r"MILLRACE_PORT: server\.port is 'many'"):
+        load_config()
+
+
+def test_child_processes_take_the_tree_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = as_dict(replace(Config(), server__port=1234))
+    monkeypatch.setenv("MILLRACE_PORT", "9001")
+    assert from_dict(tree).server.port == 1234

@@ -44,7 +44,7 @@ def test_reprs_of_outputs_are_short() -> None:
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     path = tmp_path_factory.mktemp("random") / "config.json"
     path.write_text(json.dumps(config_of(make_reference("llama"))))
-    with LLM(f"random:{path}", device="cpu", dtype="float32", kv_tokens=512) as opened:
+    with LLM(f"random:{path}", device="cpu", dtype="float32", kv_tokens=128) as opened:
         yield opened
 
 
@@ -85,11 +85,11 @@ def test_stream_in_plain_and_asynchronous_code(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_early_frees_its_row(llm: LLM) -> None:
-    for part in llm.stream("ab", max_tokens=400, ignore_eos=True):
+    for part in llm.stream("ab", max_tokens=110, ignore_eos=True):
         assert part.token_id is not None
         break
-    (after,) = llm.generate("ab", max_tokens=400, ignore_eos=True)  # Needs nearly every KV block.
-    assert len(after.token_ids) == 400
+    (after,) = llm.generate("ab", max_tokens=110, ignore_eos=True)  # Needs nearly every KV block.
+    assert len(after.token_ids) == 110
 
 
 def test_model_defaults_fill_what_a_call_leaves_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

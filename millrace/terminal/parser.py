@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from millrace.errors import ConfigError
+from millrace.terminal.foreign_names import ADVICE, translated
 
 
 class UsageError(ConfigError):
@@ -31,7 +32,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{_sentence(message)} {self._see_help()}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_args(arguments)
+        parsed, unknown = self.parse_known_args(translated(list(arguments), set(self._option_string_actions)))
         if unknown:
             raise UsageError(self._explain_unknown(unknown[0]))
         return parsed
@@ -43,6 +44,9 @@ class CommandParser(argparse.ArgumentParser):
         flag = item.partition("=")[0]
         if flag in self._option_string_actions:
             return f"{flag} takes no value. {self._see_help()}"
+        advice = ADVICE.get(flag.replace("_", "-"))
+        if advice is not None:
+            return f"There is no option '{flag}' here. {advice}"
         close = nearest_flag(flag, self._option_string_actions)
         hint = f"Did you mean '{close}'?" if close else f"`{self.prog} --help` lists the options."
         return f"Unknown option '{flag}'. {hint}"
