@@ -257,8 +257,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The tree, and for each key the layer that set it: "default", the path of the TOML file, the name of an environment
-    variable, or "command line"."""
+    """The tree, and for each key the layer that set it: "default", the path of the TOML file, the name of a variable,
+    or "command line"."""
 
     config: Config
     sources: Mapping[str, str]
@@ -280,7 +280,7 @@ def load_config(
 ) -> LoadedConfig:
     """Merge defaults, TOML file, `MILLRACE_*` variables and `values` (dotted key to string or value of the right type).
 
-    `origin` names the layer of `values` in errors and in `sources`. Without `toml_path`, `MILLRACE_CONFIG` names the file.
+    `origin` names the layer of `values` in errors and in `sources`. Without `toml_path`, MILLRACE_CONFIG names the file.
     """
     known = all_settings()
     merged = {key: entry.default for key, entry in known.items()}
