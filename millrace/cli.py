@@ -14,23 +14,34 @@ from types import ModuleType
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.terminal.colour import RED, coloured
+from millrace.terminal.foreign_names import COMMANDS as SYNONYMS
 from millrace.terminal.parser import CommandParser, UsageError
 from millrace.version import __version__
 
 COMMANDS = {
+    "run": "download a model if needed, and chat with it",
     "serve": "serve a model over HTTP",
-    "chat": "chat with a model in the terminal",
+    "chat": "chat with a model in the terminal, or with a server",
     "generate": "complete one prompt and print the text",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
-    "models": "list the models known by name, and which are downloaded",
-    "fetch": "download a model",
+    "models": "list the models known by name, with sizes",
+    "pull": "download a model",
+    "ls": "list the downloaded models",
+    "show": "print what a model is and what it needs",
+    "rm": "delete a downloaded model",
+    "alias": "give a model a short name of your own",
+    "ps": "list the running servers on this machine",
+    "stop": "stop a running server",
     "faults": "inject faults into a server and check how it behaves",
     "keys": "create, list and revoke API keys",
     "config": "print every setting with its value, source and meaning",
     "ops": "print which version of each operation this machine uses",
     "version": "print the versions of Millrace and its dependencies",
 }
+
+_LIBRARY = ("models", "pull", "ls", "show", "rm", "alias", "ps", "stop")
+"""Commands whose modules are in `millrace/commands/library`."""
 
 HELP = """\
 usage: millrace COMMAND [MODEL] [options]
@@ -43,7 +54,7 @@ commands:
 examples:
   millrace serve                                  serve the default model on http://127.0.0.1:8000
   millrace serve ./my-model --port 8123           serve a Hugging Face directory on another port
-  millrace chat qwen2.5-coder-1.5b                chat with a model known by name
+  millrace run llama3.2-1b                        download a model by name and chat with it
   millrace generate "The sea is" --max-tokens 32  print a completion
   millrace bench --url http://127.0.0.1:8000      measure a running server
   millrace config --port 8123                     show every setting and where its value came from
@@ -83,10 +94,16 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"millrace {__version__}")
         return 0
     name, rest = _split(arguments)
+    name = name if name in COMMANDS else SYNONYMS.get(name, name)
     if name not in COMMANDS:
         raise UsageError(f"Unknown command '{name}'.{_nearest(name, COMMANDS)}")
-    module = importlib.import_module(f"millrace.commands.{name}")
+    module = importlib.import_module(module_of(name))
     return run_command(module, name, rest)
+
+
+def module_of(name: str) -> str:
+    """Full name of the module of a command."""
+    return f"millrace.commands.{'library.' if name in _LIBRARY else ''}{name}"
 
 
 def run_command(module: ModuleType, name: str, arguments: Sequence[str]) -> int:

@@ -82,8 +82,10 @@ def setting(default: Any, help: str, *, minimum: float | None = None, maximum: f
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     source: str = setting(
-        DEFAULT_MODEL, "model name, directory, .gguf file, hub id, or random:<config.json> for random weights"
+        DEFAULT_MODEL,
+        "model name, directory, .gguf file, hub name (org/model[@revision][:quantisation]) or random:<config.json>",
     )
+    offline: bool = setting(False, "never download: use only models that are on this machine")
     served_name: str = setting("", "model name in the API; if empty, the name of the source")
     dtype: Dtype = setting("auto", "compute dtype; auto = bfloat16 where the hardware supports it, else float32")
     quantization: Quantization = setting("none", "fp8 stores the layers' weights in 8 bits (needs a GPU with FP8)")
@@ -280,7 +282,7 @@ def load_config(
 ) -> LoadedConfig:
     """Merge defaults, TOML file, `MILLRACE_*` variables and `values` (dotted key to string or value of the right type).
 
-    `origin` names the layer of `values` in errors and in `sources`. Without `toml_path`, MILLRACE_CONFIG names the file.
+    `origin` names the layer of `values` in errors and in `sources`. Without a path, MILLRACE_CONFIG names the file.
     """
     known = all_settings()
     merged = {key: entry.default for key, entry in known.items()}

@@ -47,7 +47,7 @@ class LLM:
         **settings: object,
     ) -> None:
         self.config = read_config(model, settings)
-        files = resolve_model(self.config.model.source)
+        files = resolve_model(self.config.model.source, offline=self.config.model.offline)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm-loop", daemon=True)
         self._thread.start()

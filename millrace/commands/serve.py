@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from millrace.config import Config, num_fronts, replace
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
+from millrace.terminal.running_servers import Announcement, announced
 from millrace.terminal.settings_options import add_model, add_settings, load_settings
 from millrace.terminal.status_line import StatusLine
 
@@ -65,6 +66,7 @@ class Server:
         self._failure = ""
         self._is_ready = False
         self._line = StatusLine()
+        self._announcement: Announcement | None = None
         self._stop = asyncio.Event()
 
     def run(self) -> None:
@@ -73,13 +75,13 @@ class Server:
         from millrace.supervise.engine_supervisor import EngineSupervisor
         from millrace.terminal.model_download import obtain_model
 
-        obtain_model(self._config.model.source)
+        obtain_model(self._config.model.source, offline=self._config.model.offline)
         # Start the engine first: its imports take longest and run in parallel with everything below.
         supervisor = EngineSupervisor(self._config, start_engine(self._config))
         try:
             import uvloop
 
-            with tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
+            with announced() as self._announcement, tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
                 uvloop.run(self._serve(supervisor, directory))
         finally:
             self._end(supervisor.engine)
@@ -150,6 +152,8 @@ class Server:
         url = reachable_url(server.host, server.port)
         if server.tls_cert:
             url = url.replace("http://", "https://", 1)
+        if self._announcement is not None:
+            self._announcement.write(ready.model_name, url, ready.device)
         needs_key = bool(server.keys_file)
         warning = "" if needs_key else open_server_warning(server.host)
         if warning:

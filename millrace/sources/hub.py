@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -66,7 +67,9 @@ def find_downloaded(name: HubName) -> HubModel | None:
     """The model if all its files are here in full."""
     try:
         record = json.loads(_manifest(name).read_text(encoding="utf-8"))
-        model = HubModel(record["name"], record["commit"], tuple(HubFile(**f) for f in record["files"]), record["folder"])
+        model = HubModel(
+            record["name"], record["commit"], tuple(HubFile(**f) for f in record["files"]), record["folder"]
+        )
         sizes = [(Path(model.folder) / file.name).stat().st_size for file in model.files]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -225,9 +228,7 @@ def _fetch_file(name: HubName, model: HubModel, file: HubFile, before: int, repo
 
     report(what, before, model.num_bytes)
     try:
-        path = Path(
-            huggingface_hub.hf_hub_download(name.repo, file.name, revision=model.commit, tqdm_class=Reporter)
-        )
+        path = Path(huggingface_hub.hf_hub_download(name.repo, file.name, revision=model.commit, tqdm_class=Reporter))
     except Exception as error:
         raise _failure(name, error) from error
     problem = _problem(path, file, lambda done: report(f"verifying {name}", before + done, model.num_bytes))
@@ -240,15 +241,12 @@ def _fetch_file(name: HubName, model: HubModel, file: HubFile, before: int, repo
     return path
 
 
-def _problem(path: Path, file: HubFile, on_bytes: Any) -> str:
+def _problem(path: Path, file: HubFile, on_bytes: Callable[[int], None]) -> str:
     """What is wrong with a downloaded file; empty if it is as the hub says."""
     size = path.stat().st_size
     if size != file.num_bytes:
         return f"it has {size:,} bytes instead of {file.num_bytes:,}"
     if not file.sha256:
-        return ""
-    marker = path.with_name(f".{path.name}.verified")
-    if marker.is_file() and marker.read_text(encoding="utf-8") == file.sha256:
         return ""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as source:

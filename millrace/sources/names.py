@@ -13,7 +13,7 @@ from millrace.sources.catalogue import find_entry
 from millrace.sources.known_models import find_known
 
 _HUB_NAME = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<variant>[\w.-]+))?"
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<variant>[\w./-]+))?"
 )
 _ALIAS = re.compile(r"[A-Za-z0-9][\w.:-]*")
 DEFAULT_QUANTISATION = "Q4_K_M"

@@ -13,13 +13,14 @@ from millrace.sources.gguf.config import config_from_gguf
 from millrace.sources.gguf.model import open_gguf_model
 from millrace.sources.hf_config import read_config
 from millrace.sources.hf_files import find_weights, has_pickled_weights
-from millrace.sources.hub import fetch_gguf, fetch_snapshot
-from millrace.sources.known_models import KNOWN_MODELS, find_known, nearest_known
+from millrace.sources.hub import fetch, find_downloaded
+from millrace.sources.known_models import find_known
+from millrace.sources.library import is_downloaded, nearest_name
+from millrace.sources.names import HubName, expand_alias, has_gpu, parse_name
 
 __all__ = ["ModelFiles", "Progress", "resolve_model"]
 
 RANDOM_PREFIX = "random:"
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf))?")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -37,32 +38,35 @@ class ModelFiles:
     """Files with tensors."""
 
 
-def resolve_model(source: str, *, progress: Progress | None = None) -> ModelFiles:
-    """Find the model. Known models and hub ids are downloaded if they are not in the cache."""
-    text = source.strip()
+def resolve_model(source: str, *, progress: Progress | None = None, offline: bool = False) -> ModelFiles:
+    """Find the model. Known models and hub names are downloaded if they are not on this machine, unless `offline`."""
+    text = expand_alias(source.strip())
     if text.startswith(RANDOM_PREFIX):
         return _from_random(text.removeprefix(RANDOM_PREFIX))
+    if offline and not is_downloaded(text):
+        raise ModelError(
+            f"'{source}' is not on this machine, and --offline forbids downloads. `millrace ls` lists models."
+        )
     known = find_known(text)
     if known is not None:
         return _from_gguf(fetch_known(known, progress=progress), known.name)
     path = Path(text).expanduser()
     if text and path.exists():
         return _from_directory(path) if path.is_dir() else _from_file(path)
-    match = _HUB_ID.fullmatch(text)
-    if match is not None and not text.startswith(("./", "../", "~")):
-        return _from_hub(match["repo"], match["file"], progress)
-    raise _not_found(source)
+    name = parse_name(text, has_gpu=has_gpu())
+    if name is not None:
+        return _from_hub(name, text, progress)
+    raise not_found(source)
 
 
-def _not_found(source: str) -> ModelError:
+def not_found(source: str) -> ModelError:
     if source.endswith(".gguf") or source.startswith(("/", "./", "../", "~")):
         return ModelError(f"There is no file or directory {source}. Check the path.")
-    near = nearest_known(source)
+    near = nearest_name(source)
     hint = f" Did you mean '{near}'?" if near else ""
-    names = ", ".join(model.name for model in KNOWN_MODELS)
     return ModelError(
-        f"There is no model '{source}'.{hint} Give one of {names}; or a directory, a .gguf file,"
-        " a hub id such as org/name or org/name:file.gguf, or random:<config.json>."
+        f"There is no model '{source}'.{hint} `millrace models` lists the names; or give a directory, a .gguf file,"
+        " a hub name such as org/model, org/model@revision or org/model:Q4_K_M, or random:<config.json>."
     )
 
 
@@ -123,13 +127,7 @@ def _gguf_choices(path: Path) -> list[Path]:
     return found
 
 
-def _from_hub(repo: str, file: str | None, progress: Progress | None) -> ModelFiles:
-    if file is not None:
-        return _from_gguf(fetch_gguf(repo, file, progress), f"{repo}:{file}")
-    folder = fetch_snapshot(repo, progress)
-    if not find_weights(folder):
-        raise ModelError(
-            f"'{repo}' on the hub has no safetensors files. For a GGUF file, give {repo}:<file>.gguf."
-            " Pickled weights are refused because loading them can run arbitrary code."
-        )
-    return _from_directory(folder, repo)
+def _from_hub(name: HubName, shown: str, progress: Progress | None) -> ModelFiles:
+    model = find_downloaded(name) or fetch(name, progress)
+    path = model.weights
+    return _from_gguf(path, shown) if path.suffix == ".gguf" else _from_directory(path, shown)

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from millrace.sources.resolve import ModelFiles, resolve_model
 
 
-def fetch_with_progress(source: str, console: Console | None = None) -> ModelFiles:
-    """Resolve `source`, with a progress bar while files are downloaded."""
+def fetch_with_progress(source: str, console: Console | None = None, *, offline: bool = False) -> ModelFiles:
+    """Resolve `source`, with a progress bar, rate and time left while files are downloaded."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
+        TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console or Console(stderr=True),
         transient=True,
     )
     with bar:
-        return resolve_model(source, progress=_Display(bar))
+        return resolve_model(source, progress=_Display(bar), offline=offline)
 
 
 class _Display:

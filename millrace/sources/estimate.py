@@ -1,0 +1,88 @@
+"""What a model will need: memory for weights and context, and a rough decoding speed. For display, not for planning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.sources.catalogue import CatalogueEntry, entry_of_files, find_entry
+from millrace.sources.names import has_gpu
+
+_SHOWN_CONTEXT = 8192
+_OVERHEAD_BYTES = 600e6
+"""Libraries and buffers of the engine's process."""
+_PROBE_BYTES = 64 << 20
+
+
+def estimate_lines(name: str, weight_bytes: int) -> Iterator[str]:
+    """Memory and speed of a model with these weights; the KV part only for models of the catalogue."""
+    entry = find_entry(name) or entry_of_files(name)
+    context = min(entry.context, _SHOWN_CONTEXT) if entry is not None else 0
+    kv_bytes = entry.kv_bytes_per_token * context if entry is not None else 0
+    needed = weight_bytes + kv_bytes + _OVERHEAD_BYTES
+    parts = f"weights {_gb(weight_bytes)}" + (f", {context:,} tokens of context {_gb(kv_bytes)}" if kv_bytes else "")
+    yield f"{name}: needs about {_gb(needed)} of memory ({parts})."
+    if has_gpu():
+        return
+    available = available_bytes()
+    if available and needed > available:
+        yield (
+            f"Warning: this machine has {_gb(available)} available, so it may not fit."
+            " Choose a smaller model or quantisation, or lower --max-context."
+        )
+    share = entry.active / entry.parameters if entry is not None and entry.active else 1.0
+    bandwidth = _bytes_per_s()
+    yield (
+        f"Expect up to {bandwidth / (weight_bytes * share):.1f} tokens/s for one stream on this CPU"
+        f" (memory at {bandwidth / 1e9:.0f} GB/s)."
+    )
+
+
+def memory_of(entry: CatalogueEntry, weight_format: str) -> float:
+    """Bytes for weights in this format, a context of 8,192 tokens and the process."""
+    return (
+        entry.num_bytes(weight_format) + entry.kv_bytes_per_token * min(entry.context, _SHOWN_CONTEXT) + _OVERHEAD_BYTES
+    )
+
+
+def available_bytes() -> int:
+    """Memory that this process can still take: of the machine, or of its control group if that is less; 0 = unknown."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+    limit, used = cgroup_memory()
+    return min(available, max(limit - used, 0)) if limit else available
+
+
+def cgroup_memory() -> tuple[int, int]:
+    """(limit, used) of this process's control group, in bytes; a limit of 0 = none."""
+    root = Path("/sys/fs/cgroup")
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit = int((root / limit_file).read_text(encoding="ascii"))
+            used = int((root / used_file).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # Absent, or "max".
+            continue
+        return (limit, used) if limit < 1 << 60 else (0, used)
+    return 0, 0
+
+
+def _bytes_per_s() -> float:
+    """Rate at which this process reads and writes memory, with one thread: about 30 ms to measure."""
+    block = bytearray(_PROBE_BYTES)
+    best_s = 1e9
+    for _ in range(2):
+        started = time.perf_counter()
+        bytes(block)
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2 * _PROBE_BYTES / best_s
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
