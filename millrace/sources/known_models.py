@@ -6,7 +6,6 @@ model file.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -133,10 +132,3 @@ def find_known(name: str) -> KnownModel | None:
         if wanted == model.name or wanted in model.aliases:
             return model
     return None
-
-
-def nearest_known(name: str) -> str | None:
-    """The known name that is most similar to `name`."""
-    names = [candidate for model in KNOWN_MODELS for candidate in (model.name, *model.aliases)]
-    close = difflib.get_close_matches(name.strip().lower(), names, n=1, cutoff=0.6)
-    return close[0] if close else None

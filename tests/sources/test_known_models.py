@@ -7,7 +7,8 @@ import re
 import pytest
 
 from millrace.config import DEFAULT_MODEL
-from millrace.sources.known_models import KNOWN_MODELS, find_known, nearest_known
+from millrace.sources.known_models import KNOWN_MODELS, find_known
+from millrace.sources.library import nearest_name
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,10 @@ def test_the_default_model_is_known() -> None:
 
 
 def test_misspellings_get_the_nearest_name_and_nonsense_gets_none() -> None:
-    assert nearest_known("smolm2-135m-instruct") == "smollm2-135m-instruct"
-    assert nearest_known("qwen2.5-codr-1.5b") == "qwen2.5-coder-1.5b"
-    assert nearest_known("zzz") is None
+    assert nearest_name("smolm2-135m-instruct") == "smollm2-135m-instruct"
+    assert nearest_name("qwen2.5-codr-1.5b") == "qwen2.5-coder-1.5b"
+    assert nearest_name("lama3") == "llama3"
+    assert nearest_name("zzz") is None
 
 
 def test_every_entry_is_pinned_and_no_name_is_used_twice() -> None:

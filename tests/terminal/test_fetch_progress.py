@@ -18,7 +18,7 @@ FILES = ModelFiles("toy", "random", Path("config.json"), {}, ())
 
 
 def show(monkeypatch: pytest.MonkeyPatch, reports: list[tuple[str, int, int]]) -> str:
-    def resolve(source: str, *, progress: Progress) -> ModelFiles:
+    def resolve(source: str, *, progress: Progress, offline: bool) -> ModelFiles:
         assert source == "toy"
         for report in reports:
             progress(*report)
