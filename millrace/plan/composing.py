@@ -15,6 +15,8 @@ class Composer:
         self._seating, self._rows, self._in_flight = seating, seating.rows, in_flight
         self._has_groups = seating.groups.num_groups > 1
         self._repeated: RepeatedDecode | None = None
+        self._epoch = 0
+        """Of the last plan."""
 
     def repeats(self) -> bool:
         """True if the next plan may decode exactly the rows of the last one."""
@@ -41,6 +43,7 @@ class Composer:
             rows.slack[singles] += drafts
             drafts = np.concatenate([drafts, np.zeros(len(chunks), np.int32)]) if chunks else drafts
         admitted = self._admissions(chunks, singles)
+        self._epoch += 1
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = StepPlan(
             step_no=self._in_flight.next_step,
@@ -57,6 +60,7 @@ class Composer:
             block_groups=block_groups if self._has_groups else None,
             draft_places=drafts,
             masked=self._masked(table_rows, samples),
+            epoch=self._epoch,
         )
         self._in_flight.launch(plan)
         self._repeated = repeated_decode_from(plan, len(singles), rows)
@@ -81,7 +85,7 @@ class Composer:
             shared_blocks=self._seating.shared_blocks(int(order[0])),
             block_groups=block_groups if self._has_groups else None,
             masked=before.masked,
-            is_repeated_decode=True,
+            epoch=self._epoch,
         )
         self._in_flight.launch(plan)
         repeated.advance(plan)

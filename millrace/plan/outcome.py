@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.plan.request import Request, end_of
 from millrace.plan.rows import NO_TOKEN, Rows
-from millrace.plan.step import Bools, Ended, Int32s, Int64s, StepPlan
+from millrace.plan.step import NO_EPOCH, Bools, Ended, Int32s, Int64s, StepPlan
 
 
 @dataclass(slots=True)
@@ -57,6 +57,8 @@ class PendingOutcome:
     """Steps of the same rows after this one until the first row reaches its limit."""
     hides_ends: bool
     """True if some row ignores its end tokens because it is still below min_tokens."""
+    epoch: int = NO_EPOCH
+    """Of the plan."""
     is_repeated: bool = False
     """True if derived by `next` from the outcome of the previous step."""
 
@@ -81,6 +83,7 @@ class PendingOutcome:
             end_tokens=self.end_tokens,
             steps_left=self.steps_left - 1,
             hides_ends=False,
+            epoch=self.epoch,
             is_repeated=True,
         )
 
@@ -157,6 +160,7 @@ def make_pending_outcome(plan: StepPlan, rows: Rows) -> PendingOutcome:
         end_tokens=end_tokens,
         steps_left=int(left.min()) if len(left) else 0,
         hides_ends=hides_ends,
+        epoch=plan.epoch,
     )
 
 

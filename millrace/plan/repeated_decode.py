@@ -12,7 +12,7 @@ from millrace.plan.step import Int64s, StepPlan
 class RepeatedDecode:
     """The last plan decoded every active row without drafts, so the next one can repeat it, one position later."""
 
-    epoch: int
+    rows_epoch: int
     """`Rows.epoch` at that time. Every admission and release increases it, so an equal epoch means the same rows."""
     order: Int64s
     plan: StepPlan
@@ -22,7 +22,7 @@ class RepeatedDecode:
 
     def can_repeat(self, rows: Rows) -> bool:
         """True if the next plan may have the same rows. Each is one token behind: the token it just drew."""
-        return rows.epoch == self.epoch and self.plans_left > 0
+        return rows.epoch == self.rows_epoch and self.plans_left > 0
 
     def advance(self, plan: StepPlan) -> None:
         self.plan = plan

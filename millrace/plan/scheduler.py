@@ -340,7 +340,7 @@ class Scheduler:
 
     def _make_pending(self, plan: StepPlan) -> PendingOutcome:
         before = self._last_outcome
-        if plan.is_repeated_decode and before is not None and before.can_repeat:
+        if before is not None and before.can_repeat and plan.repeats(before.epoch):
             return before.next()
         return make_pending_outcome(plan, self.rows)
 

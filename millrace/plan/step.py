@@ -19,6 +19,8 @@ Bools = npt.NDArray[np.bool_]
 
 FEW = 16
 """Below this length a Python loop beats a NumPy call."""
+NO_EPOCH = -1
+"""Epoch of a plan that repeats no other and that no other repeats."""
 
 ReleaseReason = FinishReason | Literal["preempted"]
 
@@ -74,14 +76,17 @@ class StepPlan:
     """Places for drafts of each row, beyond its `counts`; None if the step verifies no drafts."""
     masked: Bools | None = None
     """True for drawing rows whose next token a grammar restricts: the draw waits for their masks. None if none has."""
-    is_repeated_decode: bool = False
-    """True if this step decodes the same rows as the previous plan, in the same order, with no admission or release.
-    Each row computes the token it drew in the previous step, so whatever depends only on the rows stays valid."""
+    epoch: int = NO_EPOCH
+    """Grows with every change of the step's rows. A plan with the epoch of the plan before decodes the same rows in the
+    same order, with no admission or release: each row computes the token it drew in the step before, so whatever
+    depends only on the rows stays valid."""
+
+    def repeats(self, epoch: int) -> bool:
+        """True if this plan repeats the plan before it, whose epoch is given."""
+        return self.epoch == epoch and epoch != NO_EPOCH
 
     @property
     def num_tokens(self) -> int:
-        if self.is_repeated_decode:
-            return len(self.rows)
         return sum(self.counts.tolist()) if len(self.counts) < FEW else int(self.counts.sum())
 
 

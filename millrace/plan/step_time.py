@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from millrace.plan.step import StepPlan
+from millrace.plan.step import NO_EPOCH, StepPlan
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,12 +65,15 @@ class StepTimeModel:
         self._num_outliers = 0
         """Outliers in a row; negative if they were faster than predicted."""
         self._num_seen = 0
+        self._epoch = NO_EPOCH
+        """Of the plan observed last."""
         self._publish()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took this long."""
         self._num_seen += 1
-        if plan.is_repeated_decode and self._num_seen > NUM_FIRST and self._num_seen % OBSERVE_EVERY:
+        repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
+        if repeats and self._num_seen > NUM_FIRST and self._num_seen % OBSERVE_EVERY:
             return
         if seconds > 0:
             self._fit(_parts(plan) * self._scale, seconds)
@@ -128,8 +131,6 @@ class StepTimeModel:
 def _parts(plan: StepPlan) -> Floats:
     """Size of each part of a step: 1, prompt tokens, decode rows, tokens that they read, pairs of prompt tokens."""
     num_rows = len(plan.rows)
-    if plan.is_repeated_decode:
-        return np.array([1.0, 0.0, num_rows, num_rows + float(plan.starts.sum()), 0.0])
     starts, counts = plan.starts.astype(np.float64), plan.counts
     is_prompt = counts > 1
     num_prompt = float(counts[is_prompt].sum())

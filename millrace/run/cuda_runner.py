@@ -20,7 +20,7 @@ from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_take_long_rows
 from millrace.ops.tuning.load import num_multiprocessors
-from millrace.plan.step import BlockCopies, StepPlan
+from millrace.plan.step import NO_EPOCH, BlockCopies, StepPlan
 from millrace.run.device.block_copier import BlockCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
@@ -149,6 +149,8 @@ class CudaRunner:
         """The last forward pass."""
         self._draws: DrawPlan | None = None
         """The draw plan of the last step."""
+        self._epoch = NO_EPOCH
+        """Of the last step's plan."""
         self._graphs = GraphCache(self._buckets.decode_sizes, enabled=graphs)
         to_capture = self._all_parts(max_blocks * block_size) if graphs else []
         self._warm_up = WarmUp(
@@ -200,10 +202,11 @@ class CudaRunner:
         self._sampler.update(plan)
         if self._drafts is not None:
             self._drafts.admit(plan)
-        draws, work = self._draw_plan(plan), self._work
+        repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
+        draws, work = self._draw_plan(plan, repeats), self._work
         records = self._sampler.records(plan)
         plan = self._table.send_excess_blocks(plan, UPDATES_IN_PACKET)
-        bucket, exact = self._bucket_for(plan)
+        bucket, exact = self._bucket_for(plan, 1 if repeats else max_of(plan.counts))
         if bucket.is_decode:
             bucket = self._with_graph(bucket)
         work.send(plan, bucket, draws, records)
@@ -263,9 +266,9 @@ class CudaRunner:
             self._warm_up.capture_next(Head(wanted, variant))
         return Head(size, variant)
 
-    def _draw_plan(self, plan: StepPlan) -> DrawPlan:
+    def _draw_plan(self, plan: StepPlan, repeats: bool) -> DrawPlan:
         last = self._draws
-        if plan.is_repeated_decode and plan.masked is None and last is not None and last.is_reusable:
+        if repeats and plan.masked is None and last is not None and last.is_reusable:
             return last
         self._draws = draws = plan_draws(plan, self._sampler.row_params, self._is_worth_splitting)
         self._sampler.keep_raw_logits(plan.rows[draws.due], draws)
@@ -275,9 +278,10 @@ class CudaRunner:
         min_rows = self._decoder.spec.hidden_size / HIDDEN_PER_SPLIT_ROW
         return num_greedy >= min_rows and self._decoder.draws(self._buckets.decode(num_greedy).rows)
 
-    def _bucket_for(self, plan: StepPlan) -> tuple[Bucket, bool]:
-        """(bucket, is_exact). Steps that are rare or fit no bucket run uncaptured at their exact size."""
-        num_rows, longest = len(plan.rows), 1 if plan.is_repeated_decode else max_of(plan.counts)
+    def _bucket_for(self, plan: StepPlan, longest: int) -> tuple[Bucket, bool]:
+        """(bucket, is_exact). Steps that are rare or fit no bucket run uncaptured at their exact size. `longest`: most
+        tokens of a row."""
+        num_rows = len(plan.rows)
         scores_prompts = self._table.scores_prompts(plan.rows)
         if plan.draft_places is not None and longest == 1 and plan.samples.all():
             return self._buckets.decode(num_rows, places=self._places(plan)), False

@@ -153,9 +153,9 @@ class World:
 
     def check_repeated(self, plan: StepPlan) -> None:
         before, self.last_plan = self.last_plan, plan
-        if plan.is_repeated_decode:
+        assert before is None or plan.epoch >= before.epoch
+        if before is not None and plan.repeats(before.epoch):
             self.num_repeated += 1
-            assert before is not None
             assert plan.rows.tolist() == before.rows.tolist()
             assert plan.starts.tolist() == (before.starts + 1).tolist()
             assert set(plan.counts.tolist()) == set(before.counts.tolist()) == {1}

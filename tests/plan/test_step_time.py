@@ -8,7 +8,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from millrace.plan.step import StepPlan
+from millrace.plan.step import NO_EPOCH, StepPlan
 from millrace.plan.step_time import NUM_FIRST, OBSERVE_EVERY, StepRates, StepTimeModel
 
 SLOW = StepRates(0.019, 0.008, 0.007, 2e-6, 3e-6)
@@ -28,7 +28,7 @@ def a_step(starts: list[int], counts: list[int], *, is_repeated: bool = False) -
         NONE,
         NONE,
         NONE,
-        is_repeated_decode=is_repeated,
+        epoch=1 if is_repeated else NO_EPOCH,
     )
 
 

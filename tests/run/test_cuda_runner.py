@@ -252,8 +252,8 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     steps: list[tuple[StepPlan, int]] = []
     choose = runner._bucket_for
 
-    def noted(plan: StepPlan) -> tuple[step_packet.Bucket, bool]:
-        bucket, exact = choose(plan)
+    def noted(plan: StepPlan, longest: int) -> tuple[step_packet.Bucket, bool]:
+        bucket, exact = choose(plan, longest)
         steps.append((plan, bucket.parts))
         return bucket, exact
 

@@ -46,7 +46,7 @@ class Decoding:
         self.rows: dict[int, int] = {}
         """Positions of their next tokens."""
         self.buffers = [np.full(6000, 777, np.int32) for _ in range(4)]
-        self.num_steps = self.num_repeated = self.num_cut = self.num_grouped = 0
+        self.num_steps = self.num_repeated = self.num_cut = self.num_grouped = self.epoch = 0
         self.draws = draws_of(np.zeros(0, np.bool_))
 
     def join(self) -> tuple[Admission, ...]:
@@ -72,41 +72,41 @@ class Decoding:
         if event > 0.97:
             self.pad()
         repeats = self.num_steps > 0 and not admitted and not 0.9 < event < 0.95
+        self.epoch += not repeats
         if self.rows:
-            self.send(self.plan(admitted, repeats), admitted)
+            self.send(self.plan(admitted), repeats)
             self.rows = {row: start + 1 for row, start in self.rows.items()}
 
-    def plan(self, admitted: tuple[Admission, ...], repeats: bool) -> StepPlan:
+    def plan(self, admitted: tuple[Admission, ...]) -> StepPlan:
         rows, starts = (np.array(list(column), np.int32) for column in (self.rows.keys(), self.rows.values()))
         ones, blocks = np.ones_like(rows), int(self.rng.integers(0, 5))
         block_rows, block_cols, block_ids = self.rng.integers(1, 99, (3, blocks)).astype(np.int32)
         return StepPlan(
             step_no=0, rows=rows, starts=starts, counts=ones, samples=ones > 0,
  block_rows=block_rows, block_cols=block_cols, block_ids=block_ids,
-            admitted=admitted, is_repeated_decode=repeats, shared_blocks=int(self.rng.choice([0, 40], p=[0.9, 0.1])),
+            admitted=admitted, epoch=self.epoch, shared_blocks=int(self.rng.choice([0, 40], p=[0.9, 0.1])),
         )  # fmt: skip
 
     def pad(self) -> None:
         """Write a step that is all padding, as used to capture graphs."""
         self.writer.write(None, self.table, self.buckets.decode(len(self.rows) or 1), self.buffers[0])
 
-    def send(self, plan: StepPlan, admitted: tuple[Admission, ...]) -> None:
+    def send(self, plan: StepPlan, repeats: bool) -> None:
         self.table.update_host(plan)
         shares_prefix = plan.shared_blocks > 0 and not self.tile_decode_rows
         bucket = replace(self.buckets.decode(len(plan.rows)), shares_prefix=shares_prefix)
-        records = self.rng.integers(0, 99, (len(admitted), RECORD_WORDS)).astype(np.int32)
+        records = self.rng.integers(0, 99, (len(plan.admitted), RECORD_WORDS)).astype(np.int32)
         packet, expected = self.buffers[self.num_steps % 4], np.full(6000, 555, np.int32)
-        if not plan.is_repeated_decode or self.rng.random() < 0.05:
+        if not repeats or self.rng.random() < 0.05:
             self.draws = draws_of(self.rng.random(len(plan.rows)) < self.rng.choice([0.0, 0.3, 1.0]))
         draws = self.draws
-        self.num_grouped += plan.is_repeated_decode and draws.order is not None
+        self.num_grouped += repeats and draws.order is not None
         used = self.writer.write(plan, self.table, bucket, packet, draws, records, self.num_steps)
         forgetful = PacketWriter(block_size=BLOCK, tile_decode_rows=self.tile_decode_rows, **SIZES)
-        alone = replace(plan, is_repeated_decode=False)
-        assert used == forgetful.write(alone, self.table, bucket, expected, draws, records, self.num_steps)
+        assert used == forgetful.write(plan, self.table, bucket, expected, draws, records, self.num_steps)
         self.compare(forgetful.layout(bucket), packet, expected, used)
         self.num_steps += 1
-        self.num_repeated += plan.is_repeated_decode
+        self.num_repeated += repeats
 
     def compare(self, layout: PacketLayout, packet: Int32s, expected: Int32s, used: int) -> None:
         for name, section in vars(layout).items():
@@ -168,9 +168,9 @@ def test_a_template_is_used_only_for_repeated_steps(monkeypatch: pytest.MonkeyPa
  block_rows=none, block_cols=none, block_ids=none,
     )  # fmt: skip
     draws = draws_of(rows > 99)
-    for step, repeats in enumerate([False, True, True, False, True]):
-        moved = replace(plan, starts=plan.starts + step, is_repeated_decode=repeats)
+    for step, epoch in enumerate([1, 1, 1, 2, 2]):
+        moved = replace(plan, starts=plan.starts + step, epoch=epoch)
         writer.write(moved, table, bucket, packet, draws)
     assert len(sorted_times) == 2
-    writer.write(replace(moved, is_repeated_decode=True), table, bucket, packet, draws_of(rows > 5))
+    writer.write(moved, table, bucket, packet, draws_of(rows > 5))
     assert len(sorted_times) == 3, "other head groups, another packet"

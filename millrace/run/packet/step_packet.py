@@ -145,9 +145,9 @@ class _Template:
     the rows' positions."""
 
     def __init__(
-        self, layout: PacketLayout, packet: Int32s, num_rows: int, draws: DrawPlan, order: Int64s | None
+        self, layout: PacketLayout, packet: Int32s, num_rows: int, draws: DrawPlan, order: Int64s | None, epoch: int
     ) -> None:
-        self._layout, self._draws = layout, draws
+        self._layout, self._draws, self._epoch = layout, draws, epoch
         self._words = words = packet[: layout.updates_start].copy()
         self._order = order
         """Order of the list of decode rows, or None if the list cannot be advanced."""
@@ -158,8 +158,8 @@ class _Template:
         # A row that has drawn has no tokens from the host left.
         layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
 
-    def fits(self, layout: PacketLayout, draws: DrawPlan | None) -> bool:
-        return self._layout is layout and self._draws is draws
+    def fits(self, plan: StepPlan, layout: PacketLayout, draws: DrawPlan | None) -> bool:
+        return plan.repeats(self._epoch) and self._layout is layout and self._draws is draws
 
     def write(self, starts: Int32s, packet: Int32s) -> None:
         self._starts[:] = starts
@@ -238,7 +238,7 @@ class PacketWriter:
         """Fill the packet and return the number of words used. Without a plan the step holds only padding; without
         `draws` no row draws. `records` [n, words]: one for each row that the step admits."""
         layout, template = self.layout(bucket), self._template
-        if plan is not None and plan.is_repeated_decode and template is not None and template.fits(layout, draws):
+        if plan is not None and template is not None and template.fits(plan, layout, draws):
             template.write(plan.starts, packet)
         else:
             self._template = self._write_rows(plan, draws, table, layout, packet)
@@ -291,7 +291,7 @@ class PacketWriter:
         states = np.arange(len(rows)) if bucket.last_only or bucket.places > 1 else last_tokens[: len(rows)]
         _write_samples(layout, packet, draws, (states, rows, ends))
         repeatable = bucket.is_decode and not bucket.places and len(draws.due) == len(rows)
-        return _Template(layout, packet, len(rows), draws, order) if repeatable else None
+        return _Template(layout, packet, len(rows), draws, order, plan.epoch) if repeatable else None
 
     def shared_tokens(self, plan: StepPlan) -> int:
         """Length of the shared prefix, rounded down to SHARED_UNIT."""
