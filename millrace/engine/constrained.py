@@ -65,3 +65,7 @@ class ConstrainedRequests:
         bits = np.empty((len(states), self._num_words), np.uint32)
         self._grammars.fill(request_ids.tolist(), bits)
         return Masks(states, bits)
+
+    def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
+        is_forced = np.bitwise_count(masks.bits).sum(axis=1) == 1
+        return [(request_id, self._grammars.forced(request_id)) for request_id in request_ids[is_forced].tolist()]

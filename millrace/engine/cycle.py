@@ -40,6 +40,9 @@ class MaskSource(Protocol):
     def masks(self, states: Int64s, request_ids: Int64s) -> Masks | None:
         """The masks of these requests, whose tokens are drawn from these of the step's states."""
 
+    def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
+        """The requests whose mask, just computed, allows one token only, each with the tokens that must come next."""
+
 
 class Listener(Protocol):
     """Told of everything that happens in a cycle, in order."""
@@ -117,13 +120,17 @@ class Cycle:
         probe: Callable[[], None],
         masks: MaskSource | None = None,
         depth: int = DEPTH,
+        min_jump: int = 1,
     ) -> None:
-        """`probe` raises if the device itself is unusable."""
+        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
         self._clock, self._probe, self._masks, self._depth = clock, probe, masks, depth
         self._launched: deque[Launched] = deque()
         self._copying = BlockCopying(scheduler, runner, clock)
         self._confirmed_at = 0.0
+        self._min_jump = min_jump
+        self.num_jumped = 0
+        """Tokens that were appended without a draw."""
         self.times = Times()
 
     @property
@@ -189,9 +196,18 @@ class Cycle:
         if plan.masked is not None and self._masks is not None:
             began = self._clock()
             states = np.flatnonzero(plan.masked[plan.samples])
-            masks = self._masks.masks(states, self._scheduler.rows.request_ids[plan.rows[plan.masked]])
+            request_ids = self._scheduler.rows.request_ids[plan.rows[plan.masked]]
+            masks = self._masks.masks(states, request_ids)
             self.times.mask_s += self._clock() - began
+            if masks is not None:
+                self._append_forced(self._masks.forced(masks, request_ids))
         launched.pending = self._runner.draw(plan, masks)
+
+    def _append_forced(self, forced: list[tuple[int, list[int]]]) -> None:
+        """Rows continue after the tokens that their grammars force. The step launched last draws the first of them."""
+        for request_id, tokens in forced:
+            if len(tokens) > self._min_jump:
+                self.num_jumped += self._scheduler.append_forced(request_id, tokens)
 
     def _tell_ended(self, now: float) -> None:
         if ended := self._scheduler.take_ended():

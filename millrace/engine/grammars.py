@@ -194,6 +194,11 @@ class Grammars:
         self._num_masks += len(matchers)
         self._mask_seconds += time.monotonic() - began
 
+    def forced(self, request_id: int) -> list[int]:
+        """The tokens that must come next, one after the other."""
+        matcher = self._matchers.get(request_id)
+        return matcher.forced_tokens() if matcher is not None else []
+
     def _fill(self, request_ids: Sequence[int], rows: list[int], matchers: list[Matcher], out: Uint32s) -> None:
         assert self._environment is not None, "a matcher without an environment"
         is_whole = len(rows) == len(out)

@@ -51,6 +51,9 @@ CHECK_POOL_EVERY = 4096
 """Steps between checks of the pool equation."""
 BLOCKED_WAIT_S = 0.05
 """Wait for messages when there is work but no step can be planned."""
+MIN_JUMP, CUDA_MIN_JUMP = 1, 3
+"""Draws that must be saved before tokens forced by a grammar are appended at once. On a GPU such a step is a mixed one,
+which takes longer than a decode step."""
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
 
@@ -85,7 +88,10 @@ class Engine:
         """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
-        self._cycle = Cycle(scheduler, runner, self, clock=clock, probe=device.probe, masks=constrained)
+        min_jump = CUDA_MIN_JUMP if device.kind == "cuda" else MIN_JUMP
+        self._cycle = Cycle(
+            scheduler, runner, self, clock=clock, probe=device.probe, masks=constrained, min_jump=min_jump
+        )
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
@@ -333,6 +339,7 @@ class Engine:
             running_by_class=figures.running_by_class(),
             tenants=ledger.tenants.figures(),
             finished=dict(ledger.finished),
+            forced_tokens=self._cycle.num_jumped,
         )
 
 
@@ -355,6 +362,7 @@ def _to_request(message: NewRequest) -> Request:
         read_cache=params.prompt_logprobs is None,
         constrained=params.grammar is not None,
         can_draft=_can_draft(params),
+        can_jump=_can_draft(params),
         row_params=RowParams(params, message.end_token_ids),
     )
 

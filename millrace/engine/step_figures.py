@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.observe.histograms import NUM_CLASSES, Histograms
 from millrace.plan.rows import Rows
-from millrace.plan.step import StepOutcome, StepPlan
+from millrace.plan.step import NO_EPOCH, StepOutcome, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class StepFigures:
         """By row: when its request got its last token; NaN if it has none."""
         self._context = 0
         """Sum of the rows' contexts in the last step."""
+        self._epoch = NO_EPOCH
+        """Of the last step's plan."""
         self.output_tokens = 0
         self.step_rows = 0
         self.prefill_tokens = self.decode_tokens = 0
@@ -49,7 +51,8 @@ class StepFigures:
         num_rows = len(plan.rows)
         self.step_rows += num_rows
         self.output_tokens += len(outcome.tokens)
-        if plan.is_repeated_decode:
+        repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
+        if repeats:
             self._count_work(num_rows, self._context + num_rows, self._context + num_rows)
             self.decode_tokens += num_rows
         elif num_rows:
@@ -84,14 +87,13 @@ class StepFigures:
         assert plan.draft_places is not None
         self.drafted_tokens += int(plan.draft_places.sum())
         index = outcome.sample_index
-        self.accepted_tokens += int((index[1:] == index[:-1]).sum())
+        self.accepted_tokens += int((index[1:] == index[:-1]).sum()) - outcome.num_appended
 
     def _note_gaps(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
         """Tokens of one row in one step arrive together: all but the first have a gap of 0."""
-        drawing = plan.rows if plan.is_repeated_decode else plan.rows[plan.samples]
-        rows = drawing[outcome.sample_index]
+        rows = plan.rows[plan.samples][outcome.sample_index]
         gaps = now - self._last_token[rows]
-        if plan.draft_places is not None:
+        if plan.draft_places is not None or outcome.num_appended:
             gaps[1:][rows[1:] == rows[:-1]] = 0.0
         self._last_token[rows] = now
         priorities = self._rows.priority[rows]

@@ -215,6 +215,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """The first tenants to appear; later ones are counted together."""
     finished: dict[str, int] = {}
     """Ended requests by finish reason."""
+    forced_tokens: int = 0
+    """Output tokens that were not drawn, because a grammar allowed no others."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):

@@ -118,6 +118,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
         ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_query_tokens),
         ("host_tokens_loaded", "Tokens whose KV blocks returned from host memory.", stats.host_tokens_loaded),
+        ("forced_tokens", "Output tokens appended without a draw: a grammar allowed no others.", stats.forced_tokens),
         ("host_copies_failed", "KV blocks not copied to or from host memory, by error.", stats.host_copies_failed),
         ("host_blocks_lost", "KV blocks evicted before they were copied to host memory.", stats.host_blocks_lost),
         ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens),

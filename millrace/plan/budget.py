@@ -43,7 +43,9 @@ class StepBudget:
     def for_chunks(self, rows: Rows, singles: Int64s, behind: Int64s, num_waiting: int) -> int:
         """Tokens for chunks, in a step that also gives one token to each of the rows `singles`. `behind`: rows with
         more to compute. `num_waiting`: requests without a row."""
-        num_singles, num_without_token = len(singles), len(behind) + num_waiting
+        num_singles, num_without_token = len(singles), num_waiting
+        if len(behind):
+            num_without_token += int((rows.known_host[behind] == rows.num_prompt[behind]).sum())
         is_many = num_without_token >= MANY_PREFILLS and num_without_token > MANY_PREFILLS_SHARE * num_singles
         tokens = self._by_tokens(num_singles, is_many)
         if self.times is None or num_without_token == 0:

@@ -56,6 +56,7 @@ class Composer:
             block_ids=block_ids,
             admitted=admitted,
             released=self._seating.take_releases(),
+            appended=self._seating.take_appended(),
             shared_blocks=0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0])),
             block_groups=block_groups if self._has_groups else None,
             draft_places=drafts,

@@ -28,6 +28,20 @@ class Delivered:
     ended: list[tuple[int, Ended]]
     """Rows that ended, with their terminal events."""
 
+    def insert_appended(self, rows: Rows) -> list[tuple[int, Int32s]]:
+        """Add the tokens appended after those that this step drew. Returns them, by row."""
+        inserted = []
+        for row, tokens in list(rows.appended.items()):
+            at = np.flatnonzero(self.request_ids == rows.request_ids[row])
+            if not len(at):
+                continue  # A later step draws the token before them.
+            inserted.append((row, rows.appended.pop(row)))
+            after = np.full(len(tokens), at[-1] + 1)
+            self.request_ids = np.insert(self.request_ids, after, rows.request_ids[row])
+            self.tokens = np.insert(self.tokens, after, tokens)
+            self.sample_index = np.insert(self.sample_index, after, self.sample_index[at[-1]])
+        return inserted
+
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class PendingOutcome:

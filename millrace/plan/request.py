@@ -54,6 +54,8 @@ class Request:
     """True if a grammar restricts its tokens."""
     can_draft: bool = True
     """False if its tokens must be drawn one by one."""
+    can_jump: bool = True
+    """False if every token must be drawn, also where the grammar allows only one."""
     row_params: RowParams = DEFAULT_ROW_PARAMS
 
     ticket: int = -1

@@ -51,11 +51,8 @@ class Rows:
         """Confirmed tokens of the last, partly filled block."""
         self._add_block_columns()
         self._add_flow_columns()
+        self._add_grammar_columns()
         self.requests: list[Request | None] = [None] * capacity
-        self.constrained = np.zeros(capacity, np.bool_)
-        """`Request.constrained`."""
-        self.can_draft = np.zeros(capacity, np.bool_)
-        """`Request.can_draft`, and not constrained."""
         self.num_constrained = 0
         """Active rows with a grammar."""
         self.num_timed = 0
@@ -66,6 +63,14 @@ class Rows:
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
         self._order: Int64s | None = None
+
+    def _add_grammar_columns(self) -> None:
+        self.constrained = np.zeros(self.capacity, np.bool_)
+        """`Request.constrained`."""
+        self.can_draft = np.zeros(self.capacity, np.bool_)
+        """`Request.can_draft`, and not constrained."""
+        self.appended: dict[int, Int32s] = {}
+        """By row: tokens that its grammar forces after the one that a step in flight draws. They count as known."""
 
     def _add_flow_columns(self) -> None:
         self.flows = Flows()
@@ -169,6 +174,7 @@ class Rows:
         self.num_active -= 1
         self.active[row] = False
         self.requests[row] = None
+        self.appended.pop(row, None)
         blocks, self.blocks[row] = self.blocks[row], []
         self._order = None
         self.epoch += 1
@@ -203,6 +209,19 @@ class Rows:
         np.copyto(self.known, self.known_host)
         np.copyto(self.computed, self.confirmed)
         self.slack[:] = 0
+        self.appended.clear()
+
+    def extend(self, row: int, tokens: Int32s) -> None:
+        """Tokens follow the one that a step in flight draws."""
+        self.known[row] += len(tokens)
+        self.appended[row] = tokens
+        self.epoch += 1
+
+    def store(self, row: int, tokens: Int32s) -> None:
+        """Append confirmed tokens to one row."""
+        at = np.array([row])
+        for place in range(len(tokens)):
+            self.append(at, self.known_host[at], tokens[place : place + 1])
 
     def tokens(self, row: int) -> Int32s:
         """All confirmed tokens of a row."""

@@ -11,7 +11,7 @@ Its parts: `seating` (rows and their blocks), `admitting` (the queue), `budget`,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,8 @@ class _DeferredWork:
     """Tokens of the outcome's rows."""
     ended: list[tuple[int, Ended]]
     """Rows that ended, with their terminal events."""
+    appended: list[tuple[int, Int32s]]
+    """Tokens that follow the drawn one, by row."""
 
 
 class Scheduler:
@@ -158,6 +160,26 @@ class Scheduler:
         """Terminal events since the last call, each returned once."""
         ended, self._ended = tuple(self._ended), []
         return ended
+
+    def append_forced(self, request_id: int, forced: Sequence[int]) -> int:
+        """The grammar of a running request allows only these tokens next, one after the other. The first is drawn by
+        the step launched last; the others need no draw. Returns how many draws that saves."""
+        self.run_deferred()
+        row, rows = self._seating.row_of(request_id), self.rows
+        if row is None or row in rows.appended or not rows.request(row).can_jump:
+            return 0
+        known = int(rows.known[row])
+        if known != rows.known_host[row] + 1 or rows.computed[row] != known - 1 or rows.slack[row]:
+            return 0  # No step in flight draws for it, or several do.
+        end_token_ids = rows.request(row).end_token_ids
+        end = next((at for at, token in enumerate(forced) if token in end_token_ids), len(forced))
+        # The last token that the limit allows is drawn: it ends the request.
+        tokens = np.array(forced[: min(end, int(rows.limit[row]) - known)], np.int32)
+        if len(tokens) < 2:
+            return 0
+        self._pending = self._last_outcome = None
+        self._seating.append(row, tokens)
+        return len(tokens) - 1
 
     # -- copies between the device and host memory -------------------------------------------------------------------
 
@@ -275,7 +297,12 @@ class Scheduler:
         behind = known - rows.computed[order]
         # A row at its limit has drawn its last token, which is not confirmed yet.
         singles = order[(behind == 1) & (known < rows.limit[order])]
-        return singles if only is not None else self._choice.choose(singles), order[behind > 1]
+        return singles if only is not None else self._choice.choose(singles), self._by_urgency(order[behind > 1])
+
+    def _by_urgency(self, behind: Int64s) -> Int64s:
+        """Rows that have drawn already go before prompts: somebody reads their tokens."""
+        has_drawn = self.rows.computed[behind] >= self.rows.num_prompt[behind]
+        return np.concatenate([behind[has_drawn], behind[~has_drawn]]) if has_drawn.any() else behind
 
     def _crossing(self, singles: Int64s) -> Int64s:
         """The rows whose next token may need a new block."""
@@ -357,14 +384,16 @@ class Scheduler:
             self._pending, self._last_outcome = None, pending
             drawn = pending.active_tokens(tokens)
             delivered = pending.deliver(self.rows, drawn)
-            self._deferred = _DeferredWork(step_no, pending, drawn, delivered.ended)
+            appended = delivered.insert_appended(self.rows) if self.rows.appended else []
+            self._deferred = _DeferredWork(step_no, pending, drawn, delivered.ended, appended)
         else:
             if counts is None:
                 raise AssertionError("a step with draft places needs the number of tokens per row")
             self._pending = self._last_outcome = None
             drafted = DraftedOutcome(plan, self.rows, counts)
             delivered = drafted.deliver(self.rows, tokens)
-            self._deferred = _DeferredWork(step_no, drafted, tokens, delivered.ended)
+            appended = delivered.insert_appended(self.rows) if self.rows.appended else []
+            self._deferred = _DeferredWork(step_no, drafted, tokens, delivered.ended, appended)
         return self._step_outcome(step_no, delivered)
 
     def _step_outcome(self, step_no: int, delivered: Delivered) -> StepOutcome:
@@ -376,6 +405,7 @@ class Scheduler:
             sample_index=delivered.sample_index,
             first_ids=delivered.first_ids,
             ended=self.take_ended(),
+            num_appended=sum(len(tokens) for _, tokens in self._deferred.appended) if self._deferred else 0,
         )
 
     def run_deferred(self) -> None:
@@ -387,6 +417,8 @@ class Scheduler:
         done, self._deferred = self._deferred, None
         outcome = done.outcome
         outcome.store(self.rows, done.drawn)
+        for row, tokens in done.appended:
+            self.rows.store(row, tokens)
         self.pool.complete(done.step_no)
         self.rows.complete(done.step_no)
         if not outcome.is_repeated:  # A repeated decode step only fills blocks of tokens drawn since admission.

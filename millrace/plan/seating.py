@@ -16,7 +16,7 @@ from millrace.plan.kv.new_blocks import Columns, NewBlocks
 from millrace.plan.kv.prefix import Match, PrefixIndex
 from millrace.plan.request import Request
 from millrace.plan.rows import Rows
-from millrace.plan.step import Admission, Int64s, Release, ReleaseReason
+from millrace.plan.step import Admission, Appended, Int32s, Int64s, Release, ReleaseReason
 
 
 class Seating:
@@ -32,6 +32,7 @@ class Seating:
         self._releases: list[Release] = []
         self._new_blocks = NewBlocks()
         """Blocks of announced rows that no plan has carried yet."""
+        self._appended: list[Appended] = []
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -72,6 +73,7 @@ class Seating:
             self._unannounced.discard(row)
         else:
             self._new_blocks.drop(row)
+            self._appended = [appended for appended in self._appended if appended.row != row]
             self._releases.append(Release(row, request.id, reason))
         return request
 
@@ -183,8 +185,19 @@ class Seating:
     def take_new_blocks(self) -> Columns:
         return self._new_blocks.take()
 
+    def append(self, row: int, forced: Int32s) -> None:
+        """These tokens follow the confirmed ones. The first is drawn by the only step in flight that has the row."""
+        self._appended.append(Appended(row, int(self.rows.known_host[row]), forced))
+        self.rows.extend(row, forced[1:])
+
+    def take_appended(self) -> tuple[Appended, ...]:
+        appended = tuple(self._appended)
+        self._appended.clear()
+        return appended
+
     def announce_all_again(self) -> None:
         """The runner's table is lost: the next plans announce every row."""
         self._unannounced = set(self._row_of.values())
         self._new_blocks.clear()
+        self._appended.clear()
         self._releases.clear()

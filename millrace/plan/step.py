@@ -51,6 +51,17 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Appended:
+    """Tokens that a row is given without a draw, because its grammar allows no others: they are computed like a prompt.
+    The first one is drawn by the step before, from a mask that allows nothing else."""
+
+    row: int
+    start: int
+    """Position of the first token."""
+    tokens: Int32s
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     step_no: int
     rows: Int32s
@@ -68,6 +79,7 @@ class StepPlan:
     block_ids: Int32s
     admitted: tuple[Admission, ...] = ()
     released: tuple[Release, ...] = ()
+    appended: tuple[Appended, ...] = ()
     shared_blocks: int = 0
     """Number of leading blocks shared by all rows; 0 unless every row has a single token."""
     block_groups: Int32s | None = None
@@ -130,3 +142,5 @@ class StepOutcome:
     first_ids: Int64s
     """Requests that got their first token in this step."""
     ended: tuple[Ended, ...]
+    num_appended: int = 0
+    """How many of the tokens were appended without a draw. Each follows the drawn token of its row."""

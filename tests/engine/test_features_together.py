@@ -1,8 +1,8 @@
 """Features combine: whatever is switched on, every request gets the tokens that it gets alone without any of it.
 
 Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
-formats, prefix sharing, sampling, grammars, log-probabilities, penalties. Preemption is crossed with drafts, KV groups
-and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
+formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties. Preemption is crossed with
+drafts, KV groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 
 from millrace import LLM, SamplingParams
 from millrace.params import Grammar
+from millrace.plan.scheduler import Scheduler
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,6 +41,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "prefix_cache": (True, True, False),
     "policy": ("fcfs", "shortest", "feedback"),
 }
+
+ALONE: dict[str, Any] = {"max_running": 1, "prefix_cache": False, "step_ms": 0.0}
 
 
 def requests_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
@@ -77,12 +80,13 @@ def answers_of(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> li
 
 
 @pytest.mark.parametrize("kv_dtype", ["full", "int8"])
-def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str) -> None:
+def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(kv_dtype)
     rounds = [requests_of(rng) for _ in range(2)]
-    with LLM(dtype="float32", kv_dtype=kv_dtype, max_running=1, prefix_cache=False, step_ms=0.0) as llm:
+    with monkeypatch.context() as patch, LLM(dtype="float32", kv_dtype=kv_dtype, **ALONE) as llm:
+        patch.setattr(Scheduler, "append_forced", lambda *_: 0)
         expected = [[answers_of(llm, [request])[0] for request in requests] for requests in rounds]
-    num_hits = 0
+    num_hits = num_forced = 0
     for limits in ({"kv_tokens": 400, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3}):
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         with LLM(dtype="float32", kv_dtype=kv_dtype, **settings) as llm:
@@ -91,4 +95,6 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str) -> None:
             stats = llm._client.stats
             assert stats is not None
             num_hits += stats.prefix_hit_tokens
+            num_forced += stats.forced_tokens
     assert num_hits > 0
+    assert num_forced > 20

@@ -68,7 +68,8 @@ class World:
         """Copies in flight, with the times at which they end."""
         self.max_copy_steps, self.copy_failures = rng.choice([1, 3, 6, 30]), rng.choice([0.0, 0.0, 0.2])
         self.last_plan: StepPlan | None = None
-        self.num_repeated = 0
+        self.jumps = rng.choice([0.0, 0.0, 0.2, 0.8])
+        self.num_repeated = self.num_jumped = 0
         self.requests: dict[int, Request] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
@@ -123,6 +124,8 @@ class World:
             assert plan.num_tokens - caught_up <= self.scheduler.rows.capacity
             self.check_repeated(plan)
             self.launched.append(plan)
+            if self.rng.random() < self.jumps:
+                self.jump(plan)
         while self.launched and (plan is None or len(self.launched) > self.depth):
             self.complete()
             plan = self.launched[0] if self.launched else plan
@@ -132,6 +135,15 @@ class World:
                 break
         self.copy_blocks()
         self.check_pools()
+
+    def jump(self, plan: StepPlan) -> None:
+        """Some rows of the step launched last are told what they will draw, as a grammar does."""
+        for request_id in self.scheduler.rows.request_ids[plan.rows[plan.samples]].tolist():
+            if self.rng.random() < 0.7:
+                request, num_output = self.requests[request_id], len(self.outputs[request_id])
+                limits = (request.max_tokens, request.end_token_ids, request.min_tokens)
+                forced = lone_run(request.prompt.tolist(), *limits, VOCAB)[0][num_output:]
+                self.num_jumped += self.scheduler.append_forced(request_id, forced[: self.rng.randrange(8)])
 
     def copy_blocks(self) -> None:
         """Begin new copies and end those that are due, in any order."""
@@ -253,7 +265,7 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
 
 def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
     """The property above is only worth something if the schedules exercise these features."""
-    preemptions = hits = cancelled = repeated = accepted = dropped = loaded = failed = lost = 0
+    preemptions = hits = cancelled = repeated = accepted = dropped = loaded = failed = lost = jumped = 0
     for seed in range(60):
         world = random_world(seed)
         for _ in range(20):
@@ -266,6 +278,7 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
         hits += world.scheduler.prefix.hit_tokens
         cancelled += len(world.cancelled)
         repeated += world.num_repeated
+        jumped += world.num_jumped
         accepted += world.device.num_accepted
         dropped += int(world.scheduler.rows.num_dropped.sum())
         lost += world.scheduler.pool.num_lost
@@ -276,6 +289,7 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
     assert failed > 10
     assert lost > 10
     assert accepted > 100
+    assert jumped > 100
     assert dropped > 100
     assert preemptions > 20
     assert hits > 100

@@ -92,6 +92,10 @@ class ToyDevice:
             self.tokens[admission.row] = admission.tokens.tolist()
             self.limits[admission.row] = admission.limit
             self.request_of[admission.row] = admission.request_id
+        for appended in plan.appended:
+            tokens = self.tokens[appended.row]
+            assert tokens[appended.start :] == [appended.tokens[0]], "the step before drew another token"
+            tokens += appended.tokens[1:].tolist()
         groups = plan.block_groups if plan.block_groups is not None else np.zeros_like(plan.block_ids)
         for group, row, col, block in zip(groups, plan.block_rows, plan.block_cols, plan.block_ids, strict=True):
             assert 0 < block

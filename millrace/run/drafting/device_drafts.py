@@ -27,6 +27,10 @@ class DeviceDrafts:
         self.columns = DraftColumns(known, limit, history)
 
     def admit(self, plan: StepPlan) -> None:
+        for appended in plan.appended:
+            end = appended.start + len(appended.tokens)
+            self.columns.history[appended.row, appended.start : end] = self._device.upload(appended.tokens)
+            self.columns.known[appended.row] = end
         if not plan.admitted:
             return
         columns, admitted = self.columns, plan.admitted

@@ -62,6 +62,10 @@ class DraftedRows:
             tokens[:known] = admission.tokens
             self._known[row], self._limit[row] = known, admission.limit
             self._table.tokens[row] = tokens
+        for appended in plan.appended:
+            row, end = appended.row, appended.start + len(appended.tokens)
+            self._tokens[row][appended.start : end] = appended.tokens
+            self._known[row] = end
 
     def expand(self, plan: StepPlan) -> VerifiedStep:
         """Propose drafts for the plan's places, and leave out rows that are past their limit."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Int32s, StepPlan
+from millrace.plan.step import Admission, Appended, Int32s, StepPlan
 from millrace.run.device.device import Device
 
 ON_DEVICE = -1
@@ -27,7 +27,8 @@ class RequestTable:
         """Block ids by KV group, row and column."""
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=torch_device)
         self.num_admitted = np.zeros(max_rows, np.int32)
-        """Number of tokens known to the host at admission; later ones were drawn on the device."""
+        """Tokens after so many were drawn on the device. Of those before, the host knows the ones at admission, and
+        those that were appended."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
         self.request_ids = np.zeros(max_rows, np.int64)
@@ -43,9 +44,11 @@ class RequestTable:
         self._send_blocks(plan)
 
     def update_host(self, plan: StepPlan) -> None:
-        """Apply only the admissions; the block-table updates reach the device with the packet."""
+        """Apply only the admissions and appended tokens; the block-table updates reach the device with the packet."""
         for admission in plan.admitted:
             self._admit(admission)
+        for appended in plan.appended:
+            self._append(appended)
 
     def send_excess_blocks(self, plan: StepPlan, limit: int) -> StepPlan:
         """If the plan has more than `limit` block-table updates, send them now and return the plan without them."""
@@ -76,6 +79,16 @@ class RequestTable:
         num_top = admission.row_params.params.prompt_logprobs
         self.num_prompt_logprobs[row] = -1 if num_top is None else num_top
         (self._scored.discard if num_top is None else self._scored.add)(row)
+
+    def _append(self, appended: Appended) -> None:
+        row, end = appended.row, appended.start + len(appended.tokens)
+        if len(self.tokens[row]) < end:
+            # The tokens in between were drawn on the device and are computed.
+            grown = np.full(end, ON_DEVICE, np.int32)
+            grown[: len(self.tokens[row])] = self.tokens[row]
+            self.tokens[row] = grown
+        self.tokens[row][appended.start : end] = appended.tokens
+        self.num_admitted[row] = end
 
     def scores_prompts(self, rows: Int32s) -> bool:
         """True if any of these rows requests prompt log-probabilities."""

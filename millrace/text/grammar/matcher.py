@@ -48,6 +48,10 @@ class Matcher:
         if error := self.error(bool(row.any())):
             raise error
 
+    def forced_tokens(self) -> list[int]:
+        """The tokens that must come next: before each, the mask has that token alone. May miss some."""
+        return self.inner.compute_ff_tokens()
+
     def error(self, has_tokens: bool) -> GrammarError | None:
         """Why the mask just computed cannot be used. No token can be drawn from a mask without one."""
         if self.inner.is_error():
