@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "complete one prompt and print the text",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
+    "slo": "show objectives and budgets; write alert rules and a Grafana dashboard",
     "models": "list the models known by name, with sizes",
     "pull": "download a model",
     "ls": "list the downloaded models",

@@ -195,6 +195,17 @@ class ObserveConfig:
     log_level: LogLevel = setting("info", "least severe level that is logged")
     audit_log: str = setting("", "file that gets one JSON line per request, never its text; if empty, none is written")
     log_requests: bool = setting(False, "log one line per finished request, never its text")
+    slos: str = setting(
+        "", "objectives, separated by ;, such as 'ttft p95 < 500 ms; interactive: itl p99 < 80 ms' (`millrace slo`)"
+    )
+    slo_ready: bool = setting(False, "/ready fails while an objective's error budget burns fast")
+    slo_admission: bool = setting(
+        False, "refuse batch requests while the error budget of a more urgent class burns fast (429)"
+    )
+    price_per_hour: float = setting(0.0, "price of this machine in dollars per hour, for `millrace cost`", minimum=0.0)
+    otlp_url: str = setting(
+        "", "OTLP/HTTP receiver of OpenTelemetry spans, such as http://127.0.0.1:4318; if empty, none are sent"
+    )
 
 
 @dataclass(frozen=True, slots=True)

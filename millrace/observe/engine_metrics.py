@@ -135,6 +135,13 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("host_seconds", "Host time for steps, without waiting for the device.", stats.host_seconds),
         ("read_bytes", "Weights and KV cache that all steps had to read.", stats.bytes_read),
         ("floating_point_operations", "FLOPs of all steps, without padding.", stats.flops),
+        ("grammar_masks", "Steps that needed masks of grammars.", stats.grammars.masks),
+        ("grammar_mask_seconds", "Time spent on masks of grammars.", stats.grammars.mask_seconds),
+        ("grammar_consume_seconds", "Time spent on following drawn tokens.", stats.grammars.consume_seconds),
+        ("grammar_compile_seconds", "Time spent on compiling grammars.", stats.grammars.compile_seconds),
+        ("grammars_compiled", "Grammars compiled.", stats.grammars.compiled),
+        ("grammar_cache_hits", "Grammars found compiled.", stats.grammars.cache_hits),
+        ("grammar_failures", "Grammars that could not be compiled.", stats.grammars.failures),
     ):
         yield CounterMetricFamily(f"millrace_engine_{name}", text, value=value)
 

@@ -13,7 +13,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from millrace.link.messages import Finish
 from millrace.observe.engine_metrics import EngineCollector, EngineView
+from millrace.observe.slo.metrics import SloCollector
+from millrace.observe.slo.objective import Objective
+from millrace.observe.slo.tracker import SloTracker
 from millrace.observe.vllm_metrics import VllmCollector
+from millrace.params import CLASS_NAMES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -35,8 +39,9 @@ class Counts:
 class FrontMetrics:
     """Metrics of one front, in their own registry, so that one process can hold several fronts."""
 
-    def __init__(self, engine: EngineView) -> None:
+    def __init__(self, engine: EngineView, objectives: tuple[Objective, ...] = ()) -> None:
         self.counts = Counts()
+        self.slos = SloTracker(objectives)
         registry = self.registry = CollectorRegistry()
         self.requests = Counter(
             "millrace_requests",
@@ -84,10 +89,18 @@ class FrontMetrics:
             "millrace_front_restarts", "Fronts that were restarted after they died.", registry=registry
         )
         self._engine_registry.register(EngineCollector(engine))
+        self._engine_registry.register(SloCollector(self.slos))
         self._vllm_registry = CollectorRegistry()
         self._vllm_registry.register(VllmCollector(engine))
 
     def _add_token_counters(self, registry: CollectorRegistry) -> None:
+        self.sequences = Counter("millrace_sequences", "Ended sequences, by class.", ("priority",), registry=registry)
+        self.good_sequences = Counter(
+            "millrace_good_sequences",
+            "Goodput: ended sequences that met every objective of their class.",
+            ("priority",),
+            registry=registry,
+        )
         self.prompt_tokens = Counter(
             "millrace_request_prompt_tokens", "Prompt tokens of ended sequences.", registry=registry
         )
@@ -118,8 +131,11 @@ class FrontMetrics:
         self.counts.refused += 1
         self.refused.labels(class_name).inc()
 
-    def observe_sequence(self, finish: Finish) -> None:
-        """Count one ended sequence."""
+    def observe_sequence(self, finish: Finish, priority: int, before_submit_s: float) -> None:
+        """Count one ended sequence. `before_submit_s`: the front's time before it submitted the request."""
+        self.sequences.labels(CLASS_NAMES[priority]).inc()
+        if is_good(finish, priority, before_submit_s, self.slos.objectives):
+            self.good_sequences.labels(CLASS_NAMES[priority]).inc()
         self.prompt_tokens.inc(finish.prompt_tokens)
         self.cached_tokens.inc(finish.cached_tokens)
         self.output_tokens.inc(finish.output_tokens)
@@ -132,3 +148,18 @@ class FrontMetrics:
         """The page of the engine's metrics, which is the same for all fronts."""
         page = generate_latest(self._engine_registry)
         return page + generate_latest(self._vllm_registry) if vllm_names else page
+
+
+def is_good(finish: Finish, priority: int, before_submit_s: float, objectives: tuple[Objective, ...]) -> bool:
+    """True if a sequence ended well and within the limits. Its gaps count by their mean."""
+    if finish.reason not in ("stop", "length"):
+        return False
+    tpot_s = max(0.0, finish.total_s - finish.first_token_s) / max(1, finish.output_tokens - 1)
+    values = {
+        "ttft": before_submit_s + finish.first_token_s,
+        "itl": tpot_s,
+        "tpot": tpot_s,
+        "queue": finish.queued_s,
+        "e2e": before_submit_s + finish.total_s,
+    }
+    return all(values[one.metric] <= one.limit_s for one in objectives if one.priority in (None, priority))

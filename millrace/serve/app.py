@@ -21,6 +21,7 @@ from millrace.host.time_slice import request_short_slices
 from millrace.link.client import EngineClient
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
+from millrace.observe.slo.objective import parse_objectives
 from millrace.serve.http.connection import FrontRunner
 from millrace.serve.http.siblings import socket_path
 from millrace.serve.routing import build_app
@@ -234,7 +235,7 @@ def load_state(config: Config, client: EngineClient, files: ModelFiles, *, direc
         tokenizer=tokenizer,
         template=load_chat_template(files, tokenizer, config.model.chat_template),
         model_name=config.model.served_name or files.name,
-        metrics=FrontMetrics(client),
+        metrics=FrontMetrics(client, parse_objectives(observe.slos)),
         sampling_defaults=sampling_defaults(files, config.model.generation_defaults),
         model_facts={"family": str(files.config.get("model_type", "unknown")), "format": files.kind},
         keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,

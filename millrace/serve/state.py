@@ -155,6 +155,8 @@ class FrontState:
             return error.message
         if not self.client.is_progressing(time.monotonic()):
             return "The engine has requests but completes no steps."
+        if self.config.observe.slo_ready and (burning := self.metrics.slos.burning(time.time())):
+            return f"The error budget of an objective burns fast: {burning[0]}."
         return None
 
     def close(self) -> None:

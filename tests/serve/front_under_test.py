@@ -17,6 +17,7 @@ from millrace.config import Config, replace
 from millrace.link.client import EngineClient
 from millrace.link.messages import NewRequest, unpack_tokens
 from millrace.observe.metrics import FrontMetrics
+from millrace.observe.slo.objective import parse_objectives
 from millrace.serve.app import FrontState, serve_front
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.tokenizers.stand_in import build_stand_in
@@ -109,7 +110,7 @@ def running_front(
             tokenizer=words,
             template=template or ChatTemplate({"default": TEMPLATE}, {}),
             model_name=MODEL,
-            metrics=FrontMetrics(client),
+            metrics=FrontMetrics(client, parse_objectives(config.observe.slos)),
         )
         stop = asyncio.Event()
 

@@ -77,6 +77,7 @@ async def stats(request: web.Request) -> web.Response:
             },
             "limits": _limits(state),
             "tenants": _tenants(request, engine),
+            "slos": state.metrics.slos.report(time.time()),
         },
     )
 

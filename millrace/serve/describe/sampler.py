@@ -39,4 +39,6 @@ async def _sample(state: FrontState) -> None:
 def take_sample(state: FrontState, loop_lag_s: float) -> None:
     counts = state.metrics.counts
     front = FrontCounts(counts.requests, counts.errors, counts.client_errors, counts.refused, loop_lag_s)
-    state.history.add(Sample(time.time(), state.client.stats, front))
+    now = time.time()
+    state.history.add(Sample(now, state.client.stats, front))
+    state.metrics.slos.sample(now, state.client.stats)

@@ -11,7 +11,7 @@ import time
 
 from aiohttp import web
 
-from millrace.errors import BadRequest, Forbidden
+from millrace.errors import BadRequest, Forbidden, Overloaded
 from millrace.link.client import Caller
 from millrace.params import CLASS_NAMES
 from millrace.serve.generate.generation import Generation
@@ -23,6 +23,7 @@ from millrace.serve.tenancy.quotas import Reservation, reserve
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds until the deadline; the smaller of this and the body's `timeout` applies."""
+SLO_RETRY_S = 60.0
 EXPECTED_OUTPUT_TOKENS = 256
 """Tokens reserved for an answer without `max_tokens`."""
 
@@ -42,6 +43,7 @@ def enter(
     num_sequences = len(generation.prompts) * generation.num_sequences
     client = state.client
     try:
+        _check_budgets(state, generation.priority)
         state.admission.check(client.stats, client.num_unreported, generation.priority, num_sequences)
         reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
     except Exception:
@@ -49,6 +51,19 @@ def enter(
         raise
     entered = _for_tenant(generation, tenant, request[REQUEST_ID], received)
     return dataclasses.replace(entered, deadline=deadline), reservation
+
+
+def _check_budgets(state: FrontState, priority: int) -> None:
+    """With `slo_admission`, batch requests are refused while a more urgent class misses its objectives."""
+    if not state.config.observe.slo_admission or priority != CLASS_NAMES.index("batch"):
+        return
+    for objective in state.metrics.slos.burning(time.time()):
+        if objective.priority != priority:
+            raise Overloaded(
+                f"The error budget of '{objective}' burns fast, so batch requests are refused for now. Retry in"
+                f" {SLO_RETRY_S:.0f} s.",
+                retry_after_s=SLO_RETRY_S,
+            )
 
 
 def enter_unattended(

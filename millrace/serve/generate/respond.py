@@ -82,7 +82,7 @@ async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> 
 def _account(state: FrontState, request: web.Request, job: Job, received: float) -> None:
     """Count one request that reached the engine, and log it if `log_requests` is set."""
     metrics, now = state.metrics, time.monotonic()
-    observe(state, job)
+    observe(state, job, received)
     ended, usage = job.finish_reason, job.usage()
     request[FINISH_REASON] = ended
     request[TOKEN_COUNTS] = (usage.prompt_tokens, usage.output_tokens)

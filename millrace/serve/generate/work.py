@@ -68,14 +68,15 @@ async def unattended_answer(
             body = await whole_answer(state, work, job)
         finally:
             used = job.usage().total_tokens if job.is_started else 0
-            observe(state, job)
+            observe(state, job, received)
         return body, job.usage()
     finally:
         reservation.release(used)
 
 
-def observe(state: FrontState, job: Job) -> None:
+def observe(state: FrontState, job: Job, received: float) -> None:
     """Count the sequences of a job that have ended."""
     for choice in job.choices:
         if choice.finish is not None:
-            state.metrics.observe_sequence(choice.finish)
+            before_submit_s = job.submitted_at - received
+            state.metrics.observe_sequence(choice.finish, job.generation.priority, before_submit_s)

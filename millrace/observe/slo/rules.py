@@ -1,0 +1,49 @@
+"""Prometheus alert rules for objectives: several windows and burn rates, so that fast and slow burns both page once."""
+
+from __future__ import annotations
+
+import json
+
+from millrace.observe.slo.objective import Objective
+
+BURNS = (
+    ("fast", 14.4, "1h", "5m", "page"),
+    ("medium", 6.0, "6h", "30m", "page"),
+    ("slow", 1.0, "3d", "6h", "ticket"),
+)
+"""Name, burn rate, long and short window, severity. The short window ends the alert soon after the burn."""
+
+
+def burn_rate_query(objective: Objective, window: str) -> str:
+    series = f'{{slo="{objective.name}"}}[{window}]'
+    good, total = f"rate(millrace_slo_good_events_total{series})", f"rate(millrace_slo_events_total{series})"
+    return f"(1 - {good} / {total}) / {1 - objective.share:.6g}"
+
+
+def alert_rules(objectives: tuple[Objective, ...]) -> str:
+    """A rule file in YAML."""
+    lines = ["groups:", "  - name: millrace", "    rules:"]
+    for objective in objectives:
+        for name, burn, long, short, severity in BURNS:
+            # A burn rate cannot exceed 1 / (1 - share), so loose objectives get a lower threshold.
+            threshold = min(burn, 0.5 / (1 - objective.share))
+            queries = [f"({burn_rate_query(objective, window)}) > {threshold:.6g}" for window in (long, short)]
+            text = f"{objective}: the error budget burns {threshold:.3g} times as fast as it may ({long} and {short})"
+            lines += _rule(f"MillraceSlo_{objective.name}_{name}", " and ".join(queries), "1m", severity, text)
+    down = "min(millrace_engine_ready) == 0"
+    lines += _rule("MillraceNotReady", down, "2m", "page", "the engine makes no progress")
+    errors = 'sum(rate(millrace_requests_total{status=~"5.."}[5m])) / sum(rate(millrace_requests_total[5m])) > 0.01'
+    lines += _rule("MillraceErrors", errors, "5m", "page", "more than 1% of the requests fail")
+    return "\n".join(lines) + "\n"
+
+
+def _rule(name: str, query: str, after: str, severity: str, text: str) -> list[str]:
+    return [
+        f"      - alert: {name}",
+        f"        expr: {json.dumps(query)}",
+        f"        for: {after}",
+        "        labels:",
+        f"          severity: {severity}",
+        "        annotations:",
+        f"          summary: {json.dumps(text)}",
+    ]

@@ -1,0 +1,152 @@
+"""Follows objectives while serving: burn rates over several windows, the error budget that is left and what used it.
+
+Counts come from the engine's histograms, one record per minute for three days.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.link.messages import EngineStats
+from millrace.observe import histograms
+from millrace.observe.histograms import SPECS, Histograms, share_within
+from millrace.observe.slo.objective import Objective
+
+WINDOWS_S = {"5m": 300, "30m": 1800, "1h": 3600, "6h": 21600, "3d": 259200}
+FAST_BURN = 14.4
+"""At this rate a budget of 30 days lasts two days; both the 5m and the 1h window must show it."""
+_KINDS = {
+    "ttft": histograms.TTFT,
+    "itl": histograms.ITL,
+    "tpot": histograms.TPOT,
+    "queue": histograms.QUEUE,
+    "e2e": histograms.SEQUENCE,
+}
+MINUTE_S = 60
+MAX_USERS = 3
+
+
+@dataclass(slots=True)
+class Minute:
+    """Per objective the values that were within the limit, and all; and what went on meanwhile."""
+
+    start: float
+    """Unix seconds."""
+    good: list[float]
+    total: list[float]
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    """Sums over the requests that ended."""
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class SloTracker:
+    objectives: tuple[Objective, ...]
+    _minutes: deque[Minute] = field(default_factory=lambda: deque(maxlen=WINDOWS_S["3d"] // MINUTE_S))
+    _last: EngineStats | None = None
+    good: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    """Since this front started."""
+
+    def __post_init__(self) -> None:
+        self.good = [0.0] * len(self.objectives)
+        self.total = [0.0] * len(self.objectives)
+
+    def sample(self, now: float, stats: EngineStats | None) -> None:
+        """Called each second with the engine's last report."""
+        if not self.objectives or stats is None or not stats.histograms or stats is self._last:
+            return
+        before, self._last = self._last, stats
+        counts = Histograms(stats.histograms).values
+        restarted = before is None or before.step_no > stats.step_no
+        old = Histograms(b"" if restarted or before is None else before.histograms).values
+        change = counts - old
+        minute = self._minute(now)
+        for index, objective in enumerate(self.objectives):
+            kind = _KINDS[objective.metric]
+            chosen = change[kind, objective.priority] if objective.priority is not None else change[kind].sum(axis=0)
+            total = float(chosen[:-1].sum())
+            good = min(total, share_within(SPECS[kind], chosen[:-1], objective.limit_s))
+            minute.good[index] += good
+            minute.total[index] += total
+            self.good[index] += good
+            self.total[index] += total
+        minute.queue_s += float(change[histograms.QUEUE, :, -1].sum())
+        minute.prefill_s += float(change[histograms.PREFILL, :, -1].sum())
+        minute.preemptions += stats.preemptions - (0 if restarted or before is None else before.preemptions)
+
+    def _minute(self, now: float) -> Minute:
+        start = now // MINUTE_S * MINUTE_S
+        if not self._minutes or self._minutes[-1].start < start:
+            num = len(self.objectives)
+            self._minutes.append(Minute(start, [0.0] * num, [0.0] * num))
+        return self._minutes[-1]
+
+    def burn_rate(self, index: int, window_s: int, now: float) -> float:
+        """Share of values beyond the limit, over the share that the objective allows; 0 without values."""
+        good = total = 0.0
+        for minute in reversed(self._minutes):
+            if minute.start + MINUTE_S <= now - window_s:
+                break
+            good += minute.good[index]
+            total += minute.total[index]
+        allowed = 1 - self.objectives[index].share
+        return (total - good) / total / allowed if total and allowed else 0.0
+
+    def is_burning(self, index: int, now: float) -> bool:
+        """True if the budget is being used up fast, now and over the last hour."""
+        return all(self.burn_rate(index, WINDOWS_S[name], now) > self._fast(index) for name in ("5m", "1h"))
+
+    def _fast(self, index: int) -> float:
+        """A burn rate cannot exceed 1 / (1 - share): loose objectives burn fast at half of that."""
+        return min(FAST_BURN, 0.5 / (1 - self.objectives[index].share))
+
+    def burning(self, now: float) -> list[Objective]:
+        return [one for index, one in enumerate(self.objectives) if self.is_burning(index, now)]
+
+    def report(self, now: float) -> list[dict[str, Any]]:
+        return [self._report_one(index, objective, now) for index, objective in enumerate(self.objectives)]
+
+    def _report_one(self, index: int, objective: Objective, now: float) -> dict[str, Any]:
+        good = sum(minute.good[index] for minute in self._minutes)
+        total = sum(minute.total[index] for minute in self._minutes)
+        allowed = (1 - objective.share) * total
+        return {
+            "slo": str(objective),
+            "name": objective.name,
+            "class": objective.class_name,
+            "objective": objective.share,
+            "limit_s": objective.limit_s,
+            "good": round(good),
+            "total": round(total),
+            "is_met": not total or good >= objective.share * total,
+            "budget_left": 1 - (total - good) / allowed if allowed else 1.0,
+            "burn": {name: self.burn_rate(index, seconds, now) for name, seconds in WINDOWS_S.items()},
+            "is_burning": self.is_burning(index, now),
+            "used_by": self._used_by(index),
+        }
+
+    def _used_by(self, index: int) -> list[dict[str, Any]]:
+        """The minutes that used most of the budget, and what took the time in them."""
+        worst = sorted(self._minutes, key=lambda minute: minute.good[index] - minute.total[index])[:MAX_USERS]
+        return [
+            {
+                "time": minute.start,
+                "beyond_limit": round(bad),
+                "of": round(minute.total[index]),
+                "cause": _cause(minute),
+            }
+            for minute in worst
+            if (bad := minute.total[index] - minute.good[index]) >= 0.5
+        ]
+
+
+def _cause(minute: Minute) -> str:
+    if minute.preemptions:
+        return f"{minute.preemptions} preemptions"
+    if minute.queue_s > minute.prefill_s:
+        return "waiting in the queue"
+    return "computing prompts" if minute.prefill_s else "decoding"

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millrace.cli import main
+from millrace.errors import ConfigError
+from millrace.link.messages import EngineStats, Finish
+from millrace.observe.histograms import QUEUE, TTFT, Histograms
+from millrace.observe.metrics import is_good
+from millrace.observe.slo.dashboard import grafana_dashboard
+from millrace.observe.slo.objective import parse_objective, parse_objectives
+from millrace.observe.slo.rules import alert_rules
+from millrace.observe.slo.tracker import SloTracker
+
+OBJECTIVES = parse_objectives("ttft p95 < 500 ms; interactive: itl p99 < 80 ms")
+
+
+def stats(histograms: Histograms, step_no: int = 1) -> EngineStats:
+    return msgspec.structs.replace(EngineStats(*[0] * 13), step_no=step_no, histograms=histograms.tobytes())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "ttft < 5 s", "ttft p95 < 5", "speed p95 < 5 s", "vip: ttft p95 < 5 s", "ttft p0 < 5 s", "ttft p100 < 1 s"],
+)
+def test_wrong_objectives_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_objective(text)
+
+
+def test_objectives_read_back_as_they_are_written() -> None:
+    assert [str(one) for one in OBJECTIVES] == ["ttft p95 < 500 ms", "interactive: itl p99 < 80 ms"]
+    assert parse_objective("Interactive: ITL p99.9 <= 1.5s").limit_s == 1.5
+
+
+def test_burn_rates_follow_the_windows_and_survive_a_restart() -> None:
+    tracker, histograms = SloTracker(parse_objectives("ttft p90 < 500 ms")), Histograms()
+    for _ in range(90):
+        histograms.observe(TTFT, 1, 0.1)
+    tracker.sample(10_000.0, stats(histograms))
+    for _ in range(10):
+        histograms.observe(TTFT, 1, 3.0)
+        histograms.observe(QUEUE, 1, 2.5)
+    tracker.sample(13_000.0, stats(histograms))
+    assert tracker.burn_rate(0, 3600, 13_010.0) == pytest.approx(1.0)
+    assert tracker.burn_rate(0, 300, 13_010.0) == pytest.approx(10.0)
+    assert not tracker.is_burning(0, 13_010.0)
+    [report] = tracker.report(13_010.0)
+    assert (report["good"], report["total"], report["is_met"]) == (90, 100, True)
+    assert report["budget_left"] == pytest.approx(0.0, abs=1e-9)
+    assert report["used_by"] == [{"time": 12_960.0, "beyond_limit": 10, "of": 10, "cause": "waiting in the queue"}]
+    fresh = Histograms()
+    for _ in range(20):
+        fresh.observe(TTFT, 1, 3.0)
+    tracker.sample(13_020.0, stats(fresh, step_no=0))
+    assert tracker.total == [120.0]
+    assert tracker.burning(16_000.0) == []
+    assert tracker.burning(13_060.0) == [] or tracker.burn_rate(0, 3600, 13_060.0) > 2
+
+
+def test_goodput_counts_objectives_of_the_class_only() -> None:
+    slow = Finish(1, "stop", output_tokens=11, first_token_s=0.2, total_s=1.2)
+    assert is_good(slow, 1, 0.0, OBJECTIVES)
+    assert not is_good(slow, 0, 0.0, OBJECTIVES)
+    assert not is_good(slow, 1, 0.4, OBJECTIVES)
+    assert not is_good(msgspec.structs.replace(slow, reason="error"), 1, 0.0, OBJECTIVES)
+
+
+def test_the_dashboard_has_a_panel_per_objective() -> None:
+    dashboard = grafana_dashboard(OBJECTIVES)
+    titles = [panel["title"] for panel in dashboard["panels"]]
+    assert "Burn rate: interactive: itl p99 < 80 ms" in titles
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's prometheus) is not installed")
+def test_alert_rules_are_valid_for_prometheus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slo", "rules", "--slos", "; ".join(map(str, OBJECTIVES))]) == 0
+    written = capsys.readouterr().out
+    assert written == alert_rules(OBJECTIVES)
+    rules = tmp_path / "rules.yml"
+    rules.write_text(written)
+    checked = subprocess.run(["promtool", "check", "rules", str(rules)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "8 rules found" in checked.stdout
+
+
+def test_the_command_writes_a_dashboard(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slo", "dashboard", "--slos", "ttft p95 < 500 ms"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Millrace"
