@@ -103,7 +103,7 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
         def draw(self, plan: StepPlan, masks: Masks | None) -> Any:
             return SimpleNamespace(wait=lambda: result_of(plan, [9]))
 
-    device: Any = SimpleNamespace(poll_s=0.0, probe=None)
+    device: Any = SimpleNamespace(kind="cpu", poll_s=0.0, probe=None)
     runner: Any = Runner()
     engine = Engine(scheduler, runner, device, channel, clock=lambda: now)
     for number in range(2):
