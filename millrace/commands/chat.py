@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
+from millrace.config import LoadedConfig
 from millrace.terminal.sampling_options import add_sampling, sampling_fields
 from millrace.terminal.settings_options import LOCAL_MODEL_SETTINGS, add_model, add_settings, load_settings
+
+if TYPE_CHECKING:
+    from millrace.terminal.backend import Backend
 
 USAGE = "millrace chat [MODEL] [--url URL] [options]"
 EXAMPLES = """\
@@ -22,8 +27,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--url", default="", help="use this server instead of loading a model")
-    parser.add_argument("--api-key", default="", help="API key for the server")
+    parser.add_argument("--api-key", default="", help="API key for the server (default: MILLRACE_API_KEY)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    parser.add_argument("--plain", action="store_true", help="show answers as they come, without rendering Markdown")
     add_sampling(parser, max_tokens=None)
     add_settings(
         parser, sections=("model", "memory", "run", "plan", "observe"), taken=("seed",), shown=LOCAL_MODEL_SETTINGS
@@ -31,14 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from millrace.config import client_api_key, replace
     from millrace.terminal.backend import open_backend
-    from millrace.terminal.chat_screen import ChatScreen
-    from millrace.terminal.conversation import Conversation
+    from millrace.terminal.chat.conversation import Conversation
+    from millrace.terminal.chat.screen import ChatScreen
 
     fields = sampling_fields(args)
-    backend = open_backend(load_settings(args), args.url, args.api_key)
+    loaded = load_settings(args)
+    api_key = args.api_key or client_api_key()
+
+    def open_model(name: str) -> Backend:
+        named = LoadedConfig(
+            replace(loaded.config, model__source=name), {**loaded.sources, "model.source": "command line"}
+        )
+        return open_backend(named, args.url, api_key)
+
+    backend = open_backend(loaded, args.url, api_key)
+    screen = ChatScreen(backend, Conversation(args.system), fields, open_backend=open_model, plain=args.plain)
     try:
-        ChatScreen(backend, Conversation(args.system), fields).loop()
+        screen.loop()
     finally:
-        backend.close()
+        screen.backend.close()
     return 0

@@ -166,6 +166,7 @@ def _ready(
         dtype=dtype_name,
         device=device.name(),
         memory_plan=plan.parts(),
+        notes=plan.notes,
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.kind),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],

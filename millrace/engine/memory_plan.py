@@ -5,6 +5,7 @@ If the parts do not fit, the error names the setting to change and a value for i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,10 @@ in device memory matters."""
 MAX_HOST_SHARE = 0.9
 """Maximum share of the machine's free memory for KV blocks in host memory."""
 CPU_FRACTION, CUDA_FRACTION = 0.25, 0.9
-"""Default share of the free memory for the KV pool."""
+"""Largest share of the free memory for the KV pool by default."""
+CPU_KV_TOKENS = 1 << 16
+"""Default size of the KV pool on a CPU, if the model's context is not longer: 64 requests of 1,024 tokens. The machine
+keeps the rest of its memory for other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class MemoryPlan:
     """KV blocks that host memory holds beside the pool."""
     copy_batch_bytes: int = 0
     """Size of a batch of copies between the pool and host memory."""
+    notes: tuple[str, ...] = ()
+    """What was chosen automatically, why, and the settings that change it."""
 
     def parts(self) -> dict[str, int]:
         """Bytes by part, with readable names. The KV pool's name includes its dtype unless it is the model's."""
@@ -105,6 +111,8 @@ def make_memory_plan(
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
         raise _too_big(spec, dtype, weights_bytes, activation_bytes, free_bytes)
     most_useful = max_running * groups.blocks_for(max_context, block_size)
+    if device_kind == "cpu" and not config.memory.fraction:
+        most_useful = min(most_useful, groups.blocks_for(max(CPU_KV_TOKENS, max_context), block_size))
     num_blocks = _num_blocks(config, device_kind, free_bytes - fixed, block_bytes, groups, most_useful)
     if fixed + num_blocks * block_bytes > free_bytes:
         fits = (free_bytes - fixed) / GIB
@@ -112,14 +120,16 @@ def make_memory_plan(
             f"The KV pool needs {num_blocks * block_bytes / GIB:.2f} GiB, but only {fits:.2f} GiB are free beside"
             f" weights and activations ({fixed / GIB:.2f} GiB). Set --kv-gib {fits * 0.9:.2f} or less."
         )
+    kv_tokens = groups.tokens_in(num_blocks, block_size, most=max_running * max_context)
+    fitting_context = _fitting_context(config, max_context, kv_tokens)
     return MemoryPlan(
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
         kv_bytes=num_blocks * block_bytes,
         kv_dtype=kv_dtype,
-        kv_tokens=groups.tokens_in(num_blocks, block_size, most=max_running * max_context),
+        kv_tokens=kv_tokens,
         num_blocks=num_blocks,
-        max_context=max_context,
+        max_context=fitting_context,
         max_running=max_running,
         token_budget=token_budget,
         mixed_budget=mixed_budget,
@@ -127,7 +137,35 @@ def make_memory_plan(
         block_bytes=block_bytes,
         host_slots=host_slots,
         copy_batch_bytes=batch_bytes,
+        notes=tuple(_notes(config, device_kind, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
+
+
+def _is_pool_automatic(config: Config) -> bool:
+    return not config.memory.kv_tokens and not config.memory.kv_gib
+
+
+def _fitting_context(config: Config, max_context: int, kv_tokens: int) -> int:
+    """The context, shortened to what an automatic pool holds unless the user asked for this context."""
+    if config.model.max_context or not _is_pool_automatic(config):
+        return max_context
+    return min(max_context, kv_tokens)
+
+
+def _notes(
+    config: Config, device_kind: str, kv_tokens: int, kv_bytes: int, max_context: int, fitting_context: int
+) -> Iterator[str]:
+    if _is_pool_automatic(config):
+        fraction = config.memory.fraction or (CPU_FRACTION if device_kind == "cpu" else CUDA_FRACTION)
+        reason = f"at most {fraction:.0%} of the free memory"
+        if device_kind == "cpu" and not config.memory.fraction and kv_tokens >= max(CPU_KV_TOKENS, max_context):
+            reason = f"enough for {kv_tokens // 1024:,} requests of 1,024 tokens at once"
+        yield f"KV pool: {kv_bytes / GIB:.1f} GiB, {reason}. More or less: --kv-gib or --kv-tokens."
+    if fitting_context < max_context:
+        yield (
+            f"Context: {fitting_context:,} tokens instead of the model's {max_context:,}, because the KV pool holds no"
+            " more. For more, raise --kv-gib, or store KV smaller with --kv-dtype int8 (CPU) or fp8 (GPU)."
+        )
 
 
 def _host_slots(config: Config, block_bytes: int) -> int:

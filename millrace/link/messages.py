@@ -263,6 +263,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Memory bandwidth of the device; 0 if unknown."""
     device_flops: float = 0.0
     """Peak FLOP/s of the device; 0 if unknown."""
+    notes: tuple[str, ...] = ()
+    """What the memory plan chose, and the settings that change it."""
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 from millrace.config import LoadedConfig
@@ -15,9 +15,9 @@ class Backend(Protocol):
     model_name: str
     last: AnswerStats
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Iterator[str]: ...
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Generator[str]: ...
 
-    def stream_text(self, prompt: str, fields: SamplingFields) -> Iterator[str]: ...
+    def stream_text(self, prompt: str, fields: SamplingFields) -> Generator[str]: ...
 
     def close(self) -> None: ...
 

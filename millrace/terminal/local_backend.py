@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from millrace.config import Config, all_settings
@@ -26,16 +26,16 @@ class LocalBackend:
         self.model_name = self._llm.ready.model_name
         self.last = AnswerStats()
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Iterator[str]:
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Generator[str]:
         yield from self._stream(self._llm.encode_chat([dict(message) for message in messages]), fields)
 
-    def stream_text(self, prompt: str, fields: SamplingFields) -> Iterator[str]:
+    def stream_text(self, prompt: str, fields: SamplingFields) -> Generator[str]:
         yield from self._stream(self._llm.tokenizer.encode(prompt), fields)
 
     def close(self) -> None:
         self._llm.close()
 
-    def _stream(self, token_ids: list[int], fields: SamplingFields) -> Iterator[str]:
+    def _stream(self, token_ids: list[int], fields: SamplingFields) -> Generator[str]:
         parts = iter(self._llm.stream(token_ids, None, **fields))
         started = time.monotonic()
         first_s, tokens, reason = 0.0, 0, "interruption"

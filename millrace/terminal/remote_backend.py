@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,10 +34,10 @@ class RemoteBackend:
         self.model_name = model or self._first_model()
         self.last = AnswerStats()
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Iterator[str]:
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Generator[str]:
         yield from self._stream("/v1/chat/completions", {"messages": list(messages), **fields})
 
-    def stream_text(self, prompt: str, fields: SamplingFields) -> Iterator[str]:
+    def stream_text(self, prompt: str, fields: SamplingFields) -> Generator[str]:
         yield from self._stream("/v1/completions", {"prompt": prompt, **fields})
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class RemoteBackend:
             raise RemoteError(f"{self._address()} lists no models.")
         return str(names[0])
 
-    def _stream(self, path: str, fields: dict[str, object]) -> Iterator[str]:
+    def _stream(self, path: str, fields: dict[str, object]) -> Generator[str]:
         body = {"model": self.model_name, "stream": True, "stream_options": {"include_usage": True}, **fields}
         started = time.monotonic()
         connection, response = self._request("POST", path, body)

@@ -19,6 +19,7 @@ def memory_table(ready: EngineReady) -> Iterator[str]:
     size_width = max(map(len, sizes.values()), default=0)
     for name, size in sizes.items():
         yield f"  {name:<{name_width}}  {size:>{size_width}}"
+    yield from ready.notes
 
 
 def ready_lines(

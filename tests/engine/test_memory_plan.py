@@ -106,3 +106,19 @@ def test_blocks_in_host_memory_beside_a_gpu_take_only_buffers_of_it() -> None:
 def test_host_memory_needs_the_prefix_cache() -> None:
     with pytest.raises(ConfigError, match=r"kv_host_gib is 1, but plan\.prefix_cache is off"):
         plan(16.0, memory__kv_host_gib=1.0, plan__prefix_cache=False)
+
+
+def test_a_small_model_on_a_cpu_leaves_memory_for_others_and_says_which_setting_changes_it() -> None:
+    made = plan(64.0, weights_gib=0.1)
+    assert made.kv_tokens == 65_536
+    (note,) = made.notes
+    assert "enough for 64 requests of 1,024 tokens at once. More or less: --kv-gib or --kv-tokens." in note
+    assert plan(64.0, weights_gib=0.1, memory__fraction=0.9).kv_tokens > 65_536
+    assert plan(64.0, weights_gib=0.1, memory__kv_gib=1.0).notes == ()
+
+
+def test_context_is_shortened_to_an_automatic_pool_with_a_reason() -> None:
+    tight = plan(2.6, weights_gib=2.0)
+    assert tight.max_context == tight.kv_tokens < 4096
+    assert "instead of the model's 4,096, because the KV pool holds no more" in tight.notes[-1]
+    assert plan(2.6, weights_gib=2.0, model__max_context=4000).max_context == 4000

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,11 +77,13 @@ class Terminal:
 def on_terminal(arguments: Sequence[str]) -> Iterator[Terminal]:
     """`python -m millrace ARGUMENTS` on a controlling terminal, so that Ctrl-C sends a signal."""
     master, slave = pty.openpty()
+    home = tempfile.TemporaryDirectory()  # So that the chat's history is not the user's.
     process = subprocess.Popen(
         [sys.executable, "-m", "millrace", *arguments],
         stdin=slave,
         stdout=slave,
         stderr=slave,
+        env={**os.environ, "XDG_DATA_HOME": home.name},
         preexec_fn=lambda: os.login_tty(slave),  # noqa: PLW1509 - nothing else can set a controlling terminal
     )
     os.close(slave)
@@ -91,3 +94,4 @@ def on_terminal(arguments: Sequence[str]) -> Iterator[Terminal]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         os.close(master)
+        home.cleanup()

@@ -148,3 +148,55 @@ def test_server_error_is_shown_and_the_chat_continues() -> None:
         t.expect("Fine")
         t.expect(PROMPT)
         assert contents(server) == ["two"], "a question without an answer is taken back"
+
+
+def test_pasted_lines_and_quotes_are_one_turn() -> None:
+    with running(FakeServer(answer=("Ok",))) as server, on_terminal(["chat", "--url", server.url]) as t:
+        t.expect(PROMPT)
+        t.type("one\rtwo\rthree\r")  # A terminal without bracketed paste.
+        t.expect("Ok")
+        t.expect(PROMPT)
+        assert contents(server) == ["one\ntwo\nthree"]
+        t.type("\x1b[200~four\nfive\x1b[201~\r")
+        t.expect("Ok")
+        t.expect(PROMPT)
+        assert contents(server)[-1] == "four\nfive"
+        t.type('"""six\r')
+        t.expect("…")
+        t.type('seven"""\r')
+        t.expect("Ok")
+        t.expect("tokens")
+        assert contents(server)[-1] == "six\nseven"
+
+
+def test_typing_during_an_answer_does_not_mix_in() -> None:
+    slow = FakeServer(token_delay_s=0.05)
+    with running(slow) as server, on_terminal(["chat", "--url", server.url, "--max-tokens", "12"]) as t:
+        t.expect(PROMPT)
+        t.type("count\r")
+        t.expect("w2")
+        t.type("typed ahead")
+        before = t.expect("w11")
+        assert "typed" not in before
+        t.expect(PROMPT)
+        t.expect("typed ahead")
+        t.type("\r")
+        t.expect("w1")
+        assert contents(server)[-1] == "typed ahead"
+
+
+def test_set_model_and_retry() -> None:
+    with running(FakeServer(answer=("One",))) as server, on_terminal(["chat", "--url", server.url]) as t:
+        t.expect(PROMPT)
+        t.type("/set temperature 0.5\r")
+        t.expect("temperature is 0.5")
+        t.type("/model other\r")
+        t.expect("Now chatting with other")
+        t.type("hi\r")
+        t.expect("One")
+        t.expect("tokens")
+        t.type("/retry\r")
+        t.expect("One")
+        t.expect("tokens")
+    assert [(r["model"], r["temperature"]) for r in server.requests] == [("other", 0.5)] * 2
+    assert contents(server) == ["hi"]

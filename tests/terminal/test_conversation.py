@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from helpers.fake_openai import FakeServer, running
 
 from millrace.cli import main
 from millrace.errors import MillraceError
-from millrace.terminal.conversation import Conversation, run_slash
+from millrace.terminal.chat.conversation import Conversation, run_slash
+from millrace.terminal.chat.markdown import MarkdownStream
 from millrace.terminal.remote_backend import RemoteBackend
 from millrace.terminal.sampling_options import AnswerStats
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def test_message_without_answer_is_removed() -> None:
@@ -26,19 +30,19 @@ def test_save_as_text_and_save_errors(tmp_path: Path) -> None:
     conversation = Conversation("sys")
     conversation.add_user_message("q")
     conversation.add_answer("a")
-    reply = run_slash(f"/save {tmp_path / 'talk.md'}", conversation, "")
+    reply = run_slash(f"/save {tmp_path / 'talk.md'}", conversation, {}, "m", "")
     assert "Saved 2 messages" in reply.text
     assert (tmp_path / "talk.md").read_text() == "## system\n\nsys\n\n## user\n\nq\n\n## assistant\n\na\n"
-    assert "Cannot write" in run_slash(f"/save {tmp_path / 'no' / 'talk.md'}", conversation, "").text
-    assert "Usage: /save FILE" in run_slash("/save", conversation, "").text
+    assert "Cannot write" in run_slash(f"/save {tmp_path / 'no' / 'talk.md'}", conversation, {}, "m", "").text
+    assert "Usage: /save FILE" in run_slash("/save", conversation, {}, "m", "").text
 
 
 def test_system_prompt_is_shown_set_and_removed() -> None:
     conversation = Conversation()
-    assert run_slash("/system", conversation, "").text == "No system prompt is set."
-    run_slash("/system Be kind", conversation, "")
-    assert "Be kind" in run_slash("/system", conversation, "").text
-    run_slash("/system -", conversation, "")
+    assert run_slash("/system", conversation, {}, "m", "").text == "No system prompt is set."
+    run_slash("/system Be kind", conversation, {}, "m", "")
+    assert "Be kind" in run_slash("/system", conversation, {}, "m", "").text
+    run_slash("/system -", conversation, {}, "m", "")
     assert conversation.system == ""
 
 
@@ -87,3 +91,73 @@ def test_wrong_key_is_explained() -> None:
         backend = RemoteBackend(server.url, api_key="right")
         assert list(backend.stream_text("x", {"max_tokens": 2})) == [" w0", " w1"]
         assert backend.last.output_tokens == 2
+
+
+def test_set_changes_sampling_and_checks_it() -> None:
+    fields: dict[str, object] = {}
+
+    def run(line: str) -> str:
+        return run_slash(line, Conversation(), fields, "m", "").text
+
+    assert run("/set") == "Sampling: the model's choice."
+    assert run("/set temperature 0.5") == "temperature is 0.5 from the next answer on."
+    run("/set max-tokens 7")
+    assert fields == {"temperature": 0.5, "max_tokens": 7}
+    assert "must be between" in run("/set temperature 1000")
+    assert "not a number" in run("/set top_k many")
+    assert "There is no 'colour'" in run("/set colour 1")
+    run("/set temperature -")
+    assert fields == {"max_tokens": 7}
+
+
+def test_load_reads_what_save_wrote(tmp_path: Path) -> None:
+    first = Conversation("Be brief.")
+    first.add_user_message("hi")
+    first.add_answer("ho")
+    first.save(tmp_path / "talk.json")
+    second = Conversation()
+    assert second.load(tmp_path / "talk.json").startswith("Loaded 2 messages")
+    assert second.messages == first.messages
+    (tmp_path / "bad.json").write_text('[{"role": "user"}]')
+    (tmp_path / "text.md").write_text("## user")
+    assert "not a list of messages" in second.load(tmp_path / "bad.json")
+    assert "not JSON" in second.load(tmp_path / "text.md")
+    assert "Cannot read" in second.load(tmp_path / "absent.json")
+    assert second.messages == first.messages
+
+
+def shown(text: str, *, width: int = 30, colour: bool = False, piece: int = 3) -> str:
+    """The screen after `text` came in small pieces."""
+    out: list[str] = []
+    stream = MarkdownStream(out.append, width, colour=colour)
+    for start in range(0, len(text), piece):
+        stream.feed(text[start : start + piece])
+    stream.finish()
+    return "".join(out)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 1000])
+def test_words_are_never_broken_and_lists_are_indented(piece: int) -> None:
+    text = "A sentence that is rather longer than one line.\n\n- an item that is also longer than a line\n"
+    lines = shown(text, piece=piece).split("\n")
+    assert all(len(line) <= 30 for line in lines)
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert any(line.startswith("  ") for line in lines[3:])
+
+
+def test_code_is_neither_wrapped_nor_changed() -> None:
+    text = "```python\nx = '**not bold**'  # a long line of code that stays as it is\n```\n"
+    assert shown(text) == text
+    assert _COLOUR.sub("", shown(text, colour=True)) == text
+
+
+def test_markers_become_colours() -> None:
+    assert shown("A **bold** word and `code`.\n", colour=True, piece=1).count("**") == 0
+    assert "\033[1mbold\033[0m" in shown("A **bold** word.", colour=True, piece=1)
+    assert _COLOUR.sub("", shown("# Title\n`a * b`\n", colour=True)) == "Title\na * b\n"
+    assert shown("# Title **x**\n") == "# Title **x**\n"
+
+
+def test_wide_characters_wrap_at_the_width() -> None:
+    lines = shown("汉" * 40, width=20).strip().split("\n")
+    assert {len(line) for line in lines} == {10}

@@ -8,17 +8,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Message = dict[str, str]
+from millrace.errors import MillraceError
+from millrace.terminal.sampling_options import check_fields
 
-HELP = """\
+Message = dict[str, str]
+_SETTABLE: dict[str, Callable[[str], float]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
+    **dict.fromkeys(("top_k", "seed", "max_tokens"), int),
+}
+
+HELP = '''\
 /help                show this list
 /clear               clear the conversation (keeps the system prompt)
 /system [TEXT]       show or set the system prompt; "/system -" removes it
-/regenerate          answer the last message again
-/save FILE           save the conversation, as JSON if FILE ends in .json, else as text
+/set [NAME VALUE]    show or set sampling: temperature, top_p, top_k, min_p,
+                     repetition_penalty, seed, max_tokens; "-" = the model's choice
+/model [NAME]        show the model, or go on with another one
+/retry               answer the last message again (also /regenerate)
+/save FILE           save the conversation, as JSON if FILE ends in .json,
+                     else as text
+/load FILE           continue a conversation that was saved as JSON
 /stats               show tokens and times of the last answer
 /exit                exit (also Ctrl-D, or Ctrl-C twice)
-Ctrl-C stops an answer. End a line with \\ to continue on the next one."""
+Ctrl-C stops an answer. Pasted lines are one message. For several lines, begin
+and end with """ or end a line with \\ to continue on the next one.'''
 
 
 @dataclass(slots=True)
@@ -64,25 +77,53 @@ class Conversation:
             return f"Cannot write {path}: {error.strerror}."
         return f"Saved {len(self.turns)} messages to {path}."
 
+    def load(self, path: Path) -> str:
+        """Replace everything by a conversation that `save` wrote as JSON."""
+        try:
+            messages = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            return f"Cannot read {path}: {error.strerror}."
+        except ValueError:
+            return f"{path} is not JSON. /load reads what /save FILE.json wrote."
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            return f"{path} is not a list of messages with role and content."
+        self.system = "\n".join(m["content"] for m in messages if m["role"] == "system")
+        self.turns = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "system"]
+        return f"Loaded {len(self.turns)} messages from {path}."
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.get("role") in ("system", "user", "assistant")
+        and isinstance(value.get("content"), str)
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What to do after a slash command: print `text`, generate the answer again, or leave."""
+    """What to do after a slash command: print `text`, open `model`, generate the answer again, or leave."""
 
     text: str = ""
+    model: str = ""
     answer_again: bool = False
     leave: bool = False
 
 
-def run_slash(line: str, conversation: Conversation, stats: str) -> Reply:
-    """Run one line that begins with a slash. `stats` summarises the last answer; empty if there is none."""
+def run_slash(line: str, conversation: Conversation, fields: dict[str, object], model_name: str, stats: str) -> Reply:
+    """Run one line that begins with a slash. `fields` is the sampling, which /set changes. `stats` summarises the last
+    answer; empty if there is none."""
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
     actions: dict[str, Callable[[], Reply]] = {
         "/help": lambda: Reply(HELP),
         "/clear": lambda: _clear(conversation),
         "/system": lambda: _system(conversation, argument),
+        "/set": lambda: _set(fields, argument),
+        "/model": lambda: Reply(model=argument) if argument else Reply(f"Model: {model_name}"),
+        "/retry": lambda: _regenerate(conversation),
         "/regenerate": lambda: _regenerate(conversation),
+        "/load": lambda: Reply(conversation.load(Path(argument).expanduser()) if argument else "Usage: /load FILE"),
         "/save": lambda: Reply(conversation.save(Path(argument).expanduser()) if argument else "Usage: /save FILE"),
         "/stats": lambda: Reply(stats or "No answer yet."),
         "/exit": lambda: Reply(leave=True),
@@ -105,6 +146,30 @@ def _system(conversation: Conversation, argument: str) -> Reply:
         return Reply(f"System prompt: {conversation.system}" if conversation.system else "No system prompt is set.")
     conversation.system = "" if argument == "-" else argument
     return Reply("System prompt set." if conversation.system else "System prompt removed.")
+
+
+def _set(fields: dict[str, object], argument: str) -> Reply:
+    name, _, text = argument.partition(" ")
+    name, text = name.replace("-", "_"), text.strip()
+    if not argument:
+        shown = ", ".join(f"{key} {value}" for key, value in fields.items())
+        return Reply(
+            f"Sampling: {shown}. The rest is the model's choice." if shown else "Sampling: the model's choice."
+        )
+    if name not in _SETTABLE:
+        return Reply(f"There is no '{name}' to set. Known: {', '.join(_SETTABLE)}.")
+    if text == "-":
+        fields.pop(name, None)
+        return Reply(f"{name}: the model's choice.")
+    try:
+        value = _SETTABLE[name](text)
+        check_fields({**fields, name: value})
+    except ValueError:
+        return Reply(f"{name} is '{text}', which is not a number." if text else f"Usage: /set {name} VALUE")
+    except MillraceError as error:
+        return Reply(error.message)
+    fields[name] = value
+    return Reply(f"{name} is {value} from the next answer on.")
 
 
 def _regenerate(conversation: Conversation) -> Reply:
