@@ -38,11 +38,16 @@ COMMANDS = {
     "keys": "create, list and revoke API keys",
     "config": "print every setting with its value, source and meaning",
     "ops": "print which version of each operation this machine uses",
+    "doctor": "check this machine and a model: what is wrong, why, and the fix",
+    "completion": "print a script for completion in bash, zsh or fish",
     "version": "print the versions of Millrace and its dependencies",
 }
 
 _LIBRARY = ("models", "pull", "ls", "show", "rm", "alias", "ps", "stop")
 """Commands whose modules are in `millrace/commands/library`."""
+
+_SETUP = ("doctor", "completion")
+"""Commands whose modules are in `millrace/commands/setup`."""
 
 HELP = """\
 usage: millrace COMMAND [MODEL] [options]
@@ -61,17 +66,22 @@ examples:
   millrace config --port 8123                     show every setting and where its value came from
 
 `millrace COMMAND --help` shows the options of a command. --debug shows the traceback of an error.
+exit codes: 0 done, 1 failed, 2 wrong use or setting, 130 interrupted, 141 output closed (as in `millrace ls | head -1`)
 """
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+"""What a shell reports for a program that SIGPIPE ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()  # Here, where a closed pipe is handled.
+        return code
     except (UsageError, ConfigError) as error:
         return _fail(error, error.message, arguments, EXIT_USAGE)
     except MillraceError as error:
@@ -81,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader closed the pipe (`millrace config | head`). Keep Python from failing again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        return EXIT_CLOSED_PIPE
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".rstrip(": ")
         return _fail(error, f"Unexpected {problem}. Run again with --debug for a traceback.", arguments, EXIT_FAILED)
@@ -104,7 +114,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def module_of(name: str) -> str:
     """Full name of the module of a command."""
-    return f"millrace.commands.{'library.' if name in _LIBRARY else ''}{name}"
+    room = "library." if name in _LIBRARY else "setup." if name in _SETUP else ""
+    return f"millrace.commands.{room}{name}"
 
 
 def run_command(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
@@ -123,7 +134,13 @@ def command_parser(module: ModuleType, name: str) -> CommandParser:
     )
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(command_parsers=command_parsers)
     return parser
+
+
+def command_parsers() -> dict[str, CommandParser]:
+    """The parser of every command, for the completion of shells."""
+    return {name: command_parser(importlib.import_module(module_of(name)), name) for name in COMMANDS}
 
 
 def top_help() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 
@@ -12,9 +13,9 @@ from millrace.sources.known_models import find_known
 from millrace.sources.sampling_defaults import from_tables, sampling_defaults
 from millrace.terminal.model_download import is_downloaded
 from millrace.terminal.settings_options import add_model, add_settings, load_settings
-from millrace.terminal.settings_table import table_lines, toml_lines
+from millrace.terminal.settings_table import records, table_lines, toml_lines
 
-USAGE = "millrace config [MODEL] [options] [--toml]"
+USAGE = "millrace config [MODEL] [options] [--toml | --json]"
 EXAMPLES = """\
 examples:
   millrace config                                 every setting at its default
@@ -24,12 +25,16 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: value, source and help by key")
     parser.add_argument("--toml", action="store_true", help="print a TOML file that --config accepts")
     add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     loaded = load_settings(args)
+    if args.json:
+        print(json.dumps(records(loaded)))
+        return 0
     lines = toml_lines(loaded) if args.toml else table_lines(loaded, _width())
     print("\n".join(lines))
     if not args.toml:

@@ -41,6 +41,20 @@ def toml_lines(loaded: LoadedConfig) -> Iterator[str]:
         yield f"{setting.name} = {toml_value(_value(loaded, setting))}  # {setting.help}"
 
 
+def records(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
+    """Value, source and meaning of every setting, by its key."""
+    return {
+        setting.key: {
+            "value": _value(loaded, setting),
+            "source": loaded.sources[setting.key],
+            "help": setting.help,
+            "option": setting.flag,
+            "variable": setting.variable,
+        }
+        for setting in _settings()
+    }
+
+
 def toml_value(value: object) -> str:
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
 

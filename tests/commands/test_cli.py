@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tomllib
@@ -280,6 +281,48 @@ def test_a_server_is_listed_while_it_lives(tmp_path: Path, monkeypatch: pytest.M
         announcement.path.write_text(json.dumps({**record, "started_ticks": 1}))
         assert running_servers() == []  # Another process with the same id.
     assert not announcement.path.exists()
+
+
+def test_doctor_finds_a_taken_port_and_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["doctor", "--json", "--port", port, "--keys-file", "/no/keys", "--threads", "999"]) == 1
+    found = {(f := json.loads(line))["subject"]: f for line in capsys.readouterr().out.splitlines()}
+    assert found["port"]["status"] == found["keys_file"]["status"] == "problem"
+    assert "--port" in found["port"]["fix"]
+    assert found["threads"]["status"] == "warning"
+    assert found["torch"]["status"] == found["model"]["status"] == found["template"]["status"] == "ok"
+
+
+def test_completion_scripts_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "millrace.bash"
+    script.write_text(capsys.readouterr().out)
+    line = "COMP_WORDS=(millrace {}); COMP_CWORD={}; _millrace; echo ${{COMPREPLY[@]}}"
+    asked = ";".join(line.format(*x) for x in (("pul", 1), ("run smollm2-1", 2), ("serve --kv-g", 2)))
+    done = subprocess.run(["bash", "-c", f"source {script}; {asked}"], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:3] == ["pull", "smollm2-135m-instruct smollm2-1.7b", "--kv-gib"]
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "millrace" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["config", "--json"], ["completion", "bash"], ["serve", "--help"]])
+def test_closed_pipes_and_exit_code(arguments: list[str]) -> None:
+    line = f"{sys.executable} -m millrace {' '.join(arguments)} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout.strip() in ("0", "141")
+
+
+def test_config_and_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--json", "--port", "9000"]) == 0
+    port = json.loads(capsys.readouterr().out)["server.port"]
+    assert (port["value"], port["source"], port["variable"]) == (9000, "command line", "MILLRACE_PORT")
+    assert main(["version", "--json"]) == 0
+    assert "torch" in json.loads(capsys.readouterr().out)
 
 
 def test_generate_streams_to_stdout_only(capsys: pytest.CaptureFixture[str]) -> None:
