@@ -96,6 +96,12 @@ class ModelConfig:
         "sampling of requests that set none: model = what the model's authors recommend; neutral = temperature 1,"
         " nothing cut",
     )
+    tool_format: str = setting(
+        "auto", "format of tool calls, such as hermes or mistral; auto = as the chat template writes them"
+    )
+    reasoning_format: str = setting(
+        "auto", "markers of the model's reasoning, such as think; auto = as in the chat template; none = no reasoning"
+    )
     seed: int = setting(0, "seed of the weights of random:<config.json>", minimum=0)
 
 

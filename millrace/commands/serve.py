@@ -44,6 +44,11 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
+    parser.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="accepted for compatibility with vLLM: tool calls are always recognised",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -201,8 +206,12 @@ def is_chat_model(state: FrontState) -> bool:
 
 
 def check_files(config: Config) -> None:
-    """Check the keys file and the certificate before anything is loaded."""
-    server = config.server
+    """Check the formats' names, the keys file and the certificate before anything is loaded."""
+    server, model = config.server, config.model
+    if model.tool_format != "auto" or model.reasoning_format not in ("auto", "none"):
+        from millrace.text.answer_formats import check_names
+
+        check_names(model.tool_format, model.reasoning_format)
     if server.keys_file:
         from pathlib import Path
 

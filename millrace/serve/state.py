@@ -24,6 +24,7 @@ from millrace.serve.http.siblings import Siblings
 from millrace.serve.tenancy.admission import Admission
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
+from millrace.text.answer_formats import AnswerFormats, choose_formats
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.grammar.compiler import GrammarCompiler
 from millrace.text.tokenizers.tokenizer import Tokenizer
@@ -113,11 +114,14 @@ class FrontState:
     longest_token_bytes: int = 0
     """Length of the longest token of the vocabulary; 0 until first needed."""
 
+    formats: AnswerFormats = field(init=False)
+    """How the model writes tool calls and reasoning."""
     admission: Admission = field(init=False)
     cors_origins: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.store = Store(store_directory(self.config.server.data_dir, self.model_name))
+        self.formats = choose_formats(self.template, self.config.model.tool_format, self.config.model.reasoning_format)
         self.admission = Admission(self.config)
         origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
         self.cors_origins = frozenset(origin for origin in origins if origin)

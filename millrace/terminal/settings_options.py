@@ -19,6 +19,12 @@ _SECTIONS = {
     "run": "execution",
     "observe": "logging",
 }
+_FURTHER_NAMES = {
+    "model.source": ("--model",),
+    "model.tool_format": ("--tool-call-parser",),
+    "model.reasoning_format": ("--reasoning-parser",),
+}
+"""Other names of options, some of them vLLM's."""
 LOCAL_MODEL_SETTINGS = (
     *("model.source", "model.dtype", "model.quantization", "model.max_context", "model.chat_template"),
     *("memory.kv_gib", "run.device", "run.threads"),
@@ -61,8 +67,7 @@ def add_settings(
 
 def _add_setting(group: argparse._ArgumentGroup, setting: Setting, *, with_short_name: bool) -> argparse.Action:
     short = [setting.flag] if with_short_name else []
-    if setting.key == "model.source":
-        short.append("--model")
+    short += _FURTHER_NAMES.get(setting.key, ())
     dashed = setting.name.replace("_", "-")
     names = list(dict.fromkeys([*short, f"--{setting.section}.{setting.name}", f"--{setting.section}.{dashed}"]))
     dest = _PREFIX + setting.key

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 
 from millrace.params import SamplingParams
 from millrace.text.detokenizer import Detokenizer
@@ -14,21 +15,32 @@ class TextStream:
     """Converts token ids to text for the client. Stop strings are matched against the text that the client sees, so
     special tokens count only if the request shows them. Not thread-safe."""
 
-    __slots__ = ("_detokenizer", "_stops", "push")
+    __slots__ = ("_detokenizer", "_markers", "_stops", "push")
 
     push: Callable[[int], str]
     """Takes the next token id and returns the text to send: "" while it is held back or after a stop."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, markers: Mapping[int, str] = types.MappingProxyType({})
+    ) -> None:
+        """`markers`: special tokens that are part of the text even if special tokens are hidden."""
+        self._markers = markers
         self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
         # Without stop strings, `push` is the detokenizer's method: one call less per token.
         self.push = self._detokenizer.push if self._stops is None else self._push_with_stops
+        if markers and params.skip_special_tokens:
+            self.push = self._push_with_markers
 
     def _push_with_stops(self, token_id: int) -> str:
         assert self._stops is not None
         text = self._detokenizer.push(token_id)
         return self._stops.push(text) if text else ""
+
+    def _push_with_markers(self, token_id: int) -> str:
+        marker = self._markers.get(token_id)
+        text = self._detokenizer.push(token_id) if marker is None else self._detokenizer.flush() + marker
+        return text if self._stops is None or not text else self._stops.push(text)
 
     def finish(self) -> str:
         """Text still held back at the end of generation; "" after a stop. This text can complete a stop string, so

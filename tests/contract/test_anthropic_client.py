@@ -108,7 +108,7 @@ def test_count_tokens(client: anthropic.Anthropic) -> None:
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),
         ({"model": "claude"}, anthropic.NotFoundError, "model"),
-        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, anthropic.BadRequestError, "tools"),
+        ({"tools": [{"name": "f g", "input_schema": {}}]}, anthropic.BadRequestError, "tools[0].name"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, anthropic.BadRequestError, "thinking"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

@@ -134,10 +134,10 @@ def test_a_base_model_gets_the_prompt_without_a_template() -> None:
     [
         ("/api/chat", {"model": "llama3"}, 404, "model"),
         ("/api/chat", {"format": "yaml"}, 400, "format"),
-        ("/api/chat", {"tools": [{}]}, 400, "tools"),
+        ("/api/chat", {"tools": [{}]}, 400, "tools[0].function"),
         ("/api/chat", {"think": True}, 400, "think"),
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role"),
-        ("/api/chat", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role"),
+        ("/api/chat", {"messages": [{"role": "tool"}]}, 400, "messages[0].content"),
         ("/api/chat", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
         ("/api/chat", {"options": {"temprature": 1}}, 400, "options.temprature"),
         ("/api/chat", {"options": {"num_gpu": 1}}, 400, "options.num_gpu"),

@@ -92,7 +92,7 @@ def test_extensions_through_extra_body(client: openai.OpenAI) -> None:
         ({"temperature": -1}, openai.BadRequestError),
         ({"model": "gpt-4o"}, openai.NotFoundError),
         ({"messages": []}, openai.BadRequestError),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError),
+        ({"tool_choice": "required"}, openai.BadRequestError),
         ({"max_tokens": 10**9}, openai.BadRequestError),
     ],
 )

@@ -38,7 +38,7 @@ def document() -> dict[str, Any]:
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "hi"}]
-TOOL = {"role": "tool", "content": "4", "tool_call_id": "a"}
+TOOL = {"role": "tool", "content": "4"}
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [*HELLO, TOOL]}),
@@ -57,7 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
     ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
     ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": []}]}),
-    ("/api/chat", {"messages": [{"role": "tool", "content": "4"}]}),
+    ("/api/chat", {"messages": [{"role": "tool"}]}),
     ("/api/chat", {"messages": [{"role": "user"}]}),
     ("/api/show", {"model": None}),
     ("/tokenize", {"prompt": None}),

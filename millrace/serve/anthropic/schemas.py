@@ -36,20 +36,36 @@ class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
     """Not supported yet."""
 
 
-class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """Not supported yet."""
+class ToolUseBlock(Strict, kw_only=True, tag_field="type", tag="tool_use"):
+    """A tool call of an earlier answer."""
+
+    id: str
+    name: str
+    input: Annotated[dict[str, Any], described("The arguments.")]
+    cache_control: CacheControl = UNSET
+    caller: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
 
 
-class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    """Not supported yet."""
+class ToolResultBlock(Strict, kw_only=True, tag_field="type", tag="tool_result"):
+    """The result of a tool call, in a message of the user."""
+
+    tool_use_id: str
+    content: Annotated[str | list[TextBlock] | None, described("A text, or text blocks.")] = None
+    is_error: Annotated[bool | None, described("The call failed; the model is told so.")] = None
+    cache_control: CacheControl = UNSET
 
 
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Not supported yet."""
+class ThinkingBlock(Strict, kw_only=True, tag_field="type", tag="thinking"):
+    """The reasoning of an earlier answer; the chat template decides whether the model sees it."""
+
+    thinking: str
+    signature: Annotated[str, described("Accepted, without effect.")] = ""
 
 
-class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Not supported yet."""
+class RedactedThinkingBlock(Strict, kw_only=True, tag_field="type", tag="redacted_thinking"):
+    """Accepted and left out: only the server that made it could read it."""
+
+    data: str
 
 
 Block = (
@@ -67,6 +83,27 @@ Block = (
 class AnthropicMessage(Strict, kw_only=True):
     role: Literal["user", "assistant"]
     content: str | list[Block]
+
+
+class AnthropicTool(Strict, kw_only=True):
+    """A tool that the model may call. Tools that Anthropic's servers run are refused."""
+
+    name: str
+    input_schema: Annotated[dict[str, Any], described("JSON schema of the arguments.")]
+    description: str | None = None
+    type: Annotated[Literal["custom"] | None, described("Only `custom`.")] = None
+    strict: Annotated[bool | None, described("Hold the arguments to the schema.")] = None
+    cache_control: CacheControl = UNSET
+    input_examples: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
+    eager_input_streaming: Annotated[bool | None, described("Accepted: arguments are always streamed.")] = None
+    defer_loading: Annotated[Literal[False] | None, described("Only false.")] = None
+    allowed_callers: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
+
+
+class AnthropicToolChoice(Strict, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str | None, described("The tool to call, with the type `tool`.")] = None
+    disable_parallel_tool_use: Annotated[bool | None, described("At most one call.")] = None
 
 
 class AnthropicMetadata(Strict, kw_only=True):
@@ -98,8 +135,10 @@ class CountTokensRequest(Strict, kw_only=True):
     system: Annotated[str | list[Block] | None, described("System prompt.")] = None
     cache_control: CacheControl = UNSET
     thinking: Annotated[Refused, unsupported('null and {"type": "disabled"} are accepted.')] = UNSET
-    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
-    tool_choice: Annotated[Refused, unsupported('null, {"type": "auto"} and {"type": "none"} are accepted.')] = UNSET
+    tools: Annotated[list[AnthropicTool] | None, described("Tools that the model may call.")] = None
+    tool_choice: Annotated[
+        AnthropicToolChoice | None, described("`auto` (default), `any`, `tool` with a name, or `none`.")
+    ] = None
     output_config: OutputConfig | None = None
     output_format: Annotated[JsonSchemaFormat | None, described("The older name of `output_config.format`.")] = None
     speed: Annotated[Refused, unsupported('null and "standard" are accepted.')] = UNSET
@@ -129,8 +168,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
     "speed": ("standard",),
     "user_profile_id": (),
     "workspace_id": (),
@@ -144,9 +181,23 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class OutputTextBlock(msgspec.Struct):
-    type: Literal["text"]
+class OutputTextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+
+
+class OutputToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    """The arguments. If the stop reason is `max_tokens`, as many of them as were complete."""
+
+
+class OutputThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+
+
+OutputBlock = OutputTextBlock | OutputToolUseBlock | OutputThinkingBlock
 
 
 class AnthropicUsage(msgspec.Struct):
@@ -157,7 +208,7 @@ class AnthropicUsage(msgspec.Struct):
     output_tokens: int
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageAnswer(msgspec.Struct):
@@ -167,7 +218,7 @@ class MessageAnswer(msgspec.Struct):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[OutputTextBlock]
+    content: list[OutputBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage

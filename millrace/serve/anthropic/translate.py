@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 from millrace.errors import BadRequest
-from millrace.serve.anthropic.schemas import NOT_SUPPORTED, Block, CountTokensRequest, MessagesRequest, TextBlock
+from millrace.serve.anthropic.schemas import NOT_SUPPORTED, CountTokensRequest, MessagesRequest
+from millrace.serve.anthropic.translate_messages import messages_of, text_content
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
+from millrace.serve.generate.chat.open_chat import open_chat
+from millrace.serve.generate.chat.tools import ToolUse, function_of, tool_use
 from millrace.serve.generate.checks import check_integers, check_model, check_range, name_fields, refuse_unsupported
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import Format, only_format, schema_format
 from millrace.serve.generate.messages import Conversation, Message
-from millrace.serve.generate.prompts import chat_prompt, encode_chat
+from millrace.serve.generate.prompts import encode_chat
 from millrace.serve.generate.sampling import deadline_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
 from millrace.serve.state import FrontState
 
+_CHOICES: dict[str, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",
+}
 _messages = BodyDecoder(MessagesRequest)
 _count_tokens = BodyDecoder(CountTokensRequest)
 
@@ -34,7 +46,8 @@ async def count_input_tokens(state: FrontState, data: bytes) -> int:
     body = _count_tokens.decode(data)
     _check(body, state)
     await state.await_engine()
-    return len(await encode_chat(state, _conversation(body), max_tokens=None))
+    conversation = dataclasses.replace(_conversation(body), tools=_tools(body).shown)
+    return len(await encode_chat(state, conversation, max_tokens=None))
 
 
 def _check(body: CountTokensRequest, state: FrontState) -> None:
@@ -66,13 +79,16 @@ async def _generation(state: FrontState, body: MessagesRequest, received: float)
         stop=body.stop_sequences,
         grammar=wanted.grammar if wanted is not None else None,
     )
+    field = wanted.field if wanted is not None else ""
+    chat = await open_chat(state, conversation, params, use=_tools(body), grammar_field=field)
     return Generation(
-        prompts=[await chat_prompt(state, conversation, max_tokens=body.max_tokens)],
-        params=params,
+        prompts=[chat.prompt],
+        params=chat.params,
+        form=chat.form,
         answer_id=new_id("msg_"),
         deadline=deadline_of(None, state.config, received),
         stream=bool(body.stream),
-        format_field=wanted.field if wanted is not None else "",
+        format_field=chat.grammar_field,
     )
 
 
@@ -80,27 +96,26 @@ def _conversation(body: CountTokensRequest) -> Conversation:
     """A conversation that ends with an assistant message is continued, not answered."""
     if not body.messages:
         raise BadRequest("'messages' is empty; send at least one message.", param="messages")
-    messages = [Message("system", _content(body.system, "system"))] if body.system else []
+    messages = [Message("system", text_content(body.system, "system"))] if body.system else []
     for index, message in enumerate(body.messages):
-        messages.append(Message(message.role, _content(message.content, f"messages[{index}].content")))
+        messages += messages_of(message, f"messages[{index}].content")
     return Conversation(messages, continue_final_message=body.messages[-1].role == "assistant")
 
 
-def _content(content: str | list[Block], at: str) -> str | list[str]:
-    if isinstance(content, str):
-        return content
-    if not content:
-        raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
-    return [_text(block, f"{at}[{index}]") for index, block in enumerate(content)]
-
-
-def _text(block: Block, at: str) -> str:
-    if not isinstance(block, TextBlock):
-        raise BadRequest(
-            f"'{at}' is of type '{block.__struct_config__.tag}', which is not supported yet; this server takes text"
-            " only.",
-            param=f"{at}.type",
-            code="unsupported_parameter",
+def _tools(body: CountTokensRequest) -> ToolUse:
+    functions = [
+        function_of(
+            tool.name, tool.description, tool.input_schema, is_strict=bool(tool.strict), param=f"tools[{index}]"
         )
-    refuse_unsupported(block, {"citations": ([],)}, f"{at}.")
-    return block.text
+        for index, tool in enumerate(body.tools or ())
+    ]
+    wanted = body.tool_choice
+    if wanted is None:
+        return tool_use(functions, None, None, parallel=None)
+    if (wanted.type == "tool") != (wanted.name is not None):
+        raise BadRequest(
+            f"'tool_choice' has the type {wanted.type!r}; a 'name' belongs to the type 'tool', and only to it.",
+            param="tool_choice.name",
+        )
+    choice = _CHOICES[wanted.type]
+    return tool_use(functions, choice, wanted.name, parallel=not wanted.disable_parallel_tool_use)

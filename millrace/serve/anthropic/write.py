@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from millrace.errors import MillraceError
@@ -9,17 +10,24 @@ from millrace.serve.anthropic.schemas import (
     AnthropicErrorAnswer,
     AnthropicUsage,
     MessageAnswer,
+    OutputBlock,
     OutputTextBlock,
+    OutputThinkingBlock,
+    OutputToolUseBlock,
     StopReason,
 )
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import TextDelta
+from millrace.serve.generate.events import SaidText, TextDelta, Tokens
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import PLACEHOLDER
 from millrace.serve.http.error_bodies import ErrorBody
 from millrace.serve.http.json_answer import encode, escape_lines
+from millrace.text.answer_events import ToolCall
+from millrace.text.tools.json_scanner import close_partial
 
+SIGNATURE = "unsigned"
+"""Clients expect a signature of thinking blocks. Nothing here checks it."""
 LIMIT_NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -46,13 +54,18 @@ class MessageWriter:
     def __init__(self, job: Job) -> None:
         self.limit_names = LIMIT_NAMES
         self._job = job
+        self._is_parsed = job.generation.form is not None
+        self._block = 0
+        """Index of the open block, or of the next one."""
+        self._open_kind: str | None = None
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def preamble(self, choices: list[Choice]) -> bytes:
         # The number of cached prompt tokens is known only at the end.
         opening = self._message([], None, AnthropicUsage(len(choices[0].prompt.token_ids), 0, 0, 0))
-        block = OutputTextBlock("text", "")
-        return _event("message_start", message=opening) + _event("content_block_start", index=0, content_block=block)
+        start = _event("message_start", message=opening)
+        # A text that is not parsed has one block, so that its frames are constant.
+        return start if self._is_parsed else start + self._open("text", OutputTextBlock(""))
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
         shaped = _event("content_block_delta", index=0, delta={"type": "text_delta", "text": PLACEHOLDER})
@@ -63,10 +76,43 @@ class MessageWriter:
         return b""
 
     def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
-        return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+        return self._open("text", OutputTextBlock("")) + self._delta(type="text_delta", text=delta.text)
+
+    def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes:
+        opened = self._open("thinking", OutputThinkingBlock("", ""))
+        return opened + self._delta(type="thinking_delta", thinking=text)
+
+    def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
+        return self._close() + self._open("tool_use", OutputToolUseBlock(call.id, call.name, {}))
+
+    def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes:
+        return self._delta(type="input_json_delta", partial_json=text)
+
+    def call_end(self, choice: DetailedChoice, call: ToolCall) -> bytes:
+        return self._close()
+
+    def _open(self, kind: str, block: OutputBlock) -> bytes:
+        """Begin a block of this kind, unless one is open."""
+        if self._open_kind == kind:
+            return b""
+        closed = self._close()
+        self._open_kind = kind
+        return closed + _event("content_block_start", index=self._block, content_block=block)
+
+    def _delta(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+    def _close(self) -> bytes:
+        if self._open_kind is None:
+            return b""
+        signed = self._delta(type="signature_delta", signature=SIGNATURE) if self._open_kind == "thinking" else b""
+        frame = signed + _event("content_block_stop", index=self._block)
+        self._open_kind = None
+        self._block += 1
+        return frame
 
     def finish_frame(self, choice: Choice) -> bytes:
-        return _event("content_block_stop", index=0)
+        return self._close()
 
     def end_frames(self, usage: Usage) -> bytes:
         reason, sequence = _stop_reason(self._job.choices[0])
@@ -78,21 +124,30 @@ class MessageWriter:
 
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
-        text = choices[0].output.text
-        content = [OutputTextBlock("text", text)] if text else []
+        content = [_block(said) for said in choices[0].output.items]
         return encode(self._message(content, choices[0], _usage(usage)))
 
     def _message(
-        self, content: list[OutputTextBlock], ended: CollectedChoice | None, usage: AnthropicUsage
+        self, content: list[OutputBlock], ended: CollectedChoice | None, usage: AnthropicUsage
     ) -> MessageAnswer:
         reason, sequence = _stop_reason(ended) if ended is not None else (None, None)
         answer_id, model = self._job.generation.answer_id, self._job.state.model_name
         return MessageAnswer(answer_id, "message", "assistant", model, content, reason, sequence, usage)
 
 
+def _block(said: SaidText | ToolCall) -> OutputBlock:
+    if isinstance(said, ToolCall):
+        return OutputToolUseBlock(said.id, said.name, json.loads(close_partial(said.arguments)))
+    if said.is_reasoning:
+        return OutputThinkingBlock(said.text, SIGNATURE)
+    return OutputTextBlock(said.text)
+
+
 def _stop_reason(choice: Choice) -> tuple[StopReason, str | None]:
     if choice.finish_reason == "length":
         return "max_tokens", None
+    if choice.finish_reason == "tool_calls":
+        return "tool_use", None
     stopped_by = choice.stop_reason
     return ("stop_sequence", stopped_by) if isinstance(stopped_by, str) else ("end_turn", None)
 

@@ -18,6 +18,7 @@ from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import schemas as schemas_ollama
 from millrace.serve.openai import answers, schemas
 from millrace.serve.responses import schemas as schemas_responses
+from millrace.serve.responses import schemas_items as response_items
 from millrace.serve.stored.batch_store import BatchAnswer, BatchList
 from millrace.serve.stored.file_store import FileAnswer, FileDeleted, FileList
 from millrace.serve.stored.routes_batches import BatchRequest
@@ -31,7 +32,8 @@ _TYPES = (
     *(ErrorAnswer, schemas_anthropic.AnthropicErrorAnswer, schemas_ollama.OllamaErrorAnswer),
     *(schemas_responses.ResponsesRequest, schemas_responses.InputTokensRequest, schemas_responses.ResponseAnswer),
     *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
-    *(schemas_responses.InputItem, schemas_responses.InputTokensAnswer, schemas_responses.ResponseInputMessage),
+    *(response_items.InputItem, schemas_responses.InputTokensAnswer, schemas_responses.ResponseInputMessage),
+    *(response_items.ResponseInputCall, response_items.ResponseInputResult, response_items.ResponseInputReasoning),
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
     routes_requests.CancelledRequest,

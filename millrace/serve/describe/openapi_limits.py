@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.params import MAX_STOP_STRINGS
+from millrace.serve.generate.chat.tools import NAME_PATTERN
 from millrace.serve.generate.checks import MAX_SEQUENCES
-from millrace.serve.responses.schemas import LOGPROBS
+from millrace.serve.responses.schemas import ENCRYPTED_REASONING, LOGPROBS
 
 _MAX_INT32 = 2**31 - 1
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "top_k", "num_predict")
@@ -31,7 +32,7 @@ FIELD_LIMITS: dict[str, dict[str, Any]] = {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"minimum": -100, "maximum": 100},
     },
-    "include": {"items": {"enum": [LOGPROBS]}},
+    "include": {"items": {"enum": [LOGPROBS, ENCRYPTED_REASONING]}},
 }
 """Limits by the name of a request's field. Each keyword applies to its own JSON type only, so it may stand beside an
 `anyOf` with null."""
@@ -39,12 +40,12 @@ FIELD_LIMITS: dict[str, dict[str, Any]] = {
 MESSAGE_LIMITS: dict[str, dict[str, dict[str, Any]]] = {
     "AnthropicMessage": {"content": {"minItems": 1}},
     "ResponseInputMessage": {"content": {"minItems": 1}},
-    "OllamaMessage": {"role": {"enum": ["system", "user", "assistant"]}},
+    **{
+        name: {"name": {"pattern": NAME_PATTERN}}
+        for name in ("FunctionSpec", "ResponseFunction", "AnthropicTool", "OllamaFunctionSpec")
+    },
 }
-"""Limits on the fields of one type. Of Ollama's roles, `tool` is not supported yet."""
-
-TEXT_REQUIRED = ("AssistantMessage", "OllamaMessage")
-"""Messages whose `content` the struct leaves optional for tool calls, which are not supported yet."""
+"""Limits on the fields of one type."""
 
 
 def _has(field: str, *absent: str) -> dict[str, Any]:
@@ -56,8 +57,10 @@ def _has(field: str, *absent: str) -> dict[str, Any]:
 EITHER_FIELD: dict[str, list[dict[str, Any]]] = {
     "TokenizeRequest": [_has("prompt", "messages"), _has("messages", "prompt")],
     "OllamaShowRequest": [_has("model"), _has("name")],
+    "AssistantMessage": [_has("content"), _has("tool_calls"), _has("function_call")],
+    "OllamaMessage": [_has("content"), _has("tool_calls")],
 }
-"""Requests that need one of two fields."""
+"""Requests and messages that need one of several fields."""
 
 _UNSUPPORTED = "Not supported yet"
 _LINK = "#/components/schemas/"
@@ -73,14 +76,6 @@ def tighten(components: dict[str, Any]) -> None:
                 schema["properties"][field].update(limits)
         if name in EITHER_FIELD:
             schema["anyOf"] = EITHER_FIELD[name]
-        if name in TEXT_REQUIRED:
-            _require(schema, "content")
-
-
-def _require(schema: dict[str, Any], field: str) -> None:
-    schema["required"] = [*schema.get("required", []), field]
-    kinds = schema["properties"][field]
-    kinds["anyOf"] = [kind for kind in kinds["anyOf"] if kind.get("type") != "null"]
 
 
 def _drop_unsupported_types(components: dict[str, Any]) -> None:

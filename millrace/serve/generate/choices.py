@@ -11,10 +11,12 @@ from typing import Protocol
 
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.params import FinishReason, SamplingParams
-from millrace.serve.generate.events import AnswerFinish, Output, TextDelta
+from millrace.serve.generate.chat.answer_reader import AnswerReader
+from millrace.serve.generate.events import AnswerFinish, Output, TextDelta, Tokens
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.http.json_answer import encode, escape_text
+from millrace.text.answer_events import AnswerEvent, CallArguments, CallStart, ReasoningSaid, TextSaid, ToolCall
 from millrace.text.text_stream import TextStream
 
 _SIZE_LINES = tuple(b"%x\r\n" % size for size in range(4096))
@@ -49,6 +51,7 @@ class Choice(ABC):
         "params",
         "prompt",
         "prompt_logprobs",
+        "reader",
         "request_id",
         "text",
     )
@@ -64,6 +67,9 @@ class Choice(ABC):
         """Tokens of the answer so far."""
         self.finish: Finish | None = None
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        form = job.generation.form
+        self.reader = None if form is None else AnswerReader(form)
+        """Finds reasoning and tool calls; None: everything is text."""
         self._push = text.push
         self._has_stop_strings = bool(params.stop)
         self._stopped = False
@@ -97,7 +103,7 @@ class Choice(ABC):
 
     @property
     def is_stopped(self) -> bool:
-        """True if a stop string was found; tokens after it do not belong to the answer."""
+        """True if a stop string or the last permitted call ended the answer; later tokens do not belong to it."""
         return self._stopped
 
     def stop(self) -> None:
@@ -114,7 +120,13 @@ class Choice(ABC):
     @property
     def finish_reason(self) -> AnswerFinish:
         stopped = self._stopped or (self.finish is not None and self.finish.reason == "stop")
-        return "stop" if stopped and not self.job.generation.score_only else "length"
+        if not stopped or self.job.generation.score_only:
+            return "length"
+        return "tool_calls" if self.reader is not None and self.reader.has_called else "stop"
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self.reader is None else self.reader.num_reasoning_tokens
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -152,6 +164,38 @@ class CollectedChoice(Choice):
 
     def complete(self) -> None:
         self._add_text(self._last_text())
+
+
+class ParsedCollectedChoice(CollectedChoice):
+    """A choice with reasoning or tool calls, of an answer that is sent whole."""
+
+    __slots__ = ()
+
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if self._closed:
+            return
+        try:
+            reader = self.reader
+            assert reader is not None
+            self.num_tokens += 1
+            self._add_token(token_id)
+            if logprobs is not None:
+                self._add_logprobs(logprobs)
+            reader.count_token()
+            self._add(reader.read(self._push(token_id)))
+            if reader.is_full or (self._has_stop_strings and self.text.stopped_by is not None):
+                self.stop()
+        except Exception as error:
+            self.job.on_bug(error)
+
+    def complete(self) -> None:
+        assert self.reader is not None
+        self._add(self.reader.read(self._last_text()))
+        self._add(self.reader.finish())
+
+    def _add(self, events: list[AnswerEvent]) -> None:
+        for event in events:
+            self.output.add(event)
 
 
 class PlainChoice(Choice):
@@ -234,6 +278,15 @@ class DeltaWriter(Protocol):
 
     def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes: ...
 
+    def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes: ...
+
+    def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes: ...
+
+    def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes: ...
+
+    def call_end(self, choice: DetailedChoice, call: ToolCall) -> bytes:
+        """The call is complete, or broken off (`is_complete`)."""
+
 
 class DetailedChoice(Choice):
     """A choice of a stream whose frames carry log-probabilities, token ids, running usage or an echo."""
@@ -281,7 +334,6 @@ class DetailedChoice(Choice):
             self._send(text)
 
     def _send(self, text: str) -> None:
-        """Send final text as an event. Tool calls and reasoning would be parsed here."""
         delta = TextDelta(text, self._pending_ids, self._pending_logprobs)
         self._pending_ids, self._pending_logprobs = [], []
         self._out.send(self._writer.text_delta(self, delta))
@@ -292,3 +344,50 @@ class DetailedChoice(Choice):
             frame = self._writer.prompt_frame(self)
             if frame:
                 self._out.send(frame)
+
+
+class ParsedChoice(DetailedChoice):
+    """A choice of a stream with reasoning or tool calls."""
+
+    __slots__ = ()
+
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        assert self.reader is not None
+        if not self._closed:
+            self.reader.count_token()
+        super().on_token(token_id, logprobs)
+        if self.reader.is_full and not self._closed:
+            self.stop()
+
+    def complete(self) -> None:
+        assert self.reader is not None
+        self._begin()
+        self._send(self._last_text())
+        self._send_events(self.reader.finish())
+        generation = self.job.generation
+        if self._pending_ids and (generation.return_token_ids or generation.logprobs is not None):
+            super()._send("")
+
+    def _send(self, text: str) -> None:
+        assert self.reader is not None
+        self._send_events(self.reader.read(text))
+
+    def _send_events(self, events: list[AnswerEvent]) -> None:
+        for event in events:
+            tokens = Tokens(self._pending_ids, self._pending_logprobs)
+            frame = self._frame(event, tokens)
+            if frame:
+                self._pending_ids, self._pending_logprobs = [], []
+                self._out.send(frame)
+
+    def _frame(self, event: AnswerEvent, tokens: Tokens) -> bytes:
+        writer = self._writer
+        if isinstance(event, TextSaid):
+            return writer.text_delta(self, TextDelta(event.text, tokens.token_ids, tokens.logprobs))
+        if isinstance(event, ReasoningSaid):
+            return writer.reasoning_delta(self, event.text, tokens)
+        if isinstance(event, CallStart):
+            return writer.call_start(self, event.call, tokens)
+        if isinstance(event, CallArguments):
+            return writer.call_arguments(self, event.call, event.text, tokens)
+        return writer.call_end(self, event.call)

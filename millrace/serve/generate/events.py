@@ -1,8 +1,8 @@
 """What a choice says, as structured events: the one step between generated text and a dialect's shape.
 
-A choice turns its text into events; each dialect's writer gives an event its bytes. Text is the only kind of event
-today. A new kind (a tool call, reasoning) is parsed out of the text once, in `choices`, gets a class here and a field
-in `Output`, and one method in each writer.
+A choice turns its text into events; each dialect's writer gives an event its bytes. Text is `TextDelta`. Reasoning and
+tool calls are found by `text.answer_parser`, in `choices`; their events are in `text.answer_events`, and each has a
+method in the writers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from millrace.link.messages import TokenLogprobs
+from millrace.text.answer_events import AnswerEvent, CallStart, ReasoningSaid, TextSaid, ToolCall
 
-AnswerFinish = Literal["stop", "length"]
+AnswerFinish = Literal["stop", "length", "tool_calls"]
 """Finish reason of an answer that did not fail."""
+
+
+@dataclass(slots=True)
+class Tokens:
+    """The tokens that an event was decoded from."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -26,23 +35,61 @@ class TextDelta:
 
 
 @dataclass(slots=True)
+class SaidText:
+    """A stretch of text, or of reasoning."""
+
+    parts: list[str]
+    is_reasoning: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+@dataclass(slots=True)
 class Output:
     """Everything that a choice has said so far."""
 
     parts: list[str] = field(default_factory=list)
+    """The text of an answer that is not parsed."""
+    said: list[SaidText | ToolCall] = field(default_factory=list)
+    """Text, reasoning and calls in their order, of an answer that is parsed."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        return "".join(self.parts)
+        return "".join(self.parts) + self._joined(is_reasoning=False)
+
+    @property
+    def reasoning(self) -> str:
+        return self._joined(is_reasoning=True)
+
+    def _joined(self, *, is_reasoning: bool) -> str:
+        return "".join(one.text for one in self.said if isinstance(one, SaidText) and one.is_reasoning == is_reasoning)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [one for one in self.said if isinstance(one, ToolCall)]
+
+    @property
+    def items(self) -> list[SaidText | ToolCall]:
+        """The parts in their order, also of an answer that is not parsed."""
+        return [SaidText(self.parts), *self.said] if any(self.parts) else self.said
 
     @property
     def mean_logprob(self) -> float:
         """Per token; `best_of` ranks by it."""
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
 
-    def add(self, delta: TextDelta) -> None:
-        self.parts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
+    def add(self, event: AnswerEvent) -> None:
+        """Calls collect their arguments themselves."""
+        if isinstance(event, CallStart):
+            self.said.append(event.call)
+        elif isinstance(event, (TextSaid, ReasoningSaid)) and event.text:
+            is_reasoning = isinstance(event, ReasoningSaid)
+            last = self.said[-1] if self.said else None
+            if isinstance(last, SaidText) and last.is_reasoning == is_reasoning:
+                last.parts.append(event.text)
+            else:
+                self.said.append(SaidText([event.text], is_reasoning))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from millrace.link.client import ANONYMOUS, Caller
 from millrace.params import SamplingParams
+from millrace.text.answer_parser import AnswerForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Prompt:
     """The client's text, for `echo`; None if it sent token ids."""
     num_dropped: int = 0
     """Tokens cut from its beginning (`truncate_prompt_tokens`)."""
+    opens_reasoning: bool = False
+    """The chat template has opened the model's reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Generation:
     """The last frames of a stream are sent by `Work.conclude`, which has something to do before them."""
     format_field: str = "grammar"
     """The request's field that set `params.grammar`."""
+    form: AnswerForm | None = None
+    """Reasoning and tool calls to look for; None: the answer is text."""
     caller: Caller = ANONYMOUS
     created: int = field(default_factory=lambda: int(time.time()))
 

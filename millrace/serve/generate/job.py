@@ -19,13 +19,22 @@ from millrace.errors import (
 from millrace.link.messages import Finish
 from millrace.params import FinishReason, SamplingParams
 from millrace.serve.generate.checks import name_fields
-from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice, PlainChoice
+from millrace.serve.generate.choices import (
+    Choice,
+    CollectedChoice,
+    DetailedChoice,
+    ParsedChoice,
+    ParsedCollectedChoice,
+    PlainChoice,
+)
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState, JobSummary
+from millrace.text.answer_parser import AnswerForm
 from millrace.text.text_stream import TextStream
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 DEADLINE_SLACK_S = 2.0
 """The engine ends a request at its deadline; the front waits this much longer for the engine to report it."""
@@ -55,6 +64,7 @@ class Job:
         self._num_open = 0
         self._aborted: set[int] = set()
         """Indices of choices that the engine was told to abort."""
+        self._markers = _markers(state.tokenizer, generation.form)
         self.choices: list[Choice] = []
         self._make_choices()
 
@@ -95,9 +105,13 @@ class Job:
             self.out.begin_with(self.writer.preamble(choices), list(holders), self.on_slow_client)
 
     def _make_choice(self, index: int, prompt: Prompt, params: SamplingParams) -> Choice:
-        text = TextStream(self.state.tokenizer, params)
+        text = TextStream(self.state.tokenizer, params, self._markers)
+        is_parsed = self.generation.form is not None
         if self.out is None:
-            return CollectedChoice(self, index, prompt, params, text)
+            collected = ParsedCollectedChoice if is_parsed else CollectedChoice
+            return collected(self, index, prompt, params, text)
+        if is_parsed:
+            return ParsedChoice(self, index, prompt, params, text, self.out, self.writer)
         if self.generation.is_detailed:
             return DetailedChoice(self, index, prompt, params, text, self.out, self.writer)
         return PlainChoice(self, index, prompt, params, text, self.out, self.writer.text_frame(index))
@@ -190,7 +204,7 @@ class Job:
         for first in range(0, len(self.choices), per_prompt):
             finishes = [choice.finish for choice in self.choices[first : first + per_prompt]]
             cached += min((finish.cached_tokens for finish in finishes if finish is not None), default=0)
-        return Usage(prompt_tokens, cached, output_tokens)
+        return Usage(prompt_tokens, cached, output_tokens, sum(choice.reasoning_tokens for choice in self.choices))
 
     def summary(self) -> JobSummary:
         generation = self.generation
@@ -224,6 +238,12 @@ class Job:
         if any(choice.finish is None for choice in self.choices):
             return "abort"
         return self.choices[0].finish_reason
+
+
+def _markers(tokenizer: Tokenizer, form: AnswerForm | None) -> dict[int, str]:
+    """Special tokens that begin or end reasoning and tool calls, with their text."""
+    ids = {} if form is None else {tokenizer.token_id(marker): marker for marker in form.markers if marker}
+    return {token_id: marker for token_id, marker in ids.items() if token_id is not None}
 
 
 def _params_of(params: SamplingParams, number: int) -> SamplingParams:

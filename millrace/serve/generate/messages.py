@@ -6,12 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from millrace.errors import BadRequest
+from millrace.text.tools.formats import Function
 
 MAX_MESSAGES = 16_384
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents")
 """Variables that the server itself gives to a chat template."""
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A tool call of an earlier answer."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | str
+    """The object, or the text that the model wrote instead of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,11 @@ class Message:
     content: str | list[str]
     """A text, or several text parts; the template decides how parts are joined."""
     name: str | None = None
+    """Of a tool message: the function that was called."""
+    tool_calls: tuple[PastCall, ...] = ()
+    tool_call_id: str | None = None
+    """Of a tool message: the call that it answers."""
+    reasoning: str | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -34,6 +50,15 @@ class Message:
         }
         if self.name is not None:
             plain["name"] = self.name
+        if self.reasoning is not None:
+            plain["reasoning_content"] = self.reasoning
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            plain["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
         return plain
 
 
@@ -47,6 +72,7 @@ class Conversation:
     add_generation_prompt: bool | None = None
     """Whether the template opens the answer; None: unless the last message is continued."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[Function, ...] = ()
 
     @property
     def opens_answer(self) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.messages import Conversation
 from millrace.serve.state import FrontState
+from millrace.text.reasoning.formats import is_opened_by
+from millrace.text.tools.prompt import plain_messages, shorten_ids
 
 LONG_TEXT_CHARS = 4096
 """Tokenising this much takes about 1 ms, which is as long as other streams should wait."""
@@ -42,22 +45,33 @@ async def encode_chat(
     state: FrontState, conversation: Conversation, *, max_tokens: int | None, may_cut: bool = False
 ) -> list[int]:
     """The conversation rendered by the model's chat template. The template writes special tokens itself."""
+    return (await _encode_chat(state, conversation, max_tokens, may_cut))[0]
+
+
+async def _encode_chat(
+    state: FrontState, conversation: Conversation, max_tokens: int | None, may_cut: bool
+) -> tuple[list[int], bool]:
+    """The token ids, and whether the template has opened the model's reasoning."""
     conversation.check()
-    num_chars = len(conversation.messages) * _MESSAGE_CHARS
+    num_chars = (len(conversation.messages) + len(conversation.tools)) * _MESSAGE_CHARS
     for message in conversation.messages:
         for text in message.texts:
             num_chars += len(text)
             if len(text) > LONG_TEXT_CHARS and not may_cut:
                 await _refuse_too_long(state, text, max_tokens)
 
-    def work() -> list[int]:
+    def work() -> tuple[list[int], bool]:
+        messages, tools = template_input(state, conversation)
         text = state.template.render(
-            [message.for_template() for message in conversation.messages],
+            messages,
             add_generation_prompt=conversation.opens_answer,
             continue_final_message=conversation.continue_final_message,
+            tools=tools,
             **conversation.template_kwargs,
         )
-        return state.tokenizer.encode(text, add_special=False)
+        reasoning = state.formats.reasoning
+        opens_reasoning = reasoning is not None and is_opened_by(reasoning, text)
+        return state.tokenizer.encode(text, add_special=False), opens_reasoning
 
     return await off_loop(state, num_chars, work)
 
@@ -66,8 +80,32 @@ async def chat_prompt(
     state: FrontState, conversation: Conversation, *, max_tokens: int | None, keep: int | None = None
 ) -> Prompt:
     """`keep`: cut the prompt to its last tokens, as in `cut_prompt`."""
-    token_ids = await encode_chat(state, conversation, max_tokens=max_tokens, may_cut=keep is not None)
-    return Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
+    token_ids, opens_reasoning = await _encode_chat(state, conversation, max_tokens, keep is not None)
+    prompt = Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
+    return dataclasses.replace(prompt, opens_reasoning=opens_reasoning)
+
+
+def template_input(
+    state: FrontState, conversation: Conversation
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools as the model's chat template reads them. A template without tools sees them as text."""
+    spec, template = state.formats.tools, state.template
+    called = {call.id: call.name for message in conversation.messages for call in message.tool_calls}
+    messages = []
+    for message in conversation.messages:
+        if message.role == "tool" and message.name is None and message.tool_call_id in called:
+            message = dataclasses.replace(message, name=called[message.tool_call_id])
+        messages.append(message.for_template())
+    uses_tools = conversation.tools or any(
+        message.role == "tool" or message.tool_calls for message in conversation.messages
+    )
+    if not uses_tools:
+        return messages, None
+    if not template.takes_tools:
+        return plain_messages(messages, conversation.tools, spec, takes_system=template.takes_system), None
+    if spec.short_ids:
+        shorten_ids(messages)
+    return messages, [function.for_template() for function in conversation.tools] or None
 
 
 def check_truncation(keep: int | None) -> None:

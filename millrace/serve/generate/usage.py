@@ -13,6 +13,8 @@ class Usage:
     cached_tokens: int
     """Prompt tokens whose KV was in the prefix cache."""
     output_tokens: int
+    reasoning_tokens: int = 0
+    """Output tokens of the reasoning; `output_tokens` includes them."""
 
     @property
     def total_tokens(self) -> int:

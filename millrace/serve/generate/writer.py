@@ -5,11 +5,29 @@ from __future__ import annotations
 from typing import Protocol
 
 from millrace.errors import MillraceError
-from millrace.serve.generate.choices import Choice, CollectedChoice, DeltaWriter
+from millrace.serve.generate.choices import Choice, CollectedChoice, DeltaWriter, DetailedChoice
+from millrace.serve.generate.events import Tokens
 from millrace.serve.generate.usage import Usage
+from millrace.text.answer_events import ToolCall
 
 PLACEHOLDER = "\0"
 """Stands for the text when a frame is built once; no other field can contain it."""
+
+
+class TextOnly:
+    """For a dialect whose answers are never parsed."""
+
+    def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes:
+        raise AssertionError("these answers are not parsed")
+
+    def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
+        raise AssertionError("these answers are not parsed")
+
+    def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes:
+        raise AssertionError("these answers are not parsed")
+
+    def call_end(self, choice: DetailedChoice, call: ToolCall) -> bytes:
+        raise AssertionError("these answers are not parsed")
 
 
 class Writer(DeltaWriter, Protocol):

@@ -65,13 +65,43 @@ class OllamaOptions(Strict, kw_only=True):
     embedding_only: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
+class OllamaFunctionSpec(Strict, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, described("JSON schema of the arguments.")] = None
+    strict: bool | None = None
+
+
+class OllamaTool(Strict, kw_only=True):
+    type: Literal["function"] | None = "function"
+    function: OllamaFunctionSpec
+
+
+class OllamaFunctionCall(Strict, kw_only=True):
+    name: str
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+    index: int | None = None
+    description: str | None = None
+
+
+class OllamaCall(Strict, kw_only=True):
+    """A tool call of an earlier answer."""
+
+    function: OllamaFunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class OllamaMessage(Strict, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    thinking: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    thinking: Annotated[str | None, described("Reasoning of an earlier answer.")] = None
     images: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
-    tool_calls: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
-    tool_name: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    tool_calls: Annotated[list[OllamaCall] | None, described("Calls that the answer made.")] = None
+    tool_name: Annotated[str | None, described("Of a tool message: the function that was called.")] = None
+    tool_call_id: Annotated[str | None, described("Of a tool message: the call that it answers.")] = None
 
 
 class OllamaCommon(Strict, kw_only=True):
@@ -103,7 +133,7 @@ class OllamaChatRequest(OllamaCommon, kw_only=True):
     messages: Annotated[
         list[OllamaMessage] | None, described("The conversation; without messages the request only checks the model.")
     ] = None
-    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    tools: Annotated[list[OllamaTool] | None, described("Functions that the model may call.")] = None
 
 
 class OllamaGenerateRequest(OllamaCommon, kw_only=True):
@@ -133,7 +163,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "think": (False,),
     "truncate": (False,),
     "shift": (False,),
-    "tools": ([],),
     "suffix": ("",),
     "template": ("",),
     "context": ([],),
@@ -153,17 +182,27 @@ OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_thread", "f16_kv", "use_mmap", "use_mlock"), ()),
 }
 MESSAGE_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "thinking": ("",),
     "images": ([],),
-    "tool_calls": ([],),
-    "tool_name": (),
 }
 
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class OllamaCalledFunction(msgspec.Struct):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaAnswerCall(msgspec.Struct):
+    id: str
+    function: OllamaCalledFunction
+
+
 class OllamaAnswerMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaAnswerCall] | UnsetType = UNSET
 
 
 class OllamaAnswer(msgspec.Struct):
@@ -173,6 +212,8 @@ class OllamaAnswer(msgspec.Struct):
     created_at: str
     message: OllamaAnswerMessage | UnsetType = UNSET
     response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    """/api/generate only."""
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool = False
     done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET

@@ -9,6 +9,8 @@ from msgspec import Raw, UnsetType
 
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.params import Grammar, SamplingDefaults, SamplingParams
+from millrace.serve.generate.chat.open_chat import Chat, open_chat
+from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse, function_of, tool_use
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
@@ -19,8 +21,8 @@ from millrace.serve.generate.checks import (
 )
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.grammars import format_of, schema_format
-from millrace.serve.generate.messages import Conversation, Message
-from millrace.serve.generate.prompts import chat_prompt, encode_texts
+from millrace.serve.generate.messages import Conversation, Message, PastCall
+from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.sampling import deadline_of, sampling_params
 from millrace.serve.http.ids import new_id
 from millrace.serve.ollama.schemas import (
@@ -82,7 +84,7 @@ def check_sampling(state: FrontState, body: OllamaCommon) -> None:
 
 async def chat_generation(state: FrontState, body: OllamaChatRequest, received: float) -> Generation:
     try:
-        return await _chat(state, body, _messages(body.messages or []), received)
+        return await _chat(state, body, _messages(body.messages or []), received, _tools(body))
     except BadRequest as error:
         raise name_fields(error, CHAT_NAMES) from None
 
@@ -102,30 +104,34 @@ async def text_generation(state: FrontState, body: OllamaGenerateRequest, receiv
         [token_ids] = await encode_texts(state, [text], add_special=True, max_tokens=params.max_tokens)
         if not token_ids:
             raise BadRequest("'prompt' has no tokens; send at least one character.", param="prompt")
-        return _generation(state, body, params, Prompt(token_ids, text), "cmpl-", received)
+        return _generation(state, body, Chat(Prompt(token_ids, text), params, None, "format"), "cmpl-", received)
     except BadRequest as error:
         raise name_fields(error, GENERATE_NAMES) from None
 
 
-async def _chat(state: FrontState, body: OllamaCommon, messages: list[Message], received: float) -> Generation:
-    params = _params(state, body)
-    conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
-    prompt = await chat_prompt(state, conversation, max_tokens=params.max_tokens)
-    return _generation(state, body, params, prompt, "chatcmpl-", received)
-
-
-def _generation(
-    state: FrontState, body: OllamaCommon, params: SamplingParams, prompt: Prompt, id_prefix: str, received: float
+async def _chat(
+    state: FrontState,
+    body: OllamaCommon,
+    messages: list[Message],
+    received: float,
+    use: ToolUse = NO_TOOLS,
 ) -> Generation:
+    conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
+    chat = await open_chat(state, conversation, _params(state, body), use=use, grammar_field="format")
+    return _generation(state, body, chat, "chatcmpl-", received)
+
+
+def _generation(state: FrontState, body: OllamaCommon, chat: Chat, id_prefix: str, received: float) -> Generation:
     options = body.options or OllamaOptions()
     return Generation(
-        prompts=[prompt],
-        params=_within_num_ctx(state, params, len(prompt.token_ids), options.num_ctx),
+        prompts=[chat.prompt],
+        params=_within_num_ctx(state, chat.params, len(chat.prompt.token_ids), options.num_ctx),
+        form=chat.form,
         answer_id=new_id(id_prefix),
         deadline=deadline_of(None, state.config, received),
         stream=body.stream is not False,
-        logprobs=params.logprobs,
-        format_field="format",
+        logprobs=chat.params.logprobs,
+        format_field=chat.grammar_field,
     )
 
 
@@ -159,21 +165,48 @@ def _grammar(body: OllamaCommon) -> Grammar | None:
     raise BadRequest("'format' is neither \"json\" nor a JSON schema; send one of them.", param="format")
 
 
-def _messages(messages: list[OllamaMessage]) -> list[Message]:
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _message(message: OllamaMessage, at: str) -> Message:
-    refuse_unsupported(message, MESSAGE_NOT_SUPPORTED, f"{at}.")
-    if message.role == "tool":
-        raise BadRequest(
-            f"'{at}.role' is 'tool', which is not supported yet; remove the message.",
-            param=f"{at}.role",
-            code="unsupported_parameter",
+def _tools(body: OllamaChatRequest) -> ToolUse:
+    functions = []
+    for index, tool in enumerate(body.tools or ()):
+        spec, param = tool.function, f"tools[{index}].function"
+        functions.append(
+            function_of(spec.name, spec.description, spec.parameters, is_strict=bool(spec.strict), param=param)
         )
-    if message.content is None:
+    return tool_use(functions, None, None, parallel=None)
+
+
+def _messages(messages: list[OllamaMessage]) -> list[Message]:
+    """Calls have no ids in Ollama's API: results belong to the calls before them by function name, else by order."""
+    found: list[Message] = []
+    open_calls: list[PastCall] = []
+    for index, message in enumerate(messages):
+        translated = _message(message, f"messages[{index}]", f"call_{index}_")
+        if translated.role == "tool" and translated.tool_call_id is None:
+            named = [call for call in open_calls if translated.name in (None, call.name)]
+            if named:
+                open_calls.remove(named[0])
+                translated = dataclasses.replace(translated, tool_call_id=named[0].id, name=named[0].name)
+        open_calls += translated.tool_calls
+        found.append(translated)
+    return found
+
+
+def _message(message: OllamaMessage, at: str, call_prefix: str) -> Message:
+    refuse_unsupported(message, MESSAGE_NOT_SUPPORTED, f"{at}.")
+    calls = tuple(
+        PastCall(call.id or f"{call_prefix}{number}", call.function.name, call.function.arguments)
+        for number, call in enumerate(message.tool_calls or ())
+    )
+    if message.content is None and not calls:
         raise BadRequest(f"'{at}.content' is required.", param=f"{at}.content")
-    return Message(message.role, message.content)
+    return Message(
+        message.role,
+        message.content or "",
+        message.tool_name,
+        calls,
+        message.tool_call_id,
+        message.thinking or None,
+    )
 
 
 def _within_num_ctx(state: FrontState, params: SamplingParams, num_prompt: int, num_ctx: int | None) -> SamplingParams:

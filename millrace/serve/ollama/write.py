@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,13 +11,20 @@ from msgspec import UNSET, UnsetType
 from millrace.errors import MillraceError
 from millrace.link.messages import TokenLogprobs
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import TextDelta
+from millrace.serve.generate.events import TextDelta, Tokens
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.logprobs import TokenLogprob, token_logprobs
 from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import PLACEHOLDER
 from millrace.serve.http.json_answer import encode, escape_lines
-from millrace.serve.ollama.schemas import OllamaAnswer, OllamaAnswerMessage, OllamaErrorAnswer
+from millrace.serve.ollama.schemas import (
+    OllamaAnswer,
+    OllamaAnswerCall,
+    OllamaAnswerMessage,
+    OllamaCalledFunction,
+    OllamaErrorAnswer,
+)
+from millrace.text.answer_events import ToolCall
 
 _NS_PER_S = 1e9
 
@@ -37,9 +45,17 @@ class OllamaWriter:
         self._job = job
         self._is_chat = is_chat
 
-    def _line(self, text: str, **fields: Any) -> OllamaAnswer:
+    def _line(
+        self,
+        text: str,
+        thinking: str | UnsetType = UNSET,
+        calls: list[OllamaAnswerCall] | UnsetType = UNSET,
+        **fields: Any,
+    ) -> OllamaAnswer:
         said: dict[str, Any] = (
-            {"message": OllamaAnswerMessage("assistant", text)} if self._is_chat else {"response": text}
+            {"message": OllamaAnswerMessage("assistant", text, thinking, calls)}
+            if self._is_chat
+            else {"response": text, "thinking": thinking}
         )
         return OllamaAnswer(self._job.state.model_name, now(), **said, **fields)
 
@@ -58,7 +74,7 @@ class OllamaWriter:
         return self._line(
             text,
             done=True,
-            done_reason=choice.finish_reason,
+            done_reason="length" if choice.finish_reason == "length" else "stop",
             total_duration=round(total_s * _NS_PER_S),
             load_duration=0,
             prompt_eval_count=usage.prompt_tokens,
@@ -82,6 +98,21 @@ class OllamaWriter:
     def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
         return escape_lines(encode(self._line(delta.text, logprobs=self._logprobs(delta.logprobs)))) + b"\n"
 
+    def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes:
+        line = self._line("", thinking=text, logprobs=self._logprobs(tokens.logprobs))
+        return escape_lines(encode(line)) + b"\n"
+
+    def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
+        return b""
+
+    def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes:
+        return b""
+
+    def call_end(self, choice: DetailedChoice, call: ToolCall) -> bytes:
+        """Ollama's clients take calls whole. One that broke off is no call: its arguments are sent as text."""
+        line = self._line("", calls=[_call(call)]) if call.is_complete else self._line(_broken(call))
+        return escape_lines(encode(line)) + b"\n"
+
     def finish_frame(self, choice: Choice) -> bytes:
         return b""
 
@@ -94,4 +125,22 @@ class OllamaWriter:
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         output = choices[0].output
-        return encode(self._last(output.text, usage, logprobs=self._logprobs(output.logprobs)))
+        text = output.text + "".join(_broken(call) for call in output.calls if not call.is_complete)
+        calls = [_call(call) for call in output.calls if call.is_complete]
+        return encode(
+            self._last(
+                text,
+                usage,
+                thinking=output.reasoning or UNSET,
+                calls=calls or UNSET,
+                logprobs=self._logprobs(output.logprobs),
+            )
+        )
+
+
+def _call(call: ToolCall) -> OllamaAnswerCall:
+    return OllamaAnswerCall(call.id, OllamaCalledFunction(call.index, call.name, json.loads(call.arguments)))
+
+
+def _broken(call: ToolCall) -> str:
+    return f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}'

@@ -12,11 +12,16 @@ from msgspec import UNSET, UnsetType
 
 from millrace.serve.generate.events import AnswerFinish
 from millrace.serve.generate.logprobs import TokenLogprob
+from millrace.serve.openai.schemas_tools import AnswerCall, CallDelta, FunctionCall, FunctionCallDelta
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
     """Prompt tokens whose KV was already in the prefix cache."""
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct):
@@ -26,6 +31,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Of a model that reasons."""
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -44,17 +51,25 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 # ── chat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+ChatFinish = AnswerFinish | Literal["function_call"]
+
+
 class AnswerMessage(msgspec.Struct):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """null if the answer consists of tool calls."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+    """The call, if the request had `functions`."""
 
 
 class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: AnswerFinish
+    finish_reason: ChatFinish
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the choice; null if neither did."""
     token_ids: list[int] | UnsetType = UNSET
@@ -79,13 +94,16 @@ class ChatAnswer(msgspec.Struct):
 class Delta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+    function_call: FunctionCallDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: AnswerFinish | None = None
+    finish_reason: ChatFinish | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

@@ -6,7 +6,7 @@ Every parameter of OpenAI's reference is a field here. Unsupported ones are type
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Raw, UnsetType
 
@@ -14,6 +14,14 @@ from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_
 from millrace.serve.generate.priority import PriorityClass
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.openai.formats import Formatted
+from millrace.serve.openai.schemas_tools import (
+    CalledFunction,
+    FunctionName,
+    FunctionSpec,
+    MessageCall,
+    ToolChoice,
+    ToolSpec,
+)
 
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 CacheBreakpoint = Annotated[
@@ -91,23 +99,26 @@ class AssistantMessage(Strict, kw_only=True, tag_field="role", tag="assistant"):
     name: Name = None
     refusal: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    tool_calls: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
-    function_call: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    tool_calls: Annotated[list[MessageCall] | None, described("Calls that the answer made.")] = None
+    function_call: Annotated[CalledFunction | None, described("The older form of `tool_calls`.")] = None
+    reasoning_content: Annotated[str | None, described("The answer's reasoning; the template decides its use.")] = None
+    reasoning: Annotated[str | None, described("Another name of `reasoning_content`.")] = None
     annotations: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
 
 
 class ToolMessage(Strict, kw_only=True, tag_field="role", tag="tool"):
-    """Not supported yet: the result of a tool call."""
+    """The result of a tool call."""
 
-    content: Content | None = None
-    tool_call_id: str | None = None
+    content: Content
+    tool_call_id: Annotated[str, described("The id of the call.")]
+    name: Annotated[str | None, described("The function; default: that of the call with this id.")] = None
 
 
 class FunctionMessage(Strict, kw_only=True, tag_field="role", tag="function"):
-    """Not supported yet: the result of a function call."""
+    """The older form of a tool message."""
 
-    content: Content | None = None
-    name: str | None = None
+    content: Content | None
+    name: str
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
@@ -207,13 +218,16 @@ class ChatRequest(Sampled, kw_only=True):
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("More variables for the chat template.")] = None
 
-    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
-    tool_choice: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
-    parallel_tool_calls: Annotated[
-        Refused, unsupported("null, true and false are accepted and have no effect without tools.")
-    ] = UNSET
-    functions: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
-    function_call: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
+    tools: Annotated[list[ToolSpec] | None, described("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        described("`auto` (default), `none`, `required`, or the function to call; `allowed_tools` narrows the list."),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, described("The answer may have several calls; default true.")] = None
+    functions: Annotated[list[FunctionSpec] | None, described("The older form of `tools`.")] = None
+    function_call: Annotated[
+        Literal["none", "auto"] | FunctionName | None, described("The older form of `tool_choice`.")
+    ] = None
     reasoning_effort: Annotated[Refused, unsupported('null and "none" are accepted.')] = UNSET
     verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
     modalities: Annotated[Refused, unsupported('null and ["text"] are accepted.')] = UNSET
@@ -282,11 +296,6 @@ class DetokenizeRequest(Strict, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "modalities": (["text"],),
@@ -305,8 +314,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 NOT_SUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": (),
     "audio": (),
-    "tool_calls": ([],),
-    "function_call": (),
     "annotations": ([],),
 }
 

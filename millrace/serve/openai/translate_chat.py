@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from millrace.errors import BadRequest
+from millrace.params import SamplingParams
+from millrace.serve.generate.chat.open_chat import Chat, open_chat
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
-from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.priority import priority_of
-from millrace.serve.generate.prompts import chat_prompt, check_truncation
+from millrace.serve.generate.prompts import check_truncation
 from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
@@ -17,6 +19,7 @@ from millrace.serve.openai.formats import format_wanted
 from millrace.serve.openai.schemas import ChatRequest
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
+from millrace.serve.openai.translate_tools import tools_of, uses_functions
 from millrace.serve.openai.write_chat import ChatWriter
 from millrace.serve.state import FrontState
 
@@ -28,7 +31,7 @@ async def prepare_chat(state: FrontState, body: bytes, received: float, owner: s
     await state.await_engine()
     generation = await _generation(state, request, received)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
-    return Work(generation, partial(ChatWriter, limit_names=limit_names))
+    return Work(generation, partial(ChatWriter, limit_names=limit_names, uses_functions=uses_functions(request)))
 
 
 async def _generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
@@ -51,9 +54,11 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
         raise name_fields(error, {"max_tokens": limit_name}) from None
     check_num_sequences(1, params.n)
     include_usage, continuous_usage = usage_options(request)
+    chat = await _chat(state, request, params, wanted.field if wanted is not None else "")
     return Generation(
-        prompts=[await _prompt(state, request, max_tokens)],
-        params=params,
+        prompts=[chat.prompt],
+        params=chat.params,
+        form=chat.form,
         answer_id=new_id("chatcmpl-"),
         deadline=deadline_of(request.timeout, state.config, received),
         n=params.n,
@@ -67,19 +72,20 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
         prompt_logprobs=request.prompt_logprobs is not None,
         return_token_ids=bool(request.return_token_ids),
         reports_dropped=request.truncate_prompt_tokens is not None,
-        format_field=wanted.field if wanted is not None else "",
+        format_field=chat.grammar_field,
     )
 
 
-async def _prompt(state: FrontState, request: ChatRequest, max_tokens: int | None) -> Prompt:
+async def _chat(state: FrontState, request: ChatRequest, params: SamplingParams, grammar_field: str) -> Chat:
     conversation = conversation_of(
         request.messages,
         request.add_generation_prompt,
         request.continue_final_message,
         request.chat_template_kwargs,
     )
+    use, keep = tools_of(request), request.truncate_prompt_tokens
     try:
-        return await chat_prompt(state, conversation, max_tokens=max_tokens, keep=request.truncate_prompt_tokens)
+        return await open_chat(state, conversation, params, use=use, keep=keep, grammar_field=grammar_field)
     except BadRequest as error:
         raise name_fields(error, {"prompt": "messages"}) from None
 

@@ -6,18 +6,19 @@ from typing import Any, cast
 
 from millrace.errors import BadRequest
 from millrace.serve.generate import messages as internal
+from millrace.serve.generate.chat.tools import arguments_of
 from millrace.serve.generate.checks import refuse_unsupported
-from millrace.serve.generate.messages import Conversation, Role
+from millrace.serve.generate.messages import Conversation, PastCall, Role
 from millrace.serve.openai.schemas import (
     NOT_SUPPORTED_IN_MESSAGES,
     AssistantMessage,
+    Content,
     ContentPart,
-    DeveloperMessage,
-    FunctionMessage,
     Message,
     TextPart,
     ToolMessage,
 )
+from millrace.serve.openai.schemas_tools import CalledFunction
 
 
 def conversation_of(
@@ -31,23 +32,38 @@ def conversation_of(
 
 
 def _message(message: Message, at: str) -> internal.Message:
-    role = str(message.__struct_config__.tag)
-    if isinstance(message, (ToolMessage, FunctionMessage)):
-        raise BadRequest(
-            f"'{at}.role' is '{role}', which is not supported yet; remove the message.",
-            param=f"{at}.role",
-            code="unsupported_parameter",
-        )
     if isinstance(message, AssistantMessage):
-        refuse_unsupported(message, NOT_SUPPORTED_IN_MESSAGES, f"{at}.")
+        return _assistant(message, at)
     content = message.content
     if content is None:
         raise BadRequest(f"'{at}.content' is null; send a text.", param=f"{at}.content")
-    shown = cast(Role, "system" if isinstance(message, DeveloperMessage) else role)
+    role = str(message.__struct_config__.tag)
+    role = {"developer": "system", "function": "tool"}.get(role, role)
+    call_id = message.tool_call_id if isinstance(message, ToolMessage) else None
+    return internal.Message(cast(Role, role), _content(content, at), message.name, tool_call_id=call_id)
+
+
+def _assistant(message: AssistantMessage, at: str) -> internal.Message:
+    refuse_unsupported(message, NOT_SUPPORTED_IN_MESSAGES, f"{at}.")
+    calls = tuple(PastCall(call.id, *_called(call.function)) for call in message.tool_calls or ())
+    if message.function_call is not None:
+        calls += (PastCall("", *_called(message.function_call)),)
+    if message.content is None and not calls:
+        raise BadRequest(f"'{at}.content' is null; send a text.", param=f"{at}.content")
+    content = "" if message.content is None else _content(message.content, at)
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    return internal.Message("assistant", content, message.name, calls, reasoning=reasoning)
+
+
+def _called(function: CalledFunction) -> tuple[str, dict[str, Any] | str]:
+    arguments = function.arguments
+    return function.name, arguments if isinstance(arguments, dict) else arguments_of(arguments)
+
+
+def _content(content: Content, at: str) -> str | list[str]:
     if isinstance(content, str):
-        return internal.Message(shown, content, message.name)
-    texts = [_text(part, f"{at}.content[{index}]") for index, part in enumerate(content)]
-    return internal.Message(shown, texts, message.name)
+        return content
+    return [_text(part, f"{at}.content[{index}]") for index, part in enumerate(content)]
 
 
 def _text(part: ContentPart, at: str) -> str:

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from millrace.errors import MillraceError
 from millrace.link.messages import TokenLogprobs
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import TextDelta
+from millrace.serve.generate.events import Output, TextDelta, Tokens
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.logprobs import token_logprobs
 from millrace.serve.generate.usage import Usage
@@ -23,15 +23,20 @@ from millrace.serve.openai.answers import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatFinish,
     ChatLogprobs,
     Delta,
 )
 from millrace.serve.openai.logprobs import prompt_logprobs
-from millrace.serve.openai.write_shared import running_usage, usage_of
+from millrace.serve.openai.schemas_tools import AnswerCall, CallDelta, FunctionCall, FunctionCallDelta
+from millrace.serve.openai.write_shared import reasons, running_usage, usage_of
+from millrace.text.answer_events import ToolCall
 
 
 class ChatWriter:
-    def __init__(self, job: Job, limit_names: dict[str, str]) -> None:
+    def __init__(self, job: Job, limit_names: dict[str, str], uses_functions: bool = False) -> None:
+        """`uses_functions`: the request had `functions`, so the answer has `function_call`."""
+        self._uses_functions = uses_functions
         self.limit_names = limit_names
         self._job = job
         self._generation = job.generation
@@ -76,15 +81,46 @@ class ChatWriter:
             )
         )
 
+    def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes:
+        return self._delta(choice, Delta(reasoning_content=text), tokens)
+
+    def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
+        named = FunctionCallDelta(call.name, "")
+        if self._uses_functions:
+            return self._delta(choice, Delta(function_call=named), tokens)
+        return self._delta(choice, Delta(tool_calls=[CallDelta(call.index, call.id, "function", named)]), tokens)
+
+    def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes:
+        more = FunctionCallDelta(arguments=text)
+        if self._uses_functions:
+            return self._delta(choice, Delta(function_call=more), tokens)
+        return self._delta(choice, Delta(tool_calls=[CallDelta(call.index, function=more)]), tokens)
+
+    def call_end(self, choice: DetailedChoice, call: ToolCall) -> bytes:
+        return b""
+
+    def _delta(self, choice: DetailedChoice, delta: Delta, tokens: Tokens) -> bytes:
+        ids = tokens.token_ids if self._generation.return_token_ids else UNSET
+        return self._frame(ChatChunkChoice(choice.index, delta, self._logprobs(tokens.logprobs), token_ids=ids))
+
     def finish_frame(self, choice: Choice) -> bytes:
         return self._frame(
-            ChatChunkChoice(choice.index, Delta(), None, choice.finish_reason, stop_reason=choice.stop_reason)
+            ChatChunkChoice(choice.index, Delta(), None, self._finish(choice), stop_reason=choice.stop_reason)
         )
+
+    def _finish(self, choice: Choice) -> ChatFinish:
+        reason = choice.finish_reason
+        return "function_call" if reason == "tool_calls" and self._uses_functions else reason
 
     def end_frames(self, usage: Usage) -> bytes:
         if not self._generation.include_usage:
             return DONE
-        chunk = ChatChunk(object="chat.completion.chunk", choices=[], usage=usage_of(usage), **self._common)
+        chunk = ChatChunk(
+            object="chat.completion.chunk",
+            choices=[],
+            usage=usage_of(usage, reasons=reasons(self._job)),
+            **self._common,
+        )
         return b"data: " + encode(chunk) + b"\n\n" + DONE
 
     def error_frames(self, error: MillraceError) -> bytes:
@@ -106,7 +142,7 @@ class ChatWriter:
             ChatAnswer(
                 object="chat.completion",
                 choices=[self._choice(choice) for choice in choices],
-                usage=usage_of(usage),
+                usage=usage_of(usage, reasons=reasons(self._job)),
                 prompt_logprobs=shown_prompt,
                 prompt_token_ids=first.prompt.token_ids if generation.return_token_ids else UNSET,
                 truncated_prompt_tokens=first.prompt.num_dropped if generation.reports_dropped else UNSET,
@@ -119,12 +155,24 @@ class ChatWriter:
         output = choice.output
         return ChatChoice(
             choice.index,
-            AnswerMessage("assistant", output.text),
+            self._message(output),
             self._logprobs(output.logprobs),
-            choice.finish_reason,
+            self._finish(choice),
             choice.stop_reason,
             output.token_ids if generation.return_token_ids else UNSET,
         )
+
+    def _message(self, output: Output) -> AnswerMessage:
+        text, calls = output.text, [FunctionCall(call.name, call.arguments) for call in output.calls]
+        message = AnswerMessage("assistant", text if text or not calls else None)
+        if output.reasoning:
+            message.reasoning_content = output.reasoning
+        if calls and self._uses_functions:
+            message.function_call = calls[0]
+        elif calls:
+            pairs = zip(output.calls, calls, strict=True)
+            message.tool_calls = [AnswerCall(call.id, "function", function) for call, function in pairs]
+        return message
 
     def _logprobs(self, entries: list[TokenLogprobs]) -> ChatLogprobs | None:
         num_top = self._generation.logprobs

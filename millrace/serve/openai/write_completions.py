@@ -12,7 +12,7 @@ from millrace.serve.generate.events import TextDelta
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.usage import Usage
-from millrace.serve.generate.writer import PLACEHOLDER
+from millrace.serve.generate.writer import PLACEHOLDER, TextOnly
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.event_stream import DONE
 from millrace.serve.http.json_answer import encode, escape_lines
@@ -27,7 +27,7 @@ from millrace.serve.openai.logprobs import CompletionLogprobsWriter, joined, pro
 from millrace.serve.openai.write_shared import running_usage, usage_of
 
 
-class CompletionWriter:
+class CompletionWriter(TextOnly):
     limit_names: dict[str, str]
 
     def __init__(self, job: Job) -> None:

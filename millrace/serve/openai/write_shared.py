@@ -6,16 +6,23 @@ from msgspec import UNSET, UnsetType
 
 from millrace.serve.generate import usage as internal
 from millrace.serve.generate.job import Job
-from millrace.serve.openai.answers import PromptTokensDetails, Usage
+from millrace.serve.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 
 
-def usage_of(counts: internal.Usage) -> Usage:
+def usage_of(counts: internal.Usage, *, reasons: bool = False) -> Usage:
+    """`reasons`: the model reasons, so that the number of reasoning tokens is of interest."""
     details = PromptTokensDetails(counts.cached_tokens)
-    return Usage(counts.prompt_tokens, counts.output_tokens, counts.total_tokens, details)
+    further = CompletionTokensDetails(counts.reasoning_tokens) if reasons else UNSET
+    return Usage(counts.prompt_tokens, counts.output_tokens, counts.total_tokens, details, further)
+
+
+def reasons(job: Job) -> bool:
+    form = job.generation.form
+    return form is not None and form.reasoning is not None
 
 
 def running_usage(job: Job) -> Usage | UnsetType | None:
     """The `usage` of a chunk that is not the last: the counts so far, null, or no such field."""
     if job.generation.continuous_usage:
-        return usage_of(job.usage())
+        return usage_of(job.usage(), reasons=reasons(job))
     return None if job.generation.include_usage else UNSET

@@ -13,6 +13,7 @@ from millrace.serve.http.body import read_body
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.responses.schemas import (
+    ENCRYPTED_REASONING,
     LOGPROBS,
     InputTokensAnswer,
     ResponseAnswer,
@@ -85,7 +86,7 @@ async def retrieve(request: web.Request) -> web.Response:
 
 def _check_include(request: web.Request) -> None:
     for name in (*request.query.getall("include", ()), *request.query.getall("include[]", ())):
-        if name != LOGPROBS:
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
             raise BadRequest(f"include is {name[:80]!r}, which is not supported yet; remove it.", param="include")
 
 

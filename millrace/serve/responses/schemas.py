@@ -8,12 +8,18 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from millrace.serve.generate.logprobs import TokenLogprob
 from millrace.serve.generate.priority import PriorityClass
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
+from millrace.serve.responses.schemas_items import (
+    OutputItem,
+    ResponseFunction,
+    ResponseToolChoice,
+    schema_of_input,
+)
 from millrace.serve.stored.batch_store import OutputTokensDetails
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 # ── input ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,14 +70,6 @@ class ResponseInputMessage(Strict, kw_only=True):
     phase: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
-_INPUT_SCHEMA: dict[str, Any] = {
-    "oneOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/ResponseInputMessage"}},
-    ]
-}
-
-
 class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
     """Free text, as without a format."""
 
@@ -108,14 +106,17 @@ class ResponseStreamOptions(Strict, kw_only=True):
 
 class _ResponseInput(Strict, kw_only=True):
     model: Annotated[str | None, described("Name of the served model; may be left out.")] = None
-    input: Annotated[Raw, described("A text, or a list of messages.", **_INPUT_SCHEMA)]
+    input: Annotated[Raw, described("A text, or a list of items.", **schema_of_input())]
     instructions: Annotated[str | None, described("A system message before all others.")] = None
     previous_response_id: Annotated[str | None, described("Continue the conversation of a stored response.")] = None
     text: ResponseText | None = None
     truncation: Annotated[Refused, unsupported('null and "disabled" are accepted.')] = UNSET
-    tools: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
-    tool_choice: Annotated[Refused, unsupported('null, "none" and "auto" are accepted.')] = UNSET
-    parallel_tool_calls: Annotated[Refused, unsupported("null, true and false are accepted.")] = UNSET
+    tools: Annotated[list[ResponseFunction] | None, described("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        ResponseToolChoice | None,
+        described("`auto` (default), `none`, `required`, or the function to call; `allowed_tools` narrows the list."),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, described("The answer may have several calls; default true.")] = None
     reasoning: Annotated[Refused, unsupported("null, {} and an object of nulls are accepted.")] = UNSET
     conversation: Annotated[Refused, unsupported("null is accepted; see `previous_response_id`.")] = UNSET
 
@@ -146,7 +147,7 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     top_logprobs: Annotated[
         int | None, described(f"Log-probabilities; needs `include` {LOGPROBS}.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None
-    include: Annotated[list[str] | None, described(f"Only {LOGPROBS}.")] = None
+    include: Annotated[list[str] | None, described(f"{LOGPROBS}; {ENCRYPTED_REASONING} is accepted.")] = None
     metadata: Annotated[dict[str, str] | None, described("Labels, returned with the response.")] = None
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
@@ -195,9 +196,6 @@ _NO_REASONING = tuple(
 )
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "reasoning": _NO_REASONING,
     "conversation": (),
     "prompt_cache_retention": ("in_memory",),
@@ -213,37 +211,6 @@ TEXT_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 
 
 # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    text: str
-    annotations: list[None] = []
-    logprobs: list[TokenLogprob] = []
-
-
-class InputText(msgspec.Struct, kw_only=True, tag_field="type", tag="input_text"):
-    text: str
-
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputMessage(msgspec.Struct, kw_only=True):
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    status: ItemStatus
-    content: list[OutputText]
-
-
-class InputItem(msgspec.Struct, kw_only=True):
-    """An item of a stored response's input."""
-
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    status: Literal["completed"] = "completed"
-    content: list[InputText | OutputText]
-
-
 class InputItemList(msgspec.Struct):
     object: Literal["list"]
     data: list[Raw]
@@ -301,7 +268,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     max_tool_calls: None = None
     model: str
-    output: list[OutputMessage] = []
+    output: list[OutputItem] = []
     parallel_tool_calls: bool = True
     previous_response_id: str | None
     prompt_cache_key: str | None
@@ -311,8 +278,8 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     store: bool
     temperature: float
     text: TextSettings
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[None] = []
+    tool_choice: ResponseToolChoice = "auto"
+    tools: list[ResponseFunction] = []
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

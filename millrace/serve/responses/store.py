@@ -10,7 +10,9 @@ import msgspec
 from millrace.errors import BadRequest, Conflict, NotFound
 from millrace.serve.generate.messages import Message
 from millrace.serve.http.queries import Page
-from millrace.serve.responses.schemas import InputItem, InputItemList, OutputMessage, ResponseAnswer
+from millrace.serve.responses.items import messages_of
+from millrace.serve.responses.schemas import InputItemList, ResponseAnswer
+from millrace.serve.responses.schemas_items import InputItem, OutputItem
 
 OPEN = ("queued", "in_progress", "cancelling")
 MAX_TURNS = 1000
@@ -18,7 +20,7 @@ MAX_TURNS = 1000
 
 _items = msgspec.json.Decoder(list[InputItem])
 _answer = msgspec.json.Decoder(ResponseAnswer)
-_messages = msgspec.json.Decoder(list[OutputMessage])
+_output = msgspec.json.Decoder(list[OutputItem])
 
 
 def add_response(
@@ -96,16 +98,9 @@ def conversation(database: sqlite3.Connection, response_id: str, owner: str) -> 
             raise BadRequest(
                 f"The conversation has more than {MAX_TURNS} turns; start a new one.", param="previous_response_id"
             )
-        messages: list[InputItem | OutputMessage] = [*_items.decode(row["input"]), *_messages.decode(row["output"])]
-        turns.append([message_of(message) for message in messages])
+        turns.append(messages_of([*_items.decode(row["input"]), *_output.decode(row["output"])]))
         wanted = row["previous_id"]
     return [message for turn in reversed(turns) for message in turn]
-
-
-def message_of(item: InputItem | OutputMessage) -> Message:
-    """An item in the internal form; the role `developer` becomes `system`."""
-    texts = [part.text for part in item.content]
-    return Message("system" if item.role == "developer" else item.role, texts[0] if len(texts) == 1 else texts)
 
 
 def input_items(database: sqlite3.Connection, response_id: str, owner: str, page: Page) -> InputItemList:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from millrace.errors import BadRequest
+from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
@@ -22,23 +23,22 @@ from millrace.serve.generate.grammars import Format, format_of, schema_format
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.generate.priority import priority_of
-from millrace.serve.generate.prompts import chat_prompt, encode_chat
+from millrace.serve.generate.prompts import encode_chat
 from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
+from millrace.serve.responses.items import messages_of
 from millrace.serve.responses.schemas import (
+    ENCRYPTED_REASONING,
     LOGPROBS,
     NOT_SUPPORTED,
     STREAM_OPTIONS_NOT_SUPPORTED,
     TEXT_NOT_SUPPORTED,
-    InputItem,
-    InputText,
     InputTextPart,
     InputTokensRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
-    OutputText,
     OutputTextPart,
     ResponseAnswer,
     ResponseInputMessage,
@@ -47,7 +47,20 @@ from millrace.serve.responses.schemas import (
     TextFormat,
     TextSettings,
 )
-from millrace.serve.responses.store import add_response, conversation, end_response, message_of
+from millrace.serve.responses.schemas_items import (
+    FunctionCallItem,
+    FunctionResultItem,
+    InputItem,
+    InputMessage,
+    InputText,
+    OutputText,
+    ReasoningItem,
+    ResponseInputCall,
+    ResponseInputReasoning,
+    ResponseInputResult,
+)
+from millrace.serve.responses.store import add_response, conversation, end_response
+from millrace.serve.responses.translate_tools import tools_of
 from millrace.serve.responses.write import ResponseWriter
 from millrace.serve.state import FrontState
 
@@ -61,7 +74,18 @@ _SAMPLING = (
 
 _responses = BodyDecoder(ResponsesRequest)
 _input_tokens = BodyDecoder(InputTokensRequest)
-_input_message = BodyDecoder(ResponseInputMessage)
+_input_items: dict[
+    str,
+    BodyDecoder[ResponseInputMessage]
+    | BodyDecoder[ResponseInputCall]
+    | BodyDecoder[ResponseInputResult]
+    | BodyDecoder[ResponseInputReasoning],
+] = {
+    "message": BodyDecoder(ResponseInputMessage),
+    "function_call": BodyDecoder(ResponseInputCall),
+    "function_call_output": BodyDecoder(ResponseInputResult),
+    "reasoning": BodyDecoder(ResponseInputReasoning),
+}
 
 
 class _Typed(msgspec.Struct):
@@ -78,7 +102,7 @@ def input_items(raw: msgspec.Raw) -> list[InputItem]:
     if not given:
         raise BadRequest("'input' is empty; send a text or at least one message.", param="input")
     if isinstance(given, str):
-        return [InputItem(id=new_id("msg_"), role="user", content=[InputText(text=given)])]
+        return [InputMessage(id=new_id("msg_"), role="user", content=[InputText(text=given)])]
     return [_item(bytes(one), f"input[{index}]") for index, one in enumerate(given)]
 
 
@@ -87,24 +111,44 @@ def _item(data: bytes, at: str) -> InputItem:
         kind = msgspec.json.decode(data, type=_Typed).type
     except msgspec.ValidationError:
         raise BadRequest(f"'{at}' is not a message; send an object with 'role' and 'content'.", param=at) from None
-    if kind not in (None, "message"):
+    decoder = _input_items.get(kind or "message")
+    if decoder is None:
         raise BadRequest(
-            f"'{at}' is of type {kind[:80]!r}, which is not supported yet; send messages only.",
+            f"'{at}' is of type {str(kind)[:80]!r}, which is not supported yet; send {', '.join(_input_items)} only.",
             param=f"{at}.type",
             code="unsupported_parameter",
         )
     try:
-        message = _input_message.decode(data)
+        given = decoder.decode(data)
     except BadRequest as error:
         field = f"{at}.{error.param}" if error.param else at
         text = error.message.replace(f"'{error.param}'", f"'{field}'")
         raise BadRequest(text, param=field, code=error.code) from None
+    if isinstance(given, ResponseInputCall):
+        return FunctionCallItem(
+            id=new_id("fc_"),
+            call_id=given.call_id,
+            name=given.name,
+            arguments=given.arguments,
+            status=given.status or "completed",
+        )
+    if isinstance(given, ResponseInputResult):
+        output = given.output if isinstance(given.output, str) else "\n".join(part.text for part in given.output)
+        return FunctionResultItem(id=new_id("fco_"), call_id=given.call_id, output=output)
+    if isinstance(given, ResponseInputReasoning):
+        return ReasoningItem(
+            id=new_id("rs_"), summary=given.summary, content=given.content or [], status=given.status or "completed"
+        )
+    return _message_item(given, at)
+
+
+def _message_item(message: ResponseInputMessage, at: str) -> InputMessage:
     refuse_unsupported(message, {"phase": ()}, f"{at}.")
     parts = [message.content] if isinstance(message.content, str) else _texts(message.content, f"{at}.content")
     content: list[InputText | OutputText] = [
         OutputText(text=text) if message.role == "assistant" else InputText(text=text) for text in parts
     ]
-    return InputItem(id=new_id("msg_"), role=message.role, content=content)
+    return InputMessage(id=new_id("msg_"), role=message.role, content=content)
 
 
 def _texts(parts: list[ResponsePart], at: str) -> list[str]:
@@ -130,7 +174,7 @@ async def _conversation(
     messages = [Message("system", body.instructions)] if body.instructions else []
     if body.previous_response_id is not None:
         messages += await state.store.run(conversation, body.previous_response_id, owner)
-    return messages + [message_of(item) for item in items]
+    return messages + messages_of(items)
 
 
 def _check(state: FrontState, body: ResponsesRequest | InputTokensRequest) -> None:
@@ -185,14 +229,12 @@ async def _generation(
         logprobs=num_top,
         grammar=wanted.grammar if wanted is not None else None,
     )
-    prompt = await chat_prompt(
-        state,
-        Conversation(messages, template_kwargs=body.chat_template_kwargs or {}),
-        max_tokens=body.max_output_tokens,
-    )
+    conversation = Conversation(messages, template_kwargs=body.chat_template_kwargs or {})
+    chat = await open_chat(state, conversation, params, use=tools_of(body), grammar_field="text.format")
     return Generation(
-        prompts=[prompt],
-        params=params,
+        prompts=[chat.prompt],
+        params=chat.params,
+        form=chat.form,
         answer_id=response_id,
         deadline=deadline_of(body.timeout, state.config, received),
         priority=priority_of(body.priority),
@@ -201,7 +243,7 @@ async def _generation(
         logprobs=num_top,
         writes_details=True,
         holds_end=True,
-        format_field="text.format",
+        format_field=chat.grammar_field,
     )
 
 
@@ -243,6 +285,9 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         store=body.store is not False,
         text=TextSettings((body.text.format if body.text is not None else None) or TextFormat()),
         temperature=used.get("temperature", 1.0),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=used.get("top_p", 1.0),
         user=msgspec.UNSET if body.user is None else body.user,
@@ -252,9 +297,11 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
 
 def _logprobs(body: ResponsesRequest) -> int | None:
     for name in body.include or ():
-        if name != LOGPROBS:
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
             raise BadRequest(
-                f"'include' contains {name[:80]!r}, which is not supported yet; only {LOGPROBS!r} is.", param="include"
+                f"'include' contains {name[:80]!r}, which is not supported yet; {LOGPROBS!r} is.",
+                param="include",
+                code="unsupported_parameter",
             )
     if body.stream_options is not None:
         if not body.stream:
@@ -263,7 +310,7 @@ def _logprobs(body: ResponsesRequest) -> int | None:
                 param="stream_options",
             )
         refuse_unsupported(body.stream_options, STREAM_OPTIONS_NOT_SUPPORTED, "stream_options.")
-    if not body.include:
+    if LOGPROBS not in (body.include or ()):
         if body.top_logprobs:
             raise BadRequest(
                 f"top_logprobs is {body.top_logprobs}, which needs {LOGPROBS!r} in 'include'; add it.",
@@ -278,4 +325,4 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     _check(state, body)
     messages = await _conversation(state, body, input_items(body.input), owner)
     await state.await_engine()
-    return len(await encode_chat(state, Conversation(messages), max_tokens=None))
+    return len(await encode_chat(state, Conversation(messages, tools=tools_of(body).shown), max_tokens=None))

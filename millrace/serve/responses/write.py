@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
 from millrace.errors import MillraceError
 from millrace.link.messages import TokenLogprobs
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import Output, TextDelta
+from millrace.serve.generate.events import TextDelta, Tokens
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.logprobs import TokenLogprob, token_logprobs
 from millrace.serve.generate.usage import Usage
@@ -19,15 +20,56 @@ from millrace.serve.http.ids import new_id
 from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.serve.responses.schemas import (
     Incomplete,
-    ItemStatus,
-    OutputMessage,
-    OutputText,
     ResponseAnswer,
     ResponseFailure,
     ResponseInputDetails,
     ResponseUsage,
 )
+from millrace.serve.responses.schemas_items import (
+    FunctionCallItem,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
 from millrace.serve.stored.batch_store import OutputTokensDetails
+from millrace.text.answer_events import ToolCall
+
+
+@dataclass(slots=True)
+class _Part:
+    """An item of the output while it is written."""
+
+    kind: Literal["message", "reasoning", "function_call"]
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    call: ToolCall | None = None
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        self.id = new_id({"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[self.kind])
+
+    def content(self, *, is_empty: bool = False) -> OutputText | ReasoningText:
+        text = "" if is_empty else "".join(self.texts)
+        return ReasoningText(text=text) if self.kind == "reasoning" else OutputText(text=text, logprobs=self.logprobs)
+
+    def item(self, status: ItemStatus, *, is_empty: bool = False) -> OutputItem:
+        if self.call is not None:
+            call = self.call
+            arguments = "" if is_empty else call.arguments
+            return FunctionCallItem(id=self.id, call_id=call.id, name=call.name, arguments=arguments, status=status)
+        content = [] if is_empty else [self.content()]
+        if self.kind == "reasoning":
+            thoughts = [part for part in content if isinstance(part, ReasoningText)]
+            return ReasoningItem(id=self.id, content=thoughts, status=status)
+        texts = [part for part in content if isinstance(part, OutputText)]
+        return OutputMessage(id=self.id, content=texts, status=status)
+
+
+def _status(choice: Choice) -> ItemStatus:
+    return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
 class ResponseWriter:
@@ -35,9 +77,10 @@ class ResponseWriter:
         self.limit_names = limit_names
         self._job = job
         self._opening = opening
-        self._item_id = new_id("msg_")
         self._number = 0
-        self._streamed = Output()
+        self._items: list[OutputItem] = []
+        """Items of a stream that are complete."""
+        self._open_part: _Part | None = None
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -45,17 +88,9 @@ class ResponseWriter:
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), escape_lines(encode(event)))
 
-    def _at_part(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-
     def preamble(self, choices: list[Choice]) -> bytes:
-        item = OutputMessage(id=self._item_id, status="in_progress", content=[])
-        return (
-            self._event("response.created", response=self._opening)
-            + self._event("response.in_progress", response=self._opening)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._at_part(), part=OutputText(text=""))
-        )
+        created = self._event("response.created", response=self._opening)
+        return created + self._event("response.in_progress", response=self._opening)
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
         raise AssertionError("every event has its own sequence number")
@@ -64,18 +99,71 @@ class ResponseWriter:
         return b""
 
     def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
-        self._streamed.add(delta)
+        opened = self._open(_Part("message"))
+        part = self._open_part
+        assert part is not None
+        part.texts.append(delta.text)
         logprobs = self._logprobs(delta.logprobs)
-        return self._event("response.output_text.delta", **self._at_part(), delta=delta.text, logprobs=logprobs)
+        part.logprobs += logprobs
+        return opened + self._event("response.output_text.delta", **self._at(), delta=delta.text, logprobs=logprobs)
+
+    def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes:
+        opened = self._open(_Part("reasoning"))
+        assert self._open_part is not None
+        self._open_part.texts.append(text)
+        return opened + self._event("response.reasoning_text.delta", **self._at(), delta=text)
+
+    def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
+        return self._open(_Part("function_call", call=call))
+
+    def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes:
+        return self._event("response.function_call_arguments.delta", **self._at(), delta=text)
+
+    def call_end(self, choice: DetailedChoice, call: ToolCall) -> bytes:
+        return self._close("completed" if call.is_complete else "incomplete")
 
     def finish_frame(self, choice: Choice) -> bytes:
-        message = self._message(choice)
-        part = message.content[0]
-        return (
-            self._event("response.output_text.done", **self._at_part(), text=part.text, logprobs=part.logprobs)
-            + self._event("response.content_part.done", **self._at_part(), part=part)
-            + self._event("response.output_item.done", output_index=0, item=message)
+        opened = b"" if self._items or self._open_part is not None else self._open(_Part("message"))
+        return opened + self._close(_status(choice))
+
+    def _open(self, part: _Part) -> bytes:
+        """Begin an item, unless one of the same kind can be continued."""
+        if self._open_part is not None and part.call is None and self._open_part.kind == part.kind:
+            return b""
+        closed = self._close("completed")
+        self._open_part = part
+        added = self._event(
+            "response.output_item.added", output_index=len(self._items), item=part.item("in_progress", is_empty=True)
         )
+        if part.call is None:
+            added += self._event("response.content_part.added", **self._at(), part=part.content(is_empty=True))
+        return closed + added
+
+    def _close(self, status: ItemStatus) -> bytes:
+        part = self._open_part
+        if part is None:
+            return b""
+        item, at = part.item(status), self._at()
+        if part.call is not None:
+            arguments = part.call.arguments
+            ended = self._event("response.function_call_arguments.done", **at, name=part.call.name, arguments=arguments)
+        else:
+            content = part.content()
+            said: dict[str, Any] = {"text": content.text}
+            if isinstance(content, OutputText):
+                said["logprobs"] = content.logprobs
+            ended = self._event(f"response.{content.__struct_config__.tag}.done", **at, **said)
+            ended += self._event("response.content_part.done", **at, part=content)
+        ended += self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._open_part = None
+        return ended
+
+    def _at(self) -> dict[str, Any]:
+        part = self._open_part
+        assert part is not None
+        place: dict[str, Any] = {"item_id": part.id, "output_index": len(self._items)}
+        return place if part.call is not None else {**place, "content_index": 0}
 
     def end_frames(self, usage: Usage) -> bytes:
         return self.last_frames(self.final(usage))
@@ -104,18 +192,28 @@ class ResponseWriter:
             status="incomplete" if is_cut else "completed",
             incomplete_details=Incomplete("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
-            output=[self._message(choice)],
+            output=self._output(choice),
             usage=_usage(usage),
         )
 
-    def _message(self, choice: Choice) -> OutputMessage:
-        output = choice.output if isinstance(choice, CollectedChoice) else self._streamed
-        status: ItemStatus = "incomplete" if choice.finish_reason == "length" else "completed"
-        return OutputMessage(
-            id=self._item_id,
-            status=status,
-            content=[OutputText(text=output.text, logprobs=self._logprobs(output.logprobs))],
-        )
+    def _output(self, choice: Choice) -> list[OutputItem]:
+        if not isinstance(choice, CollectedChoice):
+            return self._items
+        logprobs = self._logprobs(choice.output.logprobs)
+        items: list[OutputItem] = []
+        for said in choice.output.items:
+            if isinstance(said, ToolCall):
+                items.append(_Part("function_call", call=said).item("completed" if said.is_complete else "incomplete"))
+            elif said.is_reasoning:
+                items.append(_Part("reasoning", said.parts).item("completed"))
+            else:
+                items.append(_Part("message", said.parts, logprobs=logprobs).item("completed"))
+        if not items:
+            items.append(_Part("message", logprobs=logprobs).item("completed"))
+        last = items[-1]
+        if not isinstance(last, FunctionCallItem):
+            last.status = _status(choice)
+        return items
 
     def _logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprob]:
         num_top = self._job.generation.logprobs
@@ -130,4 +228,5 @@ def failed(opening: ResponseAnswer, error: MillraceError) -> ResponseAnswer:
 
 def _usage(usage: Usage) -> ResponseUsage:
     details = ResponseInputDetails(usage.cached_tokens, 0)
-    return ResponseUsage(usage.prompt_tokens, details, usage.output_tokens, OutputTokensDetails(0), usage.total_tokens)
+    output = OutputTokensDetails(usage.reasoning_tokens)
+    return ResponseUsage(usage.prompt_tokens, details, usage.output_tokens, output, usage.total_tokens)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from jinja2 import meta
 
 from millrace.errors import BadRequest, ConfigError
 from millrace.text.chat.sandbox import ChatEnvironment
@@ -99,6 +101,33 @@ class ChatTemplate:
     def source(self) -> str:
         """Source of the default template; empty if there is none."""
         return self._templates.get(DEFAULT, "")
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """True if the model's template renders tools, or there is a template for conversations with tools."""
+        return TOOL_USE in self._templates or "tools" in self.variables
+
+    @cached_property
+    def tool_source(self) -> str:
+        """Source of the template that is used with tools."""
+        return self._templates.get(TOOL_USE, self.source)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the default template reads; empty if it has a syntax error."""
+        try:
+            return frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)))
+        except jinja2.TemplateSyntaxError:
+            return frozenset()
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """False if the default template rejects system messages."""
+        chat = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}]
+        try:
+            return _PROBE in self.render(chat)
+        except BadRequest:
+            return False
 
     def compile(self, name: str = DEFAULT) -> jinja2.Template:
         """The compiled template; raises jinja2.TemplateSyntaxError."""

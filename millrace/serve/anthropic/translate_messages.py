@@ -1,0 +1,74 @@
+"""Anthropic's messages, whose content is blocks, as internal messages."""
+
+from __future__ import annotations
+
+from millrace.errors import BadRequest
+from millrace.serve.anthropic.schemas import (
+    AnthropicMessage,
+    Block,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from millrace.serve.generate.checks import refuse_unsupported
+from millrace.serve.generate.messages import Message, PastCall
+
+_ERROR = "Error: "
+
+
+def messages_of(message: AnthropicMessage, at: str) -> list[Message]:
+    """One message, or several: each tool result becomes a message of its own, before the rest of its message."""
+    content = message.content
+    if isinstance(content, str):
+        return [Message(message.role, content)]
+    if not content:
+        raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
+    return _answer(content, at) if message.role == "assistant" else _request(content, at)
+
+
+def _request(blocks: list[Block], at: str) -> list[Message]:
+    results, texts = [], []
+    for index, block in enumerate(blocks):
+        place = f"{at}[{index}]"
+        if isinstance(block, ToolResultBlock):
+            text = "" if block.content is None else text_content(block.content, f"{place}.content")
+            if block.is_error:
+                text = _ERROR + (text if isinstance(text, str) else "\n".join(text))
+            results.append(Message("tool", text, tool_call_id=block.tool_use_id))
+        else:
+            texts.append(_text(block, place))
+    return [*results, *([Message("user", texts)] if texts else [])]
+
+
+def _answer(blocks: list[Block], at: str) -> list[Message]:
+    texts, calls, reasoning = [], [], []
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolUseBlock):
+            calls.append(PastCall(block.id, block.name, block.input))
+        elif isinstance(block, ThinkingBlock):
+            reasoning.append(block.thinking)
+        elif not isinstance(block, RedactedThinkingBlock):
+            texts.append(_text(block, f"{at}[{index}]"))
+    thought = "\n".join(reasoning) if reasoning else None
+    return [Message("assistant", texts or "", tool_calls=tuple(calls), reasoning=thought)]
+
+
+def text_content(content: str | list[Block] | list[TextBlock], at: str) -> str | list[str]:
+    if isinstance(content, str):
+        return content
+    if not content:
+        raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
+    return [_text(block, f"{at}[{index}]") for index, block in enumerate(content)]
+
+
+def _text(block: Block, at: str) -> str:
+    if not isinstance(block, TextBlock):
+        raise BadRequest(
+            f"'{at}' is of type '{block.__struct_config__.tag}', which is not supported here; send text.",
+            param=f"{at}.type",
+            code="unsupported_parameter",
+        )
+    refuse_unsupported(block, {"citations": ([],)}, f"{at}.")
+    return block.text

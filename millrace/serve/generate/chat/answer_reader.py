@@ -1,0 +1,54 @@
+"""Reads reasoning and tool calls of one choice: gives calls their ids, counts reasoning tokens, limits calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+
+from millrace.serve.http.ids import new_id
+from millrace.text.answer_events import AnswerEvent, CallEnd, CallStart, ToolCall
+from millrace.text.answer_parser import AnswerForm, AnswerParser
+
+_LETTERS = string.ascii_letters + string.digits
+SHORT_ID_CHARS = 9
+
+
+class AnswerReader:
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._parser = AnswerParser(form)
+        self.calls: list[ToolCall] = []
+        self.num_reasoning_tokens = 0
+        self.is_full = False
+        """True once the answer has as many calls as it may have; nothing after them belongs to it."""
+
+    def count_token(self) -> None:
+        """Call it for each token, before its text is read."""
+        self.num_reasoning_tokens += self._parser.is_reasoning
+
+    def read(self, text: str) -> list[AnswerEvent]:
+        return self._keep(self._parser.push(text)) if text and not self.is_full else []
+
+    def finish(self) -> list[AnswerEvent]:
+        return [] if self.is_full else self._keep(self._parser.finish())
+
+    @property
+    def has_called(self) -> bool:
+        """True if the answer consists of calls that are all complete."""
+        return bool(self.calls) and all(call.is_complete for call in self.calls)
+
+    def _keep(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
+        for place, event in enumerate(events):
+            if isinstance(event, CallStart):
+                event.call.index, event.call.id = len(self.calls), self._new_id()
+                self.calls.append(event.call)
+            elif isinstance(event, CallEnd) and len(self.calls) == self._form.max_calls:
+                self.is_full = True
+                return events[: place + 1]
+        return events
+
+    def _new_id(self) -> str:
+        spec = self._form.tool_format
+        if spec is not None and spec.short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(SHORT_ID_CHARS))
+        return new_id("call_")

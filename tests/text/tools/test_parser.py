@@ -1,0 +1,217 @@
+"""Answers of every format, cut at every place: what is streamed equals what is not, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.text.answer_events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningSaid, TextSaid
+from millrace.text.answer_parser import AnswerForm, AnswerParser
+from millrace.text.reasoning.formats import FORMATS as REASONING
+from millrace.text.tools.formats import FORMATS, Function
+from millrace.text.tools.json_scanner import JsonScanner, close_partial
+from millrace.text.tools.written import write_calls
+
+FUNCTIONS = (
+    Function("get_weather", "d", {"type": "object", "properties": {"city": {"type": "string"}, "days": {}}}),
+    Function("now"),
+)
+PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": 2}'
+
+LATE = '{"arguments": {}, "name": "now"}\n</tool_call>\n'
+
+ANSWERS: list[tuple[str, str, list[object]]] = [
+    ("hermes", "Just text, 2 < 3 and </tool_call>.", ["Just text, 2 < 3 and </tool_call>."]),
+    (
+        "hermes",
+        f'Let me see.\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n<tool_call>\n{LATE}',
+        ["Let me see.", ("get_weather", PARIS), ("now", "{}")],
+    ),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "} \\" ]"}}', [("now", '{"a": "} \\" ]"}')]),
+    ("hermes", '<tool_call>\n[{"name": "now"}, {"name": "now", "arguments": {}}]\n</tool_call>', [("now", "{}")] * 2),
+    ("hermes", '<tool_call>{"name": "new", "arguments": {}}</tool_call> Done.', [("new", "{}"), " Done."]),
+    ("hermes", "a <tool_call> b </tool_call> <tool", ["a <tool_call> b </tool_call> <tool"]),
+    ("hermes", '<tool_call>{"name": 5}</tool_call>', ['<tool_call>{"name": 5}</tool_call>']),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}', ['<tool_call>{"name": "now", "arguments": [1]}']),
+    ("hermes", '<tool_call>{"name": "no', ['<tool_call>{"name": "no']),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [1', [("now", '{"a": [1', "cut")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {"a": x}}</tool_call>',
+        [("now", '{"a": ', "cut"), "x}}</tool_call>"],
+    ),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "1\n2"}}</tool_call>', [("now", '{"a": "1\\n2"}')]),
+    ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', [("now", "{}")]),
+    (
+        "llama3",
+        f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "get_weather", "parameters": {ROME}}}',
+        [("get_weather", PARIS), ("get_weather", ROME)],
+    ),
+    ("llama3", '{"type": "function", "function": {"name": "now", "parameters": {}}}', [("now", "{}")]),
+    ("llama3", '{"answer": 42, "name": "now"} is it', ['{"answer": 42, "name": "now"} is it']),
+    ("llama3", '{"name": "other", "parameters": {}}', ['{"name": "other", "parameters": {}}']),
+    ("llama3", 'Hi {"name": "now", "parameters": {}}', ['Hi {"name": "now", "parameters": {}}']),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "now", "arguments": {{}}}}, {{"name":"get_weather","arguments":{PARIS}}}]',
+        [("now", "{}"), ("get_weather", PARIS)],
+    ),
+    (
+        "mistral",
+        f"Hi.[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]now[CALL_ID]abc[ARGS]{{}}",
+        ["Hi.", ("get_weather", ROME), ("now", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS]what is this", ["[TOOL_CALLS]what is this"]),
+    (
+        "pythonic",
+        "[get_weather(city=\"P, ')'\", days=-2), now()]",
+        [("get_weather", '{"city": "P, \')\'", "days": -2}'), ("now", "{}")],
+    ),
+    ("pythonic", '[get_weather("Paris")]', [("get_weather", PARIS)]),
+    ("pythonic", "[link](http://x) hi", ["[link](http://x) hi"]),
+    ("pythonic", "[get_weather(city=open('x'))]", ["[get_weather(city=open('x'))]"]),
+    ("llama4", "<|python_start|>[now()]<|python_end|>", [("now", "{}")]),
+    (
+        "gemma",
+        'Sure.\n```tool_code\nprint(get_weather(city="a\nb", days={"x": [True, None]}))\n```\n',
+        ["Sure.", ("get_weather", '{"city": "a\\nb", "days": {"x": [true, null]}}')],
+    ),
+    ("json", '{"name": "now", "arguments": "{\\"a\\": 1}"}', [("now", '{"a": 1}')]),
+    ("json", '```json\n[{"name": "now", "arguments": {}}]\n```', [("now", "{}")]),
+    ("json", "[1, 2, 3]", ["[1, 2, 3]"]),
+    ("jamba", '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>', [("now", "{}")]),
+    ("phi4", 'functools[{"name": "now", "arguments": {}}]', [("now", "{}")]),
+]
+
+
+def folded(events: list[AnswerEvent]) -> list[object]:
+    """Events as texts, ("think", text) and (name, arguments); a call that is not complete ends with "cut"."""
+    found: list[object] = []
+    open_call: list[str] | None = None
+    for event in events:
+        if isinstance(event, CallStart):
+            assert open_call is None
+            open_call = [event.call.name, ""]
+        elif isinstance(event, CallArguments):
+            assert open_call is not None
+            open_call[1] += event.text
+        elif isinstance(event, CallEnd):
+            assert open_call is not None
+            assert event.call.arguments == open_call[1]
+            found.append((*open_call,) if event.call.is_complete else (*open_call, "cut"))
+            open_call = None
+        elif isinstance(event, ReasoningSaid):
+            before = found.pop()[1] if found and isinstance(found[-1], tuple) and found[-1][0] == "think" else ""
+            found.append(("think", before + event.text))
+        else:
+            assert isinstance(event, TextSaid)
+            found.append(found.pop() + event.text if found and isinstance(found[-1], str) else event.text)
+    assert open_call is None
+    return found
+
+
+def parsed(form: AnswerForm, pieces: list[str]) -> list[object]:
+    parser = AnswerParser(form)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return folded(events + parser.finish())
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), ANSWERS)
+@pytest.mark.parametrize("thought", ["", "<think>\nHm <tool_call>\n</think>\n\n"])
+def test_every_cut_gives_the_same(name: str, text: str, expected: list[object], thought: str) -> None:
+    form = AnswerForm(FORMATS[name], FUNCTIONS, REASONING["think"])
+    answer = thought + text
+    whole = parsed(form, [answer])
+    assert whole == ([("think", "Hm <tool_call>")] if thought else []) + expected
+    assert parsed(form, list(answer)) == whole
+    for place in range(1, len(answer)):
+        assert parsed(form, [answer[:place], answer[place:]]) == whole
+
+
+@given(st.sampled_from(ANSWERS), st.sampled_from(ANSWERS), st.lists(st.integers(0, 400), max_size=6))
+def test_joined_answers_of_a_format_are_cut_anywhere(one: tuple, other: tuple, places: list[int]) -> None:  # type: ignore[type-arg]
+    form = AnswerForm(FORMATS[one[0]], FUNCTIONS, REASONING["think"])
+    answer = one[1] + other[1]
+    cuts = sorted({0, len(answer), *(place % (len(answer) + 1) for place in places)})
+    assert parsed(form, [answer[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]) == parsed(form, [answer])
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.text(alphabet='<tool_ca>{}[]"name:,get_weather() \n\\', max_size=60))
+def test_noise_is_never_lost(name: str, text: str) -> None:
+    """Without a call, the text comes out as it went in."""
+    form = AnswerForm(FORMATS[name], FUNCTIONS)
+    found = parsed(form, list(text))
+    if all(isinstance(part, str) for part in found):
+        assert "".join(map(str, found)) == text
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_is_written_is_read(name: str) -> None:
+    calls = [("get_weather", {"city": 'a "b" é\n', "days": [1, None, True]}), ("now", {})]
+    written = write_calls(FORMATS[name], calls)
+    found = parsed(AnswerForm(FORMATS[name], FUNCTIONS), list(written))
+    assert [(part[0], json.loads(part[1])) for part in found] == calls  # type: ignore[index]
+
+
+# ── reasoning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>\na\n</think>\n\nb", False, [("think", "a"), "b"]),
+        ("a\nb</think>c", True, [("think", "a\nb"), "c"]),
+        ("<think>a</think>b", True, [("think", "a"), "b"]),
+        ("<think>a </thin", False, [("think", "a </thin")]),
+        ("no <think>", False, ["no <think>"]),
+        ("<think></think>x", False, ["x"]),
+        ("a", True, [("think", "a")]),
+        ("<thi", False, ["<thi"]),
+        (" \n", False, [" \n"]),
+    ],
+)
+def test_reasoning_is_split_at_every_cut(text: str, is_open: bool, expected: list[object]) -> None:
+    form = AnswerForm(reasoning=REASONING["think"], is_reasoning_open=is_open)
+    assert parsed(form, [text]) == expected
+    assert parsed(form, list(text)) == expected
+    for place in range(1, len(text)):
+        assert parsed(form, [text[:place], text[place:]]) == expected
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), _VALUES, max_size=4), st.sampled_from([None, 1]), st.booleans())
+def test_scanner_agrees_with_json(value: dict[str, object], indent: int | None, ascii_only: bool) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    scanner = JsonScanner()
+    for place, char in enumerate(text):
+        assert scanner.feed(char)
+        assert scanner.is_done == (place == len(text) - 1)
+
+
+@given(st.text(alphabet='{}[]",:1-.e+truefalsn \\u', max_size=24))
+def test_scanner_refuses_what_json_refuses(text: str) -> None:
+    scanner = JsonScanner()
+    is_valid = all(scanner.feed(char) for char in text) and scanner.is_done
+    try:
+        json.loads(text)
+    except ValueError:
+        assert not is_valid
+    else:
+        assert is_valid or not isinstance(json.loads(text), (dict, list))
+
+
+@given(st.dictionaries(st.text(max_size=5), _VALUES, max_size=4), st.integers(0, 200))
+def test_a_cut_object_can_be_closed(value: dict[str, object], place: int) -> None:
+    text = json.dumps(value)
+    closed = json.loads(close_partial(text[:place]))
+    assert isinstance(closed, dict)
+    if place >= len(text):
+        assert closed == value
