@@ -15,6 +15,8 @@ from millrace.plan.step_time import StepRates
 CPU_STEP_MS, CUDA_STEP_MS = 200.0, 90.0
 """Default for step_ms. On a GPU the mixed budget usually keeps steps at about half of it."""
 SLOW_CPU = DeviceLimits(flops=80e9, bytes_per_s=5e9, step_flops=40e9)
+FIRST_CHUNK = 64
+"""Prompt tokens beside decode rows on a device of unknown speed, until larger steps were measured."""
 OVERHEAD_S = 3e-4
 """Time of a step that depends on nothing: launches, planning."""
 
@@ -26,7 +28,8 @@ def make_step_target(
     step_s = target_step_s(config, device_kind)
     if step_s == 0:
         return None
-    if device_kind == "cpu" or limits.step_flops <= 0 or limits.bytes_per_s <= 0:
+    is_unknown = device_kind == "cpu" or limits.step_flops <= 0 or limits.bytes_per_s <= 0
+    if is_unknown:
         limits = SLOW_CPU
     token_s = 2 * spec.active_parameters / limits.step_flops
     rates = StepRates(
@@ -37,7 +40,7 @@ def make_step_target(
         # Two products, each with two FLOPs per element of a head.
         pair_s=4 * spec.q_size * spec.num_layers / limits.step_flops,
     )
-    return StepTarget(step_s, rates)
+    return StepTarget(step_s, rates, first_chunk=FIRST_CHUNK if is_unknown else 0)
 
 
 def target_step_s(config: Config, device_kind: str) -> float:

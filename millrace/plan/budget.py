@@ -29,6 +29,9 @@ class StepTarget:
     step_s: float
     rates: StepRates
     uncertainty: float = 1.0
+    first_chunk: int = 0
+    """Prompt tokens beside decode rows are at most so many, or twice as many as a measured step had: the rates of a
+    device of which nothing is known may be far off. 0: no such limit."""
 
 
 class StepBudget:
@@ -38,6 +41,7 @@ class StepBudget:
         self.mixed_budget = min(mixed_budget or token_budget, token_budget)
         self._has_mixed_budget = self.mixed_budget < token_budget
         self.step_s = target.step_s if target is not None else 0.0
+        self._first_chunk = target.first_chunk if target is not None else 0
         self.times = StepTimeModel(target.rates, target.uncertainty) if target is not None else None
 
     def for_chunks(self, rows: Rows, singles: Int64s, behind: Int64s, num_waiting: int) -> int:
@@ -66,7 +70,10 @@ class StepBudget:
         decode_s = times.decode_s(len(singles), int(rows.known[singles].sum()) if len(singles) else 0)
         limit_s = stretch * self.step_s
         chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
-        return times.prompt_tokens(chunk_s, int(rows.computed[behind].max()) if len(behind) else 0)
+        tokens = times.prompt_tokens(chunk_s, int(rows.computed[behind].max()) if len(behind) else 0)
+        if self._first_chunk and len(singles):
+            return min(tokens, max(self._first_chunk, 2 * times.most_prompt_tokens))
+        return tokens
 
     def chunk(self, seating: Seating, row: int, budget: int, taken: int = 0) -> int:
         """Number of the row's tokens, beyond `taken`, that budget and blocks allow. Takes the blocks.

@@ -67,6 +67,8 @@ class StepTimeModel:
         self._num_seen = 0
         self._epoch = NO_EPOCH
         """Of the plan observed last."""
+        self.most_prompt_tokens = 0
+        """In one observed step."""
         self._publish()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -76,7 +78,9 @@ class StepTimeModel:
         if repeats and self._num_seen > NUM_FIRST and self._num_seen % OBSERVE_EVERY:
             return
         if seconds > 0:
-            self._fit(_parts(plan) * self._scale, seconds)
+            parts = _parts(plan)
+            self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))
+            self._fit(parts * self._scale, seconds)
 
     def decode_s(self, num_rows: int, context: int) -> float:
         """Predicted time of a step with these decode rows, whose contexts have this many tokens together."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from millrace.plan.budget import StepTarget
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
+from millrace.plan.step_time import StepRates
 
 BUDGET, ROWS, PROMPT = 8192, 512, 512
 
@@ -17,13 +19,16 @@ def a_prompt(request_id: int, length: int) -> Request:
     return Request(id=request_id, prompt=tokens, max_tokens=128)
 
 
-def a_scheduler(token_budget: int = BUDGET, mixed_budget: int = 0, max_running: int = ROWS) -> Scheduler:
+def a_scheduler(
+    token_budget: int = BUDGET, mixed_budget: int = 0, max_running: int = ROWS, target: StepTarget | None = None
+) -> Scheduler:
     return Scheduler(
         num_blocks=16_384,
         block_size=16,
         max_running=max_running,
         token_budget=token_budget,
         mixed_budget=mixed_budget,
+        target=target,
     )
 
 
@@ -130,3 +135,23 @@ def test_a_split_that_reaches_no_multiple_uses_the_whole_budget() -> None:
         counts.append(plan.counts[plan.counts > 1].tolist())
         confirm(scheduler, plan)
     assert counts == [[2000, BUDGET - 2000], [2000], [BUDGET]]
+
+
+def test_chunks_beside_streams_grow_by_twice_what_was_measured() -> None:
+    """The first rates are guesses: far too low ones must not make a step of a thousand tokens."""
+    target = StepTarget(0.2, StepRates(1e-3, 1e-6, 1e-6, 1e-9, 1e-9), first_chunk=64)
+    scheduler = a_scheduler(target=target)
+    scheduler.submit(a_prompt(0, 20))
+    for now in range(2):
+        step(scheduler, float(now), seconds=0.03)
+    scheduler.submit(a_prompt(1, 3000))
+    counts = [step(scheduler, float(now), seconds=1e-3).counts.tolist()[-1] for now in range(2, 6)]
+    assert counts == [64, 128, 256, 512]
+
+
+def step(scheduler: Scheduler, now: float, *, seconds: float) -> StepPlan:
+    plan = scheduler.plan(now)
+    assert plan is not None
+    confirm(scheduler, plan)
+    scheduler.observe_step(plan, seconds)
+    return plan

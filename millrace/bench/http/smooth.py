@@ -106,9 +106,13 @@ class Run:
         await asyncio.sleep(SETTLE_S)
         if chat.done():
             raise BenchError(f"The chat stream ended at once: {chat.result().error}")
-        found = _good(await self.clients.big.complete(self.clients.prompt("long", number, LONG_PROMPT), 1))
-        chat.cancel()
-        await asyncio.gather(chat, return_exceptions=True)
+        try:
+            found = _good(await self.clients.big.complete(self.clients.prompt("long", number, LONG_PROMPT), 1))
+            if chat.done():
+                raise BenchError(f"The chat stream ended before the prompt was computed: {chat.result().error}")
+        finally:
+            chat.cancel()
+            await asyncio.gather(chat, return_exceptions=True)
         ends = [*(at for at in times if found.started_at < at < found.first_token_at), found.first_token_at]
         before = max((at for at in times if at <= found.started_at), default=found.started_at)
         self.gaps_s += [after - at for at, after in zip([before, *ends], ends, strict=False)]
@@ -123,10 +127,11 @@ class Run:
         first_times: list[float] = []
         tasks = [asyncio.create_task(self._stream(number, at, times, first_times)) for at in range(streams)]
         try:
-            await _until_all_stream(times, streams)
+            await _until_all_stream(times, tasks)
             began = time.monotonic()
             index = 0
             while time.monotonic() - began < seconds:
+                _check(tasks)
                 prompt = self.clients.prompt(f"small {number}", index, SMALL_SHAPE[0])
                 found = _good(await self.clients.small.complete(prompt, SMALL_SHAPE[1], times.append))
                 first_times.append(found.first_token_at)
@@ -171,11 +176,23 @@ def _compared(smooth: Run, off: Run) -> Iterator[Figure]:
         yield Figure("tokens, smooth over off", name, percentile(ours, 50) / percentile(theirs, 50), "x")
 
 
-async def _until_all_stream(times: list[float], streams: int) -> None:
+async def _until_all_stream(times: list[float], tasks: Sequence[asyncio.Task[None]]) -> None:
     """Wait until each stream has drawn about two tokens."""
     end = time.monotonic() + START_LIMIT_S
-    while len(times) < 2 * streams and time.monotonic() < end:
+    while len(times) < 2 * len(tasks):
+        _check(tasks)
+        if time.monotonic() > end:
+            raise BenchError(
+                f"{len(tasks)} streams drew {len(times)} tokens within {START_LIMIT_S:.0f} s; lower --streams."
+            )
         await asyncio.sleep(0.1)
+
+
+def _check(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Raise what ended a stream: the figures would be those of fewer."""
+    for task in tasks:
+        if task.done():
+            task.result()
 
 
 def _good(sample: Sample) -> Sample:
