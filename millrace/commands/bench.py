@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from millrace.bench.http.suite import SuiteOptions
     from millrace.bench.http.workloads import Workload
 
-USAGE = "millrace bench [local | peers | plan | step | front | serve | smooth | policies | gpu] [options]"
+USAGE = "millrace bench [local | peers | plan | step | front | serve | smooth | policies | replay | gpu] [options]"
 EXIT_TERMINATED = 143
 """The exit code that shells report after SIGTERM."""
 _PERPLEXITY = "perplexity"
@@ -45,6 +45,7 @@ examples:
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench smooth --seconds 30                     streams beside a long prompt, a small tenant beside 60 streams
+  millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
 EXAMPLES = f"{_EXAMPLES}\n\n{bench_peers.EXAMPLES}\n\n{bench_serve.EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
 
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="local",
         metavar="WHAT",
-        help="local (default), peers, plan, step, front, serve, smooth, policies or gpu",
+        help="local (default), peers, plan, step, front, serve, smooth, policies, replay or gpu",
     )
     parser.add_argument("--url", default="", help="measure this server instead of starting one")
     parser.add_argument("--api-key", default="", help="API key for the server")
@@ -105,12 +106,12 @@ def run(args: argparse.Namespace) -> int:
         "front": _bench_front,
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
         "policies": _bench_policies,
+        "replay": _bench_replay,
     }
     if args.what not in actions:
         raise UsageError(
             f"Unknown benchmark '{args.what}'. Benchmarks: local, peers, plan, step, front, serve, smooth, policies,"
-            " gpu;"
-            " use --url for a running server."
+            " replay, gpu; use --url for a running server."
         )
     return actions[args.what](args)
 
@@ -187,6 +188,17 @@ def _bench_smooth(args: argparse.Namespace) -> int:
         figures = uvloop.run(measure())
         line.clear()
     return _print_figures(figures, "Streams beside another tenant's work", "smooth", as_json=args.json)
+
+
+def _bench_replay(args: argparse.Namespace) -> int:
+    from millrace.bench.micro.replay import replay_log
+
+    config = load_settings(args).config
+    if not config.plan.step_log:
+        raise UsageError("Name the log of the steps to run again: millrace bench replay --step-log FILE.")
+    done = replay_log(Path(config.plan.step_log).expanduser(), config.run)
+    _print_figures(done.figures(), f"Steps of {config.plan.step_log}", "replay", as_json=args.json)
+    return 1 if done.num_different else 0
 
 
 def _bench_policies(args: argparse.Namespace) -> int:

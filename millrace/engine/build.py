@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import msgspec
 import torch
@@ -28,9 +29,11 @@ from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device.device import Device, available_memory, fast_dtype, open_device
-from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
+from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
+from millrace.run.runner import AnyRunner
+from millrace.run.step_log import LoggedRunner, RunnerSetup, StepLog
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
 
@@ -78,7 +81,7 @@ def build_engine(
         seed=config.model.seed,
         progress=lambda done, total: on_loading("weights", done, total),
     )
-    runner = make_runner(
+    runner: AnyRunner = make_runner(
         decoder,
         device,
         num_blocks=plan.num_blocks,
@@ -94,6 +97,9 @@ def build_engine(
         max_copied=host_tier.max_blocks,
     )
     kv_token_bytes = bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups
+    if config.plan.step_log:
+        setup = _setup(config, plan, dtype, kv_dtype, host_tier)
+        runner = LoggedRunner(runner, StepLog(Path(config.plan.step_log).expanduser(), setup))
     target = make_step_target(
         config,
         spec,
@@ -124,6 +130,27 @@ def build_engine(
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size), spec.vocab_size)
     work = step_work(spec, plan.weights_bytes, kv_token_bytes)
     return Engine(scheduler, runner, device, channel, constrained=constrained, work=work), ready
+
+
+def _setup(
+    config: Config, plan: MemoryPlan, dtype: torch.dtype, kv_dtype: KvFormat, host_tier: HostTierSettings
+) -> RunnerSetup:
+    return RunnerSetup(
+        model=config.model.source,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=config.model.quantization,
+        seed=config.model.seed,
+        deterministic=config.run.deterministic,
+        kv_dtype=kv_dtype,
+        speculate=config.plan.speculate,
+        num_blocks=plan.num_blocks,
+        block_size=config.plan.block_size,
+        max_rows=plan.max_running,
+        max_context=plan.max_context,
+        token_budget=plan.token_budget,
+        host_slots=host_tier.num_slots,
+        max_copied=host_tier.max_blocks,
+    )
 
 
 def _drafts(config: Config, plan: MemoryPlan) -> DraftSettings:

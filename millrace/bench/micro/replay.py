@@ -1,0 +1,98 @@
+"""Runs the steps of a step log again, on a runner made like the one that wrote it, and compares the tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from millrace.bench.errors import BenchError
+from millrace.bench.figures import Figure
+from millrace.config import Quantization, RunConfig, Speculation
+from millrace.models.load import load_decoder
+from millrace.run.device.device import Device, open_device
+from millrace.run.device.kv_pool import KvFormat
+from millrace.run.make import make_runner
+from millrace.run.runner import AnyRunner
+from millrace.run.sampling.masks import Masks
+from millrace.run.step_log import Copied, Drawn, Masked, Planned, Record, RunnerSetup, read_log
+from millrace.sources.resolve import resolve_model
+
+
+@dataclass(slots=True)
+class Replay:
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_different: int = 0
+    """Steps whose tokens differ."""
+    seconds: float = 0.0
+
+    def figures(self) -> Iterator[Figure]:
+        yield Figure("replay", "steps", self.num_steps, "")
+        yield Figure("replay", "tokens drawn", self.num_tokens, "")
+        yield Figure("replay", "steps with other tokens", self.num_different, "")
+        yield Figure("replay", "time of a step", 1e3 * self.seconds / max(1, self.num_steps), "ms")
+
+
+def replay_log(file: Path, run: RunConfig) -> Replay:
+    try:
+        records = list(read_log(file))
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        raise BenchError(f"The step log {file} cannot be read: {error}.") from error
+    if not records or not isinstance(records[0], RunnerSetup):
+        raise BenchError(f"The step log {file} is empty.")
+    device = open_device(run)
+    try:
+        return replay(records[1:], _make_runner(records[0], device))
+    finally:
+        device.close()
+
+
+def replay(records: list[Record], runner: AnyRunner) -> Replay:
+    """Steps one after the other, in the order of the log."""
+    masks = {each.step_no: each for each in records if isinstance(each, Masked)}
+    drawn = {each.step_no: each for each in records if isinstance(each, Drawn)}
+    done, began = Replay(), time.perf_counter()
+    for record in records:
+        if isinstance(record, Copied):
+            runner.copy(record.copies).wait()
+        if not isinstance(record, Planned):
+            continue
+        plan = record.plan
+        own, expected = masks.get(plan.step_no), drawn.get(plan.step_no)
+        runner.forward(plan)
+        given = Masks(own.index, own.bits.reshape(len(own.index), -1)) if own is not None else None
+        found = runner.draw(plan, given).wait().drawn()
+        done.num_steps += 1
+        done.num_tokens += len(found)
+        done.num_different += expected is not None and expected.tokens.tolist() != found.tolist()
+    done.seconds = time.perf_counter() - began
+    return done
+
+
+def _make_runner(setup: RunnerSetup, device: Device) -> AnyRunner:
+    decoder = load_decoder(
+        resolve_model(setup.model),
+        device=device.torch_device,
+        dtype=getattr(torch, setup.dtype),
+        deterministic=setup.deterministic,
+        quantization=msgspec.convert(setup.quantization, Quantization),
+        seed=setup.seed,
+    )
+    return make_runner(
+        decoder,
+        device,
+        num_blocks=setup.num_blocks,
+        block_size=setup.block_size,
+        max_rows=setup.max_rows,
+        max_context=setup.max_context,
+        token_budget=setup.token_budget,
+        kv_dtype=msgspec.convert(setup.kv_dtype, KvFormat),
+        speculate=msgspec.convert(setup.speculate, Speculation),
+        host_slots=setup.host_slots,
+        max_copied=setup.max_copied,
+    )
