@@ -23,7 +23,7 @@ examples:
   millrace keys remove keys.toml --hash 3fb2c9                       revoke the key with this hash prefix
   millrace serve --keys-file keys.toml                               require keys; changes apply within a second"""
 
-_FIELDS = ("weight", "tokens_per_minute", "max_concurrent", "most_urgent", "private_cache")
+_FIELDS = ("weight", "tokens_per_minute", "max_concurrent", "most_urgent", "private_cache", "operator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="do not share cached prefixes with other tenants",
+    )
+    parser.add_argument(
+        "--operator",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="see, explain and cancel the requests of all tenants",
     )
 
 

@@ -56,6 +56,8 @@ class OpenJob(Protocol):
     """A request that is generating: as much of it as the front needs to count, list and end it."""
 
     done: asyncio.Future[None]
+    owner: str
+    submitted_at: float
 
     @property
     def is_streamed(self) -> bool: ...

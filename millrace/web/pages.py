@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 
 ROOT: Final = Path(__file__).with_name("static")
 PREFIX: Final = "/web/"
-PAGES: Final = {"/": "playground/index.html", "/docs": "docs/index.html"}
+PAGES: Final = {"/": "playground/index.html", "/dashboard": "dashboard/index.html", "/docs": "docs/index.html"}
 """Path of each page and its file."""
 MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",

@@ -6,6 +6,7 @@ are kept by the engine, the last `MAX_FINISHED_KEPT` of them.
 
 from __future__ import annotations
 
+import heapq
 import time
 from typing import Literal
 
@@ -16,11 +17,13 @@ from millrace.errors import NotFound
 from millrace.link.messages import MAX_FINISHED_KEPT
 from millrace.params import CLASS_NAMES
 from millrace.serve.http.json_answer import json_answer
+from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.http.siblings import is_for_sibling
 from millrace.serve.state import STATE, JobSummary
-from millrace.serve.tenancy.owner import owner_of, tenant_of
+from millrace.serve.tenancy.owner import is_operator, owner_of
 
 _CREDENTIALS = ("Authorization", "X-Api-Key")
+MAX_LISTED = 10_000
 
 
 class RunningRequest(msgspec.Struct):
@@ -31,6 +34,8 @@ class RunningRequest(msgspec.Struct):
     object: Literal["request"]
     request_id: str
     """The header X-Request-Id."""
+    tenant: str
+    """Empty on a server that requires no keys."""
     path: str
     created_at: int
     running_s: float
@@ -84,6 +89,9 @@ class _Explanation(msgspec.Struct):
 class RunningRequests(msgspec.Struct):
     object: Literal["list"]
     data: list[RunningRequest]
+    """Longest running first."""
+    total: int
+    """How many are running; `limit` may have cut the list."""
 
 
 class CancelledRequest(msgspec.Struct):
@@ -99,6 +107,7 @@ def _describe(job: JobSummary) -> RunningRequest:
         job.answer_id,
         "request",
         job.request_id,
+        job.owner,
         job.path,
         job.created,
         round(time.monotonic() - job.submitted_at, 3),
@@ -110,30 +119,37 @@ def _describe(job: JobSummary) -> RunningRequest:
     )
 
 
-def _visible(request: web.Request) -> list[JobSummary]:
-    owner = owner_of(request)
-    summaries = [job.summary() for job in request.app[STATE].jobs]
-    return sorted((one for one in summaries if one.owner == owner), key=lambda one: one.submitted_at)
+def _own_part(request: web.Request, limit: int) -> RunningRequests:
+    """This front's requests: of the key's tenant, or of all tenants for an operator."""
+    owner = None if is_operator(request) else owner_of(request)
+    jobs = [job for job in request.app[STATE].jobs if owner is None or job.owner == owner]
+    oldest = heapq.nsmallest(limit, jobs, key=lambda job: job.submitted_at)
+    return RunningRequests("list", [_describe(job.summary()) for job in oldest], len(jobs))
 
 
-async def _running(request: web.Request) -> list[RunningRequest]:
-    """The tenant's requests on all fronts, longest running first; only this front's for a sibling."""
-    running = [_describe(job) for job in _visible(request)]
+async def _running(request: web.Request, limit: int = MAX_LISTED) -> RunningRequests:
+    """The requests on all fronts; only this front's for a sibling."""
+    running = _own_part(request, limit)
     if is_for_sibling(request):
         return running
     credentials = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
     for part in (await request.app[STATE].siblings.get("/v1/requests", credentials)).values():
-        running += msgspec.json.decode(part, type=RunningRequests).data
-    return sorted(running, key=lambda one: -one.running_s)
+        other = msgspec.json.decode(part, type=RunningRequests)
+        running.data += other.data
+        running.total += other.total
+    running.data = sorted(running.data, key=lambda one: -one.running_s)[:limit]
+    return running
 
 
 async def listing(request: web.Request) -> web.Response:
-    return json_answer(request, RunningRequests("list", await _running(request)))
+    check_query(request, ("limit", "front"))
+    limit = page_of(request, most=MAX_LISTED, usual=MAX_LISTED).limit
+    return json_answer(request, await _running(request, limit))
 
 
 async def describe(request: web.Request) -> web.Response:
     wanted = request.match_info["request_id"]
-    for one in await _running(request):
+    for one in (await _running(request)).data:
         if wanted in (one.id, one.request_id):
             return json_answer(request, one)
     return json_answer(request, _outcome(await _query(request, "explain")))
@@ -162,7 +178,7 @@ async def _query(request: web.Request, what: Literal["cancel", "explain"]) -> by
     """The engine's reply, as JSON."""
     state, name = request.app[STATE], request.match_info["request_id"]
     state.require_engine()
-    tenant = tenant_of(request).name if state.keyring is not None else None
+    tenant = None if is_operator(request) else owner_of(request)
     body = await state.client.query(what, name, tenant)
     if not body:
         raise NotFound(

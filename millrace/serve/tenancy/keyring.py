@@ -7,6 +7,7 @@ tokens_per_minute = 100000     # prompt and output tokens; default 0: no limit
 max_concurrent = 64            # requests at once; default 0: no limit
 most_urgent = "standard"       # most urgent priority class it may ask for; default "interactive"
 private_cache = true           # share no cached prefixes with other tenants; default false
+operator = true                # sees, explains and cancels the requests of all tenants; default false
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_concurrent: int = 0
     most_urgent: Literal["interactive", "standard", "batch"] = "interactive"
     private_cache: bool = False
+    operator: bool = False
     name: str = ""
 
 

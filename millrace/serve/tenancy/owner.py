@@ -14,6 +14,12 @@ def tenant_of(request: web.Request) -> Tenant:
     return tenant
 
 
+def is_operator(request: web.Request) -> bool:
+    """True for a key that sees all tenants, and for everybody on a server that requires no keys."""
+    tenant: Tenant | None = request.get(TENANT)
+    return tenant is None or tenant.operator
+
+
 def owner_of(request: web.Request) -> str:
     """The tenant's name; empty if the server requires no keys."""
     return tenant_of(request).name

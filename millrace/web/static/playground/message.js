@@ -111,6 +111,7 @@ function assistantMessage(node, place, actions) {
     if (node.status !== "running") {
       parts.push(copyButton(() => node.content), iconButton("retry", "Regenerate as a new branch", () => actions.regenerate(node)));
       if (node.tokens?.length) parts.push(iconButton("tokens", mode === "tokens" ? "Show as text" : "Show token probabilities", () => { mode = mode === "tokens" ? "text" : "tokens"; update(); }, { "aria-pressed": String(mode === "tokens") }));
+      if (node.requestId) parts.push(el("a", { class: "ghost", href: `/dashboard#request=${encodeURIComponent(node.requestId)}`, title: "Timeline of this request", "aria-label": "Timeline of this request" }, icon("clock")));
     }
     parts.push(el("span", { class: "stats" }, statsText(node)));
     return parts.filter(Boolean);

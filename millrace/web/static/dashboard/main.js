@@ -1,0 +1,132 @@
+// The dashboard: one aggregated answer per second drives everything on the page.
+
+import { ApiError, getJson, remove } from "../common/api.js";
+import { byId, el, toast } from "../common/dom.js";
+import { startShell } from "../common/shell.js";
+import { count, duration, seconds, share } from "./format.js";
+import { Panels } from "./panels.js";
+import { PoolPicture } from "./pool.js";
+import { RunningRequests, showRequest } from "./requests.js";
+
+const EVERY_MS = 1000;
+const STEPS = { 60: 1, 300: 5, 900: 15 };
+const panels = new Panels(byId("panels")), pool = new PoolPicture(byId("pool"));
+const requests = new RunningRequests(byId("requests"), byId("requests-note"), openRequest);
+let windowSeconds = 300, timer = 0, openId = null;
+
+const last = values => values?.findLast(value => value !== null) ?? null;
+const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
+
+// ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+function tiles({ now, series, totals }) {
+  const blocks = now.kv_blocks?.device;
+  const list = [
+    ["Running", shown(now.running, count), `${shown(now.waiting, count)} waiting`],
+    ["TTFT, p95", shown(last(series.ttft_s?.p95), seconds), `p50 ${shown(last(series.ttft_s?.p50), seconds)}`],
+    ["TPOT, p50", shown(last(series.tpot_s?.p50), seconds), `p95 ${shown(last(series.tpot_s?.p95), seconds)}`],
+    ["Output tokens/s", shown(last(series.output_tokens_per_s), count), `${shown(last(series.input_tokens_per_s), count)} input`],
+    ["KV pool in use", blocks?.total ? share(blocks.used / blocks.total) : "–", blocks ? `${count(blocks.cached)} blocks cached` : ""],
+    ["Prefix hits", shown(last(series.prefix_hit_rate), share), `${shown(totals.cached_tokens, count)} tokens so far`],
+    ["Requests", shown(totals.requests, count), `${count(Object.values(totals.errors ?? {}).reduce((sum, one) => sum + one, 0))} errors, ${shown(totals.refused, count)} refused`],
+    ["Open streams", shown(now.open_streams, count), `${now.fronts} front${now.fronts === 1 ? "" : "s"}`],
+  ];
+  byId("tiles").replaceChildren(...list.map(([name, value, more]) => el("div", { class: "tile card" }, el("span", { class: "label" }, name), el("strong", {}, value), el("small", {}, more))));
+}
+
+function tenants({ tenants: list = [], view }) {
+  const named = list.filter(one => one.tenant);
+  byId("tenants").hidden = named.length === 0;
+  byId("tenants-title").textContent = view?.is_operator ? "Tenants" : "Your figures";
+  byId("tenant-rows").replaceChildren(...named.map(one => el("tr", {}, el("td", {}, one.tenant), ...["running", "waiting", "requests", "input_tokens", "cached_tokens", "output_tokens"].map(name => el("td", { class: "number" }, count(one[name] ?? 0))))));
+}
+
+function objectives({ slos = [], cost }) {
+  byId("objectives").hidden = !slos.length && !cost;
+  byId("slos").replaceChildren(...slos.map(one => {
+    const left = Math.max(0, Math.min(1, one.budget_left ?? 0)), bar = el("i");
+    bar.style.setProperty("--share", left);
+    return el("div", { class: "card slo" }, el("strong", {}, one.slo), el("span", { class: `pill ${one.is_met ? "good" : "bad"}` }, one.is_met ? "met" : "missed"),
+      el("small", {}, [one.class, one.total ? `${share(one.good / one.total)} of ${count(one.total)} good, objective ${share(one.objective)}` : "no requests yet"].filter(Boolean).join(" · ")), el("span", { class: "meter" }, bar),
+      el("small", {}, `Error budget left: ${share(left)}${one.burn ? ` · burn rate ${Object.entries(one.burn).map(([span, rate]) => `${span} ${shown(rate, value => value.toFixed(2))}`).join(", ")}` : ""}`));
+  }));
+  byId("cost").hidden = !cost;
+  if (cost) byId("cost").replaceChildren(el("strong", {}, "Cost"), ...Object.entries(cost.usd_per_million ?? {}).map(([kind, price]) => el("span", {}, kind.replaceAll("_", " "), el("b", {}, price === null ? "–" : `$${price.toFixed(price < 1 ? 3 : 2)}`), el("small", {}, "per million tokens"))), cost.price_per_hour ? el("small", {}, `at $${cost.price_per_hour} per hour`) : "");
+}
+
+function errors({ totals }) {
+  const list = Object.entries(totals.errors ?? {}).sort((one, other) => other[1] - one[1]);
+  byId("errors").hidden = list.length === 0;
+  byId("error-rows").replaceChildren(...list.map(([code, times]) => el("tr", {}, el("td", {}, el("code", {}, code)), el("td", { class: "number" }, count(times)))));
+}
+
+function head({ model, uptime_s, now, view }) {
+  byId("model").textContent = model;
+  byId("about").textContent = `up ${duration(uptime_s)}${now.ready ? "" : ` · ${now.reason}`}`;
+  byId("view").hidden = !view?.tenant;
+  if (view?.tenant) byId("view").textContent = view.is_operator ? "Operator's view" : `View of ${view.tenant}`;
+}
+
+// ── the round ────────────────────────────────────────────────────────────────────────────────────────────────────────
+async function round() {
+  clearTimeout(timer);
+  if (document.hidden) return;
+  try {
+    const data = await getJson(`/v1/stats?window=${windowSeconds}&step=${STEPS[windowSeconds]}`);
+    for (const part of [head, tiles, tenants, objectives, errors]) part(data);
+    panels.update(data);
+    pool.update(data.now.kv_blocks);
+    await requests.update();
+    problem(null);
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    problem(error);
+  } finally {
+    timer = setTimeout(round, EVERY_MS);
+  }
+  if (openId) refreshRequest();
+}
+
+function problem(error) {
+  byId("problem").hidden = !error;
+  byId("content").classList.toggle("stale", Boolean(error));
+  if (error) byId("problem").replaceChildren(el("strong", {}, error.status === 401 ? "This server requires a key" : error.status ? `Error ${error.status}` : "No connection"), el("p", {}, error.message));
+  if (error?.status === 401) clearTimeout(timer);
+}
+
+// ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────────
+function openRequest(id) {
+  openId = id;
+  history.replaceState(null, "", `#request=${encodeURIComponent(id)}`);
+  byId("request-cancel").hidden = true;
+  byId("request-body").replaceChildren(el("p", { class: "soft" }, "…"));
+  if (!byId("request").open) byId("request").showModal();
+  refreshRequest();
+}
+
+async function refreshRequest() {
+  const id = openId, known = await showRequest(byId("request-body"), id);
+  byId("request-cancel").hidden = !known || known.state === "ended";
+  if (!known || known.state === "ended") openId = null;  // Nothing changes any more.
+}
+
+async function cancelRequest() {
+  const id = decodeURIComponent(location.hash.slice("#request=".length));
+  try { await remove(`/v1/requests/${encodeURIComponent(id)}`); } catch (error) { toast(error.message, "bad"); }
+  openRequest(id);
+}
+
+function openFromAddress() {
+  if (location.hash.startsWith("#request=")) openRequest(decodeURIComponent(location.hash.slice("#request=".length)));
+}
+
+byId("window").addEventListener("change", event => { windowSeconds = Number(event.target.value); round(); });
+byId("request").addEventListener("close", () => { openId = null; history.replaceState(null, "", location.pathname); });
+byId("request-close").addEventListener("click", () => byId("request").close());
+byId("request-cancel").addEventListener("click", cancelRequest);
+byId("find").addEventListener("submit", event => { event.preventDefault(); const id = byId("find-id").value.trim(); if (id) openRequest(id); });
+document.addEventListener("visibilitychange", round);
+addEventListener("millrace:key", round);
+addEventListener("hashchange", openFromAddress);
+startShell();
+round();
+openFromAddress();

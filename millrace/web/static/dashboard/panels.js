@@ -1,0 +1,66 @@
+// The charts of the dashboard: which series of /v1/stats each one shows.
+
+import { Chart } from "./chart.js";
+import { bytes, count, flops, milliseconds, seconds, share } from "./format.js";
+import { el } from "../common/dom.js";
+
+const line = (label, color, pick) => ({ label, color, pick });
+const percentiles = name => ["p50", "p95", "p99"].map((one, number) => line(one, String(number + 1), series => series[name]?.[one]));
+const classes = name => ["interactive", "standard", "batch"].map((one, number) => line(one, String(number + 1), series => series[name]?.[one]));
+const perLimit = (name, limit) => [line("of the machine", "1", (series, limits) => series[name]?.map(value => (value === null ? null : value / limits[limit])))];
+
+const GROUPS = [
+  ["Latency", [
+    ["Time to first token", { format: seconds }, percentiles("ttft_s")],
+    ["Time per output token", { format: seconds }, percentiles("tpot_s")],
+    ["Time in the queue", { format: seconds }, percentiles("queue_s")],
+  ]],
+  ["Throughput", [
+    ["Tokens per second", { format: count }, [line("input", "1", series => series.input_tokens_per_s), line("cached", "3", series => series.cached_tokens_per_s), line("output", "2", series => series.output_tokens_per_s)]],
+    ["Requests per second", { format: count }, [line("ended", "1", series => series.requests_per_s)]],
+    ["Errors per second", { format: count }, [line("errors", "bad", series => series.errors_per_s), line("refused", "2", series => series.refused_per_s)]],
+  ]],
+  ["Scheduling", [
+    ["Running, by class", { format: count, stacked: true }, classes("running_by_class")],
+    ["Waiting, by class", { format: count, stacked: true }, classes("waiting_by_class")],
+    ["Time of a step", { format: milliseconds, stacked: true, note: "mean" }, ["plan", "launch", "device", "apply"].map((one, number) => line(one, String(number + 1), series => series.step_ms?.[one]))],
+  ]],
+  ["KV cache", [
+    ["KV pool", { format: share, isShare: true, stacked: true }, [line("used", "1", series => series.kv_share?.used), line("cached", "3", series => series.kv_share?.cached)]],
+    ["Prefix hit rate", { format: share, isShare: true, note: "of looked-up prompt tokens" }, [line("hits", "1", series => series.prefix_hit_rate)]],
+    ["Host memory", { format: share, isShare: true, needs: data => data.now.kv_blocks?.host?.total > 0 }, [line("used", "1", series => series.kv_share?.host_used)]],
+    ["Evictions and preemptions per second", { format: count }, [line("evictions", "1", series => series.evictions_per_s), line("preemptions", "2", series => series.preemptions_per_s)]],
+  ]],
+  ["Device", [
+    ["Memory bandwidth in use", { format: share, isShare: true, needs: data => data.limits.bytes_per_s > 0 }, perLimit("bytes_per_s", "bytes_per_s")],
+    ["Memory traffic", { format: bytes, needs: data => !(data.limits.bytes_per_s > 0), note: "the machine's limit is not known" }, [line("achieved", "1", series => series.bytes_per_s)]],
+    ["Compute in use", { format: share, isShare: true, needs: data => data.limits.flops > 0 }, perLimit("flops", "flops")],
+    ["Compute", { format: flops, needs: data => !(data.limits.flops > 0), note: "the machine's limit is not known" }, [line("achieved", "1", series => series.flops)]],
+    ["Draft acceptance", { format: share, isShare: true, needs: data => data.totals.drafted_tokens > 0 }, [line("accepted", "1", series => series.draft_acceptance)]],
+    ["Tokens in a step", { format: count, stacked: true, note: "mean" }, [line("decode", "1", series => series.decode_tokens_per_step), line("prefill", "2", series => series.prefill_tokens_per_step)]],
+  ]],
+];
+
+export class Panels {
+  constructor(container) {
+    this.panels = [];
+    for (const [title, charts] of GROUPS) {
+      const grid = el("div", { class: "charts" });
+      container.append(el("section", {}, el("h2", {}, title), grid));
+      for (const [name, options, lines] of charts) {
+        const chart = new Chart(name, options);
+        grid.append(chart.root);
+        this.panels.push({ chart, lines, needs: options.needs ?? (() => true) });
+      }
+    }
+  }
+
+  update(data) {
+    for (const { chart, lines, needs } of this.panels) {
+      chart.root.hidden = !needs(data);
+      if (chart.root.hidden) continue;
+      const none = data.series.time.map(() => null);
+      chart.update(data.series.time, lines.map(one => ({ ...one, values: one.pick(data.series, data.limits) ?? none })));
+    }
+  }
+}

@@ -1,0 +1,67 @@
+// The block pool as a picture: cells stand for blocks and change colour as blocks are taken, cached and freed.
+
+import { el } from "../common/dom.js";
+import { count } from "./format.js";
+
+const MAX_CELLS = 960, CELL = 11, GAP = 2;
+const STATES = [["used", "1"], ["cached", "3"], ["free", "free"]];
+
+export class PoolPicture {
+  constructor(container) {
+    this.container = container;
+    this.places = new Map();
+  }
+
+  update(blocks) {
+    for (const [place, figures] of Object.entries(blocks ?? {})) {
+      if (!figures.total) continue;
+      if (!this.places.has(place)) this.places.set(place, this.add(place));
+      this.show(this.places.get(place), figures);
+    }
+  }
+
+  add(place) {
+    const canvas = el("canvas", { role: "img" }), legend = el("div", { class: "legend" }), title = el("small");
+    this.container.append(el("figure", { class: "chart card pool" }, el("figcaption", {}, el("h3", {}, place === "device" ? "Blocks on the device" : `Blocks in ${place} memory`), title), canvas, legend));
+    return { place, canvas, legend, title, shown: null, frame: 0 };
+  }
+
+  show(view, figures) {
+    const perCell = Math.max(1, Math.ceil(figures.total / MAX_CELLS));
+    const cells = Math.ceil(figures.total / perCell);
+    // A state that has any block gets at least one cell.
+    const size = name => (figures[name] > 0 ? Math.max(1, Math.round(figures[name] / perCell)) : 0);
+    const used = Math.min(cells, size("used")), cached = Math.min(cells - used, size("cached"));
+    view.target = { cells, used, cached };
+    view.title.textContent = `${count(figures.total)} blocks${perCell > 1 ? ` · one cell is ${perCell}` : ""}`;
+    view.legend.replaceChildren(...STATES.filter(([name]) => figures[name] !== undefined).map(([name, color]) => el("span", {}, el("i", { class: `swatch-${color}` }), name, el("b", {}, count(figures[name])))));
+    view.canvas.setAttribute("aria-label", `${view.place}: ${STATES.map(([name]) => `${figures[name] ?? 0} ${name}`).join(", ")}`);
+    if (!view.shown || view.shown.length !== cells) view.shown = Array.from({ length: cells }, (_, at) => ({ state: stateAt(view.target, at), age: 1 }));
+    view.shown.forEach((cell, at) => { const state = stateAt(view.target, at); if (cell.state !== state) Object.assign(cell, { before: cell.state, state, age: 0 }); });
+    cancelAnimationFrame(view.frame);
+    this.draw(view);
+  }
+
+  draw(view) {
+    const width = view.canvas.parentElement.clientWidth - 32;
+    if (width <= 0) return;
+    const columns = Math.max(1, Math.floor((width + GAP) / (CELL + GAP))), rows = Math.ceil(view.shown.length / columns);
+    const scale = devicePixelRatio || 1, height = rows * (CELL + GAP);
+    Object.assign(view.canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
+    view.canvas.style.width = `${width}px`;
+    view.canvas.style.height = `${height}px`;
+    const context = view.canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
+    const color = Object.fromEntries(STATES.map(([name, shade]) => [name, style.getPropertyValue(`--chart-${shade}`).trim()]));
+    context.scale(scale, scale);
+    let moving = false;
+    view.shown.forEach((cell, at) => {
+      const x = (at % columns) * (CELL + GAP), y = Math.floor(at / columns) * (CELL + GAP);
+      const draw = (state, alpha, inset) => { context.globalAlpha = alpha; context.fillStyle = color[state]; context.beginPath(); context.roundRect(x + inset, y + inset, CELL - 2 * inset, CELL - 2 * inset, 2.5); context.fill(); };
+      if (cell.age < 1) { draw(cell.before, 1 - cell.age, 0); draw(cell.state, cell.age, (1 - cell.age) * 4); cell.age = Math.min(1, cell.age + 0.06); moving = true; } else draw(cell.state, 1, 0);
+    });
+    if (moving && !document.hidden && !matchMedia("(prefers-reduced-motion: reduce)").matches) view.frame = requestAnimationFrame(() => this.draw(view));
+    else if (moving) view.shown.forEach(cell => { cell.age = 1; });
+  }
+}
+
+const stateAt = ({ used, cached }, at) => (at < used ? "used" : at < used + cached ? "cached" : "free");
