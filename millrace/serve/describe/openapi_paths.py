@@ -6,8 +6,10 @@ from typing import Any
 
 from millrace.observe.history import MAX_WINDOW_S
 from millrace.serve.anthropic import routes as anthropic
+from millrace.serve.describe.routes_requests import MAX_LISTED
 from millrace.serve.ollama import routes as ollama
 from millrace.serve.tenancy.access import OPEN_PATHS
+from millrace.web.pages import is_open as is_page
 
 ERRORS = {
     "400": "The request is invalid; the message names the field and its value.",
@@ -140,7 +142,7 @@ def _generate(
 def paths() -> dict[str, Any]:
     found = _all_paths()
     for path, methods in found.items():
-        if path not in OPEN_PATHS:
+        if path not in OPEN_PATHS and not is_page(path):
             for operation in methods.values():
                 operation["responses"].setdefault("401", _json(_error_shape(path), ERRORS["401"]))
     return found
@@ -315,6 +317,11 @@ def _series() -> list[dict[str, Any]]:
     ]
 
 
+def _listed() -> dict[str, Any]:
+    limit = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": MAX_LISTED}
+    return {"name": "limit", "in": "query", "description": "Only the longest running ones.", "schema": limit}
+
+
 def _own_paths() -> dict[str, Any]:
     one, unknown = [_in_path("request_id")], ("404", "503")
     either = {"oneOf": [ref("RunningRequest"), ref("RequestOutcome")]}
@@ -331,7 +338,11 @@ def _own_paths() -> dict[str, Any]:
                 "operate", "stats", "Figures and time series for dashboards", figures, ("400",), parameters=_series()
             )
         },
-        "/v1/requests": {"get": _operation("operate", "listRequests", "List running requests", "RunningRequests")},
+        "/v1/requests": {
+            "get": _operation(
+                "operate", "listRequests", "List running requests", "RunningRequests", ("400",), parameters=[_listed()]
+            )
+        },
         "/v1/requests/{request_id}": {
             "get": _operation("operate", "retrieveRequest", "Describe a request", described, unknown, parameters=one),
             "delete": _operation("operate", "cancelRequest", "Cancel it", "CancelledRequest", unknown, parameters=one),

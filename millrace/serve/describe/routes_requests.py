@@ -133,7 +133,7 @@ async def _running(request: web.Request, limit: int = MAX_LISTED) -> RunningRequ
     if is_for_sibling(request):
         return running
     credentials = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
-    for part in (await request.app[STATE].siblings.get("/v1/requests", credentials)).values():
+    for part in (await request.app[STATE].siblings.get(f"/v1/requests?limit={limit}", credentials)).values():
         other = msgspec.json.decode(part, type=RunningRequests)
         running.data += other.data
         running.total += other.total

@@ -24,7 +24,7 @@ from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query
 from millrace.serve.http.siblings import is_for_sibling
 from millrace.serve.state import STATE, FrontState
-from millrace.serve.tenancy.owner import tenant_of
+from millrace.serve.tenancy.owner import is_operator, owner_of
 
 _CREDENTIALS = ("Authorization", "X-Api-Key")
 
@@ -78,6 +78,7 @@ async def stats(request: web.Request) -> web.Response:
             "limits": _limits(state),
             "tenants": _tenants(request, engine),
             "slos": state.metrics.slos.report(time.time()),
+            "view": {"tenant": owner_of(request), "is_operator": is_operator(request)},
         },
     )
 
@@ -156,8 +157,8 @@ def _limits(state: FrontState) -> dict[str, float]:
 
 
 def _tenants(request: web.Request, engine: EngineStats | None) -> list[dict[str, Any]]:
-    """On a server with keys, a tenant sees only its own figures."""
-    own = tenant_of(request).name if request.app[STATE].keyring is not None else None
+    """On a server with keys, a tenant sees only its own figures; an operator sees all."""
+    own = None if is_operator(request) else owner_of(request)
     return [
         {
             "tenant": one.name,

@@ -4,7 +4,14 @@ import { el } from "../common/dom.js";
 
 const HEIGHT = 150, LEFT = 44, RIGHT = 10, TOP = 10, BOTTOM = 22;
 const charts = new Set();
+const probe = document.body.appendChild(el("i", { hidden: true })), colors = new Map();
 let hovered = null;  // Fraction of the time axis under the pointer, for all charts.
+
+/** The colour of a CSS variable as a canvas takes it: light-dark() is resolved only in a computed style. */
+export function chartColor(name) {
+  if (!colors.has(name)) { probe.style.color = `var(--chart-${name})`; colors.set(name, getComputedStyle(probe).color); }
+  return colors.get(name);
+}
 
 /** Ticks at 1, 2 or 5 times a power of ten, and the top of the axis. */
 function axis(most, isShare) {
@@ -54,24 +61,21 @@ export class Chart {
     }
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, HEIGHT);
-    const style = getComputedStyle(document.documentElement);
-    const color = name => style.getPropertyValue(`--chart-${name}`).trim() || name;
     const lines = this.stacked ? stack(this.series) : this.series.map(one => ({ ...one, low: null, high: one.values }));
     const values = lines.flatMap(one => one.high).filter(value => value !== null);
     this.empty.hidden = values.length > 0;
     const { top, ticks } = axis(Math.max(...values, 0), this.isShare);
     const x = number => LEFT + (this.time.length < 2 ? 0 : number / (this.time.length - 1)) * (width - LEFT - RIGHT);
     const y = value => HEIGHT - BOTTOM - (value / top) * (HEIGHT - TOP - BOTTOM);
-    this.drawAxes(context, width, ticks, y, color);
-    for (const line of lines.toReversed()) drawLine(context, line, x, y, color(line.color), this.stacked);
-    const at = this.crosshair(context, x, color);
-    this.showLegend(at, color);
+    this.drawAxes(context, width, ticks, y);
+    for (const line of lines.toReversed()) drawLine(context, line, x, y, chartColor(line.color), this.stacked);
+    this.showLegend(this.crosshair(context, x));
   }
 
-  drawAxes(context, width, ticks, y, color) {
+  drawAxes(context, width, ticks, y) {
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-    context.fillStyle = color("label");
-    context.strokeStyle = color("grid");
+    context.fillStyle = chartColor("label");
+    context.strokeStyle = chartColor("grid");
     context.lineWidth = 1;
     context.textAlign = "right";
     context.textBaseline = "middle";
@@ -93,10 +97,10 @@ export class Chart {
   }
 
   /** The index whose values the legend shows: under the pointer, or the last. */
-  crosshair(context, x, color) {
+  crosshair(context, x) {
     if (hovered === null || this.time.length < 2) return this.time.length - 1;
     const at = Math.round(hovered * (this.time.length - 1)), place = Math.round(x(at)) + 0.5;
-    context.strokeStyle = color("label");
+    context.strokeStyle = chartColor("label");
     context.setLineDash([3, 3]);
     context.beginPath();
     context.moveTo(place, TOP);
@@ -106,7 +110,7 @@ export class Chart {
     return at;
   }
 
-  showLegend(at, color) {
+  showLegend(at) {
     const texts = this.series.map(one => {
       let value = one.values[at] ?? null;
       if (hovered === null) for (let back = at; value === null && back >= 0; back--) value = one.values[back];
@@ -114,7 +118,7 @@ export class Chart {
     });
     this.legend.replaceChildren(...texts.map(([one, text]) => {
       const mark = el("i");
-      mark.style.background = color(one.color);
+      mark.style.background = chartColor(one.color);
       return el("span", {}, mark, one.label, el("b", {}, text));
     }));
     this.canvas.setAttribute("aria-label", `${this.title}: ${texts.map(([one, text]) => `${one.label} ${text}`).join(", ")}`);
@@ -164,4 +168,4 @@ function runs(values) {
 export function drawAll() { for (const chart of charts) chart.draw(); }
 let frame = 0;
 addEventListener("resize", () => { cancelAnimationFrame(frame); frame = requestAnimationFrame(drawAll); });
-addEventListener("millrace:theme", drawAll);
+addEventListener("millrace:theme", () => { colors.clear(); drawAll(); });

@@ -1,6 +1,7 @@
 // The block pool as a picture: cells stand for blocks and change colour as blocks are taken, cached and freed.
 
 import { el } from "../common/dom.js";
+import { chartColor } from "./chart.js";
 import { count } from "./format.js";
 
 const MAX_CELLS = 960, CELL = 11, GAP = 2;
@@ -10,18 +11,19 @@ export class PoolPicture {
   constructor(container) {
     this.container = container;
     this.places = new Map();
+    const redraw = () => this.places.forEach(view => this.draw(view));
+    addEventListener("resize", redraw);
+    addEventListener("millrace:theme", redraw);
   }
 
   update(blocks) {
-    for (const [place, figures] of Object.entries(blocks ?? {})) {
-      if (!figures.total) continue;
-      if (!this.places.has(place)) this.places.set(place, this.add(place));
-      this.show(this.places.get(place), figures);
-    }
+    const shown = Object.entries(blocks ?? {}).filter(([, figures]) => figures.total);
+    for (const [place] of shown) if (!this.places.has(place)) this.places.set(place, this.add(place));
+    for (const [place, figures] of shown) this.show(this.places.get(place), figures);
   }
 
   add(place) {
-    const canvas = el("canvas", { role: "img" }), legend = el("div", { class: "legend" }), title = el("small");
+    const canvas = el("canvas", { role: "img", width: 0, height: 0 }), legend = el("div", { class: "legend" }), title = el("small");
     this.container.append(el("figure", { class: "chart card pool" }, el("figcaption", {}, el("h3", {}, place === "device" ? "Blocks on the device" : `Blocks in ${place} memory`), title), canvas, legend));
     return { place, canvas, legend, title, shown: null, frame: 0 };
   }
@@ -50,8 +52,8 @@ export class PoolPicture {
     Object.assign(view.canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
     view.canvas.style.width = `${width}px`;
     view.canvas.style.height = `${height}px`;
-    const context = view.canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
-    const color = Object.fromEntries(STATES.map(([name, shade]) => [name, style.getPropertyValue(`--chart-${shade}`).trim()]));
+    const context = view.canvas.getContext("2d");
+    const color = Object.fromEntries(STATES.map(([name, shade]) => [name, chartColor(shade)]));
     context.scale(scale, scale);
     let moving = false;
     view.shown.forEach((cell, at) => {

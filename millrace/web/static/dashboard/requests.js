@@ -69,7 +69,7 @@ function sequence(one, number) {
     return piece;
   }));
   const legend = el("div", { class: "legend" }, stages.map(([name, label]) => el("span", {}, el("i", { class: `stage-${name}` }), label, el("b", {}, seconds(one.stages_s[name])))), el("span", {}, "Total", el("b", {}, seconds(total))));
-  const drafted = one.preemptions?.count ? `Preempted ${one.preemptions.count} times (${Object.entries(one.preemptions.reasons ?? {}).map(([why, times]) => `${why}: ${times}`).join(", ")}).` : null;
+  const drafted = one.preemptions?.count ? `Preempted ${one.preemptions.count === 1 ? "once" : `${one.preemptions.count} times`} (${Object.entries(one.preemptions.reasons ?? {}).map(([why, times]) => `${why}: ${times}`).join(", ")}).` : null;
   return [number ? el("h3", {}, `Choice ${number}`) : null, bar, legend,
     el("ul", { class: "reasons" }, [one.queue?.why, one.cache?.why, drafted, one.message].filter(Boolean).map(text => el("li", {}, text))),
     el("div", { class: "facts" }, fact("Prompt tokens", one.prompt_tokens), fact("Cached tokens", one.cache?.cached_tokens ?? "–"), fact("Output tokens", one.output_tokens ?? "–"), fact("Finish reason", one.finish_reason ?? "–"))].filter(Boolean);

@@ -9,7 +9,8 @@ export function tryIt(method, path, spec, example) {
   const media = Object.keys(spec.requestBody?.content ?? {})[0];
   const isForm = media === "multipart/form-data";
   const parameters = (spec.parameters ?? []).map(parameter => ({ ...parameter, input: el("input", { placeholder: parameter.required ? "required" : "", "aria-label": parameter.name, spellcheck: "false" }) }));
-  const body = media && !isForm ? el("textarea", { spellcheck: "false", "aria-label": "Request body", value: JSON.stringify(example ?? {}, null, 2) }) : null;
+  const text = JSON.stringify(example ?? {}, null, 2);
+  const body = media && !isForm ? el("textarea", { spellcheck: "false", "aria-label": "Request body", rows: Math.min(20, text.split("\n").length + 1), value: text }) : null;
   const purpose = isForm ? el("input", { value: "batch", "aria-label": "purpose" }) : null;
   const file = isForm ? el("input", { type: "file", "aria-label": "file" }) : null;
   const output = el("pre", { tabindex: "0", "aria-label": "Answer" }), head = el("div", { class: "head" });
@@ -89,6 +90,8 @@ export function tryIt(method, path, spec, example) {
   body?.addEventListener("keydown", event => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) run(); });
   const copy = el("button", { type: "button", class: "plain", on: { click: async () => { try { await copyText(curl()); toast("Copied."); } catch (error) { toast(error.message, "bad"); } } } }, icon("copy"), "Copy as curl");
   const field = (name, input) => el("label", { class: "field" }, el("span", { class: "label" }, name), input);
-  const inputs = [...parameters.map(one => field(one.name, one.input)), ...(isForm ? [field("purpose", purpose), field("file", file)] : [])];
-  return el("div", { class: "try" }, inputs.length ? el("div", { class: "inputs" }, inputs) : null, body, el("div", { class: "actions" }, send, stop, copy), answer);
+  const named = isHeader => parameters.filter(one => (one.in === "header") === isHeader).map(one => field(one.name, one.input));
+  const inputs = [...named(false), ...(isForm ? [field("purpose", purpose), field("file", file)] : [])];
+  return el("div", { class: "try" }, inputs.length ? el("div", { class: "inputs" }, inputs) : null, body,
+    named(true).length ? el("details", {}, el("summary", { class: "soft" }, "Headers"), el("div", { class: "inputs" }, named(true))) : null, el("div", { class: "actions" }, send, stop, copy), answer);
 }

@@ -4,7 +4,7 @@ import { el, iconButton } from "../common/dom.js";
 import { generate } from "./generate.js";
 import { messageView } from "./message.js";
 import { requestBody, SettingsError, summary } from "./settings.js";
-import { hidePopover } from "./tokens.js";
+import { hidePopover, placePopover } from "./tokens.js";
 import { addNode, lastOf, messagesBefore, path, siblings, switchBranch } from "./tree.js";
 
 const STARTERS = ["Explain how a prefix cache speeds up chat.", "Write a Python function that merges two sorted lists.", "Compare TCP and UDP in a table.", "Name three rivers of Europe, as JSON."];
@@ -21,7 +21,7 @@ export class Pane {
       iconButton("close", "Close this side", () => hooks.close(this)));
     this.scroller = el("div", { class: "scroller" }, this.list);
     this.root = el("section", { class: "pane", "aria-label": "Chat" }, this.head, this.scroller, this.jump);
-    this.scroller.addEventListener("scroll", () => { this.jump.hidden = this.isAtEnd(); hidePopover(); }, { passive: true });
+    this.scroller.addEventListener("scroll", () => { this.jump.hidden = this.isAtEnd(); placePopover(); }, { passive: true });
     this.render();
   }
 

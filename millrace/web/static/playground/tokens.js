@@ -13,7 +13,7 @@ export function textBefore(tokens, end, last = null) {
   return new TextDecoder().decode(new Uint8Array(bytes));
 }
 
-let popover = null, unpin = null;
+let popover = null, anchor = null, unpin = null;
 export function hidePopover() { popover?.remove(); popover = null; unpin?.(); unpin = null; }
 document.addEventListener("click", event => { if (popover && !popover.contains(event.target) && !event.target.closest?.(".token")) hidePopover(); });
 
@@ -37,7 +37,7 @@ export function tokenView(node, onBranch) {
   view.addEventListener("pointerleave", () => { if (!pinned) hidePopover(); });
   view.addEventListener("keydown", event => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    if (step && tokens.length) { event.preventDefault(); select(Math.max(0, Math.min(tokens.length - 1, current + step)), true); }
+    if (step && tokens.length) { event.preventDefault(); select(Math.max(0, Math.min(tokens.length - 1, current + step)), true); anchor.scrollIntoView({ block: "nearest" }); }
     if (event.key === "Enter" && popover) popover.querySelector("button")?.focus();
     if (event.key === "Escape" && popover) { event.stopPropagation(); hidePopover(); }
   });
@@ -57,7 +57,14 @@ function showPopover(span, tokens, number, onBranch) {
   });
   popover = document.body.appendChild(el("div", { class: "popover", role: "dialog", "aria-label": "Alternatives of this token" },
     el("header", {}, el("code", {}, shown(token.t)), el("span", {}, `${percent(token.p)} · logprob ${token.p.toFixed(3)}`)), rows));
-  const box = span.getBoundingClientRect(), size = popover.getBoundingClientRect();
+  anchor = span;
+  placePopover();
+}
+
+/** Keep the popover beside its token while the page scrolls. */
+export function placePopover() {
+  if (!popover) return;
+  const box = anchor.getBoundingClientRect(), size = popover.getBoundingClientRect();
   popover.style.left = `${Math.max(8, Math.min(box.left, innerWidth - size.width - 8))}px`;
   popover.style.top = `${box.bottom + size.height + 8 < innerHeight ? box.bottom + 4 : Math.max(8, box.top - size.height - 4)}px`;
 }

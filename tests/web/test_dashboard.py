@@ -1,0 +1,179 @@
+"""The dashboard in a real browser: figures of a real front, views of operator and tenant, one request, many streams."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from serve.front_under_test import MODEL, Front, endless, running_front
+from serve.wire import CHAT, get, post, request
+from web.figures import busy_requests, busy_stats, explanation
+from web.watched import PHONE, has_no_sideways_scroll, open_page, watched_page
+
+from millrace.config import Config, replace
+from millrace.serve.tenancy.keyring import Keyring, digest_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(endless, step_s=0.01) as running:
+        yield running
+
+
+def answer_with(page: Page, pattern: str, body: dict[str, Any]) -> None:
+    page.route(re.compile(pattern), lambda route: route.fulfill(content_type="application/json", body=json.dumps(body)))
+
+
+def make_busy(page: Page) -> None:
+    answer_with(page, r"/v1/stats", busy_stats())
+    answer_with(page, r"/v1/requests\?", busy_requests())
+    answer_with(page, r"/explain$", explanation())
+
+
+def test_figures_of_a_real_front(browser: Browser, front: Front) -> None:
+    post(front.port, CHAT, BODY)
+    with watched_page(browser, front.url) as page:
+        open_page(page, front, "/dashboard")
+        page.wait_for_selector(f"h1 >> text={MODEL}")
+        assert page.locator(".tile:has-text('KV pool in use') strong").inner_text() == "10 %"
+        assert page.locator(".pool canvas").get_attribute("aria-label") == "device: 10 used, 30 cached, 60 free"
+        page.wait_for_selector("text=No request is running.")
+        page.select_option("#window", "60")
+        page.wait_for_selector(".chart canvas[aria-label^='Requests per second']")
+
+
+def test_a_running_request_is_listed_and_cancelled(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.fill("#input", "Go on")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.assistant p")
+        board = page.context.new_page()
+        board.goto(front.url + "/dashboard")
+        board.wait_for_selector("#requests .stage.decode")
+        assert board.locator("#requests tr").count() == 1
+        identity = board.locator("#requests .id").inner_text()
+        with board.expect_response(lambda one: one.request.method == "DELETE") as answered:
+            board.click(f"[aria-label='Cancel {identity}']")
+        assert answered.value.url.endswith(f"/v1/requests/{identity}")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#send[aria-label=Send]")
+
+
+def test_every_panel_of_a_busy_server(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        make_busy(page)
+        page.goto(front.url + "/dashboard")
+        page.wait_for_selector("text=Operator's view")
+        titles = page.locator(".chart:visible h3").all_inner_texts()
+        wanted = "Time to first token,Time per output token,Tokens per second,Requests per second,Errors per second"
+        wanted += ",Running\\, by class,Waiting\\, by class,KV pool,Prefix hit rate,Host memory,Memory bandwidth in use"
+        wanted += ",Compute in use,Draft acceptance,Time of a step,Blocks on the device,Blocks in host memory"
+        for title in re.split(r"(?<!\\),", wanted):
+            assert title.replace("\\", "") in titles
+        assert page.locator(".none:visible").count() == 0, "a chart without data"
+        label = page.locator("canvas[aria-label^='Memory bandwidth']").get_attribute("aria-label") or ""
+        assert re.search(r"of the machine \d+ %$", label)
+        assert page.locator("#tenant-rows tr").count() == 2
+        assert page.locator(".slo").count() == 2
+        assert page.locator(".slo .pill").all_inner_texts() == ["met", "missed"]
+        assert "$0.19" in page.locator("#cost").inner_text()
+        assert "quota_exceeded" in page.locator("#error-rows").inner_text()
+        page.click("#requests .id >> nth=0")
+        page.wait_for_selector("dialog[open] .timeline .queue")
+        assert "It waited 0.412 s" in page.locator("dialog[open]").inner_text()
+        assert page.is_visible("#request-cancel")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("dialog", state="hidden")
+        assert has_no_sideways_scroll(page)
+
+
+def test_a_round_is_quick_with_many_streams(browser: Browser, front: Front) -> None:
+    """2,000 streams cost the page no more than 50: the server aggregates, and the list has a limit."""
+    with watched_page(browser, front.url) as page:
+        answer_with(page, r"/v1/stats", busy_stats(300))
+        answer_with(page, r"/explain$", explanation())
+        asked: list[str] = []
+        page.on("request", lambda one: asked.append(one.url))
+        answer_with(page, r"/v1/requests\?", busy_requests(50, total=2000))
+        page.goto(front.url + "/dashboard")
+        page.wait_for_selector("text=The 50 longest running of 2000.")
+        took = page.evaluate(
+            """async () => {
+                const { drawAll } = await import("/web/dashboard/chart.js");
+                const began = performance.now();
+                for (let round = 0; round < 10; round++) drawAll();
+                return (performance.now() - began) / 10;
+            }"""
+        )
+        assert took < 200, f"drawing all charts took {took:.0f} ms"
+        assert all("limit=50" in url for url in asked if "/v1/requests?" in url)
+        assert sum("/explain" in url for url in asked) <= 8 * sum("/v1/stats" in url for url in asked)
+
+
+def test_a_missing_request_and_a_lost_server(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url, allowed_errors=("404", "ERR_FAILED")) as page:
+        open_page(page, front, "/dashboard#request=nothing")
+        page.wait_for_selector("dialog[open] >> text=Not found")
+        page.keyboard.press("Escape")
+        page.route("**/v1/stats*", lambda route: route.abort())
+        page.wait_for_selector("#problem >> text=cannot be reached")
+        page.unroute("**/v1/stats*")
+        page.wait_for_selector("#problem", state="hidden")
+
+
+def test_on_a_phone(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url, **PHONE) as page:
+        make_busy(page)
+        page.goto(front.url + "/dashboard")
+        page.wait_for_selector("text=Operator's view")
+        assert has_no_sideways_scroll(page)
+
+
+# ── views ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_operator_and_tenant_see_what_is_theirs(browser: Browser, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    lines = [f'[tenants.{name}]\nkeys = ["sha256:{digest_of("key-" + name).hex()}"]\n' for name in ("acme", "globex")]
+    lines.append(f'[tenants.admin]\noperator = true\nkeys = ["sha256:{digest_of("key-admin").hex()}"]\n')
+    keys.write_text("".join(lines))
+    config = replace(Config(), server__port=0, server__keys_file=str(keys))
+
+    def bearer(name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer key-{name}"}
+
+    with running_front(endless, config=config, step_s=0.02) as front:
+        front.state.keyring = Keyring(keys)
+        with watched_page(browser, front.url, allowed_errors=("401",)) as page:
+            page.add_init_script("sessionStorage.setItem('millrace.key', 'key-acme')")
+            open_page(page, front)
+            page.fill("#input", "Go on")
+            page.keyboard.press("Enter")
+            page.wait_for_selector(".message.assistant p")
+            seen = {
+                name: request(front.port, "GET", "/v1/requests?limit=5", headers=bearer(name)).json
+                for name in ("acme", "globex", "admin")
+            }
+            assert {name: listed["total"] for name, listed in seen.items()} == {"acme": 1, "globex": 0, "admin": 1}
+            assert seen["admin"]["data"][0]["tenant"] == "acme"
+            board = page.context.new_page()
+            board.add_init_script("sessionStorage.setItem('millrace.key', 'key-admin')")
+            board.goto(front.url + "/dashboard")
+            board.wait_for_selector("text=Operator's view")
+            board.wait_for_selector("#requests .tenant >> text=acme")
+            own = page.context.new_page()
+            own.add_init_script("sessionStorage.setItem('millrace.key', 'key-globex')")
+            own.goto(front.url + "/dashboard")
+            own.wait_for_selector("text=View of globex")
+            own.wait_for_selector("text=No request is running.")
+        assert get(front.port, "/v1/stats").status == 401
+        refused = request(front.port, "GET", "/v1/requests?limit=0", headers=bearer("acme"))
+        assert (refused.status, refused.error["param"]) == (400, "limit")
