@@ -27,6 +27,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 Speculation = Literal["off", "ngram"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 GenerationDefaults = Literal["model", "neutral"]
+ManageModels = Literal["local", "always", "never"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -135,6 +136,11 @@ class ServerConfig:
     tls_key: str = setting("", "file with the private key of the TLS certificate (PEM)")
     cors_origins: str = setting("", "origins whose web pages may call the API, separated by commas; * = all")
     header_limit_kb: int = setting(8, "maximum header line in KiB; longer lines get a 431", minimum=1)
+    manage_models: ManageModels = setting(
+        "local",
+        "who may download and delete models (/api/pull, /api/delete); local: programs on this machine, while the server"
+        " listens on loopback only and requires no keys",
+    )
     drain_timeout_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0.0)
 
 

@@ -13,6 +13,7 @@ from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_requests as requests
 from millrace.serve.describe import routes_stats
 from millrace.serve.generate.work import Prepare
+from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
 from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import routes as openai
@@ -43,6 +44,7 @@ POST: dict[str, Handler] = {
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
     "/api/show": ollama.show,
+    "/api/pull": ollama_library.pull,
     "/tokenize": info.tokenize,
     "/detokenize": info.detokenize,
 }
@@ -68,6 +70,7 @@ DELETE: dict[str, Handler] = {
     _RESPONSE: responses.delete,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
+    "/api/delete": ollama_library.delete,
 }
 
 BATCH_ENDPOINTS: dict[str, Prepare] = {

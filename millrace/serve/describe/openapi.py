@@ -42,6 +42,7 @@ _TYPES = (
     *(schemas_ollama.OllamaChatRequest, schemas_ollama.OllamaGenerateRequest, schemas_ollama.OllamaShowRequest),
     *(schemas_ollama.OllamaAnswer, schemas_ollama.OllamaModels, schemas_ollama.OllamaShowAnswer),
     schemas_ollama.OllamaVersion,
+    *(schemas_ollama.OllamaPullRequest, schemas_ollama.OllamaDeleteRequest, schemas_ollama.OllamaPullStatus),
 )
 
 _ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {

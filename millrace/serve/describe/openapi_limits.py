@@ -59,6 +59,8 @@ EITHER_FIELD: dict[str, list[dict[str, Any]]] = {
     "OllamaShowRequest": [_has("model"), _has("name")],
     "AssistantMessage": [_has("content"), _has("tool_calls"), _has("function_call")],
     "OllamaMessage": [_has("content"), _has("tool_calls")],
+    "OllamaPullRequest": [_has("model"), _has("name")],
+    "OllamaDeleteRequest": [_has("model"), _has("name")],
 }
 """Requests and messages that need one of several fields."""
 

@@ -291,10 +291,13 @@ def _anthropic_paths() -> dict[str, Any]:
 
 
 def _ollama_paths() -> dict[str, Any]:
+    managed = (*BODY_ERRORS, "403", "404", "409")
     shape, lines = "OllamaErrorAnswer", {"note": _LINES_NOTE, "media_type": "application/x-ndjson"}
     chat = ("OllamaChatRequest", "OllamaAnswer", "OllamaAnswer")
     generate = ("OllamaGenerateRequest", "OllamaAnswer", "OllamaAnswer")
     asked, prompted = {"model": _NAME, "messages": _TURN}, {"model": _NAME, "prompt": "Why is the sky blue?"}
+    pull = _operation("ollama", "ollamaPull", "Download a model", "OllamaPullStatus", managed, shape=shape)
+    delete = _operation("ollama", "ollamaDelete", "Delete a model", "OllamaPullStatus", managed, shape=shape)
     show = _operation("ollama", "ollamaShow", "Describe the model", "OllamaShowAnswer", BODY_ERRORS, shape=shape)
     return {
         "/api/chat": {"post": _generate("ollamaChat", "Ollama: answer", chat, asked, shape=shape, **lines)},
@@ -302,6 +305,8 @@ def _ollama_paths() -> dict[str, Any]:
             "post": _generate("ollamaGenerate", "Ollama: continue a prompt", generate, prompted, shape=shape, **lines)
         },
         "/api/show": {"post": {**show, "requestBody": _body("OllamaShowRequest", {"model": _NAME})}},
+        "/api/pull": {"post": {**pull, "requestBody": _body("OllamaPullRequest", {"model": _NAME})}},
+        "/api/delete": {"delete": {**delete, "requestBody": _body("OllamaDeleteRequest", {"model": _NAME})}},
         "/api/tags": {"get": _operation("ollama", "ollamaTags", "List the served model", "OllamaModels")},
         "/api/ps": {"get": _operation("ollama", "ollamaPs", "List the loaded model", "OllamaModels")},
         "/api/version": {"get": _operation("ollama", "ollamaVersion", "The server's version", "OllamaVersion")},

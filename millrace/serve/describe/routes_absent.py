@@ -27,11 +27,9 @@ ABSENT: dict[str, str] = {
     "/v1/messages/batches": "Anthropic's message batches are",
     "/api/embed": "Embeddings are",
     "/api/embeddings": "Embeddings are",
-    "/api/pull": "Pulling models is",
     "/api/push": "Pushing models is",
     "/api/create": "Creating models is",
     "/api/copy": "Copying models is",
-    "/api/delete": "Deleting models is",
     "/api/blobs": "Blobs are",
 }
 """Path (with everything below it) and the subject and verb of the error message."""

@@ -159,6 +159,21 @@ class OllamaShowRequest(Strict, kw_only=True):
     verbose: Annotated[bool | None, described("Accepted, without effect.")] = None
 
 
+class OllamaDeleteRequest(Strict, kw_only=True):
+    """The body of DELETE /api/delete."""
+
+    model: Annotated[str | None, described("Name of a downloaded model.")] = None
+    name: Annotated[str | None, described("Older name of `model`.")] = None
+
+
+class OllamaPullRequest(OllamaDeleteRequest, kw_only=True):
+    """The body of POST /api/pull."""
+
+    model: Annotated[str | None, described("Known name, or hub name: org/model[@revision][:quantisation].")] = None
+    stream: Annotated[bool | None, described("Stream JSON lines with the progress; default true.")] = None
+    insecure: Annotated[bool | None, described("Accepted, without effect: transfers are always verified.")] = None
+
+
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "think": (False,),
     "truncate": (False,),
@@ -260,6 +275,15 @@ class OllamaShowAnswer(msgspec.Struct):
     model_info: dict[str, str | int | float | bool | None]
     capabilities: list[str]
     modified_at: str
+
+
+class OllamaPullStatus(msgspec.Struct):
+    """One line of a pull's progress; the last one says `success`."""
+
+    status: str
+    total: int | UnsetType = UNSET
+    """Bytes, like `completed`."""
+    completed: int | UnsetType = UNSET
 
 
 class OllamaVersion(msgspec.Struct):

@@ -1,0 +1,124 @@
+"""Ollama's /api/pull and /api/delete: models on this machine, for clients that may manage them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+from aiohttp import web
+
+from millrace.errors import BadRequest, Conflict, Forbidden, MillraceError, ModelError, NotFound
+from millrace.serve.http.app_keys import REQUEST_ID
+from millrace.serve.http.body import BodyDecoder, read_body
+from millrace.serve.http.event_stream import JSON_LINES
+from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.http.json_answer import encode, json_answer
+from millrace.serve.ollama.schemas import OllamaDeleteRequest, OllamaPullRequest, OllamaPullStatus
+from millrace.serve.ollama.translate import LATEST
+from millrace.serve.ollama.write import error_body
+from millrace.serve.state import STATE, FrontState
+from millrace.sources import library
+from millrace.sources.resolve import resolve_model
+
+_REPORT_EVERY_S = 0.2
+_LOOPBACK = ("127.", "localhost", "::1")
+_pull_body = BodyDecoder(OllamaPullRequest)
+_delete_body = BodyDecoder(OllamaDeleteRequest)
+
+
+async def pull(request: web.Request) -> web.StreamResponse:
+    """Download a model. A model that is on this machine already is a success for everybody."""
+    state = request.app[STATE]
+    body = _pull_body.decode(await read_body(request, state.body_limit_bytes))
+    name = _name(body)
+    if not await asyncio.to_thread(_is_here, name, state):
+        _check_may_manage(state)
+    if body.stream is False:
+        await asyncio.to_thread(_fetch, name, state, _Reports(None))
+        return json_answer(request, OllamaPullStatus("success"))
+    return await _stream_pull(request, name, state)
+
+
+async def delete(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    name = _name(_delete_body.decode(await read_body(request, state.body_limit_bytes)))
+    _check_may_manage(state)
+    if name in (state.model_name, state.config.model.source):
+        raise Conflict(f"The model '{name}' is being served; stop the server before you delete it.", param="model")
+    try:
+        await asyncio.to_thread(library.remove, name)
+    except ModelError as error:
+        raise NotFound(error.message, param="model") from error
+    return json_answer(request, {"status": "success"})
+
+
+async def _stream_pull(request: web.Request, name: str, state: FrontState) -> web.StreamResponse:
+    reports = _Reports(asyncio.get_running_loop())
+    fetching = asyncio.ensure_future(asyncio.to_thread(_fetch, name, state, reports))
+    fetching.add_done_callback(lambda _: reports.queue.put_nowait(None))
+    headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", "Content-Type": JSON_LINES}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    await response.write(encode(OllamaPullStatus("pulling manifest")) + b"\n")
+    while (status := await reports.queue.get()) is not None:
+        await response.write(encode(status) + b"\n")
+    try:
+        await fetching
+        await response.write(encode(OllamaPullStatus("success")) + b"\n")
+    except MillraceError as error:
+        await response.write(error_body(error) + b"\n")
+    await response.write_eof()
+    return response
+
+
+class _Reports:
+    """Progress of the download's thread as lines for the stream, a few each second."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.queue: asyncio.Queue[OllamaPullStatus | None] = asyncio.Queue()
+        self._loop = loop
+        self._what, self._at = "", 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._loop is None or (what == self._what and done < total and now - self._at < _REPORT_EVERY_S):
+            return
+        self._what, self._at = what, now
+        status = OllamaPullStatus(what, total or msgspec.UNSET, done if total else msgspec.UNSET)
+        self._loop.call_soon_threadsafe(self.queue.put_nowait, status)
+
+
+def _fetch(name: str, state: FrontState, reports: _Reports) -> None:
+    if _is_here(name, state):
+        return
+    try:
+        resolve_model(name, progress=reports, offline=state.config.model.offline)
+    except ModelError as error:
+        raise NotFound(error.message, param="model") from error
+
+
+def _is_here(name: str, state: FrontState) -> bool:
+    return name == state.model_name or library.find_local(name) is not None
+
+
+def _name(body: OllamaDeleteRequest) -> str:
+    name = body.model if body.model is not None else body.name
+    if not name:
+        raise BadRequest("'model' is required.", param="model", code="missing_field")
+    if name.startswith(("/", ".", "~", "random:")):
+        raise BadRequest(f"'model' is {name[:80]!r}, a path; give a name.", param="model")
+    return name.removesuffix(LATEST)
+
+
+def _check_may_manage(state: FrontState) -> None:
+    """Downloads fill the disk and deletions are final: by default only for local programs."""
+    server = state.config.server
+    if server.manage_models == "always":
+        return
+    is_local = server.host.startswith(_LOOPBACK) and not server.keys_file
+    if server.manage_models == "never" or not is_local:
+        raise Forbidden(
+            "This server lets no client download or delete models. Its operator can allow it with"
+            " --manage-models always, or use `millrace pull` and `millrace rm` on the machine."
+        )
