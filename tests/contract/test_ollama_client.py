@@ -148,7 +148,7 @@ def test_a_base_model_gets_the_prompt_without_a_template() -> None:
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ("/api/generate", {"prompt": "x", "images": ["aa"]}, 400, "images"),
         ("/api/show", {}, 400, None),
-        ("/api/pull", {}, 501, None),
+        ("/api/pull", {"model": "/etc/passwd"}, 400, "model"),
         ("/api/embed", {}, 501, None),
     ],
 )
