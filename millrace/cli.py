@@ -25,6 +25,11 @@ COMMANDS = {
     "generate": "complete one prompt and print the text",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
+    "top": "watch a running server: rates, latencies, queue, KV memory",
+    "trace": "draw where the time of a request or of the engine's steps went",
+    "explain": "say in sentences why a request took as long as it did",
+    "profile": "measure a server's steps: where their time goes, and a roofline",
+    "cost": "dollars per million tokens, the largest items, bills",
     "slo": "show objectives and budgets; write alert rules and a Grafana dashboard",
     "models": "list the models known by name, with sizes",
     "pull": "download a model",
@@ -43,6 +48,7 @@ COMMANDS = {
     "version": "print the versions of Millrace and its dependencies",
 }
 
+_FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
 _LIBRARY = ("models", "pull", "ls", "show", "rm", "alias", "ps", "stop")
 """Commands whose modules are in `millrace/commands/library`."""
 
@@ -114,7 +120,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def module_of(name: str) -> str:
     """Full name of the module of a command."""
-    room = "library." if name in _LIBRARY else "setup." if name in _SETUP else ""
+    rooms = {"library.": _LIBRARY, "setup.": _SETUP, "figures.": _FIGURES}
+    room = next((room for room, names in rooms.items() if name in names), "")
     return f"millrace.commands.{room}{name}"
 
 

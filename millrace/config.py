@@ -25,6 +25,7 @@ Quantization = Literal["none", "fp8"]
 KvDtype = Literal["auto", "full", "packed", "fp8", "int8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Speculation = Literal["off", "ngram"]
+Batching = Literal["continuous", "static"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 GenerationDefaults = Literal["model", "neutral"]
 ManageModels = Literal["local", "always", "never"]
@@ -148,6 +149,10 @@ class ServerConfig:
 class PlanConfig:
     max_running: int = setting(0, "maximum number of running requests; 0 = automatic", minimum=0)
     max_waiting: int = setting(16384, "maximum number of waiting requests; further requests get a 429", minimum=1)
+    batching: Batching = setting(
+        "continuous",
+        "static: a batch starts when the one before has ended, as older servers do; only to show the difference",
+    )
     policy: PolicyName = setting("fcfs", "order of requests within a priority class and tenant")
     aging_s: float = setting(
         30.0, "seconds of waiting after which a request is promoted by one priority class", minimum=0.1

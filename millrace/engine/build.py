@@ -11,11 +11,11 @@ import torch
 
 from millrace.config import Config
 from millrace.engine.constrained import ConstrainedRequests
+from millrace.engine.figures.step_figures import StepWork
 from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
-from millrace.engine.step_figures import StepWork
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel
@@ -117,6 +117,7 @@ def build_engine(
         target=target,
         prefix_cache=config.plan.prefix_cache,
         policy=make_policy(config.plan.policy),
+        static_batching=config.plan.batching == "static",
         aging_s=config.plan.aging_s,
         drafts=_drafts(config, plan),
         groups=KvGroups(spec.kv_groups.windows),

@@ -10,7 +10,7 @@ import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from millrace.engine.shares import Shares
+from millrace.engine.figures.shares import Shares
 from millrace.link.messages import FRONT_SHIFT, MAX_FINISHED_KEPT, Finish, NewRequest
 from millrace.observe.histograms import TTFT, Histograms
 from millrace.plan.request import Diagnostics, Request

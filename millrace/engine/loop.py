@@ -15,10 +15,11 @@ import msgspec
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.explain import explain
+from millrace.engine.figures.step_figures import StepFigures, StepWork
+from millrace.engine.figures.step_log import StepLog
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
 from millrace.engine.rates import MeasuredRates
-from millrace.engine.step_figures import StepFigures, StepWork
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
 from millrace.host.time_slice import request_short_slices
@@ -81,6 +82,7 @@ class Engine:
         self._ledger = Ledger()
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
+        self._step_log = StepLog()
         self._figures = StepFigures(scheduler.rows, self._ledger.histograms, work or StepWork())
         self.ready: EngineReady | None = None
         """Sent to fronts that connect late."""
@@ -178,6 +180,7 @@ class Engine:
     def on_step_done(self, done: Confirmed) -> None:
         self._rates.on_step(done.plan.num_tokens, done.device_s)
         self._figures.on_step(done.plan, done.outcome, done.at)
+        self._step_log.note(done, self._figures)
         if done.at - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
             self._report(done.at)
         if done.plan.step_no % CHECK_POOL_EVERY == 0:
@@ -264,6 +267,8 @@ class Engine:
             self._channel.send(message.front, Reply(message.query_id, self._answer(message)))
 
     def _answer(self, query: Query) -> bytes:
+        if query.kind == "steps":
+            return msgspec.json.encode(self._step_log.last(int(query.name)))
         entries = self._ledger.named(query.name, query.tenant)
         if not entries:
             return b""

@@ -197,7 +197,7 @@ class EngineClient:
         self.num_unreported += 1
         return request_id
 
-    async def query(self, kind: Literal["explain", "cancel"], name: str, tenant: str | None) -> bytes:
+    async def query(self, kind: Literal["explain", "cancel", "steps"], name: str, tenant: str | None) -> bytes:
         """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
         self._ready_or_raise()
         query_id, self._next_query_id = self._next_query_id, self._next_query_id + 1

@@ -69,8 +69,9 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 
     front: int
     query_id: int
-    kind: Literal["explain", "cancel"]
+    kind: Literal["explain", "cancel", "steps"]
     name: str
+    """Of the request; with `steps`, how many of the last ones are wanted."""
     tenant: str | None = None
     """Find only requests of this tenant; None = of any."""
 

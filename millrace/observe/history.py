@@ -61,6 +61,9 @@ class History:
     def add(self, sample: Sample) -> None:
         self._samples.append(sample)
 
+    def all(self) -> list[Sample]:
+        return list(self._samples)
+
     def at(self, times: list[float]) -> list[Sample | None]:
         """For each time the last sample taken by then; None if there is none."""
         samples = list(self._samples)

@@ -35,12 +35,20 @@ class Admitting:
         self._waiting, self._policy, self._shares, self._budget = waiting, policy, shares, budget
         self._lengths, self._host_tier = lengths, host_tier
         self.delays = Delays()
+        self.is_static = False
+        """True with static batching: a batch is gathered only when the one before has ended."""
+        self._is_gathering = False
         self._chosen_victim: tuple[int, str] | None = None
         """The running request to preempt before the next step, and why."""
 
     def admit(self, budget: int, chunks: dict[int, int], now: float) -> None:
         """Admit requests, with their first tokens added to `chunks`, and note what the others wait for."""
-        self.delays.note(self._admit_waiting(budget, chunks, now), now)
+        if self.is_static and not (self._is_gathering or self._rows.num_active == 0):
+            self.delays.note("rows", now)
+            return
+        cause = self._admit_waiting(budget, chunks, now)
+        self._is_gathering = cause == "budget" and self._rows.num_free > 0  # Else the batch is complete.
+        self.delays.note(cause, now)
 
     def _admit_waiting(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
         """Admit waiting requests while budget, free rows and the admission forecast allow. Returns what stopped it.

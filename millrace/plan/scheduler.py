@@ -73,6 +73,7 @@ class Scheduler:
         expected_output: float = 512.0,
         policy: Policy | None = None,
         aging_s: float = 30.0,
+        static_batching: bool = False,
         groups: KvGroups = ONE_GROUP,
         drafts: DraftSettings = NO_DRAFTS,
         host_tier: HostTierSettings = NO_HOST_TIER,
@@ -99,6 +100,7 @@ class Scheduler:
         self._admitting = Admitting(
             self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.host_tier
         )
+        self._admitting.is_static = static_batching
         self.num_preemptions = 0
         self.num_yields = 0
         """Preemptions in favour of a more urgent request."""

@@ -11,7 +11,7 @@ from millrace.serve.anthropic import routes as anthropic
 from millrace.serve.anthropic.write import error_body as anthropic_error_body
 from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_requests as requests
-from millrace.serve.describe import routes_stats
+from millrace.serve.describe import routes_stats, routes_steps
 from millrace.serve.generate.work import Prepare
 from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
@@ -62,6 +62,8 @@ GET: dict[str, Handler] = {
     "/v1/requests/{request_id}": requests.describe,
     "/v1/requests/{request_id}/explain": requests.explain,
     "/v1/stats": routes_stats.stats,
+    "/v1/steps": routes_steps.steps,
+    "/v1/cost": routes_steps.cost,
     "/api/tags": ollama.tags,
     "/api/ps": ollama.loaded,
     "/api/version": ollama.version,

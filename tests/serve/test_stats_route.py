@@ -73,3 +73,9 @@ def test_fronts_are_summed_and_the_worst_lag_counts() -> None:
         ]
     )
     assert merged == {"errors_per_s": [3.0, None], "event_loop_lag_ms": [5.0, 4.0]}
+
+
+def test_cost_of_a_server_without_work_says_so(front: Front) -> None:
+    answer = get(front.port, "/v1/cost?price=2.5").json
+    assert answer["price_per_hour"] == 2.5
+    assert get(front.port, "/v1/cost?price=much").status == 400

@@ -40,6 +40,7 @@ class Minute:
     prefill_s: float = 0.0
     """Sums over the requests that ended."""
     preemptions: int = 0
+    prefill_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class SloTracker:
         minute.queue_s += float(change[histograms.QUEUE, :, -1].sum())
         minute.prefill_s += float(change[histograms.PREFILL, :, -1].sum())
         minute.preemptions += stats.preemptions - (0 if restarted or before is None else before.preemptions)
+        minute.prefill_tokens += stats.prefill_tokens - (0 if restarted or before is None else before.prefill_tokens)
 
     def _minute(self, now: float) -> Minute:
         start = now // MINUTE_S * MINUTE_S
@@ -137,16 +139,18 @@ class SloTracker:
                 "time": minute.start,
                 "beyond_limit": round(bad),
                 "of": round(minute.total[index]),
-                "cause": _cause(minute),
+                "cause": _cause(minute, self.objectives[index].metric),
             }
             for minute in worst
             if (bad := minute.total[index] - minute.good[index]) >= 0.5
         ]
 
 
-def _cause(minute: Minute) -> str:
+def _cause(minute: Minute, metric: str) -> str:
     if minute.preemptions:
         return f"{minute.preemptions} preemptions"
+    if metric in ("itl", "tpot"):
+        return f"{minute.prefill_tokens} prompt tokens computed beside" if minute.prefill_tokens else "slow steps"
     if minute.queue_s > minute.prefill_s:
         return "waiting in the queue"
     return "computing prompts" if minute.prefill_s else "decoding"

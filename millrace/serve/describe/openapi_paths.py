@@ -327,6 +327,17 @@ def _listed() -> dict[str, Any]:
     return {"name": "limit", "in": "query", "description": "Only the longest running ones.", "schema": limit}
 
 
+def _last() -> list[dict[str, Any]]:
+    last = {"type": "integer", "minimum": 1, "maximum": 4096, "default": 200}
+    return [{"name": "last", "in": "query", "description": "Number of steps.", "schema": last}]
+
+
+def _price() -> list[dict[str, Any]]:
+    price = {"type": "number", "minimum": 0, "exclusiveMaximum": 1_000_000}
+    text = "Dollars per hour, instead of --price-per-hour; only on servers without keys."
+    return [{"name": "price", "in": "query", "description": text, "schema": price}]
+
+
 def _own_paths() -> dict[str, Any]:
     one, unknown = [_in_path("request_id")], ("404", "503")
     either = {"oneOf": [ref("RunningRequest"), ref("RequestOutcome")]}
@@ -346,6 +357,16 @@ def _own_paths() -> dict[str, Any]:
         "/v1/requests": {
             "get": _operation(
                 "operate", "listRequests", "List running requests", "RunningRequests", ("400",), parameters=[_listed()]
+            )
+        },
+        "/v1/steps": {
+            "get": _operation(
+                "operate", "steps", "The engine's last steps", figures, ("400", "503"), parameters=_last()
+            )
+        },
+        "/v1/cost": {
+            "get": _operation(
+                "operate", "cost", "What tokens cost on this machine", figures, ("400", "403"), parameters=_price()
             )
         },
         "/v1/requests/{request_id}": {

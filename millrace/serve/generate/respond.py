@@ -85,7 +85,7 @@ def _account(state: FrontState, request: web.Request, job: Job, received: float)
     observe(state, job, received)
     ended, usage = job.finish_reason, job.usage()
     request[FINISH_REASON] = ended
-    request[TOKEN_COUNTS] = (usage.prompt_tokens, usage.output_tokens)
+    request[TOKEN_COUNTS] = (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
     if job.error is not None and job.out is not None and job.out.started:
         metrics.count_error(ended, job.error.status)  # An error before the stream began is counted with its answer.
     if ended == "abort":

@@ -8,7 +8,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 FINISH_REASON = web.RequestKey("finish_reason", str)
 """How generation ended, for metrics and the audit log; absent where nothing was generated."""
 TOKEN_COUNTS = web.RequestKey("token_counts", tuple)
-"""Prompt tokens and output tokens, where text was generated."""
+"""Prompt tokens, output tokens and cached prompt tokens, where text was generated."""
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict)
 """Headers that every response to this request carries, streams included."""
 OPENAPI = web.AppKey("openapi", bytes)

@@ -39,7 +39,7 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
             status, error = 500, "server_error"
             raise
         finally:
-            prompt_tokens, output_tokens = request.get(TOKEN_COUNTS, (None, None))
+            prompt_tokens, output_tokens, cached_tokens = request.get(TOKEN_COUNTS, (None, None, None))
             log.write(
                 {
                     "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -53,6 +53,7 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
                     "error": error,
                     "prompt_tokens": prompt_tokens,
                     "output_tokens": output_tokens,
+                    "cached_tokens": cached_tokens,
                     "seconds": round(time.monotonic() - began, 6),
                 }
             )

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from millrace.terminal.server_answer import get_json
+    from millrace.load.server_answer import get_json
 
     slos = get_json(args.url, "/v1/stats?window=60&step=10", args.api_key)["slos"]
     if not slos:

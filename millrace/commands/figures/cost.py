@@ -1,0 +1,86 @@
+"""`millrace cost`: what tokens cost on a running server, and bills per tenant and day from its audit log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import ConfigError
+
+USAGE = "millrace cost [--url URL] [--price X] [--json] | millrace cost --bill AUDIT_LOG [options]"
+EXAMPLES = """\
+Set the machine's price with `millrace serve --price-per-hour 2.5`, or ask with --price.
+
+examples:
+  millrace cost --price 2.5                                        dollars per million tokens, largest items
+  millrace cost --bill audit.jsonl --usd-input 0.2 --usd-output 1  tokens and dollars per tenant and day, as CSV"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    parser.add_argument("--price", type=float, metavar="X", help="dollars per hour, instead of the server's setting")
+    parser.add_argument("--json", action="store_true", help="print the server's answer")
+    bill = parser.add_argument_group("bills")
+    bill.add_argument("--bill", type=Path, metavar="FILE", help="audit log of `millrace serve --audit-log`")
+    bill.add_argument("--format", default="csv", choices=("csv", "jsonl"), help="of the bills (default: csv)")
+    for kind in ("input", "cached", "output"):
+        bill.add_argument(f"--usd-{kind}", type=float, default=0.0, metavar="X", help=f"per million {kind} tokens")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.bill:
+        return _bill(args)
+    from millrace.load.server_answer import get_json
+
+    query = f"?price={args.price}" if args.price is not None else ""
+    report = get_json(args.url, f"/v1/cost{query}", args.api_key)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(_lines(report)))
+    return 0
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    if report["usd_per_million"] is None:
+        return [report["note"]]
+    lines = [
+        (
+            f"Over the last {report['window_s']:.0f} s at ${report['price_per_hour']:g} per hour; the device was busy"
+            f" {100 * report['utilisation']:.1f}% of the time."
+        ),
+        f"{'$ per million tokens':<22}{'busy':>10}{'all in':>10}   95% interval (all in)",
+    ]
+    for name, usd in report["usd_per_million"].items():
+        low, high = usd["interval"]
+        lines.append(f"  {name:<20}{usd['busy']:>10.4f}{usd['all_in']:>10.4f}   {low:.4f} to {high:.4f}")
+    lines += ["largest items:", *map(_item_line, report["largest_items"]), "what would change:"]
+    for change in report["what_if"]:
+        ratio = f"× {change['cost_ratio']:.2f}" if change["cost_ratio"] is not None else "unknown"
+        lines.append(f"  {ratio:<8} {change['change']}: {change['why']}")
+    return lines + [
+        f"  ${tenant['usd']:.6f}  {tenant['tenant'] or '(no tenant)'}, {tenant['requests']} requests"
+        for tenant in report["tenants"]
+    ]
+
+
+def _item_line(item: dict[str, Any]) -> str:
+    return f"  {item['share']:6.1%}  ${item['usd_per_hour']:.3f}/h  {item['item']}"
+
+
+def _bill(args: argparse.Namespace) -> int:
+    from millrace.observe.cost.billing import Prices, bills, write_bills
+
+    try:
+        with args.bill.open(encoding="utf-8") as lines:
+            found, broken = bills(lines, Prices(args.usd_input, args.usd_cached, args.usd_output))
+    except OSError as error:
+        raise ConfigError(f"The audit log {args.bill} cannot be read: {error.strerror}.") from error
+    print(write_bills(found, args.format), end="")
+    if broken:
+        print(f"{broken} lines of {args.bill} are not audit records and were not counted.", file=sys.stderr)
+    return 1 if broken else 0

@@ -1,0 +1,57 @@
+"""`millrace profile`: where the time of a server's steps goes, and a roofline of their operating points."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import MillraceError
+
+USAGE = "millrace profile [--steps N] [--out FILE.html] [--url URL]"
+EXAMPLES = """\
+Waits until N more steps have run, so send requests meanwhile (`millrace load`).
+
+examples:
+  millrace profile --steps 300                     where the time of 300 steps went
+  millrace profile --steps 300 --out profile.html  with a roofline plot"""
+
+POLL_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="steps to measure (default: 200)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="X", help="seconds to wait (default: 60)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a page with the roofline")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+
+
+def run(args: argparse.Namespace) -> int:
+    from millrace.load.roofline import machine_limits, page, report
+    from millrace.load.server_answer import get_json
+
+    before = _totals(args)
+    wanted = before["num_steps"] + args.steps
+    deadline = time.monotonic() + args.timeout
+    steps = before
+    while steps["num_steps"] < wanted and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        steps = get_json(args.url, f"/v1/steps?last={min(4096, args.steps)}", args.api_key)
+    if not steps["step_no"] or steps["num_steps"] == before["num_steps"]:
+        raise MillraceError(f"No step ran within {args.timeout:g} s; send requests while profiling.")
+    stats = get_json(args.url, "/v1/stats?window=60&step=5", args.api_key)
+    limits = machine_limits(steps)
+    print("\n".join(report(steps, stats, limits)))
+    if args.out:
+        args.out.write_text(page(steps, limits), encoding="utf-8")
+        print(f"Wrote {args.out}.")
+    return 0
+
+
+def _totals(args: argparse.Namespace) -> dict[str, Any]:
+    from millrace.load.server_answer import get_json
+
+    found: dict[str, Any] = get_json(args.url, "/v1/steps?last=1", args.api_key)
+    return found

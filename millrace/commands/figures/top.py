@@ -1,0 +1,80 @@
+"""`millrace top`: a live table of a running server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+USAGE = "millrace top [--url URL] [--once] [--every SECONDS]"
+EXAMPLES = """\
+examples:
+  millrace top             refresh every two seconds; stop with Ctrl-C
+  millrace top --once      print one table"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    parser.add_argument("--once", action="store_true", help="print one table and stop")
+    parser.add_argument("--every", type=float, default=2.0, metavar="X", help="seconds between tables (default: 2)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from millrace.load.server_answer import get_json
+
+    while True:
+        stats = get_json(args.url, "/v1/stats?window=60&step=5", args.api_key)
+        running = get_json(args.url, "/v1/requests", args.api_key)["data"]
+        if not args.once and sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print("\n".join(table(stats, running)), flush=True)
+        if args.once:
+            return 0
+        time.sleep(max(0.2, args.every))
+
+
+def table(stats: dict[str, Any], running: list[dict[str, Any]]) -> list[str]:
+    now, series = stats["now"], stats["series"]
+    state = "ready" if now["ready"] else f"not ready: {now['reason']}"
+    lines = [f"{stats['model']}: {state}, up {stats['uptime_s']:.0f} s, {now['fronts']} fronts"]
+    if "running" not in now:
+        return [*lines, "The engine has reported nothing yet."]
+    device = now["kv_blocks"]["device"]
+    lines += [
+        f"requests   {now['running']} running, {now['waiting']} waiting, {_last(series['requests_per_s']):.2f} ended/s",
+        (
+            f"tokens/s   {_last(series['input_tokens_per_s']):.1f} in,"
+            f" {_last(series['cached_tokens_per_s']):.1f} cached, {_last(series['output_tokens_per_s']):.1f} out"
+        ),
+        f"KV blocks  {device['used']} used, {device['cached']} cached, {device['free']} free of {device['total']}",
+        "steps      " + _steps(series),
+        "errors/s   " + f"{_last(series['errors_per_s']):.2f} errors, {_last(series['refused_per_s']):.2f} refused",
+        f"{'ms':<10}{'p50':>10}{'p95':>10}{'p99':>10}",
+    ]
+    for name in ("ttft", "itl", "tpot", "queue", "e2e"):
+        cells = "".join(_milliseconds(series[f"{name}_s"][percent]) for percent in ("p50", "p95", "p99"))
+        lines.append(f"{name:<10}{cells}")
+    for one in stats["slos"]:
+        lines.append(f"{'met' if one['is_met'] else 'MISSED'}  {one['slo']}, budget left {one['budget_left']:.0%}")
+    lines += [
+        f"{one['id'][:40]:<42}{one['running_s']:>8.1f} s {one['prompt_tokens']:>7} in {one['output_tokens']:>6} out"
+        for one in running[:12]
+    ]
+    return lines
+
+
+def _steps(series: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {_last(values):.2f}" for name, values in series["step_ms"].items())
+    return f"{_last(series['steps_per_s']):.1f}/s, {_last(series['rows_per_step']):.1f} rows; ms: {parts}"
+
+
+def _last(values: list[float | None]) -> float:
+    """The last known value of the last half minute."""
+    return next((value for value in reversed(values[-6:]) if value is not None), 0.0)
+
+
+def _milliseconds(values: list[float | None]) -> str:
+    known = next((value for value in reversed(values) if value is not None), None)
+    return f"{1e3 * known:>10.1f}" if known is not None else f"{'-':>10}"

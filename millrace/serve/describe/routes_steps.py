@@ -1,0 +1,50 @@
+"""/v1/steps: the engine's last steps; /v1/cost: what tokens cost on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+from aiohttp import web
+
+from millrace.errors import BadRequest, Forbidden
+from millrace.observe.cost.report import cost_report
+from millrace.serve.http.json_answer import json_answer
+from millrace.serve.http.queries import check_query
+from millrace.serve.state import STATE
+from millrace.serve.tenancy.owner import tenant_of
+
+MAX_STEPS = 4096
+
+
+async def steps(request: web.Request) -> web.Response:
+    """Times are on the machine's monotonic clock; `now` is what it shows, `time` the same moment in Unix time."""
+    state = request.app[STATE]
+    check_query(request, ("last",))
+    raw = request.query.get("last", "200")
+    if not (raw.isascii() and raw.isdigit() and len(raw) <= 6 and 1 <= int(raw) <= MAX_STEPS):
+        raise BadRequest(f"last is {raw[:80]!r}; send a whole number from 1 to {MAX_STEPS}.", param="last")
+    limits = state.require_engine()
+    found = msgspec.json.decode(await state.client.query("steps", raw, None))
+    found |= {"now": time.monotonic(), "time": time.time(), "model": limits.model_name, "device": limits.device}
+    found |= {"device_bytes_per_s": limits.device_bytes_per_s, "device_flops": limits.device_flops}
+    return json_answer(request, found)
+
+
+async def cost(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    check_query(request, ("price",))
+    raw = request.query.get("price")
+    try:
+        price = float(raw) if raw is not None else state.config.observe.price_per_hour
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < 1e6:
+        raise BadRequest(f"price is {str(raw)[:80]!r}; send dollars per hour.", param="price")
+    if state.keyring is not None and raw is not None:
+        raise Forbidden("On a server with keys, the price is the operator's: --price-per-hour.", param="price")
+    own = tenant_of(request).name if state.keyring is not None else None
+    ready, samples = state.client.ready, state.history.all()
+    report = await asyncio.to_thread(cost_report, samples, ready, price, own)
+    return json_answer(request, report)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from millrace.cli import main
+from millrace.link.messages import EngineStats, TenantFigures
+from millrace.observe.cost.fit import changes, fit
+from millrace.observe.cost.report import cost_report
+from millrace.observe.history import FrontCounts, Sample
+
+STEP_S, PREFILL_S, DECODE_S = 0.004, 30e-6, 200e-6
+
+
+def samples(seconds: int = 120) -> list[Sample]:
+    """A server whose steps cost exactly this; a third of the time it is idle."""
+    rng, found = np.random.default_rng(3), []
+    stats = msgspec.structs.replace(
+        EngineStats(*[0] * 13), tenants=(TenantFigures("acme", requests=9, prompt_tokens=1000, output_tokens=500),)
+    )
+    for second in range(seconds):
+        if second % 3:
+            steps, prefill, decode = int(rng.integers(20, 60)), int(rng.integers(0, 9000)), int(rng.integers(100, 900))
+            stats = msgspec.structs.replace(
+                stats,
+                step_no=stats.step_no + steps,
+                prefill_tokens=stats.prefill_tokens + prefill,
+                decode_tokens=stats.decode_tokens + decode,
+                device_seconds=stats.device_seconds + STEP_S * steps + PREFILL_S * prefill + DECODE_S * decode,
+            )
+        found.append(Sample(float(second), stats, FrontCounts()))
+    return found
+
+
+def test_the_parts_of_step_time_are_recovered() -> None:
+    costs = fit(changes(samples()))
+    assert costs is not None
+    assert costs.step_s == pytest.approx(STEP_S, rel=1e-6)
+    assert costs.prefill_token_s == pytest.approx(PREFILL_S, rel=1e-6)
+    assert costs.decode_token_s == pytest.approx(DECODE_S, rel=1e-6)
+    low, high = costs.intervals["decode_token_s"]
+    assert low <= DECODE_S * 1.001
+    assert high >= DECODE_S * 0.999
+
+
+def test_all_money_goes_somewhere() -> None:
+    report = cost_report(samples(), None, 3.6)
+    assert sum(item["share"] for item in report["items"]) == pytest.approx(1.0, rel=1e-3)
+    assert sum(item["usd_per_hour"] for item in report["items"]) == pytest.approx(3.6, rel=1e-3)
+    assert len(report["largest_items"]) == 3
+    usd = report["usd_per_million"]
+    assert usd["output"]["busy"] > usd["input"]["busy"] > 0
+    assert usd["output"]["all_in"] == pytest.approx(usd["output"]["busy"] / report["utilisation"])
+    assert [one["tenant"] for one in report["tenants"]] == ["acme"]
+    assert cost_report(samples(), None, 3.6, "another")["tenants"] == []
+
+
+def test_without_work_there_is_no_price() -> None:
+    assert cost_report([], None, 1.0)["usd_per_million"] is None
+    assert "note" in cost_report(samples(3), None, 1.0)
+
+
+def test_bills_per_tenant_and_day(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def line(day: int, tenant: str, status: int, prompt: int | None, cached: int | None, output: int | None) -> str:
+        record = {"time": f"2026-11-{day}T10:00:00.000+00:00", "tenant": tenant, "status": status}
+        return json.dumps({**record, "prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": output})
+
+    log = tmp_path / "audit.jsonl"
+    log.write_text(
+        "\n".join(
+            [
+                line(10, "a", 200, 100, 40, 10),
+                line(10, "a", 500, 50, 0, 5),
+                line(11, "a", 200, 1, 0, 1),
+                line(10, "b", 200, 10, 0, 10),
+                line(10, "b", 404, None, None, None),
+            ]
+        )
+    )
+    prices = ["--usd-input", "1000000", "--usd-cached", "100000", "--usd-output", "2000000"]
+    assert main(["cost", "--bill", str(log), *prices]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["day"], row["tenant"], row["requests"], row["failed"]) for row in rows] == [
+        ("2026-11-10", "a", "2", "1"),
+        ("2026-11-10", "b", "1", "0"),
+        ("2026-11-11", "a", "1", "0"),
+    ]
+    assert float(rows[0]["usd"]) == 110 + 4 + 30
+    log.write_text("not a record\n")
+    assert main(["cost", "--bill", str(log)]) == 1

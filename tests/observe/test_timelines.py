@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from millrace.engine.figures.step_log import CAPACITY, StepLog
+from millrace.load.roofline import MachineLimits, page, report
+from millrace.observe.perfetto import bars, request_slices, step_slices, trace_file
+
+EXPLANATION = {
+    "id": "a",
+    "sequences": [{"stages_s": {"front": 0.01, "link": 0.001, "queue": 0.2, "prefill": 0.1, "total": 0.311}}],
+}
+
+
+def test_stages_of_a_request_follow_each_other() -> None:
+    slices = request_slices(EXPLANATION)
+    assert [one.name for one in slices] == ["front", "link", "queue", "prefill"]
+    assert slices[-1].start_s + slices[-1].seconds == pytest.approx(0.311)
+    drawn = bars(slices)
+    assert "200.00 ms" in drawn[2]
+    assert drawn[2].count("█") > drawn[3].count("█") > drawn[0].count("█") > 0
+
+
+def steps_of(log: StepLog, count: int, total: int) -> dict[str, Any]:
+    figures = SimpleNamespace(prefill_tokens=0, decode_tokens=0, bytes_read=0.0, flops=0.0)
+    for number in range(total):
+        figures.decode_tokens += 4
+        figures.prefill_tokens += 64 * (number % 5 == 0)
+        figures.bytes_read += 1e6
+        figures.flops += 1e7
+        done = SimpleNamespace(
+            plan=SimpleNamespace(step_no=number, rows=np.zeros(4)), launched_at=number, at=number + 0.5, device_s=0.4
+        )
+        log.note(cast(Any, done), cast(Any, figures))
+    return log.last(count)
+
+
+def test_the_log_keeps_the_last_steps_and_their_differences(tmp_path: Path) -> None:
+    found = steps_of(StepLog(), 10, CAPACITY + 7)
+    assert found["step_no"] == list(range(CAPACITY - 3, CAPACITY + 7))
+    assert set(found["decode_tokens"]) == {4}
+    assert set(found["bytes"]) == {1_000_000}
+    slices = step_slices(found)
+    assert slices[0].start_s == 0.0
+    assert slices[1].start_s == pytest.approx(1.0)
+    events = trace_file(slices, "millrace")["traceEvents"]
+    assert json.dumps(events)
+    assert [event["ph"] for event in events].count("X") == 10
+    assert StepLog().last(5)["step_no"] == []
+
+
+def test_a_profile_names_both_kinds_of_steps_and_draws_the_roof() -> None:
+    found = {**steps_of(StepLog(), 50, 50), "model": "m", "device": "d"}
+    limits = MachineLimits(1e9, 1e11, False)
+    lines = report(found, {"series": {"step_ms": {"plan": [0.1, None]}}}, limits)
+    assert any(line.startswith("decode only") and "40 steps" in line for line in lines)
+    assert any(line.startswith("with prefill") and "10 steps" in line for line in lines)
+    assert page(found, limits).count("<circle") == 100
