@@ -10,13 +10,16 @@ from typing import Any
 from millrace.config import Config, all_settings, load_config
 from millrace.errors import BadRequest, ConfigError
 from millrace.params import SamplingDefaults, SamplingParams
+from millrace.text.grammar.python_types import FORMATS, grammar_of
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
 Messages = str | Sequence[Mapping[str, Any]]
 """A conversation as OpenAI writes it; a string is one user message."""
 
-_SAMPLING_NAMES = tuple(declared.name for declared in dataclasses.fields(SamplingParams))
+_SAMPLING_NAMES = tuple(
+    declared.name for declared in dataclasses.fields(SamplingParams) if declared.name not in FORMATS
+)
 
 
 def read_config(model: str | None, keywords: Mapping[str, object]) -> Config:
@@ -37,10 +40,23 @@ def read_config(model: str | None, keywords: Mapping[str, object]) -> Config:
 def read_params(
     method: str, params: SamplingParams | None, keywords: Mapping[str, object], defaults: SamplingDefaults
 ) -> SamplingParams:
-    """`params` as it is, or the keywords completed by the model's defaults."""
+    """`params` as it is, or the keywords completed by the model's defaults. `schema`, `regex`, `choice` or `grammar`,
+    which say what the answer must conform to, go with both."""
+    grammar = grammar_of(**{name: keywords[name] for name in FORMATS if name in keywords})
+    given = {name: value for name, value in keywords.items() if name not in FORMATS}
+    chosen = _read_sampling(method, params, given, defaults)
+    if grammar is not None and chosen.grammar is not None:
+        raise BadRequest(f"{method}() was given SamplingParams.grammar and another format; give one of them.")
+    return chosen if grammar is None else dataclasses.replace(chosen, grammar=grammar)
+
+
+def _read_sampling(
+    method: str, params: SamplingParams | None, keywords: Mapping[str, object], defaults: SamplingDefaults
+) -> SamplingParams:
     for name in keywords:
         if name not in _SAMPLING_NAMES:
-            hint = _nearest(name, _SAMPLING_NAMES) or f"It takes {', '.join(_SAMPLING_NAMES)}."
+            known = (*_SAMPLING_NAMES, *FORMATS)
+            hint = _nearest(name, known) or f"It takes {', '.join(known)}."
             raise BadRequest(f"{method}() has no keyword argument '{name}'. {hint}", param=name)
     if params is None:
         fields: dict[str, Any] = {name: _plain(name, value) for name, value in keywords.items()}

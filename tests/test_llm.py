@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
+import pydantic
 import pytest
 from helpers.tiny_models import config_of, make_reference
 
-from millrace.errors import BadRequest, ConfigError
+from millrace.errors import BadRequest, ConfigError, RequestFailed
 from millrace.llm import LLM, Choice, Generation
-from millrace.params import SamplingDefaults, SamplingParams
+from millrace.params import MAX_GRAMMAR_BYTES, SamplingDefaults, SamplingParams
+from millrace.text.grammar.python_types import grammar_of
 
 
 @pytest.mark.parametrize(
@@ -99,13 +103,54 @@ def test_model_defaults_fill_what_a_call_leaves_out(llm: LLM, monkeypatch: pytes
     assert first == llm.generate("ab", max_tokens=8, ignore_eos=True, temperature=0)[0].token_ids
 
 
+class Point(msgspec.Struct):
+    x: Literal[1, 2]
+    y: bool
+
+
+class PointModel(pydantic.BaseModel):
+    x: Literal[1, 2]
+    y: bool
+
+
+def check_constrained(llm: LLM) -> None:
+    """Answers of a model that knows nothing."""
+    limit = SamplingParams(max_tokens=60, seed=1)
+    schema = msgspec.json.schema(Point)
+    schema["$defs"]["Point"]["additionalProperties"] = False
+    for described in (schema, json.dumps(schema), Point, PointModel):
+        for generation in llm.generate(["ab", "ba"], limit, schema=described):
+            assert generation.choices[0].finish_reason == "stop"
+            msgspec.json.decode(generation.text, type=Point)
+    assert llm.generate("ab", limit, choice=["yes", "no"])[0].text in ("yes", "no")
+    assert re.fullmatch("[ab]{3}", llm.generate("ab", limit, regex="[ab]{3}")[0].text)
+    assert llm.generate("ab", limit, grammar='root ::= "a" "b"')[0].text == "ab"
+    with pytest.raises(RequestFailed, match="'not'"):
+        llm.generate("ab", limit, schema={"not": {}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"schema": {}, "regex": "a"}, "'schema' and 'regex' both"),
+        ({"schema": re.Pattern}, "describes no JSON"),
+        ({"choice": "yes"}, "choice is of type str; give a list"),
+        ({"choice": ["x" * MAX_GRAMMAR_BYTES]}, "list of choices has"),
+    ],
+)
+def test_what_describes_no_answer_is_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        grammar_of(**arguments)
+
+
 def test_repr_names_model_and_device_until_it_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config_of(make_reference("llama"))))
+    path.write_text(json.dumps({**config_of(make_reference("llama")), "vocab_size": 300}))
     source = f"random:{path}"
     with LLM(source, device="cpu", dtype="float32", kv_tokens=512) as llm:
         assert repr(llm).startswith(f"LLM('{source}', device='cpu")
         assert "dtype='float32'" in repr(llm)
         (generation,) = llm.generate("ab", SamplingParams(max_tokens=3, ignore_eos=True))
         assert "num_tokens=3" in repr(generation)
+        check_constrained(llm)
     assert repr(llm) == f"LLM('{source}', closed)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from millrace.params import Grammar, GrammarKind
 from millrace.serve.generate.generation import Generation
 from millrace.serve.state import FrontState
 from millrace.text.grammar.compiler import Unusable
+from millrace.text.grammar.inline import closed_schema
 
 CHECK_LIMIT_S = 10.0
 
@@ -42,29 +42,12 @@ def schema_format(field: str, schema: msgspec.Raw, *, whitespace: str = "", clos
         if data.lstrip()[:1] == b'"':
             data = msgspec.json.decode(data, type=str).encode()
         text = data.decode()
-        return format_of(field, "json_schema", _closed(text) if closed else text, whitespace=whitespace)
-    except UnicodeError as error:
-        raise BadRequest(
-            f"'{field}' is not valid UTF-8 ({error.reason}); encode its texts as UTF-8.",  # type: ignore[attr-defined]
-            param=field,
-            code="invalid_utf8",
-        ) from None
+        return format_of(field, "json_schema", closed_schema(text) if closed else text, whitespace=whitespace)
+    except UnicodeError:
+        message = f"'{field}' is not valid UTF-8; encode its texts as UTF-8."
+        raise BadRequest(message, param=field, code="invalid_utf8") from None
     except (ValueError, RecursionError):
         raise BadRequest(f"'{field}' is not a JSON schema, or is nested too deeply.", param=field) from None
-
-
-def _closed(schema: str) -> str:
-    def close(value: object) -> object:
-        if isinstance(value, list):
-            return [close(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        closed = {name: close(item) for name, item in value.items()}
-        if "properties" in closed or "patternProperties" in closed:
-            closed.setdefault("additionalProperties", False)
-        return closed
-
-    return json.dumps(close(json.loads(schema)), ensure_ascii=False)
 
 
 def only_format(formats: Iterable[Format | None]) -> Format | None:

@@ -20,8 +20,8 @@ NUM_THREADS = 2
 MAX_PENDING = 256
 """Grammars that may wait to be compiled."""
 MAX_CACHED = 256
-MAX_CACHED_BYTES = 8 << 20
-"""Of the sources of cached grammars."""
+MAX_CACHED_BYTES = 2 << 20
+"""Of the sources of cached grammars. A compiled one takes up to about a hundred times as much."""
 
 _T = TypeVar("_T")
 _Key = tuple[str, Grammar]

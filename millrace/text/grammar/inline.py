@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-
-import msgspec
+from collections.abc import Iterator
+from typing import Any
 
 from millrace.text.grammar.compiler import GrammarError
 
@@ -18,26 +18,55 @@ FIXED_SPELLING: dict[str, object] = {
     "item_separator": ITEM_SEPARATOR,
     "key_separator": KEY_SEPARATOR,
 }
+MAX_MULTIPLE = 10_000
 _INLINE = re.compile(r"%json\s*(?=\{)")
+_DATA = frozenset(("const", "enum", "default", "example", "examples"))
+"""Keywords whose values are not schemas."""
+_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+"""Keywords whose values are schemas by name."""
 
 
 def inline_schema(schema: str) -> str:
     """The schema as a part of a Lark rule, which matches JSON in the fixed spelling."""
-    check_schema(schema)
-    return "%json " + json.dumps({**json.loads(schema), OPTIONS_KEY: FIXED_SPELLING})
+    return "%json " + json.dumps({**checked_schema(schema), OPTIONS_KEY: FIXED_SPELLING})
 
 
-def check_schema(schema: str) -> None:
+def checked_schema(schema: str) -> dict[str, Any]:
+    """The schema without keywords that have no effect. Refuses what llguidance would not enforce."""
     try:
-        fields = msgspec.json.decode(schema, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        raise GrammarError('The schema is not a JSON object; send one, such as {"type": "object"}.') from None
+        fields = json.loads(schema)
+    except RecursionError:
+        raise GrammarError("The schema is nested too deeply; send fewer levels.") from None
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise GrammarError('The schema is not a JSON object; send one, such as {"type": "object"}.')
     if OPTIONS_KEY in fields:
         raise GrammarError(f"The schema contains {OPTIONS_KEY!r}, which is not supported; remove it.")
+    try:
+        _check(fields)
+    except RecursionError:
+        raise GrammarError("The schema is nested too deeply; send fewer levels.") from None
+    return fields
+
+
+def closed_schema(schema: str) -> str:
+    """The schema with objects that have no properties besides those that it names. Raises ValueError."""
+
+    def close(fields: dict[str, Any]) -> None:
+        for inner in _inner(fields):
+            close(inner)
+        if "properties" in fields or "patternProperties" in fields:
+            fields.setdefault("additionalProperties", False)
+
+    loaded = json.loads(schema)
+    if isinstance(loaded, dict):
+        close(loaded)
+    return json.dumps(loaded, ensure_ascii=False)
 
 
 def check_inline(lark: str) -> None:
-    """Check the schemas inside a Lark grammar as `check_schema` does. `inline_schema` may have written them."""
+    """Check the schemas inside a Lark grammar as `checked_schema` does. `inline_schema` may have written them."""
     decoder = json.JSONDecoder()
     for found in _INLINE.finditer(lark):
         try:
@@ -46,4 +75,61 @@ def check_inline(lark: str) -> None:
             continue  # llguidance reads it too, and says what is wrong.
         if schema.get(OPTIONS_KEY) == FIXED_SPELLING:
             del schema[OPTIONS_KEY]
-        check_schema(json.dumps(schema))
+        checked_schema(json.dumps(schema))
+
+
+def _check(schema: dict[str, Any]) -> None:
+    """Check a schema and the schemas in it, and remove keywords that have no effect from all of them."""
+    _remove_neutral(schema)
+    _check_repeated_names(schema)
+    _check_multiple(schema)
+    for inner in _inner(schema):
+        _check(inner)
+
+
+def _inner(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schemas in a schema. A keyword that is not known may hold some: a reference can point anywhere."""
+    for keyword, value in schema.items():
+        if keyword in _DATA:
+            continue
+        values = value.values() if keyword in _MAPS and isinstance(value, dict) else [value]
+        for one in values:
+            yield from (item for item in (one if isinstance(one, list) else [one]) if isinstance(item, dict))
+
+
+def _remove_neutral(schema: dict[str, Any]) -> None:
+    """llguidance refuses some keywords whatever their value is."""
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    for keyword in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
+        if schema.get(keyword) is True:
+            del schema[keyword]
+    for keyword, owner in (("then", "if"), ("else", "if"), ("minContains", "contains"), ("maxContains", "contains")):
+        if owner not in schema:
+            schema.pop(keyword, None)
+
+
+def _check_multiple(schema: dict[str, Any]) -> None:
+    """The memory and time that a multiple takes grow with its number of digits' value: 14 s for 999983."""
+    value = schema.get("multipleOf")
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    digits = f"{value:.12f}".rstrip("0").replace(".", "").lstrip("-0")
+    if int(digits or "0") > MAX_MULTIPLE:
+        raise GrammarError(
+            f"The schema uses 'multipleOf' {value}, which is not supported; at most {MAX_MULTIPLE} without the decimal"
+            " point is."
+        )
+
+
+def _check_repeated_names(schema: dict[str, Any]) -> None:
+    """Names that the schema does not list can be repeated in an answer: then it has fewer properties than it shows."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
+    if not isinstance(least, int) or not is_open:
+        return
+    if least - (len(set(map(str, required))) if isinstance(required, list) else 0) > 1:
+        raise GrammarError(
+            f"The schema uses 'minProperties' {least} with names that it does not list, which is not supported, because"
+            " a name could be repeated; list the names in 'required' or lower it."
+        )

@@ -12,9 +12,13 @@ from llguidance import LLMatcher, LLParserLimits
 from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.gbnf import lark_of_gbnf
-from millrace.text.grammar.inline import ITEM_SEPARATOR, KEY_SEPARATOR, check_inline, check_schema
+from millrace.text.grammar.inline import ITEM_SEPARATOR, KEY_SEPARATOR, check_inline, checked_schema
 from millrace.text.grammar.problems import sentence_of
 
+MAX_LEXER_STATES = 50_000
+"""Of one grammar; each takes 1 to 2 KiB."""
+MAX_STEP_ITEMS = 10_000
+"""Work of the parser per token. A step waits for the masks of all its rows."""
 ANY_OBJECT = '{"type": "object"}'
 _UNSUPPORTED_IN_LARK = re.compile(r"^\s*[a-z_][\w.-]*\s*\[[^\]\n]*\b(stop|temperature)\s*=", re.MULTILINE)
 """Rule attributes that change how tokens are sampled, which a mask cannot do."""
@@ -22,7 +26,7 @@ _UNSUPPORTED_IN_LARK = re.compile(r"^\s*[a-z_][\w.-]*\s*\[[^\]\n]*\b(stop|temper
 
 def limits() -> LLParserLimits:
     """llguidance's own limits on size and work per call; its errors would otherwise quote the whole grammar."""
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_STEP_ITEMS)
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -66,12 +70,13 @@ def starting_after(source: str, marker: Sequence[str | int]) -> str:
 
 
 def _from_schema(schema: str, grammar: Grammar) -> str:
-    check_schema(schema)
+    fields = checked_schema(schema)
     try:
+        text = json.dumps(fields, allow_nan=False)
         if grammar.whitespace:
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": grammar.whitespace})
+            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": grammar.whitespace})
         return LLMatcher.grammar_from_json_schema(
-            schema,
+            text,
             overrides={
                 "whitespace_flexible": False,
                 "item_separator": ITEM_SEPARATOR,

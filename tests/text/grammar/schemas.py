@@ -94,3 +94,32 @@ SCHEMAS: dict[str, tuple[Any, Any, Any]] = {
     ),
     "escapes": (record({'quo"te\\ é': SHORT}), {'quo"te\\ é': "x"}, {"quote": "x"}),
 }
+
+NOT_ENFORCED: dict[str, Any] = {
+    "not": {"not": {"type": "string"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 3}},
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+    "contains": {"type": "array", "contains": STRING},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
+    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
+    "$dynamicRef": {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x"}}},
+    "overlap": {"oneOf": [STRING, {"minLength": 2}]},
+    "disjoint": {"type": "object", "patternProperties": {"^a": INTEGER, "b$": STRING}},
+    "minProperties": {"type": "object", "additionalProperties": INTEGER, "minProperties": 2},
+    "minProperties' 3": {"properties": {"x": {"type": "object", "required": ["a"], "minProperties": 3}}},
+    "maxProperties": {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "maxProperties": 1},
+    "colour": {"type": "string", "format": "colour"},
+    "uri-reference": {"type": "string", "format": "uri-reference"},
+}
+"""What answers could not be held to, by a word of the refusal."""
+
+NEUTRAL: list[Any] = [
+    {"type": "array", "items": INTEGER, "uniqueItems": False},
+    {"type": "array", "items": INTEGER, "minContains": 1, "unevaluatedItems": True},
+    {"type": "array", "items": {"anyOf": [INTEGER, {"type": "array", "uniqueItems": False}]}, "then": {"maxItems": 0}},
+]
+"""Schemas that allow [1]; keywords without an effect."""

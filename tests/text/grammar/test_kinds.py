@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from text.grammar.answers import accepts, draw_answer
+from text.grammar.schemas import INTEGER, NEUTRAL, NOT_ENFORCED, record
 
 from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
@@ -15,9 +17,7 @@ from millrace.text.grammar.inline import inline_schema
 from millrace.text.grammar.translate import check_grammar
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
-AGE = (
-    '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": false}'
-)
+AGE = json.dumps(record({"age": INTEGER}))
 SUM_GBNF = r"""
 # a sum
 root ::= term (op term)*
@@ -148,3 +148,21 @@ ws ::= | " " | "\n" [ \t]{0,20}
         assert accepts(environment, grammar, default_tokenizer, text), text
     for text in ('{"a": 01}', "[1]", '{"a": "\n"}'):
         assert not accepts(environment, grammar, default_tokenizer, text), text
+
+
+@pytest.mark.parametrize("name", NOT_ENFORCED)
+def test_a_schema_that_cannot_be_enforced_is_refused_by_name(name: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(name)):
+        check_grammar(Grammar("json_schema", json.dumps(NOT_ENFORCED[name])))
+
+
+@pytest.mark.parametrize("schema", NEUTRAL)
+def test_keywords_without_effect_are_accepted(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer, schema: dict[str, object]
+) -> None:
+    assert accepts(environment, Grammar("json_schema", json.dumps(schema)), default_tokenizer, "[1]")
+
+
+def test_names_and_values_are_not_keywords() -> None:
+    schema = record({"uniqueItems": {"const": {"minProperties": 5}}, "minProperties": {"enum": [{"not": 1}]}})
+    check_grammar(Grammar("json_schema", json.dumps(schema)))

@@ -1,0 +1,65 @@
+"""Grammars of Python programs: schemas as dictionaries, and types that describe one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from millrace.errors import BadRequest
+from millrace.params import Grammar
+from millrace.text.grammar.gbnf import looks_like_gbnf
+from millrace.text.grammar.inline import closed_schema
+
+_TYPES = {"regex": "a string", "choice": "a list of strings", "grammar": "a string"}
+
+
+FORMATS = ("schema", "regex", "choice", "grammar")
+
+
+def grammar_of(**given: object) -> Grammar | None:
+    """At most one of `FORMATS`. `schema`: a JSON schema, as a dictionary or as
+    text, or a type: a msgspec Struct, a pydantic model, a dataclass. `regex`: matches the whole answer. `choice`: the answer is one of
+    these texts. `grammar`: in Lark notation, in GBNF, or a `Grammar`."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise BadRequest(f"'{names[0]}' and '{names[1]}' both say what the answer must conform to; give one of them.")
+    if not names:
+        return None
+    name, value = names[0], given[names[0]]
+    match name, value:
+        case "schema", _:
+            return Grammar("json_schema", _schema_text(value))
+        case "choice", [*choices] if all(isinstance(one, str) for one in choices):
+            return Grammar("choice", json.dumps(choices, ensure_ascii=False))
+        case "regex", str():
+            return Grammar("regex", value)
+        case "grammar", str():
+            return Grammar("gbnf" if looks_like_gbnf(value) else "lark", value)
+        case "grammar", Grammar():
+            return value
+    raise BadRequest(f"{name} is of type {type(value).__name__}; give {_TYPES[name]}.", param=name)
+
+
+def _schema_text(schema: object) -> str:
+    if isinstance(schema, str):
+        return schema
+    if isinstance(schema, Mapping):
+        return json.dumps(dict(schema), ensure_ascii=False)
+    # A type names all its properties, so an answer has no others.
+    return closed_schema(json.dumps(_schema_of_type(schema), ensure_ascii=False))
+
+
+def _schema_of_type(described: object) -> dict[str, object]:
+    pydantic = sys.modules.get("pydantic")  # Who gives a pydantic model has imported pydantic; Millrace does not.
+    if pydantic is not None and isinstance(described, type) and issubclass(described, pydantic.BaseModel):
+        return dict(described.model_json_schema())
+    try:
+        return msgspec.json.schema(described)
+    except TypeError as error:
+        raise BadRequest(
+            f"schema is {described!r}, which describes no JSON: {error}. Give a dictionary, a msgspec Struct, a"
+            " dataclass or a pydantic model."
+        ) from None
