@@ -91,7 +91,9 @@ class LLM:
         """One generation per prompt, in the order of the prompts. A prompt is a string or a list of token ids.
 
         Sampling is given as `SamplingParams` or as keyword arguments; what those leave out is what the model recommends
-        (`sampling_defaults`). `progress` shows a bar; by default in a terminal or notebook, for several prompts.
+        (`sampling_defaults`). One of `schema`, `regex`, `choice` and `grammar` says what every answer must conform to:
+        a schema is a dictionary or a type, such as a msgspec Struct or a pydantic model. `progress` shows a bar; by
+        default in a terminal or notebook, for several prompts.
         """
         batch = as_batch(prompts)
         if params is None or isinstance(params, SamplingParams):

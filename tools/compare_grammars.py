@@ -1,10 +1,10 @@
 """Compares llguidance, as Millrace uses it, with xgrammar on a folder of schemas with instances.
 
-    python tools/compare_grammars.py FOLDER --tokenizer smollm2-135m-instruct --json out.json
+    python tools/compare_grammars.py FOLDER --tokenizer smollm2-135m-instruct
 
-Each file holds {"schema": …, "tests": [{"data": …, "valid": true}, …]}. xgrammar is measured if it can be imported; it is
-not a dependency of Millrace. Instances are spelled as each engine is told to spell JSON: `, ` and `: `, in the schema's
-order of properties where that is possible.
+Each file holds {"schema": …, "tests": [{"data": …, "valid": true}, …]}. xgrammar is measured if it can be imported; it
+is not a dependency of Millrace. Both are told to write `, ` and `: `, and instances have the schema's order of
+properties where that is possible.
 """
 
 from __future__ import annotations

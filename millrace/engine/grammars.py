@@ -34,6 +34,11 @@ log = logging.getLogger(__name__)
 COMPILE_LIMIT_S = 30.0
 """Includes loading the vocabulary for the first grammar. The front has compiled the grammar before, within less."""
 MAX_MASK_THREADS = 8
+SLOW_MASKS_S = 0.02
+"""After masks of a step that took longer, those of the next step are timed one by one."""
+SLOW_MASK_S = 0.004
+MAX_SLOW_S = 0.5
+"""CPU time that a request may spend on slow masks. Its neighbours wait for them."""
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 Uint32s = npt.NDArray[np.uint32]
@@ -64,6 +69,9 @@ class Grammars:
         self._pending: dict[int, tuple[Future[CompiledGrammar | Unusable], float]] = {}
         """By request id: the result to come, and until when it is waited for."""
         self._matchers: dict[int, Matcher] = {}
+        self._slow_s: dict[int, float] = {}
+        """CPU time of slow masks by request."""
+        self._times_each = False
         self._failed: list[Failure] = []
         self._num_failed = 0
         self._num_masks = 0
@@ -120,6 +128,7 @@ class Grammars:
         """Forget a request. Unknown ids are ignored."""
         self._pending.pop(request_id, None)
         self._matchers.pop(request_id, None)
+        self._slow_s.pop(request_id, None)
 
     def shut_down(self) -> None:
         self._compiler.close()
@@ -203,13 +212,34 @@ class Grammars:
         assert self._environment is not None, "a matcher without an environment"
         is_whole = len(rows) == len(out)
         part = out if is_whole else np.empty((len(rows), out.shape[1]), np.uint32)
-        errors = self._environment.fill_masks(matchers, part)
+        began = time.monotonic()
+        if self._times_each:
+            errors = [
+                self._fill_timed(request_ids[row], one, to) for row, one, to in zip(rows, matchers, part, strict=True)
+            ]
+        else:
+            errors = self._environment.fill_masks(matchers, part)
+        self._times_each = time.monotonic() - began > SLOW_MASKS_S
         if not is_whole:
             out[rows] = part
         for row, error in zip(rows, errors, strict=True):
             if error is not None:
                 self._fail(request_ids[row], str(error))
                 out[row] = ALL_TOKENS
+
+    def _fill_timed(self, request_id: int, matcher: Matcher, row: Uint32s) -> GrammarError | None:
+        """A grammar whose masks stay slow ends its request: every step with that row would be late."""
+        began = time.thread_time()
+        try:
+            matcher.fill_mask(row)
+        except GrammarError as error:
+            return error
+        took = time.thread_time() - began
+        if took > SLOW_MASK_S:
+            self._slow_s[request_id] = self._slow_s.get(request_id, 0.0) + took
+            if self._slow_s[request_id] > MAX_SLOW_S:
+                return GrammarError("The grammar takes too long to follow; simplify it.")
+        return None
 
 
 def make_grammars(files: ModelFiles, num_logits: int) -> Grammars:

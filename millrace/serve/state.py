@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
@@ -28,6 +29,9 @@ from millrace.text.answer_formats import AnswerFormats, choose_formats
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.grammar.compiler import GrammarCompiler
 from millrace.text.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from millrace.text.grammar.check import GrammarCheck
 
 TEXT_THREADS = 2
 
@@ -71,14 +75,24 @@ def _text_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=TEXT_THREADS, thread_name_prefix="text")
 
 
-def _check_grammar(grammar: Grammar) -> None:
-    from millrace.text.grammar.translate import check_grammar  # Imports llguidance, which takes up to 0.4 s.
+class _LateCheck:
+    """Imports llguidance, which takes up to 0.4 s, with the first grammar."""
 
-    check_grammar(grammar)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._check: GrammarCheck | None = None
+
+    def __call__(self, grammar: Grammar) -> None:
+        from millrace.text.grammar.check import GrammarCheck
+
+        with self._lock:
+            if self._check is None:
+                self._check = GrammarCheck()
+        self._check.check(grammar)
 
 
 def _grammar_check() -> GrammarCompiler[None]:
-    return GrammarCompiler(_check_grammar)
+    return GrammarCompiler(_LateCheck())
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from millrace.engine import grammars as grammars_module
 from millrace.engine.grammars import ALL_TOKENS, COMPILE_LIMIT_S, Failure, Grammars
 from millrace.link.messages import NewRequest, decode_to_engine
 from millrace.params import Grammar, SamplingParams
@@ -182,6 +183,23 @@ def test_a_full_queue_fails_the_request(grammars: Grammars, monkeypatch: pytest.
     grammars.open(1, OBJECT, "", 0.0)
     assert [failure.request_id for failure in grammars.take_failed()] == [1]
     assert len(grammars) == 0
+
+
+def test_a_grammar_that_stays_slow_ends_its_request_only(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real time is not waited for: every mask counts as slow, and only request 1 has used up its time."""
+    open_all(grammars, {1: OBJECT, 2: OBJECT})
+    monkeypatch.setattr(grammars_module, "SLOW_MASKS_S", 0.0)
+    monkeypatch.setattr(grammars_module, "SLOW_MASK_S", 0.0)
+    allowed(grammars, [1, 2])
+    grammars._slow_s[1] = grammars_module.MAX_SLOW_S
+    rows = allowed(grammars, [1, 2])
+    assert rows[1] == {ord("{")}
+    (failure,) = grammars.take_failed()
+    assert failure.request_id == 1
+    assert "too long to follow" in failure.message
+    grammars.close(1)
+    grammars.close(2)
+    assert not grammars._slow_s
 
 
 def test_closed_requests_are_forgotten(grammars: Grammars) -> None:

@@ -17,6 +17,8 @@ from millrace.text.grammar.translate import guidance_source, limits, starting_af
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
+NUM_PROBES = 3
+
 
 class CompiledGrammar:
     """A grammar that is ready to be followed by any number of answers."""
@@ -59,11 +61,23 @@ class GrammarEnvironment:
         if first.is_error():
             raise GrammarError(sentence_of(first.get_error(), grammar.noun))
         compiled = CompiledGrammar(first, self.num_words, self._end_token_ids)
-        try:
-            compiled.matcher().fill_mask(np.empty(self.num_words, np.uint32))
-        except GrammarError:
-            raise GrammarError(f"The {grammar.noun} allows no answer at all.") from None
+        self._probe(compiled.matcher(), grammar.noun)
         return compiled
+
+    def _probe(self, matcher: Matcher, noun: str) -> None:
+        """Follow an answer's first tokens: some limits show only there."""
+        row = np.empty(self.num_words, np.uint32)
+        for _ in range(NUM_PROBES):
+            try:
+                matcher.fill_mask(row)
+                tokens = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+                if tokens[0] in self._end_token_ids and len(tokens) <= len(self._end_token_ids):
+                    return
+                matcher.consume([int(tokens[-1])])
+            except GrammarError as error:
+                if "NoExtension" in str(error) or not row.any():
+                    raise GrammarError(f"The {noun} allows no answer at all.") from None
+                raise GrammarError(f"The {noun} is too complex: {error}") from None
 
     def _marker(self, text: str) -> list[str | int]:
         """The text, with special tokens as ids: a grammar matches those only by id."""

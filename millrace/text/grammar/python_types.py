@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -20,9 +21,12 @@ FORMATS = ("schema", "regex", "choice", "grammar")
 
 
 def grammar_of(**given: object) -> Grammar | None:
-    """At most one of `FORMATS`. `schema`: a JSON schema, as a dictionary or as
-    text, or a type: a msgspec Struct, a pydantic model, a dataclass. `regex`: matches the whole answer. `choice`: the answer is one of
-    these texts. `grammar`: in Lark notation, in GBNF, or a `Grammar`."""
+    """At most one of `FORMATS`.
+
+    `schema`: a JSON schema, as a dictionary or as text, or a type: a msgspec Struct, a pydantic model, a dataclass.
+    `regex`: matches the whole answer. `choice`: the answer is one of these texts. `grammar`: in Lark notation, in GBNF,
+    or a `Grammar`.
+    """
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise BadRequest(f"'{names[0]}' and '{names[1]}' both say what the answer must conform to; give one of them.")
@@ -52,11 +56,12 @@ def _schema_text(schema: object) -> str:
     return closed_schema(json.dumps(_schema_of_type(schema), ensure_ascii=False))
 
 
-def _schema_of_type(described: object) -> dict[str, object]:
+def _schema_of_type(described: Any) -> dict[str, Any]:
     pydantic = sys.modules.get("pydantic")  # Who gives a pydantic model has imported pydantic; Millrace does not.
-    if pydantic is not None and isinstance(described, type) and issubclass(described, pydantic.BaseModel):
-        return dict(described.model_json_schema())
     try:
+        if pydantic is not None and issubclass(described, pydantic.BaseModel):
+            model: Any = described
+            return dict(model.model_json_schema())
         return msgspec.json.schema(described)
     except TypeError as error:
         raise BadRequest(

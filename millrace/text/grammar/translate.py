@@ -29,13 +29,6 @@ def limits() -> LLParserLimits:
     return LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_STEP_ITEMS)
 
 
-def check_grammar(grammar: Grammar) -> None:
-    """Compile without a vocabulary: finds everything that is wrong with the grammar itself."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(guidance_source(grammar), None, limits=limits())
-    if is_error:
-        raise GrammarError(sentence_of(messages[0], grammar.noun))
-
-
 def guidance_source(grammar: Grammar) -> str:
     """The grammar as llguidance reads it, without `after`."""
     match grammar.kind:

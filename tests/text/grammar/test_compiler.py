@@ -9,9 +9,11 @@ import pytest
 from millrace.errors import BadRequest, Overloaded
 from millrace.params import MAX_GRAMMAR_BYTES, Grammar
 from millrace.text.grammar import compiler as compiler_module
+from millrace.text.grammar.check import GrammarCheck
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
 from millrace.text.grammar.problems import sentence_of
-from millrace.text.grammar.translate import check_grammar
+
+CHECK = GrammarCheck()
 
 
 def numbered(number: int, size: int = 0) -> Grammar:
@@ -105,7 +107,7 @@ def test_a_large_source_is_refused() -> None:
 )
 def test_errors_are_sentences(schema: str, said: str) -> None:
     with pytest.raises(GrammarError) as raised:
-        check_grammar(Grammar("json_schema", schema))
+        CHECK.check(Grammar("json_schema", schema))
     assert said in str(raised.value)
     assert str(raised.value).endswith(".")
 

@@ -10,13 +10,14 @@ from text.grammar.answers import accepts, draw_answer
 from text.grammar.schemas import INTEGER, NEUTRAL, NOT_ENFORCED, record
 
 from millrace.params import Grammar
+from millrace.text.grammar.check import GrammarCheck
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.grammar.gbnf import lark_of_gbnf, looks_like_gbnf
 from millrace.text.grammar.inline import inline_schema
-from millrace.text.grammar.translate import check_grammar
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
+CHECK = GrammarCheck()
 AGE = json.dumps(record({"age": INTEGER}))
 SUM_GBNF = r"""
 # a sum
@@ -53,7 +54,7 @@ KINDS: dict[str, tuple[Grammar, list[str], list[str]]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds(environment: GrammarEnvironment, default_tokenizer: Tokenizer, name: str) -> None:
     grammar, good, bad = KINDS[name]
-    check_grammar(grammar)
+    CHECK.check(grammar)
     for text in good:
         assert accepts(environment, grammar, default_tokenizer, text), text
     for text in bad:
@@ -68,7 +69,7 @@ def test_kinds_after_a_marker(
     """Some markers are text, some are special tokens, some are both."""
     plain, good, bad = KINDS[name]
     grammar = Grammar(plain.kind, plain.source, after=marker, whitespace=plain.whitespace)
-    check_grammar(grammar)
+    CHECK.check(grammar)
     for text in good:
         for break_ in ("", "\n", "\n\n"):
             free = f"So </thin {text}, hm\n\n"
@@ -117,7 +118,7 @@ def test_random_choices(environment: GrammarEnvironment, default_tokenizer: Toke
 )
 def test_what_cannot_be_used_is_named(grammar: Grammar, said: str) -> None:
     with pytest.raises(GrammarError) as raised:
-        check_grammar(grammar)
+        CHECK.check(grammar)
     assert said in str(raised.value)
 
 
@@ -153,7 +154,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
 @pytest.mark.parametrize("name", NOT_ENFORCED)
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name(name: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(name)):
-        check_grammar(Grammar("json_schema", json.dumps(NOT_ENFORCED[name])))
+        CHECK.check(Grammar("json_schema", json.dumps(NOT_ENFORCED[name])))
 
 
 @pytest.mark.parametrize("schema", NEUTRAL)
@@ -165,4 +166,4 @@ def test_keywords_without_effect_are_accepted(
 
 def test_names_and_values_are_not_keywords() -> None:
     schema = record({"uniqueItems": {"const": {"minProperties": 5}}, "minProperties": {"enum": [{"not": 1}]}})
-    check_grammar(Grammar("json_schema", json.dumps(schema)))
+    CHECK.check(Grammar("json_schema", json.dumps(schema)))
