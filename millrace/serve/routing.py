@@ -12,6 +12,7 @@ from millrace.serve import api_routes
 from millrace.serve.describe import routes_absent, routes_info
 from millrace.serve.describe.openapi import openapi_document
 from millrace.serve.describe.sampler import run_sampler
+from millrace.serve.describe.tracing import run_exporter, traced
 from millrace.serve.http.app_keys import FINISH_REASON, OPENAPI, REQUEST_ID
 from millrace.serve.http.body import check_headers
 from millrace.serve.http.error_bodies import AllowedMethods, error_body, error_response, from_aiohttp
@@ -33,6 +34,7 @@ def build_app(state: FrontState) -> web.Application:
     app = web.Application(
         middlewares=[
             cross_origin(state.cors_origins),
+            traced(state.spans),
             guard,
             refuse_cross_site(state.cors_origins),
             audit(lambda: state.audit),
@@ -44,6 +46,7 @@ def build_app(state: FrontState) -> web.Application:
     app[BACKGROUND] = BackgroundRunner(state, api_routes.BATCH_ENDPOINTS, open_tasks)
     app.cleanup_ctx.append(run_background)
     app.cleanup_ctx.append(run_sampler)
+    app.cleanup_ctx.append(run_exporter)
     post, get = _post(app), app.router.add_get
     for path, handler in api_routes.POST.items():
         post(path, handler)

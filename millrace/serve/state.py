@@ -19,6 +19,7 @@ from millrace.link.messages import EngineReady
 from millrace.observe.audit import AuditLog
 from millrace.observe.history import History
 from millrace.observe.metrics import FrontMetrics
+from millrace.observe.tracing.exporter import SpanExporter
 from millrace.params import NEUTRAL_DEFAULTS, Grammar, SamplingDefaults
 from millrace.serve.database import Store, store_directory
 from millrace.serve.http.siblings import Siblings
@@ -127,6 +128,8 @@ class FrontState:
     model_facts: dict[str, str] = field(default_factory=dict)
     """`family` and `format` of the model files, shown to clients."""
     store: Store = field(init=False)
+    spans: SpanExporter | None = field(init=False)
+    """None: spans are not exported."""
     longest_token_bytes: int = 0
     """Length of the longest token of the vocabulary; 0 until first needed."""
 
@@ -139,6 +142,8 @@ class FrontState:
         self.store = Store(store_directory(self.config.server.data_dir, self.model_name))
         self.formats = choose_formats(self.template, self.config.model.tool_format, self.config.model.reasoning_format)
         self.admission = Admission(self.config)
+        otlp_url = self.config.observe.otlp_url
+        self.spans = SpanExporter(otlp_url) if otlp_url else None
         origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
         self.cors_origins = frozenset(origin for origin in origins if origin)
 

@@ -12,7 +12,7 @@ from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.work import Prepare, Work, observe, until_done, whole_answer
-from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID, TOKEN_COUNTS
+from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID, TOKEN_COUNTS, TRACE
 from millrace.serve.http.body import read_body
 from millrace.serve.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from millrace.serve.http.ids import REQUEST_ID_HEADER
@@ -83,6 +83,10 @@ def _account(state: FrontState, request: web.Request, job: Job, received: float)
     """Count one request that reached the engine, and log it if `log_requests` is set."""
     metrics, now = state.metrics, time.monotonic()
     observe(state, job, received)
+    if (trace := request.get(TRACE)) is not None:
+        for choice in job.choices:
+            if choice.finish is not None:
+                trace.add_sequence(choice.index, choice.finish, received, job.submitted_at)
     ended, usage = job.finish_reason, job.usage()
     request[FINISH_REASON] = ended
     request[TOKEN_COUNTS] = (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)

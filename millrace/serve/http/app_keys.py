@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from millrace.observe.tracing.request_trace import RequestTrace
+
 REQUEST_ID = web.RequestKey("request_id", str)
 FINISH_REASON = web.RequestKey("finish_reason", str)
 """How generation ended, for metrics and the audit log; absent where nothing was generated."""
@@ -11,4 +13,6 @@ TOKEN_COUNTS = web.RequestKey("token_counts", tuple)
 """Prompt tokens, output tokens and cached prompt tokens, where text was generated."""
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict)
 """Headers that every response to this request carries, streams included."""
+TRACE = web.RequestKey("trace", RequestTrace)
+"""Spans of this request; absent if none are exported."""
 OPENAPI = web.AppKey("openapi", bytes)

@@ -1,0 +1,142 @@
+"""Spans reach a receiver that decodes them with OpenTelemetry's own messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from serve.front_under_test import MODEL, Front, endless, running_front
+from serve.wire import CHAT, eventually, get, post, request
+
+from millrace.config import Config, replace
+from millrace.observe.tracing.context import enter_context
+from millrace.observe.tracing.otlp import Span, encode_request
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203331-00"
+
+
+class Receiver(HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.spans: list[Any] = []
+        self.status = 200
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.server.status == 200:
+            assert self.path == "/v1/traces"
+            assert self.headers["Content-Type"] == "application/x-protobuf"
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for scope in resource.scope_spans:
+                    self.server.spans += scope.spans
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    server = Receiver()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def front(receiver: Receiver) -> Iterator[Front]:
+    url = f"http://127.0.0.1:{receiver.server_port}"
+    config = replace(Config(), server__port=0, observe__otlp_url=url)
+    with running_front(endless, config=config, step_s=0.002) as running:
+        yield running
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **more}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stages_are_children_of_a_span_in_the_callers_trace(front: Front, receiver: Receiver, stream: bool) -> None:
+    receiver.spans.clear()
+    reply = post(front.port, CHAT, body(stream=stream), {"traceparent": PARENT, "tracestate": "vendor=1"})
+    eventually(lambda: len(receiver.spans) >= 5)
+    [root] = [span for span in receiver.spans if span.name == f"POST {CHAT}"]
+    assert root.trace_id.hex() == PARENT.split("-")[1]
+    assert root.parent_span_id.hex() == PARENT.split("-")[2]
+    assert root.trace_state == "vendor=1"
+    assert reply.headers["traceparent"] == f"00-{root.trace_id.hex()}-{root.span_id.hex()}-01"
+    attributes = {one.key: one.value for one in root.attributes}
+    assert attributes["http.response.status_code"].int_value == 200
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 4
+    assert [one.string_value for one in attributes["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
+    stages = {span.name: span for span in receiver.spans if span is not root}
+    assert list(stages) == ["front", "queue", "prefill", "decode"]
+    for span in stages.values():
+        assert span.parent_span_id == root.span_id
+        assert root.start_time_unix_nano - 1e6 <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano + 1e6
+
+
+def test_errors_have_a_span_and_unsampled_traces_have_none(front: Front, receiver: Receiver) -> None:
+    receiver.spans.clear()
+    post(front.port, CHAT, body(), {"traceparent": UNSAMPLED})
+    assert get(front.port, "/health").status == 200
+    assert post(front.port, CHAT, {"model": MODEL}).status == 400
+    eventually(lambda: bool(receiver.spans))
+    [span] = receiver.spans
+    assert {one.key: one.value for one in span.attributes}["http.response.status_code"].int_value == 400
+    assert not span.parent_span_id
+
+
+def test_a_receiver_that_fails_costs_spans_only(front: Front, receiver: Receiver) -> None:
+    exporter = front.state.spans
+    assert exporter is not None
+    receiver.status = 400
+    try:
+        before = exporter.num_dropped
+        assert post(front.port, CHAT, body()).status == 200
+        eventually(lambda: exporter.num_dropped > before)
+    finally:
+        receiver.status = 200
+
+
+def test_without_a_receiver_nothing_is_traced() -> None:
+    with running_front(endless) as plain:
+        reply = request(plain.port, "GET", "/v1/models", headers={"traceparent": PARENT})
+        assert "traceparent" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "junk", PARENT.upper(), PARENT.replace("00-", "ff-", 1), PARENT + "-x", f"00-{'0' * 32}-{'1' * 16}-01"],
+)
+def test_malformed_contexts_begin_a_new_trace(header: str | None) -> None:
+    context = enter_context(header, None)
+    assert context.parent_id == b""
+    assert context.trace_id.hex() != PARENT.split("-")[1]
+
+
+def test_every_kind_of_value_survives_the_encoding() -> None:
+    values = {"s": "ü", "b": True, "i": -5, "f": 1.5, "l": ["a", "b"], "big": 2**40}
+    span = Span(b"t" * 16, b"s" * 8, b"", "name", 1, 2**62, attributes=values, error="broken")
+    [scope] = ExportTraceServiceRequest.FromString(encode_request([span], {}, "1")).resource_spans[0].scope_spans
+    decoded = {one.key: one.value for one in scope.spans[0].attributes}
+    assert decoded["s"].string_value == "ü"
+    assert decoded["b"].bool_value is True
+    assert (decoded["i"].int_value, decoded["big"].int_value, decoded["f"].double_value) == (-5, 2**40, 1.5)
+    assert [one.string_value for one in decoded["l"].array_value.values] == ["a", "b"]
+    assert (scope.spans[0].status.code, scope.spans[0].status.message) == (2, "broken")
+    assert scope.spans[0].end_time_unix_nano == 2**62
