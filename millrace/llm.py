@@ -19,14 +19,16 @@ from millrace.errors import BadRequest, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.llm_arguments import Messages, Prompt, as_batch, as_messages, read_config, read_params
+from millrace.llm_beams import search_one
 from millrace.llm_collector import Collector, OnPart
 from millrace.llm_outputs import Choice, Generation, StreamPart
 from millrace.llm_stream import GenerationStream
 from millrace.observe.progress import count_progress, is_watched
-from millrace.params import SamplingParams
+from millrace.params import NEUTRAL_DEFAULTS, BeamParams, SamplingParams
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread
+from millrace.text.breakers import with_breaker_ids
 from millrace.text.chat.template import ChatTemplate, load_chat_template
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
@@ -86,27 +88,30 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        beams: BeamParams | None = None,
         **sampling: object,
     ) -> list[Generation]:
         """One generation per prompt, in the order of the prompts. A prompt is a string or a list of token ids.
 
         Sampling is given as `SamplingParams` or as keyword arguments; what those leave out is what the model recommends
         (`sampling_defaults`). One of `schema`, `regex`, `choice` and `grammar` says what every answer must conform to:
-        a schema is a dictionary or a type, such as a msgspec Struct or a pydantic model. `progress` shows a bar; by
-        default in a terminal or notebook, for several prompts.
+        a schema is a dictionary or a type, such as a msgspec Struct or a pydantic model. With `beams` the choices are
+        the best `n` beams, best first. `progress` shows a bar; by default in a terminal or notebook, for several
+        prompts.
         """
         batch = as_batch(prompts)
+        defaults = self.sampling_defaults if beams is None else NEUTRAL_DEFAULTS
         if params is None or isinstance(params, SamplingParams):
-            per_prompt = [read_params("generate", params, sampling, self.sampling_defaults)] * len(batch)
+            per_prompt = [read_params("generate", params, sampling, defaults)] * len(batch)
         else:
-            per_prompt = [read_params("generate", item, sampling, self.sampling_defaults) for item in params]
+            per_prompt = [read_params("generate", item, sampling, defaults) for item in params]
         if len(per_prompt) != len(batch):
             raise BadRequest(
                 f"{len(batch)} prompts came with {len(per_prompt)} SamplingParams; give one for all prompts or one for"
                 " each."
             )
         shows_bar = progress if progress is not None else len(batch) > 1 and is_watched()
-        return self._call(self._generate_all(batch, per_prompt, shows_bar))
+        return self._call(self._generate_all(batch, per_prompt, shows_bar, beams))
 
     def chat(
         self,
@@ -158,7 +163,7 @@ class LLM:
         return client
 
     async def _generate_all(
-        self, prompts: list[Prompt], params: list[SamplingParams], progress: bool
+        self, prompts: list[Prompt], params: list[SamplingParams], progress: bool, beams: BeamParams | None
     ) -> list[Generation]:
         # Enough submitted requests to fill every row, and a bound on memory for long lists of prompts.
         window = asyncio.Semaphore(4 * (self.config.plan.max_running or DEFAULT_MAX_RUNNING))
@@ -166,7 +171,11 @@ class LLM:
 
             async def one(prompt: Prompt, chosen: SamplingParams) -> Generation:
                 async with window:
-                    generation = await self._generate_one(self._encode(prompt), chosen)
+                    token_ids = self._encode(prompt)
+                    if beams is None:
+                        generation = await self._generate_one(token_ids, chosen)
+                    else:
+                        generation = await search_one(self._client, self.tokenizer, token_ids, chosen, beams)
                     advance()
                     return generation
 
@@ -189,6 +198,7 @@ class LLM:
 
     async def _submit(self, token_ids: list[int], params: SamplingParams, on_part: OnPart | None) -> list[Collector]:
         collectors: list[Collector] = []
+        params = with_breaker_ids(params, self.tokenizer)
         for index in range(params.n):
             choice_params = params
             if index > 0:

@@ -14,6 +14,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_BREAKERS = 64
 MAX_GRAMMAR_BYTES = 128 * 1024
 
 CLASS_NAMES = ("interactive", "standard", "batch")
@@ -99,12 +100,61 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     """Only tokens that the grammar allows are drawn; the answer ends where the grammar may end."""
+    prediction: tuple[int, ...] = ()
+    """Token ids that the answer will probably contain: drafts come from here. They never change the answer."""
+
+    # What follows is defined, with the order in which it applies, in docs/samplers.md.
+    typical_p: float = 1.0
+    top_a: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    """0 turns DRY off."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = -1
+    """Tokens that DRY looks back over; -1: the whole context."""
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    dry_breaker_ids: tuple[int, ...] | None = None
+    """The tokens that contain a breaker. None: whoever has the tokenizer fills them in (`text.breakers`)."""
+    mirostat: int = 0
+    """0 is off; 1 and 2 are its versions."""
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    repeat_last_n: int = -1
+    """Tokens that the penalties look back over; -1: the whole context, 0 turns them off."""
+    dynatemp_range: float = 0.0
+    """The temperature varies by this much around `temperature`, with the entropy."""
+    dynatemp_exponent: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_lengths()
         self._check_numbers()
+        self._check_shape()
         if self.grammar is not None:
             self._check_grammar()
+
+    @property
+    def uses_penalties(self) -> bool:
+        return self.repeat_last_n != 0 and (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if what is drawn depends on where earlier tokens are, not only on how many."""
+        return self.dry_multiplier > 0 or (self.repeat_last_n > 0 and self.uses_penalties)
+
+    @property
+    def has_further_cuts(self) -> bool:
+        """True with an option of docs/samplers.md from temperature on, beyond top-k, min-p and top-p."""
+        return (
+            self.typical_p < 1
+            or self.top_a > 0
+            or self.xtc_probability > 0
+            or self.mirostat > 0
+            or self.dynatemp_range > 0
+        )
 
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with this seed (0 to 2**63 - 1). Skips validation, because it runs for most requests."""
@@ -146,6 +196,26 @@ class SamplingParams:
                     f" remove {name} or the grammar.",
                     param=name,
                 )
+
+    def _check_shape(self) -> None:
+        """The options of docs/samplers.md."""
+        _in_range("typical_p", self.typical_p, 0.0, 1.0)
+        if self.typical_p == 0.0:
+            raise BadRequest("typical_p is 0, which keeps no token; 1 turns it off.", param="typical_p")
+        _in_range("top_a", self.top_a, 0.0, 1.0)
+        _in_range("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _in_range("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        _in_range("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
+        _in_range("dry_base", self.dry_base, 1.0, 100.0)
+        _in_range("dry_allowed_length", self.dry_allowed_length, 0, 2**31 - 1)
+        _in_range("dry_range", self.dry_range, -1, 2**31 - 1)
+        _at_most("dry_sequence_breakers", len(self.dry_sequence_breakers), MAX_BREAKERS)
+        _in_range("mirostat", self.mirostat, 0, 2)
+        _in_range("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
+        _in_range("mirostat_eta", self.mirostat_eta, 0.0, 10.0)
+        _in_range("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
+        _in_range("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
+        _in_range("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
 
     def _check_numbers(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -201,6 +271,21 @@ def _in_range(name: str, value: float | None, low: float, high: float) -> None:
 def _at_most(name: str, count: int, limit: int) -> None:
     if count > limit:
         raise BadRequest(f"{name} has {count} entries; at most {limit} are allowed.", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search, as `transformers` defines it."""
+
+    num_beams: int
+    length_penalty: float = 1.0
+    """Scores are divided by length ** length_penalty: above 0 favours long answers."""
+    early_stopping: bool | Literal["never"] = False
+    """True: end once there are `num_beams` finished beams. "never": only when no live beam can become better."""
+
+    def __post_init__(self) -> None:
+        _in_range("num_beams", self.num_beams, 1, MAX_LOGPROBS)
+        _in_range("length_penalty", self.length_penalty, -100.0, 100.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,9 @@ def _what(schema: dict[str, Any]) -> str:
 def table(name: str) -> str:
     schema = json.loads(openapi_document())["components"]["schemas"][name]
     rows = ["| parameter | type | what happens |", "| --- | --- | --- |"]
-    for field, inner in schema["properties"].items():
-        required = " (required)" if field in schema.get("required", ()) else ""
+    needed = schema.get("required", ())
+    for field, inner in sorted(schema["properties"].items(), key=lambda item: item[0] not in needed):
+        required = " (required)" if field in needed else ""
         limits = _limits(inner)
         kind = _kind(inner) + (f", {limits}" if limits else "")
         rows.append(f"| `{field}`{required} | {kind} | {_what(inner)} |")

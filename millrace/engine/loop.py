@@ -374,5 +374,5 @@ def _to_request(message: NewRequest) -> Request:
 
 def _can_draft(params: SamplingParams) -> bool:
     """False if a token's draw depends on the tokens drawn just before it, or if its log-probabilities are returned."""
-    has_penalties = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
-    return not has_penalties and params.logprobs is None and params.prompt_logprobs is None
+    depends = params.uses_penalties or params.needs_tokens or params.has_further_cuts
+    return not depends and params.logprobs is None and params.prompt_logprobs is None

@@ -244,6 +244,10 @@ class EngineClient:
             raise EngineUnavailable("The engine is still loading the model; try again in a few seconds.")
         return self.ready
 
+    def output_limit(self, num_prompt: int, params: SamplingParams) -> int:
+        """Maximum number of output tokens. Refuses what `submit` would refuse for its length."""
+        return self._complete(num_prompt, params, self._ready_or_raise()).max_tokens or 1
+
     def _complete(self, num_prompt: int, params: SamplingParams, ready: EngineReady) -> SamplingParams:
         """Check the request against the engine's limits, and fill in `max_tokens` and the seed."""
         if params.logit_bias or params.stop_token_ids:

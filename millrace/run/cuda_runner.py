@@ -237,6 +237,8 @@ class CudaRunner:
             logits = self._graphs.run(head, partial(work.head, head))
         places = bucket.tokens_per_row
         drawn, logprobs = work.drawn(len(draws.due) * places), None
+        if len(draws.shaped):
+            self._draw_shaped(plan, draws, drawn, places)
         if logits is not None and len(draws.scored):
             logprobs = self._score(draws, logits, drawn, places)
         result = StepResult(plan.step_no, drawn, logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
@@ -248,6 +250,13 @@ class CudaRunner:
         # On a CPU the device's memory is the host's, and nothing is copied.
         counts = None if self._device.kind == "cuda" else work.counts(len(draws.due))[0].numpy()
         return replace(result, places=places, counts=counts)
+
+    def _draw_shaped(self, plan: StepPlan, draws: DrawPlan, drawn: Tensor, places: int) -> None:
+        """Replace the head's tokens of shaped rows. Those have no drafts, so the plan has their true positions, and
+        theirs is the first place."""
+        due = draws.due[draws.shaped]
+        tokens = self._sampler.draw_shaped(plan.rows[due], (plan.starts + plan.counts)[due])
+        drawn[self._device.upload(draws.shaped * places)] = tokens.to(drawn.dtype)
 
     def _with_graph(self, bucket: Bucket) -> Bucket:
         """The decode bucket whose graph to run. After a fallback, the right one is captured when the engine is idle."""

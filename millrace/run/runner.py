@@ -17,7 +17,7 @@ from torch import Tensor
 from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.rows import plain_rows
-from millrace.plan.step import BlockCopies, Int32s, Int64s, StepPlan
+from millrace.plan.step import BlockCopies, Bools, Int32s, Int64s, StepPlan
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import OrderedCopier
 from millrace.run.device.device import Device, Pending
@@ -239,10 +239,30 @@ class Runner:
         rows, positions = states.rows, states.positions
         if not len(rows):
             return Drawn(torch.zeros(0, dtype=torch.int64, device=states.hidden.device), None, _NO_INDEX, _NO_COUNTS)
-        if self._native is not None and not self._sampler.row_params.is_adjusted[rows].any():
+        is_adjusted = self._sampler.row_params.is_adjusted[rows]
+        if self._native is not None and not is_adjusted.any():
             return Drawn(self._native.draw(states.hidden, rows, positions, masks=masks), None, _NO_INDEX, _NO_COUNTS)
+        if self._native is not None and not is_adjusted.all():
+            return self._draw_groups(self._native, states, is_adjusted, masks)
         logits = self._decoder.logits(states.hidden, draws=True)
         return self._sampler.draw(logits, rows, positions, masks)
+
+    def _draw_groups(self, native: NativeStep, states: DrawStates, is_adjusted: Bools, masks: Masks | None) -> Drawn:
+        """Rows that need more than a draw go through the sampler; the others keep the native head."""
+        tokens = torch.empty(len(states.rows), dtype=torch.int64)
+        plain, adjusted = np.flatnonzero(~is_adjusted), np.flatnonzero(is_adjusted)
+        plain_index, adjusted_index = torch.from_numpy(plain), torch.from_numpy(adjusted)
+        tokens[plain_index] = native.draw(
+            states.hidden[plain_index],
+            states.rows[plain],
+            states.positions[plain],
+            masks=None if masks is None else masks.of(plain),
+        )
+        logits = self._decoder.logits(states.hidden[adjusted_index], draws=True)
+        own_masks = None if masks is None else masks.of(adjusted)
+        drawn = self._sampler.draw(logits, states.rows[adjusted], states.positions[adjusted], own_masks)
+        tokens[adjusted_index] = drawn.tokens
+        return Drawn(tokens, drawn.logprobs, adjusted[drawn.logprob_index], drawn.logprob_counts)
 
 
 def places_of(counts: Int32s) -> Int32s:

@@ -20,6 +20,7 @@ from millrace.serve.openai import routes as openai
 from millrace.serve.openai.translate_chat import prepare_chat
 from millrace.serve.openai.translate_completions import prepare_completion
 from millrace.serve.responses import routes as responses
+from millrace.serve.responses import routes_conversations as conversations
 from millrace.serve.responses.translate import prepare_response
 from millrace.serve.stored import routes_batches as batches
 from millrace.serve.stored import routes_files as files
@@ -35,6 +36,9 @@ POST: dict[str, Handler] = {
     "/v1/responses": responses.create,
     "/v1/responses/input_tokens": responses.count_tokens,
     "/v1/responses/{response_id}/cancel": responses.cancel,
+    "/v1/conversations": conversations.create,
+    "/v1/conversations/{conversation_id}": conversations.update,
+    "/v1/conversations/{conversation_id}/items": conversations.add_items,
     "/v1/files": files.upload,
     "/v1/batches": batches.create,
     "/v1/batches/{batch_id}/cancel": batches.cancel,
@@ -53,6 +57,9 @@ GET: dict[str, Handler] = {
     "/v1/models/{model:.+}": info.get_model,
     _RESPONSE: responses.retrieve,
     "/v1/responses/{response_id}/input_items": responses.list_input_items,
+    "/v1/conversations/{conversation_id}": conversations.retrieve,
+    "/v1/conversations/{conversation_id}/items": conversations.list_items,
+    "/v1/conversations/{conversation_id}/items/{item_id}": conversations.retrieve_item,
     "/v1/files": files.listing,
     "/v1/files/{file_id}": files.describe,
     "/v1/files/{file_id}/content": files.content,
@@ -64,12 +71,15 @@ GET: dict[str, Handler] = {
     "/v1/stats": routes_stats.stats,
     "/v1/steps": routes_steps.steps,
     "/v1/cost": routes_steps.cost,
+    "/tokenizer_info": info.tokenizer_info,
     "/api/tags": ollama.tags,
     "/api/ps": ollama.loaded,
     "/api/version": ollama.version,
 }
 DELETE: dict[str, Handler] = {
     _RESPONSE: responses.delete,
+    "/v1/conversations/{conversation_id}": conversations.delete,
+    "/v1/conversations/{conversation_id}/items/{item_id}": conversations.delete_item,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
     "/api/delete": ollama_library.delete,

@@ -53,6 +53,21 @@ CREATE TABLE IF NOT EXISTS responses (
     created_at INTEGER NOT NULL, previous_id TEXT, status TEXT NOT NULL, background INTEGER NOT NULL,
     body BLOB NOT NULL, input BLOB NOT NULL, output BLOB, request BLOB
 );
+CREATE TABLE IF NOT EXISTS conversations (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, metadata BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS conversation_items (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, conversation_id TEXT NOT NULL, id TEXT NOT NULL,
+    generated INTEGER NOT NULL, item BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS items_of_conversations ON conversation_items (conversation_id, number);
+CREATE TABLE IF NOT EXISTS response_events (
+    response_id TEXT NOT NULL, number INTEGER NOT NULL, frames BLOB NOT NULL, PRIMARY KEY (response_id, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chat_completions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    created_at INTEGER NOT NULL, metadata BLOB NOT NULL, messages BLOB NOT NULL, body BLOB NOT NULL
+);
 CREATE INDEX IF NOT EXISTS open_batches ON batches (status);
 CREATE INDEX IF NOT EXISTS open_responses ON responses (status) WHERE background = 1;
 """

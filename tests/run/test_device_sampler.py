@@ -220,7 +220,7 @@ def test_a_masked_row_with_logprobs_keeps_its_raw_logits() -> None:
     bits = np.zeros((1, 3), np.uint32)
     bits[0, 1] = 1 << 7
     due, none = np.array([0, 1]), np.zeros(0, np.int64)
-    draws = DrawPlan(due, due, none, np.array([1]), due, np.array([2, 0], np.int32), is_reusable=False)
+    draws = DrawPlan(due, due, none, np.array([1]), due, np.array([2, 0], np.int32), none, is_reusable=False)
     for _ in range(2):
         pair.ours.keep_raw_logits(np.array([4, 5], np.int32), draws)
         assert pair.draw(logits, [4, 5], [9, 9], masks=Masks(np.array([1]), bits)) == [int(logits[0].argmax()), 39]

@@ -29,7 +29,9 @@ def draws_of(is_full: np.ndarray) -> DrawPlan:
     """All rows draw, these in the full group."""
     none = np.zeros(0, np.int64)
     due = np.arange(len(is_full))
-    return DrawPlan(due, np.flatnonzero(is_full), np.flatnonzero(~is_full), none, none, none.astype(np.int32), True)
+    return DrawPlan(
+        due, np.flatnonzero(is_full), np.flatnonzero(~is_full), none, none, none.astype(np.int32), none, True
+    )
 
 
 class Decoding:

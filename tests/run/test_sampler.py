@@ -103,12 +103,12 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
 @given(st.floats(0.01, 0.999), st.floats(0.5, 8.0), st.integers(0, 10_000))
 def test_the_nucleus_equals_hugging_face_even_when_it_is_wide(top_p: float, spread: float, seed: int) -> None:
     """A flat distribution needs more tokens than the first guess sorts."""
-    from millrace.run.sampling.sampler import _keep_nucleus
+    from millrace.run.sampling.cuts import keep_nucleus
 
     torch.manual_seed(seed)
     logits = torch.randn(2, VOCAB) * spread / 4
     ours = logits.clone()
-    _keep_nucleus(ours, torch.tensor([[top_p], [top_p]]))
+    keep_nucleus(ours, torch.tensor([[top_p], [top_p]]))
     theirs = TopPLogitsWarper(top_p)(None, logits)
     differing = (torch.isinf(ours) != torch.isinf(theirs)).sum()
     assert differing <= 2, "more differences than rounding at the bound explains"

@@ -50,7 +50,9 @@ def some_draws(rng: np.random.Generator, plan: StepPlan) -> DrawPlan:
     is_full = rng.random(len(due)) < rng.choice([0.0, 0.5, 1.0])
     masked = np.flatnonzero(is_full & (rng.random(len(due)) < 0.5))
     none = np.zeros(0, np.int64)
-    return DrawPlan(due, np.flatnonzero(is_full), np.flatnonzero(~is_full), masked, none, none.astype(np.int32), True)
+    return DrawPlan(
+        due, np.flatnonzero(is_full), np.flatnonzero(~is_full), masked, none, none.astype(np.int32), none, True
+    )
 
 
 def check_heads(layout: PacketLayout, packet: Int32s, plan: StepPlan, draws: DrawPlan, last: Int64s) -> None:

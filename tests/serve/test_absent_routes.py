@@ -24,7 +24,6 @@ def front() -> Iterator[Front]:
         ("POST", "/v1/audio/speech"),
         ("POST", "/v1/images/generations"),
         ("GET", "/v1/vector_stores/vs_1"),
-        ("POST", "/v1/conversations"),
         ("POST", "/v1/fine_tuning/jobs"),
     ],
 )

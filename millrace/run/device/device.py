@@ -58,7 +58,7 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory that can still be allocated."""
 
-    def upload(self, array: npt.NDArray[np.int32]) -> Tensor:
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         """Copy the array to the device, in launch order. The caller may reuse the array at once."""
 
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
@@ -99,7 +99,7 @@ class CpuDevice:
     def free_bytes(self) -> int:
         return available_memory()
 
-    def upload(self, array: npt.NDArray[np.int32]) -> Tensor:
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy())
 
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
@@ -152,7 +152,7 @@ class CudaDevice:
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
-    def upload(self, array: npt.NDArray[np.int32]) -> Tensor:
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         # The caching host allocator reuses a pinned buffer only after the copies that read it are done.
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 

@@ -2,7 +2,8 @@
 
 The kernels know each row by a record of 128 bytes on the device, written when the row is admitted. Rows that need one
 word per token of the vocabulary (adjusted logits, token counts, bias) get vocabulary buffers, whose addresses are in
-the record: allocating more buffers moves none, so captured graphs stay valid.
+the record: allocating more buffers moves none, so captured graphs stay valid. Shaped rows are drawn a second time, by
+`shaped_rows.py` after the graph, from the adjusted logits in their buffers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.sampling.draw_plan import DrawPlan, Variant
 from millrace.run.sampling.row_params import RowParamTable
+from millrace.run.sampling.shaped_rows import ShapedRows
 from millrace.run.table.request_table import RequestTable
 
 BUFFERS_AT_ONCE = 8
@@ -75,6 +77,7 @@ class DeviceSampler:
         self._counts = VocabBuffers(vocab_size, torch.int32, torch_device)
         self._bias = VocabBuffers(vocab_size, torch.float32, torch_device)
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
+        self._shaped = ShapedRows(device, self.row_params, vocab_size=vocab_size)
         self._records = np.zeros((max_rows, ROW_WORDS), np.int32)
         """The records on the host, as last sent."""
 
@@ -87,6 +90,7 @@ class DeviceSampler:
         """Apply the plan's releases and admissions, except for the records on the device: see `records`."""
         for release in plan.released:
             self._release(release.row)
+            self._shaped.release(release)
         for admission in plan.admitted:
             self._records[admission.row] = np.frombuffer(ROW_STRUCT.pack(*self._record(admission)), np.int32)
 
@@ -140,6 +144,14 @@ class DeviceSampler:
         known = self._columns, self._ends
         draw_full(logits, rows, positions, *known, out_tokens, last_tokens, self._cut, out_start, out_index, masks)
 
+    def draw_shaped(self, rows: Int32s, positions: Int32s) -> Tensor:
+        """Tokens of shaped rows, int64 [n], after the head has left their adjusted logits in their buffers. They also
+        become the table's last tokens. Not captured."""
+        adjusted = torch.stack([self._adjusted.take(row) for row in rows.tolist()])
+        tokens = self._shaped.draw(adjusted, rows, positions)
+        self._last_tokens[self._device.upload(rows.astype(np.int64))] = tokens
+        return tokens
+
     def _release(self, row: int) -> None:
         for buffers in (self._adjusted, self._counts, self._bias):
             buffers.release(row)
@@ -148,6 +160,7 @@ class DeviceSampler:
         """The row's record, in the order of ROW_STRUCT. Also fills its vocabulary buffers and end tokens."""
         row, params = admission.row, admission.row_params.params
         values = self.row_params.admit(admission)
+        self._shaped.update(admission, is_shaped=values.is_shaped)
         ends = admission.row_params.end_token_ids if values.ends_from else ()
         self._release(row)
         if ends:
@@ -156,7 +169,7 @@ class DeviceSampler:
             self._fill_bias(row, params)
         if values.has_penalties:
             self._fill_counts(admission)
-        if values.has_penalties or values.has_bias or (ends and values.num_logprobs >= 0):
+        if values.has_penalties or values.has_bias or values.is_shaped or (ends and values.num_logprobs >= 0):
             self._adjusted.take(row)
         return (
             values.temperature,

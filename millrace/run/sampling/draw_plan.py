@@ -46,6 +46,8 @@ class DrawPlan:
     """Tokens with log-probabilities; all of them are in `full`."""
     num_logprobs: Int32s
     """Number of top tokens of each scored token."""
+    shaped: Int64s
+    """Tokens that `shaped_rows.py` draws; all of them are in `full`, whose own draw is replaced."""
     is_reusable: bool
     """True if a step that repeats this one can draw by the same plan."""
 
@@ -81,7 +83,8 @@ def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Calla
     full, greedy = _groups(needs | early, worth_splitting)
     # Once its rows are past their minimum length, a step may turn out to need no logits.
     is_reusable = plan.masked is None and bool(needs.any() or not early.any())
-    return DrawPlan(due, full, greedy, masked, scored, num_logprobs[scored], is_reusable)
+    shaped = row_params.is_shaped[rows].nonzero()[0]
+    return DrawPlan(due, full, greedy, masked, scored, num_logprobs[scored], shaped, is_reusable)
 
 
 def _groups(

@@ -27,6 +27,11 @@ class Masks:
     bits: npt.NDArray[np.uint32]
     """[n, words_per_mask(vocab)]: bit t % 32 of word t // 32 is 1 if token t may be drawn."""
 
+    def of(self, draws: Int64s) -> Masks | None:
+        """The masks of some of the drawn tokens, ascending, which are then numbered from 0; None if none has one."""
+        is_kept = np.isin(self.index, draws)
+        return Masks(np.searchsorted(draws, self.index[is_kept]), self.bits[is_kept]) if is_kept.any() else None
+
 
 def allowed_tokens(masks: Masks, vocab_size: int) -> npt.NDArray[np.bool_]:
     """[n, vocab]"""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.params import SamplingParams
 from millrace.plan.step import Admission
 
 GREEDY_BELOW = 1e-5
@@ -31,23 +30,28 @@ class RowValues(NamedTuple):
     """Top tokens requested beside the chosen one; -1 for no log-probabilities."""
     has_bias: bool
     has_penalties: bool
+    """Of the whole context, counted by token. Those of a shaped row are computed from its tokens instead."""
+    is_shaped: bool
+    """True for rows that `shaped_rows.py` draws."""
 
     @property
     def needs_logits(self) -> bool:
         """False for rows that a greedy head can draw, once they are past their minimum length."""
-        return self.temperature > 0 or self.num_logprobs >= 0 or self.has_bias or self.has_penalties
+        return self.temperature > 0 or self.num_logprobs >= 0 or self.has_bias or self.has_penalties or self.is_shaped
 
     @property
     def is_adjusted(self) -> bool:
         """True for rows whose logits may be changed or scored: more than a draw."""
-        return self.has_bias or self.has_penalties or self.ends_from > 0 or self.num_logprobs >= 0
+        return self.has_bias or self.has_penalties or self.is_shaped or self.ends_from > 0 or self.num_logprobs >= 0
 
 
 def row_values(admission: Admission, vocab_size: int) -> RowValues:
     params = admission.row_params.params
+    temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
+    is_shaped = params.needs_tokens or (temperature > 0 and params.has_further_cuts)
     has_ends = params.min_tokens > 0 and bool(admission.row_params.end_token_ids)
     return RowValues(
-        temperature=0.0 if params.temperature < GREEDY_BELOW else params.temperature,
+        temperature=temperature,
         top_k=params.top_k if params.top_k < vocab_size else 0,
         top_p=params.top_p,
         min_p=params.min_p,
@@ -55,12 +59,9 @@ def row_values(admission: Admission, vocab_size: int) -> RowValues:
         ends_from=admission.num_prompt + params.min_tokens if has_ends else 0,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         has_bias=bool(params.logit_bias),
-        has_penalties=uses_penalties(params),
+        has_penalties=params.uses_penalties and not is_shaped,
+        is_shaped=is_shaped,
     )
-
-
-def uses_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 class RowParamTable:
@@ -77,6 +78,7 @@ class RowParamTable:
         self.num_logprobs = np.full(max_rows, -1, np.int32)
         self.has_bias = np.zeros(max_rows, np.bool_)
         self.has_penalties = np.zeros(max_rows, np.bool_)
+        self.is_shaped = np.zeros(max_rows, np.bool_)
         self.needs_logits = np.zeros(max_rows, np.bool_)
         self.is_adjusted = np.zeros(max_rows, np.bool_)
 
@@ -91,6 +93,7 @@ class RowParamTable:
         self.num_logprobs[row] = values.num_logprobs
         self.has_bias[row] = values.has_bias
         self.has_penalties[row] = values.has_penalties
+        self.is_shaped[row] = values.is_shaped
         self.needs_logits[row] = values.needs_logits
         self.is_adjusted[row] = values.is_adjusted
         return values

@@ -2,7 +2,8 @@
 
 Order, per row: grammar mask, logit bias, minimum length, penalties, then temperature, top-k, min-p, top-p, and one draw
 by inverting the cumulative distribution at a uniform number keyed by (seed, position). Greedy rows skip everything from
-temperature on. Log-probabilities are those of the raw logits.
+temperature on. Rows with further options (docs/samplers.md) are drawn by `shaped_rows.py`. Log-probabilities are those
+of the raw logits.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from millrace.ops.head.draw import NativeDraw, native_missing
 from millrace.params import RowParams
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device.device import Device
+from millrace.run.sampling.cuts import draw_from, keep_min_p, keep_nucleus, keep_top_k
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.masks import Masks, apply_masks
 from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.penalties import Penalties
 from millrace.run.sampling.row_params import RowParamTable
+from millrace.run.sampling.shaped_rows import ShapedRows
 from millrace.run.table.request_table import RequestTable
-
-NUCLEUS_GUESS = 512
-"""Tokens sorted first in the search for a top-p threshold on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,19 @@ class Sampler:
         has_native = device.kind == "cpu" and not native_missing(device.torch_device)
         self._draw_native = NativeDraw() if has_native else None
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
+        self._shaped = ShapedRows(device, self.row_params, vocab_size=vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
             self._penalties.release(release.row)
+            self._shaped.release(release)
         for admission in plan.admitted:
-            if self.row_params.admit(admission).has_penalties:
+            values = self.row_params.admit(admission)
+            if values.has_penalties:
                 self._penalties.admit(admission)
             else:
                 self._penalties.release(admission.row)
+            self._shaped.update(admission, is_shaped=values.is_shaped)
 
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s, masks: Masks | None = None) -> Drawn:
         """`logits` float32 [n, vocab], may be overwritten; `positions`: those of the new tokens."""
@@ -66,7 +70,15 @@ class Sampler:
         elif masks is not None:
             apply_masks(logits, masks)
         self._constrain(logits, rows, positions)
-        tokens = self._choose(logits, rows, positions)
+        shaped = np.flatnonzero(self.row_params.is_shaped[rows])
+        if len(shaped) == len(rows):
+            tokens = self._shaped.draw(logits, rows, positions)
+        else:
+            own_index = torch.from_numpy(shaped).to(logits.device)
+            own = logits[own_index] if len(shaped) else None
+            tokens = self._choose(logits, rows, positions)
+            if own is not None:
+                tokens[own_index] = self._shaped.draw(own, rows[shaped], positions[shaped])
         for index in np.flatnonzero(self.row_params.has_penalties[rows]).tolist():
             self._penalties.count(int(rows[index]), tokens[index])
         logprobs = None
@@ -113,52 +125,14 @@ class Sampler:
     def _draw_random(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
         columns = self.row_params
         scaled = logits / self._column(columns.temperature[rows])
-        self._keep_top_k(scaled, columns.top_k[rows])
+        top_k = columns.top_k[rows]
+        if top_k.any():
+            keep_top_k(scaled, self._column(top_k), int(top_k.max()))
         if (columns.min_p[rows] > 0).any():
-            floor = scaled.amax(dim=-1, keepdim=True) + torch.log(self._column(columns.min_p[rows]))
-            scaled.masked_fill_(scaled < floor, -torch.inf)
+            keep_min_p(scaled, self._column(columns.min_p[rows]))
         if (columns.top_p[rows] < 1).any():
-            _keep_nucleus(scaled, self._column(columns.top_p[rows]))
-        cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
-        noise = uniforms(columns.seed[rows], positions.astype(np.uint64))
-        target = self._column(noise) * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+            keep_nucleus(scaled, self._column(columns.top_p[rows]))
+        return draw_from(scaled, self._column(uniforms(columns.seed[rows], positions.astype(np.uint64))))
 
-    def _keep_top_k(self, scaled: Tensor, top_k: Int64s) -> None:
-        largest = int(top_k.max())
-        if largest == 0:
-            return
-        values = scaled.topk(largest, dim=-1).values
-        last = torch.from_numpy(np.maximum(top_k - 1, 0)).to(scaled.device)[:, None]
-        floor = values.gather(1, last)
-        unlimited = torch.from_numpy(top_k == 0).to(scaled.device)[:, None]
-        scaled.masked_fill_((scaled < floor) & ~unlimited, -torch.inf)
-
-    def _column(self, values: np.ndarray[tuple[int], np.dtype[np.floating]]) -> Tensor:
+    def _column(self, values: np.ndarray[tuple[int], np.dtype[np.number]]) -> Tensor:
         return torch.from_numpy(values).to(self._device.torch_device)[:, None]
-
-
-def _keep_nucleus(scaled: Tensor, top_p: Tensor) -> None:
-    """Mask all but the smallest set of most likely tokens whose probabilities sum to `top_p`; ties at the edge stay."""
-    probs = torch.softmax(scaled, dim=-1)
-    floor = _nucleus_floor(probs, top_p)
-    scaled.masked_fill_(probs < floor, -torch.inf)
-
-
-def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    vocab_size = probs.shape[1]
-    if probs.device.type != "cpu" or vocab_size <= NUCLEUS_GUESS:
-        return _edge(probs.sort(dim=-1, descending=True).values, top_p)
-    guess = probs.topk(NUCLEUS_GUESS, dim=-1).values
-    floor = _edge(guess, top_p)
-    short = guess.sum(dim=-1) < top_p[:, 0]
-    if short.any():
-        floor[short] = _edge(probs[short].sort(dim=-1, descending=True).values, top_p[short])
-    return floor
-
-
-def _edge(descending: Tensor, top_p: Tensor) -> Tensor:
-    """The probability of the last token needed to reach `top_p`."""
-    before = descending.double().cumsum(dim=-1) - descending.double()
-    needed = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    return descending.gather(1, needed - 1)

@@ -34,6 +34,10 @@ _TYPES = (
     *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
     *(response_items.InputItem, schemas_responses.InputTokensAnswer, schemas_responses.ResponseInputMessage),
     *(response_items.ResponseInputCall, response_items.ResponseInputResult, response_items.ResponseInputReasoning),
+    *(schemas_responses.ConversationRequest, schemas_responses.ConversationUpdate),
+    *(schemas_responses.ConversationItemsRequest, schemas_responses.ConversationAnswer),
+    schemas_responses.ConversationDeleted,
+    answers.TokenizerInfo,
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
     routes_requests.CancelledRequest,
@@ -64,6 +68,7 @@ _ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
 _TAGS = {
     "generate": "Generate text.",
     "responses": "Stored responses.",
+    "conversations": "Stored conversations.",
     "files": "Stored files.",
     "batches": "Files of requests, run at batch priority.",
     "models": "The served model.",

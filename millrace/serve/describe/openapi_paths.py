@@ -158,6 +158,7 @@ def _all_paths() -> dict[str, Any]:
     return {
         **_openai_paths(),
         **_response_paths(),
+        **_conversation_paths(),
         **_file_paths(),
         **_batch_paths(),
         **_anthropic_paths(),
@@ -229,6 +230,40 @@ def _response_paths() -> dict[str, Any]:
                 stored,
                 parameters=[*one, *_page(100, "limit", "order", "after"), _in_query("include", **include)],
             )
+        },
+    }
+
+
+def _conversation_paths() -> dict[str, Any]:
+    one, stored = [_in_path("conversation_id")], ("404", "500")
+    include = _in_query("include", type="array", items={"type": "string"})
+    item = [*one, _in_path("item_id"), include]
+    turn = [{"role": "user", "content": "Why is the sky blue?"}]
+    listed = [*one, *_page(100, "limit", "order", "after"), include]
+    tag = "conversations"
+    create = _operation(tag, "createConversation", "Begin a conversation", "ConversationAnswer", BODY_ERRORS)
+    update = _operation(tag, "updateConversation", "Replace labels", "ConversationAnswer", BODY_ERRORS, parameters=one)
+    add = _operation(tag, "createConversationItems", "Add items", "InputItemList", BODY_ERRORS, parameters=one)
+    return {
+        "/v1/conversations": {"post": {**create, "requestBody": _body("ConversationRequest", {"items": turn})}},
+        "/v1/conversations/{conversation_id}": {
+            "get": _operation(tag, "getConversation", "Describe it", "ConversationAnswer", stored, parameters=one),
+            "post": {**update, "requestBody": _body("ConversationUpdate", {"metadata": {"topic": "sky"}})},
+            "delete": _operation(tag, "deleteConversation", "Delete it", "ConversationDeleted", stored, parameters=one),
+        },
+        "/v1/conversations/{conversation_id}/items": {
+            "get": _operation(
+                tag, "listConversationItems", "List items", "InputItemList", ("400", *stored), parameters=listed
+            ),
+            "post": {**add, "requestBody": _body("ConversationItemsRequest", {"items": turn})},
+        },
+        "/v1/conversations/{conversation_id}/items/{item_id}": {
+            "get": _operation(
+                tag, "getConversationItem", "Get an item", "InputItem", ("400", *stored), parameters=item
+            ),
+            "delete": _operation(
+                tag, "deleteConversationItem", "Delete an item", "ConversationAnswer", stored, parameters=item[:2]
+            ),
         },
     }
 
@@ -348,6 +383,7 @@ def _own_paths() -> dict[str, Any]:
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
         "/tokenize": {"post": {**encode, "requestBody": _body("TokenizeRequest", {"prompt": "The sea is"})}},
+        "/tokenizer_info": {"get": _operation("text", "tokenizerInfo", "Describe the tokenizer", "TokenizerInfo")},
         "/detokenize": {"post": {**decode, "requestBody": _body("DetokenizeRequest", {"tokens": [504, 3217, 314]})}},
         "/v1/stats": {
             "get": _operation(

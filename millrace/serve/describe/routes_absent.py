@@ -15,7 +15,6 @@ ABSENT: dict[str, str] = {
     "/v1/images": "Images are",
     "/v1/videos": "Videos are",
     "/v1/realtime": "Realtime sessions are",
-    "/v1/conversations": "Conversations are",
     "/v1/uploads": "Uploads in parts are",
     "/v1/fine_tuning": "Fine-tuning is",
     "/v1/vector_stores": "Vector stores are",

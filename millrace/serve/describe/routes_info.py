@@ -14,7 +14,7 @@ from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.siblings import is_for_sibling
-from millrace.serve.openai.answers import DetokenizeAnswer, Health, Model, ModelList, TokenizeAnswer
+from millrace.serve.openai.answers import DetokenizeAnswer, Health, Model, ModelList, TokenizeAnswer, TokenizerInfo
 from millrace.serve.openai.schemas import DetokenizeRequest, TokenizeRequest
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.state import STATE, FrontState
@@ -105,6 +105,25 @@ async def _tokenize_chat(state: FrontState, body: TokenizeRequest) -> list[int]:
         body.messages or [], body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
     )
     return await encode_chat(state, conversation, max_tokens=None)
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    tokenizer, ready = state.tokenizer, state.client.ready
+    named = tokenizer.special_tokens
+    return json_answer(
+        request,
+        TokenizerInfo(
+            tokenizer_class="Tokenizer",
+            vocab_size=tokenizer.vocab_size,
+            model_max_length=ready.max_context if ready is not None else None,
+            bos_token=named.get("bos_token"),
+            eos_token=named.get("eos_token"),
+            end_tokens={tokenizer.token_text(token_id): token_id for token_id in tokenizer.end_token_ids},
+            special_tokens=named,
+            chat_template=tokenizer.chat_templates.get("default"),
+        ),
+    )
 
 
 async def detokenize(request: web.Request) -> web.Response:

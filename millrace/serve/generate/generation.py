@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from millrace.link.client import ANONYMOUS, Caller
-from millrace.params import SamplingParams
+from millrace.params import BeamParams, SamplingParams
+from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.text.answer_parser import AnswerForm
 
 
@@ -36,6 +37,10 @@ class Generation:
     n: int = 1
     num_sequences: int = 1
     """More than `n` with `best_of`: the likeliest `n` are returned."""
+    vote: SelfConsistency | None = None
+    """Return one of the answers that agree; `num_sequences` are generated."""
+    beams: BeamParams | None = None
+    """Search with beams instead of drawing tokens."""
     priority: int = 1
     cache_salt: str = ""
     stream: bool = False

@@ -72,8 +72,7 @@ class Job:
     def start(self) -> None:
         """Submit every sequence or none: if one is refused, those before it are aborted."""
         generation, client = self.generation, self.state.client
-        self.submitted_at = time.monotonic()
-        self._num_open = len(self.choices)
+        self.begin()
         try:
             for choice in self.choices:
                 choice.request_id = client.submit(
@@ -89,6 +88,10 @@ class Job:
         except MillraceError as error:
             self.close()
             raise (name_fields(error, self.writer.limit_names) if isinstance(error, BadRequest) else error) from None
+
+    def begin(self) -> None:
+        self.submitted_at = time.monotonic()
+        self._num_open = len(self.choices)
 
     @property
     def is_started(self) -> bool:
@@ -122,7 +125,7 @@ class Job:
         if self.done.done():
             return
         if finish.reason not in ("stop", "length") and not choice.is_stopped:
-            self.fail(self._error_of(finish))
+            self.fail(self.error_of(finish))
             return
         choice.complete()
         if self.out is not None:
@@ -177,7 +180,7 @@ class Job:
             self._aborted.add(choice.index)
             self.state.client.abort(choice.request_id, reason)
 
-    def _error_of(self, finish: Finish) -> MillraceError:
+    def error_of(self, finish: Finish) -> MillraceError:
         if finish.reason == "deadline":
             after = time.monotonic() - self.submitted_at
             return DeadlineExceeded(

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.serve.generate.generation import Prompt
-from millrace.serve.generate.messages import Conversation
+from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.state import FrontState
+from millrace.text.fill_in_middle import fill_in_tokens
 from millrace.text.reasoning.formats import is_opened_by
 from millrace.text.tools.prompt import plain_messages, shorten_ids
 
@@ -39,6 +40,23 @@ async def encode_texts(
             await _refuse_too_long(state, text, max_tokens)
     encode = state.tokenizer.encode
     return await off_loop(state, num_chars, lambda: [encode(text, add_special=add_special) for text in texts])
+
+
+async def fill_in_prompts(
+    state: FrontState, prefixes: list[str], suffix: str, *, max_tokens: int | None
+) -> list[Prompt]:
+    """Prompts of models that fill in the middle, whose answer belongs between prefix and suffix."""
+    tokens = fill_in_tokens(state.tokenizer)
+    if tokens is None:
+        raise BadRequest(
+            f"'suffix' needs a model with tokens to fill in the middle, which {state.model_name!r} does not have;"
+            " remove it.",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    *befores, after = await encode_texts(state, [*prefixes, suffix], add_special=False, max_tokens=max_tokens)
+    start = state.tokenizer.encode("")
+    return [Prompt(start + tokens.around(before, after), text) for before, text in zip(befores, prefixes, strict=True)]
 
 
 async def encode_chat(
@@ -106,6 +124,33 @@ def template_input(
     if spec.short_ids:
         shorten_ids(messages)
     return messages, [function.for_template() for function in conversation.tools] or None
+
+
+async def without_oldest(state: FrontState, conversation: Conversation, *, max_tokens: int | None) -> list[Message]:
+    """The messages without the oldest, as few as let the rest fit. System messages and the last message stay; if those
+    do not fit, the request is refused as usual. The results of a call go with it."""
+    ready = state.require_engine()
+    room = min(ready.max_context, ready.kv_tokens) - (max_tokens or 1)
+    messages = conversation.messages
+    droppable = [index for index, message in enumerate(messages[:-1]) if message.role != "system"]
+
+    def left(num_dropped: int) -> list[Message]:
+        while num_dropped < len(droppable) and messages[droppable[num_dropped]].role == "tool":
+            num_dropped += 1
+        gone = set(droppable[:num_dropped])
+        return [message for index, message in enumerate(messages) if index not in gone]
+
+    async def fits(num_dropped: int) -> bool:
+        shorter = dataclasses.replace(conversation, messages=left(num_dropped))
+        return len(await encode_chat(state, shorter, max_tokens=None, may_cut=True)) <= room
+
+    if await fits(0):
+        return messages
+    low, high = 1, len(droppable)
+    while low < high:  # the smallest number whose rest fits, or all
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(middle) else (middle + 1, high)
+    return left(low)
 
 
 def check_truncation(keep: int | None) -> None:

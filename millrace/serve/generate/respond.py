@@ -8,6 +8,7 @@ import time
 from aiohttp import web
 
 from millrace.errors import MillraceError
+from millrace.serve.generate.choosing.beam_job import make_job
 from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import Job
@@ -51,7 +52,7 @@ async def answer(
                 media_type=media_type,
                 headers=request.get(EXTRA_HEADERS, {}),
             )
-        job = Job(state, generation, work.make_writer, out)
+        job = make_job(state, generation, work.make_writer, out)
         job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
         if out is not None:
             return await _stream(state, work, job, out)

@@ -8,6 +8,9 @@ from typing import Any
 from millrace.config import Config
 from millrace.errors import BadRequest
 from millrace.params import MAX_LOGIT_BIAS, SamplingDefaults, SamplingParams
+from millrace.serve.generate.prompts import LONG_TEXT_CHARS, off_loop
+from millrace.serve.state import FrontState
+from millrace.text.breakers import with_breaker_ids
 
 MAX_SALT_CHARS = 1024
 
@@ -30,6 +33,13 @@ def sampling_params(
         logit_bias=_logit_bias(logit_bias),
         **defaults.fill(fields),
     )
+
+
+async def complete(state: FrontState, params: SamplingParams) -> SamplingParams:
+    """The parameters with what the tokenizer knows: DRY's breakers as token ids."""
+    if params.dry_multiplier == 0:
+        return params
+    return await off_loop(state, LONG_TEXT_CHARS + 1, lambda: with_breaker_ids(params, state.tokenizer))
 
 
 def _logit_bias(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:

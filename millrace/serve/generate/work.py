@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from millrace.errors import DeadlineExceeded
+from millrace.serve.generate.choosing.beam_job import make_job
 from millrace.serve.generate.gate import enter_unattended
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import check_grammar
@@ -62,7 +63,7 @@ async def unattended_answer(
     generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
     used = 0
     try:
-        job = Job(state, generation, work.make_writer)
+        job = make_job(state, generation, work.make_writer)
         job.request_id, job.path, job.owner = request_id, path, owner
         try:
             body = await whole_answer(state, work, job)

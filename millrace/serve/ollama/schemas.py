@@ -7,13 +7,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from millrace.serve.generate.choosing.sampler_fields import SamplerFields
 from millrace.serve.generate.logprobs import TokenLogprob
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
-
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-class OllamaOptions(Strict, kw_only=True):
-    """Sampling. Options of Ollama's own runner are refused by name."""
+_Loading = Annotated[Raw | UnsetType, described("Accepted, without effect: the server's settings decide.")]
+"""How Ollama loads a model: no effect on what it answers."""
+
+
+class OllamaOptions(SamplerFields, kw_only=True):
+    """Sampling, and options of Ollama's own runner."""
 
     temperature: Annotated[
         float | None, described("0 is greedy; default: the model's recommendation, else 0.8.", minimum=0, maximum=100)
@@ -43,25 +47,20 @@ class OllamaOptions(Strict, kw_only=True):
     ] = None
     presence_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
-    repeat_last_n: Annotated[Refused, unsupported("null and -1, the whole context, are accepted.")] = UNSET
-    typical_p: Annotated[Refused, unsupported("null and 1 are accepted.")] = UNSET
     tfs_z: Annotated[Refused, unsupported("null and 1 are accepted.")] = UNSET
-    mirostat: Annotated[Refused, unsupported("null and 0 are accepted.")] = UNSET
-    mirostat_tau: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    mirostat_eta: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     penalize_newline: Annotated[Refused, unsupported("null and true are accepted.")] = UNSET
-    num_keep: Annotated[Refused, unsupported("a prompt is never shifted; null is accepted.")] = UNSET
-    numa: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
-    num_batch: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    num_gpu: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    main_gpu: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    num_thread: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    low_vram: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
-    f16_kv: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    num_keep: _Loading = UNSET
+    numa: _Loading = UNSET
+    num_batch: _Loading = UNSET
+    num_gpu: _Loading = UNSET
+    main_gpu: _Loading = UNSET
+    num_thread: _Loading = UNSET
+    low_vram: _Loading = UNSET
+    f16_kv: _Loading = UNSET
     logits_all: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
     vocab_only: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
-    use_mmap: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    use_mlock: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    use_mmap: _Loading = UNSET
+    use_mlock: _Loading = UNSET
     embedding_only: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
@@ -142,7 +141,9 @@ class OllamaGenerateRequest(OllamaCommon, kw_only=True):
     prompt: Annotated[str | None, described("The user's prompt; without one the request only checks the model.")] = None
     system: Annotated[str | None, described("System prompt.")] = None
     raw: Annotated[bool | None, described("Use the prompt without the chat template.")] = None
-    suffix: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    suffix: Annotated[
+        str | None, described("Text after the answer, for models that can fill in the middle; without the template.")
+    ] = None
     template: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
     context: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     images: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
@@ -178,7 +179,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "think": (False,),
     "truncate": (False,),
     "shift": (False,),
-    "suffix": ("",),
     "template": ("",),
     "context": ([],),
     "images": ([],),
@@ -187,14 +187,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "steps": (),
 }
 OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "repeat_last_n": (-1,),
-    "typical_p": (1, 1.0),
     "tfs_z": (1, 1.0),
-    "mirostat": (0,),
     "penalize_newline": (True,),
-    **dict.fromkeys(("numa", "low_vram", "logits_all", "vocab_only", "embedding_only"), (False,)),
-    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "num_keep", "num_batch", "num_gpu", "main_gpu"), ()),
-    **dict.fromkeys(("num_thread", "f16_kv", "use_mmap", "use_mlock"), ()),
+    **dict.fromkeys(("logits_all", "vocab_only", "embedding_only"), (False,)),
 }
 MESSAGE_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "images": ([],),

@@ -19,11 +19,12 @@ from millrace.serve.generate.checks import (
     name_fields,
     refuse_unsupported,
 )
+from millrace.serve.generate.choosing.sampler_fields import SAMPLER_NAMES, sampler_options
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.grammars import format_of, schema_format
 from millrace.serve.generate.messages import Conversation, Message, PastCall
-from millrace.serve.generate.prompts import encode_texts
-from millrace.serve.generate.sampling import deadline_of, sampling_params
+from millrace.serve.generate.prompts import encode_texts, fill_in_prompts
+from millrace.serve.generate.sampling import complete, deadline_of, sampling_params
 from millrace.serve.http.ids import new_id
 from millrace.serve.ollama.schemas import (
     MESSAGE_NOT_SUPPORTED,
@@ -44,7 +45,7 @@ _SAME_NAME = (*OLLAMA_DEFAULTS.fields(), "min_p", "seed", "stop", "presence_pena
 _OPTION_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
-    **{name: f"options.{name}" for name in (*_SAME_NAME, "num_predict")},
+    **{name: f"options.{name}" for name in (*_SAME_NAME, *SAMPLER_NAMES, "num_predict")},
 }
 CHAT_NAMES = {**_OPTION_NAMES, "prompt": "messages"}
 GENERATE_NAMES = {**_OPTION_NAMES, "prompt": "prompt"}
@@ -92,6 +93,8 @@ async def chat_generation(state: FrontState, body: OllamaChatRequest, received: 
 async def text_generation(state: FrontState, body: OllamaGenerateRequest, received: float) -> Generation:
     """Through the chat template, unless the body asks for `raw` or the model has no template."""
     try:
+        if body.suffix:
+            return await _fill_in(state, body, body.suffix, received)
         if not body.raw:
             try:
                 messages = [Message("system", body.system)] if body.system else []
@@ -104,9 +107,16 @@ async def text_generation(state: FrontState, body: OllamaGenerateRequest, receiv
         [token_ids] = await encode_texts(state, [text], add_special=True, max_tokens=params.max_tokens)
         if not token_ids:
             raise BadRequest("'prompt' has no tokens; send at least one character.", param="prompt")
-        return _generation(state, body, Chat(Prompt(token_ids, text), params, None, "format"), "cmpl-", received)
+        chat = Chat(Prompt(token_ids, text), params, None, "format")
+        return await _generation(state, body, chat, "cmpl-", received)
     except BadRequest as error:
         raise name_fields(error, GENERATE_NAMES) from None
+
+
+async def _fill_in(state: FrontState, body: OllamaGenerateRequest, suffix: str, received: float) -> Generation:
+    params = _params(state, body)
+    [prompt] = await fill_in_prompts(state, [body.prompt or ""], suffix, max_tokens=params.max_tokens)
+    return await _generation(state, body, Chat(prompt, params, None, "format"), "cmpl-", received)
 
 
 async def _chat(
@@ -118,14 +128,14 @@ async def _chat(
 ) -> Generation:
     conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
     chat = await open_chat(state, conversation, _params(state, body), use=use, grammar_field="format")
-    return _generation(state, body, chat, "chatcmpl-", received)
+    return await _generation(state, body, chat, "chatcmpl-", received)
 
 
-def _generation(state: FrontState, body: OllamaCommon, chat: Chat, id_prefix: str, received: float) -> Generation:
+async def _generation(state: FrontState, body: OllamaCommon, chat: Chat, id_prefix: str, received: float) -> Generation:
     options = body.options or OllamaOptions()
     return Generation(
         prompts=[chat.prompt],
-        params=_within_num_ctx(state, chat.params, len(chat.prompt.token_ids), options.num_ctx),
+        params=await complete(state, _within_num_ctx(state, chat.params, len(chat.prompt.token_ids), options.num_ctx)),
         form=chat.form,
         answer_id=new_id(id_prefix),
         deadline=deadline_of(None, state.config, received),
@@ -143,9 +153,12 @@ def _params(state: FrontState, body: OllamaCommon) -> SamplingParams:
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME_NAME}
     if options.seed == -1:
         fields["seed"] = None
-    defaults = state.sampling_defaults
+    fields |= sampler_options(options)
+    defaults = state.sampling_defaults if state.sampling_defaults.fields() else OLLAMA_DEFAULTS
+    if fields["mirostat"]:  # As in Ollama, mirostat replaces the cuts, unless they are asked for.
+        defaults = SamplingDefaults(temperature=defaults.temperature)
     return sampling_params(
-        defaults if defaults.fields() else OLLAMA_DEFAULTS,
+        defaults,
         **fields,
         max_tokens=options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
         repetition_penalty=options.repeat_penalty,

@@ -50,6 +50,17 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Per prompt position (the first has none): token id to log-probability and rank."""
 
 
+class VoteResult(msgspec.Struct):
+    """How the answers of `self_consistency` voted."""
+
+    value: str | None
+    """The extracted field of the returned answer; null if no answer had one."""
+    votes: int
+    """Answers with this field."""
+    samples: int
+    """Answers generated."""
+
+
 # ── chat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 ChatFinish = AnswerFinish | Literal["function_call"]
 
@@ -89,6 +100,7 @@ class ChatAnswer(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     truncated_prompt_tokens: int | UnsetType = UNSET
     """Number of tokens that `truncate_prompt_tokens` cut from the beginning of the prompt."""
+    vote: VoteResult | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -118,6 +130,7 @@ class ChatChunk(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     truncated_prompt_tokens: int | UnsetType = UNSET
 
@@ -152,6 +165,7 @@ class CompletionAnswer(msgspec.Struct):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
+    vote: VoteResult | UnsetType = UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct):
@@ -160,6 +174,7 @@ class CompletionChunkChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: AnswerFinish | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     truncated_prompt_tokens: int | UnsetType = UNSET
@@ -201,6 +216,21 @@ class TokenizeAnswer(msgspec.Struct):
     count: int
     max_model_len: int | None
     tokens: list[int]
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What clients need to tokenise as the server does."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int | None
+    bos_token: str | None
+    eos_token: str | None
+    end_tokens: dict[str, int]
+    """Every token that ends an answer."""
+    special_tokens: dict[str, str]
+    """By role: bos_token, eos_token, …"""
+    chat_template: str | None
 
 
 class DetokenizeAnswer(msgspec.Struct):

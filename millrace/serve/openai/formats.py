@@ -10,6 +10,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from millrace.errors import BadRequest
 from millrace.serve.generate.checks import refuse_unsupported
+from millrace.serve.generate.choosing.beam_fields import BeamFields
 from millrace.serve.generate.grammars import Format, format_of, only_format, schema_format
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.text.grammar.gbnf import looks_like_gbnf
@@ -69,7 +70,7 @@ class StructuredOutputs(Strict, kw_only=True):
     structural_tag: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
-class Formatted(Strict, kw_only=True):
+class Formatted(BeamFields, kw_only=True):
     """At most one of these fields says what the answer must conform to."""
 
     response_format: Annotated[

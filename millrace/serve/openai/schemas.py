@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.priority import PriorityClass
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.openai.formats import Formatted
@@ -124,6 +125,12 @@ class FunctionMessage(Strict, kw_only=True, tag_field="role", tag="function"):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
+class Prediction(Strict, kw_only=True, tag_field="type", tag="content"):
+    """What the answer will probably contain."""
+
+    content: str | list[TextPart]
+
+
 class StreamOptions(Strict, kw_only=True):
     """What a stream carries besides the text."""
 
@@ -176,7 +183,8 @@ class Sampled(Formatted, kw_only=True):
     include_stop_str_in_output: Annotated[bool | None, described("Include the stop string in the text.")] = None
     skip_special_tokens: Annotated[bool | None, described("Omit special tokens from the text; default true.")] = None
     prompt_logprobs: Annotated[
-        int | None, described("Log-probabilities of the prompt; not with `stream`.", minimum=0, maximum=MAX_LOGPROBS)
+        int | None,
+        described("Log-probabilities of the prompt; in a stream before its text.", minimum=0, maximum=MAX_LOGPROBS),
     ] = None
     return_token_ids: Annotated[bool | None, described("Add the token ids of prompt and output.")] = None
     priority: Annotated[
@@ -187,6 +195,13 @@ class Sampled(Formatted, kw_only=True):
         described("Cached prompt prefixes are shared only between requests with the same salt.", maxLength=1024),
     ] = None
     timeout: Annotated[float | None, described("Seconds until the deadline.", exclusiveMinimum=0)] = None
+    best_of: Annotated[
+        int | None, described("Generate this many and return the n likeliest; not with `stream`.", minimum=1)
+    ] = None
+    self_consistency: Annotated[
+        SelfConsistency | None,
+        described("Generate several answers and return one of the majority; the answer has a `vote`."),
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
         described(
@@ -232,7 +247,9 @@ class ChatRequest(Sampled, kw_only=True):
     verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
     modalities: Annotated[Refused, unsupported('null and ["text"] are accepted.')] = UNSET
     audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    prediction: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    prediction: Annotated[
+        Prediction | None, described("Text that the answer will probably contain: a source of drafts.")
+    ] = None
     web_search_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     service_tier: Annotated[Refused, unsupported('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
@@ -266,13 +283,12 @@ class CompletionRequest(Sampled, kw_only=True):
         int | None, described("Log-probabilities of this many likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS)
     ] = None
     echo: Annotated[bool | None, described("Return the prompt before the completion.")] = None
-    best_of: Annotated[
-        int | None, described("Generate this many and return the n likeliest; not with `stream`.", minimum=1)
-    ] = None
     add_special_tokens: Annotated[
         bool | None, described("Add the special tokens that begin a prompt; default true.")
     ] = None
-    suffix: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    suffix: Annotated[str | None, described("Text after the completion, for models that can fill in the middle.")] = (
+        None
+    )
 
 
 class TokenizeRequest(Strict, kw_only=True):
@@ -300,14 +316,12 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "moderation": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "prompt_cache_retention": ("in_memory",),
     "prompt_cache_options": (),
-    "suffix": ("",),
 }
 """Unsupported fields, with the values (besides null) that have no effect and are accepted."""
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 from millrace.errors import BadRequest
-from millrace.params import SamplingParams
+from millrace.params import NEUTRAL_DEFAULTS, SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_chat
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
+from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.priority import priority_of
-from millrace.serve.generate.prompts import check_truncation
-from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
+from millrace.serve.generate.prompts import check_truncation, encode_texts
+from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
 from millrace.serve.openai.formats import format_wanted
 from millrace.serve.openai.schemas import ChatRequest
 from millrace.serve.openai.translate_messages import conversation_of
-from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
+from millrace.serve.openai.translate_shared import check_fields, sequences_of, shared_sampling, usage_options
 from millrace.serve.openai.translate_tools import tools_of, uses_functions
 from millrace.serve.openai.write_chat import ChatWriter
 from millrace.serve.state import FrontState
@@ -40,29 +42,35 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
     max_tokens, limit_name = _max_tokens(request)
     logprobs = _logprobs(request)
     wanted = format_wanted(request)
+    n = 1 if request.n is None else request.n
+    beams = beam_params(request, n, request.best_of)
+    per_prompt = n if beams is not None else sequences_of(request, n)
     try:
         params = sampling_params(
-            state.sampling_defaults,
+            state.sampling_defaults if beams is None else NEUTRAL_DEFAULTS,
             **shared_sampling(request),
             max_tokens=max_tokens,
             n=request.n,
-            logprobs=logprobs,
+            # best_of ranks by the log-probability of the tokens that were chosen.
+            logprobs=0 if per_prompt > n and logprobs is None else logprobs,
             prompt_logprobs=request.prompt_logprobs,
             grammar=wanted.grammar if wanted is not None else None,
         )
     except BadRequest as error:
         raise name_fields(error, {"max_tokens": limit_name}) from None
-    check_num_sequences(1, params.n)
+    check_num_sequences(1, per_prompt)
     include_usage, continuous_usage = usage_options(request)
     chat = await _chat(state, request, params, wanted.field if wanted is not None else "")
     return Generation(
         prompts=[chat.prompt],
-        params=chat.params,
+        params=await complete(state, await _predicted(state, request, chat.params)),
         form=chat.form,
         answer_id=new_id("chatcmpl-"),
         deadline=deadline_of(request.timeout, state.config, received),
         n=params.n,
-        num_sequences=params.n,
+        num_sequences=per_prompt,
+        vote=request.self_consistency,
+        beams=beams,
         priority=priority_of(request.priority),
         cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
@@ -90,6 +98,16 @@ async def _chat(state: FrontState, request: ChatRequest, params: SamplingParams,
         raise name_fields(error, {"prompt": "messages"}) from None
 
 
+async def _predicted(state: FrontState, request: ChatRequest, params: SamplingParams) -> SamplingParams:
+    """The parameters with the tokens of `prediction`, as many as an answer can have."""
+    if request.prediction is None:
+        return params
+    content = request.prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    [token_ids] = await encode_texts(state, [text], add_special=False, max_tokens=None, may_cut=True)
+    return dataclasses.replace(params, prediction=tuple(token_ids[: state.require_engine().max_context]))
+
+
 def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
     """The limit and the name of the field that set it."""
     old, new = request.max_tokens, request.max_completion_tokens
@@ -104,10 +122,6 @@ def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
 def _logprobs(request: ChatRequest) -> int | None:
     if request.prompt_logprobs is not None:
         check_logprobs("prompt_logprobs", request.prompt_logprobs)
-        if request.stream:
-            raise BadRequest(
-                "'prompt_logprobs' is not available with 'stream'; set stream to false.", param="prompt_logprobs"
-            )
     check_logprobs("top_logprobs", request.top_logprobs)
     if request.logprobs:
         return request.top_logprobs or 0

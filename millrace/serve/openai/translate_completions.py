@@ -8,17 +8,19 @@ from typing import TypeVar
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.serve.generate.checks import MAX_SEQUENCES, check_logprobs, check_num_sequences, check_range
+from millrace.params import NEUTRAL_DEFAULTS
+from millrace.serve.generate.checks import check_logprobs, check_num_sequences
+from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.priority import priority_of
-from millrace.serve.generate.prompts import check_truncation, cut_prompt, encode_texts
-from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
+from millrace.serve.generate.prompts import check_truncation, cut_prompt, encode_texts, fill_in_prompts
+from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, json_error
 from millrace.serve.http.ids import new_id
 from millrace.serve.openai.formats import format_wanted
 from millrace.serve.openai.schemas import CompletionRequest
-from millrace.serve.openai.translate_shared import check_fields, shared_sampling, usage_options
+from millrace.serve.openai.translate_shared import check_fields, sequences_of, shared_sampling, usage_options
 from millrace.serve.openai.write_completions import CompletionWriter
 from millrace.serve.state import FrontState
 
@@ -45,11 +47,12 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     score_only = echo and max_tokens == 0
     n = 1 if request.n is None else request.n
-    best_of = _best_of(request, n)
+    beams = beam_params(request, n, request.best_of)
+    best_of = n if beams is not None else sequences_of(request, n)
     _check_logprobs(request)
     wanted = format_wanted(request)
     params = sampling_params(
-        state.sampling_defaults,
+        state.sampling_defaults if beams is None else NEUTRAL_DEFAULTS,
         **shared_sampling(request),
         n=request.n,
         max_tokens=1 if score_only else max_tokens,
@@ -62,11 +65,13 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
     include_usage, continuous_usage = usage_options(request)
     return Generation(
         prompts=prompts,
-        params=params,
+        params=await complete(state, params),
         answer_id=new_id("cmpl-"),
         deadline=deadline_of(request.timeout, state.config, received),
         n=n,
         num_sequences=best_of,
+        vote=request.self_consistency,
+        beams=beams,
         priority=priority_of(request.priority),
         cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
@@ -82,28 +87,9 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
     )
 
 
-def _best_of(request: CompletionRequest, n: int) -> int:
-    if request.best_of is None:
-        return n
-    check_range("best_of", request.best_of, 1, MAX_SEQUENCES)
-    if request.best_of < n:
-        raise BadRequest(f"best_of is {request.best_of}, below n {n}; raise it to at least {n}.", param="best_of")
-    if request.best_of > n and request.stream:
-        raise BadRequest(
-            f"best_of is {request.best_of} and n is {n}, but which choices are best is known only at the end;"
-            " set stream to false or best_of to n.",
-            param="best_of",
-        )
-    return request.best_of
-
-
 def _check_logprobs(request: CompletionRequest) -> None:
     check_logprobs("logprobs", request.logprobs)
     check_logprobs("prompt_logprobs", request.prompt_logprobs)
-    if request.prompt_logprobs is not None and request.stream:
-        raise BadRequest(
-            "'prompt_logprobs' is not available with 'stream'; set stream to false.", param="prompt_logprobs"
-        )
 
 
 def _prompt_logprobs(request: CompletionRequest, echo: bool) -> int | None:
@@ -115,6 +101,9 @@ def _prompt_logprobs(request: CompletionRequest, echo: bool) -> int | None:
 async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: int, max_tokens: int) -> list[Prompt]:
     texts, token_lists = _split(request.prompt)
     check_num_sequences(max(len(texts), len(token_lists)), per_prompt)
+    if request.suffix:
+        _check_suffix(request, texts)
+        return await fill_in_prompts(state, texts, request.suffix, max_tokens=max_tokens)
     if texts:
         encoded = await encode_texts(
             state,
@@ -133,6 +122,14 @@ async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: in
     if keep is None:
         return prompts
     return [cut_prompt(state, prompt.token_ids, prompt.text, keep, max_tokens) for prompt in prompts]
+
+
+def _check_suffix(request: CompletionRequest, texts: list[str]) -> None:
+    if not texts:
+        raise BadRequest("'suffix' needs the prompt as text, not as token ids.", param="suffix")
+    for name, is_set in (("echo", request.echo), ("truncate_prompt_tokens", request.truncate_prompt_tokens)):
+        if is_set:
+            raise BadRequest(f"'{name}' cannot be combined with 'suffix'; remove one of them.", param=name)
 
 
 def _split(raw: msgspec.Raw) -> tuple[list[str], list[list[int]]]:

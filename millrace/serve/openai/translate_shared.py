@@ -6,7 +6,13 @@ from typing import Any
 
 from millrace.errors import BadRequest
 from millrace.serve.generate.checks import check_integers, check_metadata, check_model, refuse_unsupported
-from millrace.serve.openai.schemas import NOT_SUPPORTED, STREAM_OPTIONS_NOT_SUPPORTED, Sampled
+from millrace.serve.generate.choosing.best import num_sequences
+from millrace.serve.generate.choosing.sampler_fields import sampler_options
+from millrace.serve.openai.schemas import (
+    NOT_SUPPORTED,
+    STREAM_OPTIONS_NOT_SUPPORTED,
+    Sampled,
+)
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -32,7 +38,12 @@ def check_fields(request: Sampled, model_name: str) -> None:
 
 def shared_sampling(request: Sampled) -> dict[str, Any]:
     """Keyword arguments for `sampling_params`."""
-    return {name: getattr(request, name) for name in _SAMPLING}
+    return {name: getattr(request, name) for name in _SAMPLING} | sampler_options(request)
+
+
+def sequences_of(request: Sampled, n: int) -> int:
+    """Sequences to generate per prompt."""
+    return num_sequences(request.best_of, n, bool(request.stream), request.self_consistency)
 
 
 def usage_options(request: Sampled) -> tuple[bool, bool]:

@@ -29,7 +29,7 @@ from millrace.serve.openai.answers import (
 )
 from millrace.serve.openai.logprobs import prompt_logprobs
 from millrace.serve.openai.schemas_tools import AnswerCall, CallDelta, FunctionCall, FunctionCallDelta
-from millrace.serve.openai.write_shared import reasons, running_usage, usage_of
+from millrace.serve.openai.write_shared import chosen, reasons, running_usage, usage_of
 from millrace.text.answer_events import ToolCall
 
 
@@ -68,7 +68,12 @@ class ChatWriter:
         return before, after
 
     def prompt_frame(self, choice: DetailedChoice) -> bytes:
-        return b""
+        """The prompt is the same for all choices, so it is described once."""
+        if not self._generation.prompt_logprobs or choice.index:
+            return b""
+        tokenizer = self._job.state.tokenizer
+        shown = prompt_logprobs(tokenizer, choice.prompt.token_ids, choice.prompt_logprobs)
+        return self._frame(ChatChunkChoice(choice.index, Delta(content="")), prompt_logprobs=shown)
 
     def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
         generation = self._generation
@@ -135,26 +140,28 @@ class ChatWriter:
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         generation, tokenizer = self._generation, self._job.state.tokenizer
         first = choices[0]
+        kept, vote = chosen(choices, generation)
         shown_prompt: Any = UNSET
         if generation.prompt_logprobs:
             shown_prompt = prompt_logprobs(tokenizer, first.prompt.token_ids, first.prompt_logprobs)
         return encode(
             ChatAnswer(
                 object="chat.completion",
-                choices=[self._choice(choice) for choice in choices],
+                choices=[self._choice(index, choice) for index, choice in enumerate(kept)],
                 usage=usage_of(usage, reasons=reasons(self._job)),
                 prompt_logprobs=shown_prompt,
                 prompt_token_ids=first.prompt.token_ids if generation.return_token_ids else UNSET,
                 truncated_prompt_tokens=first.prompt.num_dropped if generation.reports_dropped else UNSET,
+                vote=vote,
                 **self._common,
             )
         )
 
-    def _choice(self, choice: CollectedChoice) -> ChatChoice:
+    def _choice(self, index: int, choice: CollectedChoice) -> ChatChoice:
         generation = self._generation
         output = choice.output
         return ChatChoice(
-            choice.index,
+            index,
             self._message(output),
             self._logprobs(output.logprobs),
             self._finish(choice),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from millrace.errors import MillraceError
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
@@ -22,9 +22,10 @@ from millrace.serve.openai.answers import (
     CompletionChunk,
     CompletionChunkChoice,
     CompletionLogprobs,
+    PromptLogprobs,
 )
 from millrace.serve.openai.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
-from millrace.serve.openai.write_shared import running_usage, usage_of
+from millrace.serve.openai.write_shared import chosen, running_usage, usage_of
 
 
 class CompletionWriter(TextOnly):
@@ -55,7 +56,9 @@ class CompletionWriter(TextOnly):
 
     def prompt_frame(self, choice: DetailedChoice) -> bytes:
         generation = self._generation
-        if not (generation.echo or generation.return_token_ids or generation.reports_dropped):
+        if not (
+            generation.echo or generation.return_token_ids or generation.reports_dropped or generation.prompt_logprobs
+        ):
             return b""
         logprobs = self._echo_logprobs(choice) if generation.echo else None
         return self._frame(
@@ -65,6 +68,7 @@ class CompletionWriter(TextOnly):
                 logprobs,
                 prompt_token_ids=choice.prompt.token_ids if generation.return_token_ids else UNSET,
                 truncated_prompt_tokens=choice.prompt.num_dropped if generation.reports_dropped else UNSET,
+                prompt_logprobs=self._prompt_logprobs(choice),
             )
         )
 
@@ -101,34 +105,20 @@ class CompletionWriter(TextOnly):
 
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
-        chosen = [self._choice(index, choice) for index, choice in enumerate(self._best(choices))]
-        return encode(CompletionAnswer(choices=chosen, usage=usage_of(usage), **self._common))
-
-    def _best(self, choices: list[CollectedChoice]) -> list[CollectedChoice]:
-        """The likeliest n sequences of each prompt, likeliest first; without `best_of` all of them in order."""
-        generation = self._generation
-        per_prompt = generation.num_sequences
-        if generation.n == per_prompt:
-            return choices
-        best: list[CollectedChoice] = []
-        for first in range(0, len(choices), per_prompt):
-            ranked = sorted(choices[first : first + per_prompt], key=lambda choice: -choice.output.mean_logprob)
-            best += ranked[: generation.n]
-        return best
+        kept, vote = chosen(choices, self._generation)
+        shown = [self._choice(index, choice) for index, choice in enumerate(kept)]
+        return encode(CompletionAnswer(choices=shown, usage=usage_of(usage), vote=vote, **self._common))
 
     def _choice(self, index: int, choice: CollectedChoice) -> CompletionChoice:
         generation = self._generation
         text = choice.output.text
-        shown_prompt: Any = UNSET
-        if generation.prompt_logprobs:
-            shown_prompt = prompt_logprobs(self._tokenizer, choice.prompt.token_ids, choice.prompt_logprobs)
         return CompletionChoice(
             index,
             self._echo_text(choice.prompt) + text if generation.echo else text,
             self._logprobs(choice),
             choice.finish_reason,
             choice.stop_reason,
-            shown_prompt,
+            self._prompt_logprobs(choice),
             choice.prompt.token_ids if generation.return_token_ids else UNSET,
             choice.output.token_ids if generation.return_token_ids else UNSET,
             choice.prompt.num_dropped if generation.reports_dropped else UNSET,
@@ -140,6 +130,11 @@ class CompletionWriter(TextOnly):
         echoed = self._echo_logprobs(choice) if self._generation.echo else None
         generated = self._writer(choice).generated(choice.output.logprobs)
         return generated if echoed is None else joined(echoed, generated)
+
+    def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs | UnsetType:
+        if not self._generation.prompt_logprobs:
+            return UNSET
+        return prompt_logprobs(self._tokenizer, choice.prompt.token_ids, choice.prompt_logprobs)
 
     # ── echo ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _echo_text(self, prompt: Prompt) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from msgspec import UNSET, UnsetType
 
 from millrace.serve.generate import usage as internal
+from millrace.serve.generate.choices import CollectedChoice
+from millrace.serve.generate.choosing.best import best, elect
+from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.job import Job
-from millrace.serve.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from millrace.serve.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage, VoteResult
 
 
 def usage_of(counts: internal.Usage, *, reasons: bool = False) -> Usage:
@@ -19,6 +22,16 @@ def usage_of(counts: internal.Usage, *, reasons: bool = False) -> Usage:
 def reasons(job: Job) -> bool:
     form = job.generation.form
     return form is not None and form.reasoning is not None
+
+
+def chosen(
+    choices: list[CollectedChoice], generation: Generation
+) -> tuple[list[CollectedChoice], VoteResult | UnsetType]:
+    """The choices to return, and how they were voted on."""
+    if generation.vote is None:
+        return best(choices, generation), UNSET
+    winner, ballot = elect(choices, generation.vote)
+    return [winner], VoteResult(ballot.value, ballot.votes, ballot.samples)
 
 
 def running_usage(job: Job) -> Usage | UnsetType | None:

@@ -87,7 +87,11 @@ async def retrieve(request: web.Request) -> web.Response:
 def _check_include(request: web.Request) -> None:
     for name in (*request.query.getall("include", ()), *request.query.getall("include[]", ())):
         if name not in (LOGPROBS, ENCRYPTED_REASONING):
-            raise BadRequest(f"include is {name[:80]!r}, which is not supported yet; remove it.", param="include")
+            raise BadRequest(
+                f"include is {name[:80]!r}, which is not supported yet; remove it.",
+                param="include",
+                code="unsupported_parameter",
+            )
 
 
 async def delete(request: web.Request) -> web.Response:

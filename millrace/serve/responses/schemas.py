@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from millrace.serve.generate.choosing.sampler_fields import SamplerFields
 from millrace.serve.generate.priority import PriorityClass
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.responses.schemas_items import (
@@ -70,6 +71,11 @@ class ResponseInputMessage(Strict, kw_only=True):
     phase: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
+_ITEMS_SCHEMA: dict[str, Any] = {
+    "type": "array", "maxItems": 20, "items": {"$ref": "#/components/schemas/ResponseInputMessage"}
+}  # fmt: skip
+
+
 class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
     """Free text, as without a format."""
 
@@ -104,13 +110,20 @@ class ResponseStreamOptions(Strict, kw_only=True):
     include_obfuscation: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
-class _ResponseInput(Strict, kw_only=True):
+class ConversationId(Strict, kw_only=True):
+    id: str
+
+
+class _ResponseInput(SamplerFields, kw_only=True):
     model: Annotated[str | None, described("Name of the served model; may be left out.")] = None
     input: Annotated[Raw, described("A text, or a list of items.", **schema_of_input())]
     instructions: Annotated[str | None, described("A system message before all others.")] = None
     previous_response_id: Annotated[str | None, described("Continue the conversation of a stored response.")] = None
     text: ResponseText | None = None
-    truncation: Annotated[Refused, unsupported('null and "disabled" are accepted.')] = UNSET
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        described("auto: drop the oldest messages that do not fit, and report how many; default: refuse."),
+    ] = None
     tools: Annotated[list[ResponseFunction] | None, described("Functions that the model may call.")] = None
     tool_choice: Annotated[
         ResponseToolChoice | None,
@@ -118,11 +131,13 @@ class _ResponseInput(Strict, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool | None, described("The answer may have several calls; default true.")] = None
     reasoning: Annotated[Refused, unsupported("null, {} and an object of nulls are accepted.")] = UNSET
-    conversation: Annotated[Refused, unsupported("null is accepted; see `previous_response_id`.")] = UNSET
+    conversation: Annotated[
+        str | ConversationId | None, described("Continue a stored conversation, and add this turn to it.")
+    ] = None
 
 
 class InputTokensRequest(_ResponseInput, kw_only=True):
-    """The body of POST /v1/responses/input_tokens."""
+    """The body of POST /v1/responses/input_tokens. Sampler options have no effect on the count."""
 
 
 class ResponsesRequest(_ResponseInput, kw_only=True):
@@ -132,7 +147,7 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     store: Annotated[bool | None, described("Store the response for 30 days; default true.")] = None
     background: Annotated[
-        bool | None, described("Return at once and generate in the background; not with `stream`.")
+        bool | None, described("Generate in the background; with `stream`, events can be read again later.")
     ] = None
     max_output_tokens: Annotated[
         int | None, described("Maximum number of output tokens; default: up to the end of the context.", minimum=1)
@@ -195,9 +210,7 @@ _NO_REASONING = tuple(
     dict.fromkeys(names) for names in ((), ("effort",), ("summary",), ("effort", "summary"), ("generate_summary",))
 )
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "truncation": ("disabled",),
     "reasoning": _NO_REASONING,
-    "conversation": (),
     "prompt_cache_retention": ("in_memory",),
     "prompt_cache_options": (),
     "service_tier": ("auto", "default"),
@@ -282,7 +295,10 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     tools: list[ResponseFunction] = []
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"
+    truncated_input_items: int | UnsetType = UNSET
+    """Messages that `truncation` dropped from the beginning."""
+    conversation: ConversationId | None = None
     usage: ResponseUsage | UnsetType = UNSET
     user: str | UnsetType = UNSET
     metadata: dict[str, str]
@@ -292,6 +308,38 @@ class ResponseDeleted(msgspec.Struct):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class ConversationRequest(Strict, kw_only=True):
+    """The body of POST /v1/conversations."""
+
+    items: Annotated[Raw | UnsetType, described("The first messages, at most 20.", **_ITEMS_SCHEMA)] = UNSET
+    metadata: Annotated[dict[str, str] | None, described("Labels.")] = None
+
+
+class ConversationUpdate(Strict, kw_only=True):
+    """The body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: Annotated[dict[str, str] | None, described("Labels; they replace the old ones.")]
+
+
+class ConversationItemsRequest(Strict, kw_only=True):
+    """The body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: Annotated[Raw, described("Messages to add, at most 20.", **_ITEMS_SCHEMA)]
+
+
+class ConversationAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationDeleted(msgspec.Struct):
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True
 
 
 class InputTokensAnswer(msgspec.Struct):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,16 +20,18 @@ from millrace.serve.generate.checks import (
     name_fields,
     refuse_unsupported,
 )
+from millrace.serve.generate.choosing.sampler_fields import sampler_options
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import Format, format_of, schema_format
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.generate.priority import priority_of
-from millrace.serve.generate.prompts import encode_chat
-from millrace.serve.generate.sampling import deadline_of, salt_of, sampling_params
+from millrace.serve.generate.prompts import encode_chat, without_oldest
+from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
+from millrace.serve.responses import conversations
 from millrace.serve.responses.items import messages_of
 from millrace.serve.responses.schemas import (
     ENCRYPTED_REASONING,
@@ -35,6 +39,7 @@ from millrace.serve.responses.schemas import (
     NOT_SUPPORTED,
     STREAM_OPTIONS_NOT_SUPPORTED,
     TEXT_NOT_SUPPORTED,
+    ConversationId,
     InputTextPart,
     InputTokensRequest,
     JsonObjectFormat,
@@ -93,17 +98,17 @@ class _Typed(msgspec.Struct):
 
 
 # ── input ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def input_items(raw: msgspec.Raw) -> list[InputItem]:
+def input_items(raw: msgspec.Raw, at: str = "input") -> list[InputItem]:
     """A text, or messages, as items with ids of their own."""
     try:
         given = msgspec.json.decode(raw, type=str | list[msgspec.Raw])
     except msgspec.ValidationError:
-        raise BadRequest("'input' must be a text or a list of messages.", param="input") from None
+        raise BadRequest(f"'{at}' must be a text or a list of messages.", param=at) from None
     if not given:
-        raise BadRequest("'input' is empty; send a text or at least one message.", param="input")
+        raise BadRequest(f"'{at}' is empty; send a text or at least one message.", param=at)
     if isinstance(given, str):
         return [InputMessage(id=new_id("msg_"), role="user", content=[InputText(text=given)])]
-    return [_item(bytes(one), f"input[{index}]") for index, one in enumerate(given)]
+    return [_item(bytes(one), f"{at}[{index}]") for index, one in enumerate(given)]
 
 
 def _item(data: bytes, at: str) -> InputItem:
@@ -172,9 +177,21 @@ async def _conversation(
 ) -> list[Message]:
     """Instructions, then the stored conversation, then the new input."""
     messages = [Message("system", body.instructions)] if body.instructions else []
+    if body.conversation is not None:
+        if body.previous_response_id is not None:
+            raise BadRequest(
+                "'conversation' and 'previous_response_id' are both set; send one of them.", param="conversation"
+            )
+        messages += await state.store.run(conversations.messages, conversation_id(body), owner)
     if body.previous_response_id is not None:
         messages += await state.store.run(conversation, body.previous_response_id, owner)
     return messages + messages_of(items)
+
+
+def conversation_id(body: ResponsesRequest | InputTokensRequest) -> str:
+    """The stored conversation's id; empty without one."""
+    given = body.conversation
+    return given.id if isinstance(given, ConversationId) else given or ""
 
 
 def _check(state: FrontState, body: ResponsesRequest | InputTokensRequest) -> None:
@@ -205,8 +222,11 @@ async def prepare_response(
         generation = await _generation(state, body, messages, num_top, opening.id, received)
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
+    if body.truncation == "auto":
+        opening = msgspec.structs.replace(opening, truncated_input_items=generation.prompts[0].num_dropped)
     make_writer = partial(ResponseWriter, opening=opening, limit_names=LIMIT_NAMES)
-    return Work(generation, make_writer, partial(_conclude, state, items, owner, queued is not None))
+    kept = _Kept(items, owner, queued is not None, conversation_id(body))
+    return Work(generation, make_writer, partial(_conclude, state, kept))
 
 
 async def _generation(
@@ -220,7 +240,7 @@ async def _generation(
     check_integers(body)
     check_metadata(body.metadata)
     check_logprobs("top_logprobs", num_top)
-    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING} | sampler_options(body)
     wanted = _format(body)
     params = sampling_params(
         state.sampling_defaults,
@@ -230,10 +250,16 @@ async def _generation(
         grammar=wanted.grammar if wanted is not None else None,
     )
     conversation = Conversation(messages, template_kwargs=body.chat_template_kwargs or {})
+    num_dropped = 0
+    if body.truncation == "auto":
+        shown = dataclasses.replace(conversation, tools=tools_of(body).shown)
+        messages = await without_oldest(state, shown, max_tokens=body.max_output_tokens)
+        num_dropped = len(conversation.messages) - len(messages)
+        conversation = dataclasses.replace(conversation, messages=messages)
     chat = await open_chat(state, conversation, params, use=tools_of(body), grammar_field="text.format")
     return Generation(
-        prompts=[chat.prompt],
-        params=chat.params,
+        prompts=[dataclasses.replace(chat.prompt, num_dropped=num_dropped)],
+        params=await complete(state, chat.params),
         form=chat.form,
         answer_id=response_id,
         deadline=deadline_of(body.timeout, state.config, received),
@@ -256,15 +282,29 @@ def _format(body: ResponsesRequest) -> Format | None:
     return None
 
 
-async def _conclude(state: FrontState, items: list[InputItem], owner: str, is_queued: bool, job: Job) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is stored with a response when it ends."""
+
+    items: list[InputItem]
+    owner: str
+    is_queued: bool
+    """It is stored already, and is generated in the background."""
+    conversation_id: str
+
+
+async def _conclude(state: FrontState, kept: _Kept, job: Job) -> bytes:
     """Store the response before the client learns its end and can ask for it."""
     writer = job.writer
     assert isinstance(writer, ResponseWriter)
     final = writer.final(job.usage())
-    if is_queued:
+    if kept.is_queued:
         await state.store.run(end_response, final)
     elif final.store:
-        await state.store.run(add_response, final, owner, items, None)
+        await state.store.run(add_response, final, kept.owner, kept.items, None)
+    if kept.conversation_id:
+        turn = (kept.conversation_id, kept.owner, kept.items, final.output)
+        await state.store.run(conversations.continue_with, *turn)
     return writer.last_frames(final) if job.out is not None else msgspec.json.encode(final)
 
 
@@ -292,6 +332,8 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         top_p=used.get("top_p", 1.0),
         user=msgspec.UNSET if body.user is None else body.user,
         metadata=body.metadata or {},
+        truncation=body.truncation or "disabled",
+        conversation=None if body.conversation is None else ConversationId(id=conversation_id(body)),
     )
 
 

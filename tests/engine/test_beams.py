@@ -1,0 +1,47 @@
+"""Beams of the default model equal those of transformers, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers_oracle import load_model
+
+from millrace import LLM, SamplingParams
+from millrace.errors import BadRequest
+from millrace.params import BeamParams
+from millrace.sources.resolve import resolve_model
+
+PROMPTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time, in a")
+KINDS = (
+    (BeamParams(3), 8),
+    (BeamParams(4, length_penalty=0.0, early_stopping=True), 8),
+    (BeamParams(2, length_penalty=2.0, early_stopping="never"), 8),
+)
+
+
+@pytest.mark.timeout(300)
+def test_beams_equal_transformers() -> None:
+    model = load_model(resolve_model("smollm2-135m-instruct").path)
+    with LLM(dtype="float32", kv_tokens=2048) as llm:
+        # A frequent token as a further end, so that beams end at different lengths.
+        ends = [*llm.tokenizer.end_token_ids, llm.tokenizer.encode(",", add_special=False)[0]]
+        for beams, num_tokens in KINDS:
+            params = SamplingParams(
+                n=beams.num_beams, max_tokens=num_tokens, stop_token_ids=(ends[-1],), temperature=0, logprobs=0
+            )
+            found = llm.generate(list(PROMPTS), params, beams=beams)
+            for text, generation in zip(PROMPTS, found, strict=True):
+                ids = torch.tensor([llm.tokenizer.encode(text)])
+                theirs = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens,
+                    num_beams=beams.num_beams, num_return_sequences=beams.num_beams, eos_token_id=ends,
+                    pad_token_id=ends[0], length_penalty=beams.length_penalty, early_stopping=beams.early_stopping,
+                )  # fmt: skip
+                wanted = [_until_end(line[ids.shape[1] :].tolist(), ends) for line in theirs]
+                assert [choice.token_ids for choice in generation.choices] == wanted, (text, beams)
+        with pytest.raises(BadRequest, match="top_p cannot be combined with beam search"):
+            llm.generate("a", SamplingParams(top_p=0.5), beams=BeamParams(2))
+
+
+def _until_end(tokens: list[int], ends: list[int]) -> list[int]:
+    return tokens[: next((at for at, token in enumerate(tokens) if token in ends), len(tokens))]

@@ -1,0 +1,201 @@
+"""How answers are chosen: sampler fields, best_of, beams, votes, predictions, suffixes, and what a prompt scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve.front_under_test import END, MODEL, Front, running_front, saying
+from serve.wire import CHAT, chat_text, post, stream
+
+from millrace.link.messages import NewRequest, unpack_tokens
+
+COMPLETIONS = "/v1/completions"
+OLLAMA = "/api/chat"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def numbered(request: NewRequest) -> list[int]:
+    """The answer depends on the seed: 7, 8, 7, 9, 7 …"""
+    number = (7, 8, 7, 9, 7)[(request.params.seed or 0) % 5]
+    return [*f'{{"result": {{"n": [{number}]}}}}'.encode(), END]
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(saying("Hello")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def voters() -> Iterator[Front]:
+    with running_front(numbered) as running:
+        yield running
+
+
+SAMPLERS = {
+    "typical_p": 0.9,
+    "top_a": 0.2,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "dry_multiplier": 0.8,
+    "dry_base": 1.5,
+    "dry_allowed_length": 3,
+    "dry_sequence_breakers": ["\n", "ab"],
+    "dry_penalty_last_n": 64,
+    "mirostat_mode": 2,
+    "mirostat_tau": 4.0,
+    "mirostat_eta": 0.2,
+    "repeat_last_n": 32,
+    "dynatemp_min": 0.5,
+    "dynatemp_max": 1.5,
+    "dynatemp_exponent": 2.0,
+}
+
+
+def check_samplers(request: NewRequest) -> None:
+    params = request.params
+    assert (params.typical_p, params.top_a, params.xtc_probability, params.xtc_threshold) == (0.9, 0.2, 0.5, 0.2)
+    assert (params.dry_multiplier, params.dry_base, params.dry_allowed_length, params.dry_range) == (0.8, 1.5, 3, 64)
+    assert params.dry_breaker_ids == (ord("\n"), ord("b"))
+    assert (params.mirostat, params.mirostat_tau, params.mirostat_eta, params.repeat_last_n) == (2, 4.0, 0.2, 32)
+    assert (params.temperature, params.dynatemp_range, params.dynatemp_exponent) == (1.0, 0.5, 2.0)
+
+
+def test_sampler_fields_reach_the_engine_from_every_dialect(front: Front) -> None:
+    bodies = (
+        (CHAT, body(**SAMPLERS)),
+        (COMPLETIONS, {"model": MODEL, "prompt": "a", **SAMPLERS}),
+        ("/v1/responses", {"model": MODEL, "input": "a", "store": False, **SAMPLERS}),
+        (OLLAMA, body(options=SAMPLERS, stream=False)),
+    )
+    for path, sent in bodies:
+        reply = post(front.port, path, sent)
+        assert reply.status == 200, (path, reply.json)
+        check_samplers(front.engine.received[-1])
+    # Mirostat is on, so Ollama's default cuts are off.
+    assert (front.engine.received[-1].params.top_k, front.engine.received[-1].params.top_p) == (0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"typical_p": 0.0}, "typical_p"),
+        ({"mirostat": 2, "mirostat_mode": 1}, "mirostat"),
+        ({"dynatemp_min": 1.0}, "dynatemp_min"),
+        ({"repeat_last_n": -2}, "repeat_last_n"),
+        ({"num_beams": 2, "top_p": 0.5}, "top_p"),
+        ({"num_beams": 2, "n": 3}, "n"),
+        ({"num_beams": 20}, "num_beams"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"self_consistency": {"samples": 3}}, "self_consistency"),
+        ({"self_consistency": {"samples": 3, "regex": "("}}, "self_consistency.regex"),
+        ({"self_consistency": {"samples": 3, "json_path": "a[x]"}}, "self_consistency.json_path"),
+        ({"self_consistency": {"samples": 3, "regex": "a"}, "n": 2}, "self_consistency"),
+    ],
+)
+def test_wrong_options_are_named(front: Front, fields: dict[str, Any], param: str) -> None:
+    for path, sent in ((CHAT, body(**fields)), (COMPLETIONS, {"model": MODEL, "prompt": "a", **fields})):
+        reply = post(front.port, path, sent)
+        assert reply.status == 400, (path, reply.json)
+        assert reply.json["error"]["param"] == param
+
+
+def test_options_of_ollamas_runner_are_accepted(front: Front) -> None:
+    options = {"num_gpu": 99, "num_thread": 4, "repeat_last_n": 64, "num_batch": 512, "use_mmap": True, "num_keep": 4}
+    reply = post(front.port, OLLAMA, body(options={**options, "repeat_penalty": 1.1}, stream=False))
+    assert reply.status == 200, reply.json
+    params = front.engine.received[-1].params
+    assert (params.repeat_last_n, params.repetition_penalty) == (64, 1.1)
+    reply = post(front.port, OLLAMA, body(options={"tfs_z": 0.5}, stream=False))
+    assert (reply.status, reply.json["param"]) == (400, "options.tfs_z")
+
+
+def test_best_of_on_chat(front: Front) -> None:
+    answer = post(front.port, CHAT, body(best_of=4, n=2)).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 4 * 6
+    assert "vote" not in answer
+
+
+@pytest.mark.parametrize(
+    "field", [{"json_path": "result.n[0]"}, {"regex": r"\[(\d+)\]"}, {"regex": r"(?:\d)"}], ids=["path", "group", "all"]
+)
+def test_the_majority_wins(voters: Front, field: dict[str, str]) -> None:
+    answer = post(voters.port, CHAT, body(seed=0, self_consistency={"samples": 5, **field})).json
+    [choice] = answer["choices"]
+    assert "[7]" in choice["message"]["content"]
+    assert answer["vote"] == {"value": "7", "votes": 3, "samples": 5}
+    sent = {"model": MODEL, "prompt": "a", "seed": 0, "max_tokens": 99}
+    answer = post(voters.port, COMPLETIONS, {**sent, "self_consistency": {"samples": 5, **field}}).json
+    assert answer["vote"]["votes"] == 3
+
+
+def test_a_vote_without_any_field_returns_an_answer(voters: Front) -> None:
+    answer = post(voters.port, CHAT, body(self_consistency={"samples": 3, "json_path": "nothing"})).json
+    assert answer["vote"] == {"value": None, "votes": 0, "samples": 3}
+    # A pattern that backtracks for ever finds nothing in time.
+    slow = {"samples": 2, "regex": r"((.*)*)*!"}
+    assert post(voters.port, CHAT, body(self_consistency=slow)).json["vote"]["value"] is None
+
+
+def test_a_prediction_becomes_token_ids(front: Front) -> None:
+    for content in ("abc", [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]):
+        reply = post(front.port, CHAT, body(prediction={"type": "content", "content": content}))
+        assert reply.status == 200, reply.json
+        assert front.engine.received[-1].params.prediction == (97, 98, 99)
+
+
+def test_a_suffix_is_refused_by_models_without_the_tokens(front: Front) -> None:
+    reply = post(front.port, COMPLETIONS, {"model": MODEL, "prompt": "a", "suffix": "b"})
+    assert reply.status == 400
+    assert (reply.json["error"]["param"], reply.json["error"]["code"]) == ("suffix", "unsupported_parameter")
+
+
+def test_prompt_logprobs_come_before_the_text_of_a_stream(front: Front) -> None:
+    whole = post(front.port, CHAT, body(prompt_logprobs=1)).json
+    chunks = stream(front.port, CHAT, body(prompt_logprobs=1, stream=True))
+    described = [chunk for chunk in chunks if "prompt_logprobs" in chunk]
+    assert [chunk["prompt_logprobs"] for chunk in described] == [whole["prompt_logprobs"]]
+    assert chunks.index(described[0]) < 2
+    assert chat_text(chunks) == "Hello"
+    asked = {"model": MODEL, "prompt": ["ab", "cd"], "prompt_logprobs": 0}
+    whole = post(front.port, COMPLETIONS, asked).json
+    chunks = stream(front.port, COMPLETIONS, {**asked, "stream": True})
+    found = {one["index"]: one["prompt_logprobs"] for c in chunks for one in c["choices"] if "prompt_logprobs" in one}
+    assert found == {one["index"]: one["prompt_logprobs"] for one in whole["choices"]}
+
+
+# ── beams ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_beams_over_http(front: Front) -> None:
+    """The null engine ranks token 0 … after its own token, always alike: what is best follows by arithmetic."""
+    before = len(front.engine.received)
+    sent = body(num_beams=2, n=2, max_tokens=3, logprobs=True, return_token_ids=True)
+    answer = post(front.port, CHAT, sent).json
+    steps = front.engine.received[before:]
+    assert [len(unpack_tokens(step.prompt)) for step in steps] == [20, 21, 21, 22, 22]
+    assert all(step.params.max_tokens == 1 and step.params.logprobs == 3 for step in steps)
+    first, second = answer["choices"]
+    assert len(first["token_ids"]) == len(first["logprobs"]["content"]) == 3
+    assert first["token_ids"] != second["token_ids"]
+    assert first["finish_reason"] == "length"
+    scores = [sum(entry["logprob"] for entry in one["logprobs"]["content"]) for one in (first, second)]
+    assert scores[0] >= scores[1]
+    chunks = stream(front.port, CHAT, {**sent, "stream": True})
+    assert chat_text(chunks) == first["message"]["content"]
+    reply = post(front.port, COMPLETIONS, {"model": MODEL, "prompt": "a", "use_beam_search": True, "n": 2})
+    assert len(reply.json["choices"]) == 2
+
+
+def test_beams_that_do_not_fit_or_fail(front: Front) -> None:
+    reply = post(front.port, CHAT, body(num_beams=2, max_tokens=10**6))
+    assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
+    assert reply.json["error"]["param"] == "max_tokens"
+    reply = post(front.port, CHAT, body(num_beams=2, temperature=0.5))
+    assert reply.json["error"]["param"] == "temperature"
