@@ -240,7 +240,7 @@ def _conversation_paths() -> dict[str, Any]:
     item = [*one, _in_path("item_id"), include]
     turn = [{"role": "user", "content": "Why is the sky blue?"}]
     listed = [*one, *_page(100, "limit", "order", "after"), include]
-    tag = "conversations"
+    tag, shown = "conversations", {"description": "The item.", "content": _as_json({"type": "object"})}
     create = _operation(tag, "createConversation", "Begin a conversation", "ConversationAnswer", BODY_ERRORS)
     update = _operation(tag, "updateConversation", "Replace labels", "ConversationAnswer", BODY_ERRORS, parameters=one)
     add = _operation(tag, "createConversationItems", "Add items", "InputItemList", BODY_ERRORS, parameters=one)
@@ -258,9 +258,7 @@ def _conversation_paths() -> dict[str, Any]:
             "post": {**add, "requestBody": _body("ConversationItemsRequest", {"items": turn})},
         },
         "/v1/conversations/{conversation_id}/items/{item_id}": {
-            "get": _operation(
-                tag, "getConversationItem", "Get an item", "InputItem", ("400", *stored), parameters=item
-            ),
+            "get": _operation(tag, "getConversationItem", "Get an item", shown, ("400", *stored), parameters=item),
             "delete": _operation(
                 tag, "deleteConversationItem", "Delete an item", "ConversationAnswer", stored, parameters=item[:2]
             ),
