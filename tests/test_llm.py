@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +133,43 @@ def check_constrained(llm: LLM) -> None:
         llm.generate("ab", limit, schema={"not": {}})
 
 
+PATHOLOGICAL: list[dict[str, Any]] = [
+    {"schema": {"enum": [f"value {number}" for number in range(8000)]}},
+    {"schema": {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(3000)}}},
+    {"schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1_000_000}},
+    {"schema": {"allOf": [{"anyOf": [{"required": [f"{i}-{j}"]} for j in range(10)]} for i in range(10)]}},
+    {"regex": "(a+)+$"},
+    {"regex": "(.*a.{20})|(.*b.{20})|(.*c.{20})"},
+    {"grammar": 'start: s\ns: s s s s | "a" | "" | s "b"'},
+    {"grammar": 'start: a{1000}\na: b{1000}\nb: c{1000}\nc: "x"'},
+]
+
+
+def check_neighbours(llm: LLM) -> None:
+    """Grammars that cost much cost their senders an error or a wait. A stream beside them goes on as it would alone."""
+    fields: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    (alone,) = llm.generate("ab", **fields)
+
+    def send(given: dict[str, Any]) -> bool:
+        with contextlib.suppress(RequestFailed):
+            llm.generate("ba", max_tokens=10, **given)
+        return True
+
+    with ThreadPoolExecutor(len(PATHOLOGICAL)) as pool:
+        senders = [pool.submit(send, given) for given in PATHOLOGICAL]
+        rounds = 0
+        while rounds < 3 or not all(sender.done() for sender in senders):
+            rounds += 1
+            times = [time.monotonic()]
+            tokens = []
+            for part in llm.stream("ab", **fields):
+                times.append(time.monotonic())
+                tokens.append(part.token_id)
+            assert tokens == [*alone.token_ids, None]
+            assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 2.0
+        assert all(sender.result(1) for sender in senders)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -153,4 +194,5 @@ def test_repr_names_model_and_device_until_it_is_closed(tmp_path: Path) -> None:
         (generation,) = llm.generate("ab", SamplingParams(max_tokens=3, ignore_eos=True))
         assert "num_tokens=3" in repr(generation)
         check_constrained(llm)
+        check_neighbours(llm)
     assert repr(llm) == f"LLM('{source}', closed)"

@@ -24,7 +24,7 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8080")
-    parser.add_argument("--schemas", type=int, default=1000, help="at most this many that the server accepts")
+    parser.add_argument("--schemas", type=int, default=1000, help="at most this many")
     parser.add_argument("--answers", type=int, default=10, help="per schema")
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--at-once", type=int, default=16)
@@ -35,27 +35,27 @@ async def main() -> int:
     async with aiohttp.ClientSession(options.url, timeout=aiohttp.ClientTimeout(total=None)) as session:
         async with session.get("/v1/models") as reply:
             model = (await reply.json())["data"][0]["id"]
-        num_accepted = 0
-        for path in sorted(options.folder.glob("*.json")):
-            if num_accepted == options.schemas:
-                break
+        paths = sorted(options.folder.glob("*.json"))[: options.schemas]
+
+        async def judge_all(path: Path) -> None:
             loaded = json.loads(path.read_text(encoding="utf-8"))
             schema = loaded.get("schema", loaded)
             body = _body(model, schema, options.max_tokens)
-            first = await _ask(session, slots, {**body, "seed": 0})
-            if "error" in first:
+            asked = [_ask(session, slots, {**body, "seed": seed}) for seed in range(options.answers)]
+            outcomes = [_judge(schema, answer) for answer in await asyncio.gather(*asked)]
+            if outcomes[0][0] == "refused":
                 counts["schemas refused"] += 1
-                print(f"{path.name}: {first['error']['message'][:160]}")
-                continue
-            num_accepted += 1
-            rest = [_ask(session, slots, {**body, "seed": seed}) for seed in range(1, options.answers)]
-            for number, answer in enumerate([first, *await asyncio.gather(*rest)]):
-                outcome, detail = _judge(schema, answer)
+                print(f"{path.name}: {outcomes[0][1]}")
+                return
+            counts["schemas accepted"] += 1
+            for number, (outcome, detail) in enumerate(outcomes):
                 counts[outcome] += 1
                 if detail:
-                    print(f"{path.name}#{number}: {outcome}: {detail}")
-    print(f"{num_accepted} schemas accepted, {dict(counts)} in {time.monotonic() - began:.0f} s")
-    return 1 if counts["invalid"] or counts["missing"] else 0
+                    print(f"{path.name}#{number}: {outcome}: {detail}", flush=True)
+
+        await asyncio.gather(*(judge_all(path) for path in paths))
+    print(f"{dict(counts)} in {time.monotonic() - began:.0f} s")
+    return 1 if counts["invalid"] or counts["missing"] or counts["refused"] else 0
 
 
 def _body(model: str, schema: Any, max_tokens: int) -> dict[str, Any]:
@@ -72,13 +72,13 @@ def _body(model: str, schema: Any, max_tokens: int) -> dict[str, Any]:
 
 async def _ask(session: aiohttp.ClientSession, slots: asyncio.Semaphore, body: dict[str, Any]) -> Any:
     async with slots, session.post("/v1/chat/completions", json=body) as reply:
-        return await reply.json()
+        return {**await reply.json(), "status": reply.status}
 
 
 def _judge(schema: Any, answer: Any) -> tuple[str, str]:
     """The outcome, and what is wrong."""
     if "error" in answer:
-        return "missing", str(answer["error"]["message"])[:200]
+        return "refused" if answer["status"] == 400 else "missing", str(answer["error"]["message"])[:200]
     choice = answer["choices"][0]
     if choice["finish_reason"] == "length":
         return "cut", ""
