@@ -53,8 +53,10 @@ async def main() -> int:
                 if detail:
                     print(f"{path.name}#{number}: {outcome}: {detail}", flush=True)
 
-        await asyncio.gather(*(judge_all(path) for path in paths))
-    print(f"{dict(counts)} in {time.monotonic() - began:.0f} s")
+        try:
+            await asyncio.gather(*(judge_all(path) for path in paths))
+        finally:  # Also after Ctrl-C.
+            print(f"{dict(counts)} in {time.monotonic() - began:.0f} s", flush=True)
     return 1 if counts["invalid"] or counts["missing"] or counts["refused"] else 0
 
 
