@@ -17,6 +17,7 @@ from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
 from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import routes as openai
+from millrace.serve.openai import routes_stored as stored_chat
 from millrace.serve.openai.translate_chat import prepare_chat
 from millrace.serve.openai.translate_completions import prepare_completion
 from millrace.serve.responses import routes as responses
@@ -32,6 +33,7 @@ _RESPONSE = r"/v1/responses/{response_id:(?!(?:input_tokens|compact)$)[^/]+}"
 
 POST: dict[str, Handler] = {
     "/v1/chat/completions": openai.chat_completions,
+    "/v1/chat/completions/{completion_id}": stored_chat.update,
     "/v1/completions": openai.completions,
     "/v1/responses": responses.create,
     "/v1/responses/input_tokens": responses.count_tokens,
@@ -57,6 +59,9 @@ GET: dict[str, Handler] = {
     "/v1/models/{model:.+}": info.get_model,
     _RESPONSE: responses.retrieve,
     "/v1/responses/{response_id}/input_items": responses.list_input_items,
+    "/v1/chat/completions": stored_chat.listing,
+    "/v1/chat/completions/{completion_id}": stored_chat.retrieve,
+    "/v1/chat/completions/{completion_id}/messages": stored_chat.list_messages,
     "/v1/conversations/{conversation_id}": conversations.retrieve,
     "/v1/conversations/{conversation_id}/items": conversations.list_items,
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.retrieve_item,
@@ -78,6 +83,7 @@ GET: dict[str, Handler] = {
 }
 DELETE: dict[str, Handler] = {
     _RESPONSE: responses.delete,
+    "/v1/chat/completions/{completion_id}": stored_chat.delete,
     "/v1/conversations/{conversation_id}": conversations.delete,
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.delete_item,
     "/v1/files/{file_id}": files.delete,

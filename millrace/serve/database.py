@@ -118,7 +118,8 @@ class Store:
     def forget_expired(self, connection: sqlite3.Connection) -> None:
         """For `run`: remove responses and files whose time has come."""
         now = int(time.time())
-        connection.execute("DELETE FROM responses WHERE created_at < ?", (now - RESPONSE_DAYS * 86400,))
+        for table in ("responses", "chat_completions"):
+            connection.execute(f"DELETE FROM {table} WHERE created_at < ?", (now - RESPONSE_DAYS * 86400,))
         for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall():
             (self.files / row["id"]).unlink(missing_ok=True)
             connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))

@@ -365,3 +365,26 @@ def test_a_token_outside_the_vocabulary_is_refused_before_it_reaches_the_device(
         pair.ours.admit(plan_of([admission(0, SamplingParams(presence_penalty=1.0), [1, 99])]))
     with pytest.raises(RequestFailed, match="200 end tokens"):
         pair.ours.admit(plan_of([admission(0, SamplingParams(min_tokens=1), ends=range(200))]))
+
+
+def test_shaped_rows_are_drawn_from_the_adjusted_logits() -> None:
+    """Bias, minimum length, mask and log-probabilities together with options that torch ops draw after the graph."""
+    vocab = 120
+    both = Pair(vocab)
+    kinds = [
+        SamplingParams(dry_multiplier=2.0, dry_allowed_length=1, dry_breaker_ids=(9,), logit_bias=((5, 3.0),), seed=1),
+        SamplingParams(mirostat=2, mirostat_tau=2.0, min_tokens=50, seed=2),
+        SamplingParams(typical_p=0.7, xtc_probability=0.5, logprobs=1, seed=3),
+        SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5, repeat_last_n=4),
+    ]
+    both.admit(*(admission(row, params, tokens=(5, 6, 5, 6), ends=(7,)) for row, params in enumerate(kinds)))
+    rows = list(range(len(kinds)))
+    rng = np.random.default_rng(4)
+    for step in range(12):
+        logits, positions = torch.from_numpy(rng.normal(0, 2, (4, vocab))).float(), [4 + step] * 4
+        wanted = both.expect(logits, rows, positions)
+        both.draw(logits, rows, positions)
+        drawn = both.ours.draw_shaped(np.array(rows, np.int32), np.array(positions, np.int32))
+        assert drawn.tolist() == wanted
+        assert both.device_table.last_tokens[:4].tolist() == wanted
+        assert both.left[2].tolist() == logits[2].tolist()  # log-probabilities are those of the raw logits

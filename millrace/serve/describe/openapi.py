@@ -16,7 +16,7 @@ from millrace.serve.describe.openapi_paths import paths
 from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import schemas as schemas_ollama
-from millrace.serve.openai import answers, schemas
+from millrace.serve.openai import answers, routes_stored, schemas, stored_chat
 from millrace.serve.responses import schemas as schemas_responses
 from millrace.serve.responses import schemas_items as response_items
 from millrace.serve.stored.batch_store import BatchAnswer, BatchList
@@ -38,6 +38,7 @@ _TYPES = (
     *(schemas_responses.ConversationItemsRequest, schemas_responses.ConversationAnswer),
     schemas_responses.ConversationDeleted,
     answers.TokenizerInfo,
+    *(stored_chat.StoredList, stored_chat.StoredDeleted, routes_stored.ChatUpdate),
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
     routes_requests.CancelledRequest,

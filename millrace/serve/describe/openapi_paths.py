@@ -159,6 +159,7 @@ def _all_paths() -> dict[str, Any]:
         **_openai_paths(),
         **_response_paths(),
         **_conversation_paths(),
+        **_stored_chat_paths(),
         **_file_paths(),
         **_batch_paths(),
         **_anthropic_paths(),
@@ -176,7 +177,15 @@ def _openai_paths() -> dict[str, Any]:
         "/v1/chat/completions": {
             "post": _generate(
                 "createChatCompletion", "Answer a conversation", ("ChatRequest", "ChatAnswer", "ChatChunk"), chat
-            )
+            ),
+            "get": _operation(
+                "generate",
+                "listChatCompletions",
+                "List stored completions",
+                "StoredList",
+                ("400", "404", "500"),
+                parameters=[_in_query("model", type="string"), *_page(100, "limit", "order", "after")],
+            ),
         },
         "/v1/completions": {
             "post": _generate(
@@ -229,6 +238,24 @@ def _response_paths() -> dict[str, Any]:
                 "InputItemList",
                 stored,
                 parameters=[*one, *_page(100, "limit", "order", "after"), _in_query("include", **include)],
+            )
+        },
+    }
+
+
+def _stored_chat_paths() -> dict[str, Any]:
+    one, stored, tag = [_in_path("completion_id")], ("404", "500"), "generate"
+    update = _operation(tag, "updateChatCompletion", "Replace labels", "ChatAnswer", BODY_ERRORS, parameters=one)
+    held = [*one, *_page(100, "limit", "order", "after")]
+    return {
+        "/v1/chat/completions/{completion_id}": {
+            "get": _operation(tag, "getChatCompletion", "A stored completion", "ChatAnswer", stored, parameters=one),
+            "post": {**update, "requestBody": _body("ChatUpdate", {"metadata": {"topic": "sky"}})},
+            "delete": _operation(tag, "deleteChatCompletion", "Delete it", "StoredDeleted", stored, parameters=one),
+        },
+        "/v1/chat/completions/{completion_id}/messages": {
+            "get": _operation(
+                tag, "getChatCompletionMessages", "Its messages", "StoredList", ("400", *stored), parameters=held
             )
         },
     }

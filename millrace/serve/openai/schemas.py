@@ -253,7 +253,7 @@ class ChatRequest(Sampled, kw_only=True):
     web_search_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     service_tier: Annotated[Refused, unsupported('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
-    store: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    store: Annotated[bool | None, described("Store the completion and its messages for 30 days; default false.")] = None
     prompt_cache_retention: Annotated[Refused, unsupported('null and "in_memory" are accepted.')] = UNSET
     prompt_cache_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
@@ -319,7 +319,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "moderation": (),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "prompt_cache_retention": ("in_memory",),
     "prompt_cache_options": (),
 }

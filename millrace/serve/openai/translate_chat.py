@@ -19,6 +19,7 @@ from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
 from millrace.serve.openai.formats import format_wanted
 from millrace.serve.openai.schemas import ChatRequest
+from millrace.serve.openai.stored_chat import StoringWriter, storing
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.openai.translate_shared import check_fields, sequences_of, shared_sampling, usage_options
 from millrace.serve.openai.translate_tools import tools_of, uses_functions
@@ -33,7 +34,9 @@ async def prepare_chat(state: FrontState, body: bytes, received: float, owner: s
     await state.await_engine()
     generation = await _generation(state, request, received)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
-    return Work(generation, partial(ChatWriter, limit_names=limit_names, uses_functions=uses_functions(request)))
+    kind = StoringWriter if request.store else ChatWriter
+    work = Work(generation, partial(kind, limit_names=limit_names, uses_functions=uses_functions(request)))
+    return storing(state, request, work, owner) if request.store else work
 
 
 async def _generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
@@ -74,6 +77,8 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
         priority=priority_of(request.priority),
         cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
+        holds_end=bool(request.store),
+        writes_details=bool(request.store),
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         logprobs=logprobs,
