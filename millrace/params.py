@@ -68,6 +68,17 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """After `max_tokens` tokens of reasoning, the token that ends the reasoning is forced."""
+
+    max_tokens: int
+    start_id: int
+    end_id: int
+    is_open: bool
+    """The prompt has already begun the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling and stopping. `None` and the neutral value both mean "off"."""
 
@@ -126,6 +137,12 @@ class SamplingParams:
     dynatemp_range: float = 0.0
     """The temperature varies by this much around `temperature`, with the entropy."""
     dynatemp_exponent: float = 1.0
+    thinking: ThinkingLimit | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if something decides before each draw which tokens are allowed."""
+        return self.grammar is not None or self.thinking is not None
 
     def __post_init__(self) -> None:
         self._check_lengths()

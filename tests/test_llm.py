@@ -20,7 +20,7 @@ from helpers.tiny_models import config_of, make_reference
 
 from millrace.errors import BadRequest, ConfigError, RequestFailed
 from millrace.llm import LLM, Choice, Generation
-from millrace.params import MAX_GRAMMAR_BYTES, SamplingDefaults, SamplingParams
+from millrace.params import MAX_GRAMMAR_BYTES, SamplingDefaults, SamplingParams, ThinkingLimit
 from millrace.text.grammar.python_types import grammar_of
 
 
@@ -182,6 +182,17 @@ def check_neighbours(llm: LLM) -> None:
 def test_what_describes_no_answer_is_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         grammar_of(**arguments)
+
+
+def test_reasoning_ends_at_its_limit(llm: LLM) -> None:
+    free = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0].token_ids
+    end = next(token for token in range(3, 60) if token not in free)
+    limit = ThinkingLimit(max_tokens=3, start_id=2, end_id=end, is_open=True)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, thinking=limit)
+    held = llm.generate([[1, 2, 3]], params)[0].token_ids
+    assert held[:4] == [*free[:3], end]
+    assert len(held) == 8
+    assert held.count(end) < 5
 
 
 def test_repr_names_model_and_device_until_it_is_closed(tmp_path: Path) -> None:

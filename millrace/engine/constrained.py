@@ -1,10 +1,11 @@
-"""Requests with a grammar: held back until it is compiled, then given a mask before each draw."""
+"""Requests with a grammar, held back until it is compiled, or a limit on reasoning: given a mask before each draw."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from millrace.engine.grammars import Failure, Grammars
+from millrace.engine.thinking import ThinkingLimits
 from millrace.link.messages import GrammarStats
 from millrace.plan.request import Request
 from millrace.plan.step import Int64s, StepOutcome
@@ -16,6 +17,7 @@ class ConstrainedRequests:
         """`num_logits`: the width of the model's logits."""
         self._grammars = grammars
         self._num_words = words_per_mask(num_logits)
+        self._thinking = ThinkingLimits()
         self._held: dict[int, Request] = {}
         """Requests whose grammar is being compiled."""
 
@@ -23,13 +25,18 @@ class ConstrainedRequests:
     def is_compiling(self) -> bool:
         return bool(self._held)
 
-    def hold(self, request: Request, now: float) -> None:
-        """Compile the request's grammar. It must not be scheduled before `take_ready` returns it."""
-        grammar = request.row_params.params.grammar
+    def hold(self, request: Request, now: float) -> bool:
+        """Compile the request's grammar: it must not be scheduled before `take_ready` returns it. False if it has none
+        and can be scheduled at once."""
+        params = request.row_params.params
+        if params.thinking is not None:
+            self._thinking.open(request.id, params.thinking)
+        grammar = params.grammar
         if grammar is None:
-            raise AssertionError("the request has no grammar")
+            return False
         self._held[request.id] = request
         self._grammars.open(request.id, grammar, request.tenant, now)
+        return True
 
     def take_ready(self, now: float) -> list[Request]:
         """Requests that can be scheduled now."""
@@ -44,12 +51,13 @@ class ConstrainedRequests:
         """The request ends while it is held back: return it, or None if it is not held back."""
         request = self._held.pop(request_id, None)
         if request is not None:
-            self._grammars.close(request_id)
+            self.close(request_id)
         return request
 
     def close(self, request_id: int) -> None:
         """The request has ended. Ids without a grammar are ignored."""
         self._grammars.close(request_id)
+        self._thinking.close(request_id)
 
     def shut_down(self) -> None:
         self._grammars.shut_down()
@@ -59,13 +67,17 @@ class ConstrainedRequests:
         return self._grammars.counters
 
     def consume(self, outcome: StepOutcome) -> None:
-        self._grammars.consume(outcome.request_ids.tolist(), outcome.tokens.tolist())
+        request_ids, tokens = outcome.request_ids.tolist(), outcome.tokens.tolist()
+        self._grammars.consume(request_ids, tokens)
+        self._thinking.consume(request_ids, tokens)
 
     def masks(self, states: Int64s, request_ids: Int64s) -> Masks | None:
         bits = np.empty((len(states), self._num_words), np.uint32)
         self._grammars.fill(request_ids.tolist(), bits)
+        self._thinking.restrict(request_ids.tolist(), bits)
         return Masks(states, bits)
 
     def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
         is_forced = np.bitwise_count(masks.bits).sum(axis=1) == 1
-        return [(request_id, self._grammars.forced(request_id)) for request_id in request_ids[is_forced].tolist()]
+        forced = [one for one in request_ids[is_forced].tolist() if not self._thinking.must_end(one)]
+        return [(request_id, self._grammars.forced(request_id)) for request_id in forced]

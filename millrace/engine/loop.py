@@ -243,7 +243,8 @@ class Engine:
         if not request.constrained:
             self._scheduler.submit(request)
         elif self._constrained is not None:
-            self._constrained.hold(request, self._clock())
+            if not self._constrained.hold(request, self._clock()):
+                self._scheduler.submit(request)
         else:
             message = "This model's tokenizer cannot be used with grammars, so response_format is not supported."
             self.on_ended((end_of(request, "error", 0, message=message),), self._clock())
@@ -365,7 +366,7 @@ def _to_request(message: NewRequest) -> Request:
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=message.cache_salt.encode(),
         read_cache=params.prompt_logprobs is None,
-        constrained=params.grammar is not None,
+        constrained=params.is_constrained,
         can_draft=_can_draft(params),
         can_jump=_can_draft(params),
         row_params=RowParams(params, message.end_token_ids),

@@ -210,7 +210,7 @@ def test_an_error_inside_a_stream_is_raised() -> None:
         ({"temperature": -1}, 400, "temperature"),
         ({"model": "gpt-5"}, 404, "model"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
-        ({"reasoning": {"effort": "low"}}, 400, "reasoning"),
+        ({"reasoning": {"effort": "low"}}, 400, "reasoning.effort"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": []}}}, 400, "text.format"),
         ({"truncation": "some"}, 400, "truncation"),
         ({"conversation": "conv_1"}, 404, "conversation"),

@@ -122,7 +122,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "response_format.schema",
         "not a parameter",
     ),
-    (CHAT, chat(reasoning_effort="low"), 400, "reasoning_effort", "not supported yet"),
+    (CHAT, chat(reasoning_effort="low"), 400, "reasoning_effort", "does not reason"),
     (CHAT, chat(store=0), 400, "store", "store"),
     (CHAT, chat(modalities=["text", "audio"]), 400, "modalities", "not supported yet"),
     (CHAT, chat(audio={"voice": "x"}), 400, "audio", "not supported yet"),

@@ -106,6 +106,14 @@ class AnthropicToolChoice(Strict, kw_only=True):
     disable_parallel_tool_use: Annotated[bool | None, described("At most one call.")] = None
 
 
+class Thinking(Strict, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[
+        int | None, described("Most tokens of reasoning; then the answer is begun.", minimum=0)
+    ] = None
+    display: Annotated[Literal["summarized"] | None, described("Accepted: reasoning is always shown.")] = None
+
+
 class AnthropicMetadata(Strict, kw_only=True):
     user_id: Annotated[str | None, described("A label; no effect on generation.")] = None
 
@@ -134,7 +142,7 @@ class CountTokensRequest(Strict, kw_only=True):
     ]
     system: Annotated[str | list[Block] | None, described("System prompt.")] = None
     cache_control: CacheControl = UNSET
-    thinking: Annotated[Refused, unsupported('null and {"type": "disabled"} are accepted.')] = UNSET
+    thinking: Annotated[Thinking | None, described("Whether the model reasons, and for how many tokens.")] = None
     tools: Annotated[list[AnthropicTool] | None, described("Tools that the model may call.")] = None
     tool_choice: Annotated[
         AnthropicToolChoice | None, described("`auto` (default), `any`, `tool` with a name, or `none`.")
@@ -167,7 +175,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "thinking": ({"type": "disabled"},),
     "speed": ("standard",),
     "user_profile_id": (),
     "workspace_id": (),

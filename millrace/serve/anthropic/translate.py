@@ -6,10 +6,11 @@ import dataclasses
 from typing import Literal
 
 from millrace.errors import BadRequest
-from millrace.serve.anthropic.schemas import NOT_SUPPORTED, CountTokensRequest, MessagesRequest
+from millrace.serve.anthropic.schemas import NOT_SUPPORTED, CountTokensRequest, MessagesRequest, Thinking
 from millrace.serve.anthropic.translate_messages import messages_of, text_content
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.chat.open_chat import open_chat
+from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish
 from millrace.serve.generate.chat.tools import ToolUse, function_of, tool_use
 from millrace.serve.generate.checks import check_integers, check_model, check_range, name_fields, refuse_unsupported
 from millrace.serve.generate.generation import Generation
@@ -80,7 +81,9 @@ async def _generation(state: FrontState, body: MessagesRequest, received: float)
         grammar=wanted.grammar if wanted is not None else None,
     )
     field = wanted.field if wanted is not None else ""
-    chat = await open_chat(state, conversation, params, use=_tools(body), grammar_field=field)
+    chat = await open_chat(
+        state, conversation, params, use=_tools(body), wish=_wish(body.thinking), grammar_field=field
+    )
     return Generation(
         prompts=[chat.prompt],
         params=chat.params,
@@ -100,6 +103,13 @@ def _conversation(body: CountTokensRequest) -> Conversation:
     for index, message in enumerate(body.messages):
         messages += messages_of(message, f"messages[{index}].content")
     return Conversation(messages, continue_final_message=body.messages[-1].role == "assistant")
+
+
+def _wish(thinking: Thinking | None) -> ReasoningWish:
+    if thinking is None:
+        return NO_WISH
+    is_on = {"enabled": True, "disabled": False}.get(thinking.type)
+    return ReasoningWish(is_on=is_on, max_tokens=thinking.budget_tokens, field="thinking")
 
 
 def _tools(body: CountTokensRequest) -> ToolUse:

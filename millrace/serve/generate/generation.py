@@ -22,6 +22,8 @@ class Prompt:
     """Tokens cut from its beginning (`truncate_prompt_tokens`)."""
     opens_reasoning: bool = False
     """The chat template has opened the model's reasoning."""
+    closes_reasoning: bool = False
+    """The chat template has written an empty reasoning: the answer begins at once."""
 
 
 @dataclass(frozen=True, slots=True)

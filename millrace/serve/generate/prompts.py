@@ -21,6 +21,9 @@ LONG_TEXT_CHARS = 4096
 _MESSAGE_CHARS = 64
 """Cost of rendering one message besides its text, in characters."""
 
+_TAIL_CHARS = 256
+"""Enough of a prompt's end to find the markers of reasoning there."""
+
 _T = TypeVar("_T")
 
 
@@ -68,8 +71,8 @@ async def encode_chat(
 
 async def _encode_chat(
     state: FrontState, conversation: Conversation, max_tokens: int | None, may_cut: bool
-) -> tuple[list[int], bool]:
-    """The token ids, and whether the template has opened the model's reasoning."""
+) -> tuple[list[int], str]:
+    """The token ids, and the end of the rendered text."""
     conversation.check()
     num_chars = (len(conversation.messages) + len(conversation.tools)) * _MESSAGE_CHARS
     for message in conversation.messages:
@@ -78,7 +81,7 @@ async def _encode_chat(
             if len(text) > LONG_TEXT_CHARS and not may_cut:
                 await _refuse_too_long(state, text, max_tokens)
 
-    def work() -> tuple[list[int], bool]:
+    def work() -> tuple[list[int], str]:
         messages, tools = template_input(state, conversation)
         text = state.template.render(
             messages,
@@ -87,9 +90,7 @@ async def _encode_chat(
             tools=tools,
             **conversation.template_kwargs,
         )
-        reasoning = state.formats.reasoning
-        opens_reasoning = reasoning is not None and is_opened_by(reasoning, text)
-        return state.tokenizer.encode(text, add_special=False), opens_reasoning
+        return state.tokenizer.encode(text, add_special=False), text[-_TAIL_CHARS:]
 
     return await off_loop(state, num_chars, work)
 
@@ -98,9 +99,14 @@ async def chat_prompt(
     state: FrontState, conversation: Conversation, *, max_tokens: int | None, keep: int | None = None
 ) -> Prompt:
     """`keep`: cut the prompt to its last tokens, as in `cut_prompt`."""
-    token_ids, opens_reasoning = await _encode_chat(state, conversation, max_tokens, keep is not None)
+    token_ids, tail = await _encode_chat(state, conversation, max_tokens, keep is not None)
     prompt = Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
-    return dataclasses.replace(prompt, opens_reasoning=opens_reasoning)
+    reasoning = state.formats.reasoning
+    if reasoning is None:
+        return prompt
+    return dataclasses.replace(
+        prompt, opens_reasoning=is_opened_by(reasoning, tail), closes_reasoning=tail.rstrip().endswith(reasoning.end)
+    )
 
 
 def template_input(

@@ -121,7 +121,9 @@ class OllamaCommon(Strict, kw_only=True):
             anyOf=[{"enum": ["", "json", None]}, {"type": "object"}],
         ),
     ] = UNSET
-    think: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
+    think: Annotated[
+        bool | Literal["low", "medium", "high"] | None, described("Whether, and how much, the model reasons.")
+    ] = None
     truncate: Annotated[Refused, unsupported("a prompt is never truncated; null and false are accepted.")] = UNSET
     shift: Annotated[Refused, unsupported("a context is never shifted; null and false are accepted.")] = UNSET
 
@@ -176,7 +178,6 @@ class OllamaPullRequest(OllamaDeleteRequest, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "think": (False,),
     "truncate": (False,),
     "shift": (False,),
     "template": ("",),

@@ -10,6 +10,7 @@ from msgspec import Raw, UnsetType
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.params import Grammar, SamplingDefaults, SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_chat
+from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse, function_of, tool_use
 from millrace.serve.generate.checks import (
     check_integers,
@@ -127,7 +128,7 @@ async def _chat(
     use: ToolUse = NO_TOOLS,
 ) -> Generation:
     conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
-    chat = await open_chat(state, conversation, _params(state, body), use=use, grammar_field="format")
+    chat = await open_chat(state, conversation, _params(state, body), use=use, wish=_wish(body), grammar_field="format")
     return await _generation(state, body, chat, "chatcmpl-", received)
 
 
@@ -176,6 +177,13 @@ def _grammar(body: OllamaCommon) -> Grammar | None:
     if sent.startswith(b"{"):
         return schema_format("format", Raw(sent)).grammar
     raise BadRequest("'format' is neither \"json\" nor a JSON schema; send one of them.", param="format")
+
+
+def _wish(body: OllamaCommon) -> ReasoningWish:
+    think = body.think
+    if isinstance(think, str):
+        return ReasoningWish(is_on=True, effort=think, field="think")
+    return ReasoningWish(is_on=think, field="think")
 
 
 def _tools(body: OllamaChatRequest) -> ToolUse:

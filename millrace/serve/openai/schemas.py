@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.priority import PriorityClass
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
@@ -104,6 +105,7 @@ class AssistantMessage(Strict, kw_only=True, tag_field="role", tag="assistant"):
     function_call: Annotated[CalledFunction | None, described("The older form of `tool_calls`.")] = None
     reasoning_content: Annotated[str | None, described("The answer's reasoning; the template decides its use.")] = None
     reasoning: Annotated[str | None, described("Another name of `reasoning_content`.")] = None
+    parsed: Annotated[Raw | UnsetType, described("Accepted, without effect: `openai` adds it.")] = UNSET
     annotations: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
 
 
@@ -243,7 +245,13 @@ class ChatRequest(Sampled, kw_only=True):
     function_call: Annotated[
         Literal["none", "auto"] | FunctionName | None, described("The older form of `tool_choice`.")
     ] = None
-    reasoning_effort: Annotated[Refused, unsupported('null and "none" are accepted.')] = UNSET
+    reasoning_effort: Annotated[
+        Effort | None,
+        described("How much a model that reasons should reason; `none` turns it off. See docs/tools.md."),
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None, described("Most tokens of reasoning; then the answer is begun.", minimum=0)
+    ] = None
     verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
     modalities: Annotated[Refused, unsupported('null and ["text"] are accepted.')] = UNSET
     audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
@@ -312,7 +320,6 @@ class DetokenizeRequest(Strict, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "modalities": (["text"],),
     "audio": (),

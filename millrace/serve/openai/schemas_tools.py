@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from millrace.serve.http.schema import Strict, described
 
@@ -61,6 +61,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 class CalledFunction(Strict, kw_only=True):
     name: str
     arguments: Annotated[str | dict[str, Any], described("JSON text, or the object itself.")] = ""
+    parsed_arguments: Annotated[Raw | UnsetType, described("Accepted, without effect: `openai` adds it.")] = UNSET
 
 
 class MessageCall(Strict, kw_only=True):

@@ -8,6 +8,7 @@ from functools import partial
 from millrace.errors import BadRequest
 from millrace.params import NEUTRAL_DEFAULTS, SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_chat
+from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
 from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.generation import Generation
@@ -97,8 +98,11 @@ async def _chat(state: FrontState, request: ChatRequest, params: SamplingParams,
         request.chat_template_kwargs,
     )
     use, keep = tools_of(request), request.truncate_prompt_tokens
+    budget = request.thinking_token_budget
+    field = "reasoning_effort" if budget is None else "thinking_token_budget"
+    wish = ReasoningWish(effort=request.reasoning_effort, max_tokens=budget, field=field)
     try:
-        return await open_chat(state, conversation, params, use=use, keep=keep, grammar_field=grammar_field)
+        return await open_chat(state, conversation, params, use=use, wish=wish, keep=keep, grammar_field=grammar_field)
     except BadRequest as error:
         raise name_fields(error, {"prompt": "messages"}) from None
 

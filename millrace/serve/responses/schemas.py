@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
 from millrace.serve.generate.priority import PriorityClass
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
@@ -110,6 +111,16 @@ class ResponseStreamOptions(Strict, kw_only=True):
     include_obfuscation: Annotated[Refused, unsupported("null and false are accepted.")] = UNSET
 
 
+class ResponseReasoning(Strict, kw_only=True):
+    effort: Annotated[Effort | None, described("`none` turns reasoning off.")] = None
+    summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, described("Accepted: the reasoning itself is returned.")
+    ] = None
+    generate_summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, described("The older name of `summary`.")
+    ] = None
+
+
 class ConversationId(Strict, kw_only=True):
     id: str
 
@@ -130,7 +141,7 @@ class _ResponseInput(SamplerFields, kw_only=True):
         described("`auto` (default), `none`, `required`, or the function to call; `allowed_tools` narrows the list."),
     ] = None
     parallel_tool_calls: Annotated[bool | None, described("The answer may have several calls; default true.")] = None
-    reasoning: Annotated[Refused, unsupported("null, {} and an object of nulls are accepted.")] = UNSET
+    reasoning: Annotated[ResponseReasoning | None, described("How much the model reasons.")] = None
     conversation: Annotated[
         str | ConversationId | None, described("Continue a stored conversation, and add this turn to it.")
     ] = None
@@ -206,11 +217,7 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     ] = None
 
 
-_NO_REASONING = tuple(
-    dict.fromkeys(names) for names in ((), ("effort",), ("summary",), ("effort", "summary"), ("generate_summary",))
-)
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "reasoning": _NO_REASONING,
     "prompt_cache_retention": ("in_memory",),
     "prompt_cache_options": (),
     "service_tier": ("auto", "default"),
@@ -254,9 +261,9 @@ class Incomplete(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 
 
-class NoReasoning(msgspec.Struct):
-    effort: None = None
-    summary: None = None
+class UsedReasoning(msgspec.Struct):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextSettings(msgspec.Struct):
@@ -285,7 +292,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool = True
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: NoReasoning = msgspec.field(default_factory=NoReasoning)
+    reasoning: UsedReasoning = msgspec.field(default_factory=UsedReasoning)
     safety_identifier: str | None
     service_tier: Literal["default"] = "default"
     store: bool

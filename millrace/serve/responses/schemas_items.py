@@ -59,6 +59,7 @@ class ResponseInputCall(Strict, kw_only=True):
     id: Id = None
     status: Status = None
     namespace: Annotated[None, described("Only null.")] = None
+    parsed_arguments: Annotated[Raw | UnsetType, described("Accepted, without effect: `openai` adds it.")] = UNSET
     caller: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from millrace.errors import BadRequest
 from millrace.serve.generate.chat.open_chat import open_chat
+from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
@@ -51,6 +52,7 @@ from millrace.serve.responses.schemas import (
     ResponsesRequest,
     TextFormat,
     TextSettings,
+    UsedReasoning,
 )
 from millrace.serve.responses.schemas_items import (
     FunctionCallItem,
@@ -256,7 +258,9 @@ async def _generation(
         messages = await without_oldest(state, shown, max_tokens=body.max_output_tokens)
         num_dropped = len(conversation.messages) - len(messages)
         conversation = dataclasses.replace(conversation, messages=messages)
-    chat = await open_chat(state, conversation, params, use=tools_of(body), grammar_field="text.format")
+    chat = await open_chat(
+        state, conversation, params, use=tools_of(body), wish=_wish(body), grammar_field="text.format"
+    )
     return Generation(
         prompts=[dataclasses.replace(chat.prompt, num_dropped=num_dropped)],
         params=await complete(state, chat.params),
@@ -280,6 +284,11 @@ def _format(body: ResponsesRequest) -> Format | None:
         case JsonSchemaFormat(schema=schema):
             return schema_format("text.format", schema)
     return None
+
+
+def _wish(body: ResponsesRequest) -> ReasoningWish:
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return ReasoningWish(effort=effort, field="reasoning.effort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +330,9 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         model=state.model_name,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
+        reasoning=UsedReasoning(body.reasoning.effort, body.reasoning.summary)
+        if body.reasoning is not None
+        else UsedReasoning(),
         safety_identifier=body.safety_identifier,
         store=body.store is not False,
         text=TextSettings((body.text.format if body.text is not None else None) or TextFormat()),

@@ -35,7 +35,8 @@ class Function:
         return {"type": "function", "function": function}
 
     def schema_text(self) -> str:
-        return json.dumps(self.parameters, ensure_ascii=False)
+        """The schema, which allows objects only."""
+        return json.dumps({"type": "object", **self.parameters}, ensure_ascii=False)
 
     def parameter_names(self) -> tuple[str, ...]:
         properties = self.parameters.get("properties")

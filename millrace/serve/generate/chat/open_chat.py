@@ -6,13 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 
 from millrace.errors import BadRequest
-from millrace.params import SamplingParams
+from millrace.params import Grammar, SamplingParams
+from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish, check_wish, thinking_limit, thinks
 from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.messages import Conversation
 from millrace.serve.generate.prompts import chat_prompt
 from millrace.serve.state import FrontState
 from millrace.text.answer_parser import AnswerForm
+from millrace.text.grammar.compiler import GrammarError
+from millrace.text.tools.grammar import calls_or, forced_calls, strict_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +34,52 @@ async def open_chat(
     params: SamplingParams,
     *,
     use: ToolUse = NO_TOOLS,
+    wish: ReasoningWish = NO_WISH,
     keep: int | None = None,
     grammar_field: str = "response_format",
 ) -> Chat:
-    """`grammar_field` is the field that set the grammar, for errors."""
-    if use.choice == "required":
-        raise BadRequest(
-            "'tool_choice' requires a call, which is not supported yet; leave the choice to the model ('auto').",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    conversation = dataclasses.replace(conversation, tools=use.shown)
+    """`grammar_field` is the field that set the grammar, for errors. `keep` cuts the prompt, as in `chat_prompt`."""
+    check_wish(state, wish)
+    kwargs = wish.template_kwargs() | conversation.template_kwargs
+    conversation = dataclasses.replace(conversation, tools=use.shown, template_kwargs=kwargs)
     prompt = await chat_prompt(state, conversation, max_tokens=params.max_tokens, keep=keep)
-    return Chat(prompt, params, _form(state, use, prompt), grammar_field)
+    grammar, field = _grammar(state, use, params.grammar, grammar_field)
+    if grammar is not None and thinks(state, prompt):
+        assert state.formats.reasoning is not None
+        grammar = dataclasses.replace(grammar, after=state.formats.reasoning.end)
+    limit = thinking_limit(state, wish, prompt)
+    if grammar is not params.grammar or limit is not None:
+        params = dataclasses.replace(params, grammar=grammar, thinking=limit)
+    return Chat(prompt, params, _form(state, use, prompt), field)
+
+
+def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str) -> tuple[Grammar | None, str]:
+    """The grammar of the answer, and the field that set it: of calls that are required or strict, of the format that
+    the request asks for, or of either."""
+    if not use.shown:
+        return given, field
+    spec, functions = state.formats.tools, use.shown
+    try:
+        if use.choice == "required":
+            allowed = [function for function in functions if use.only in (None, function.name)]
+            source: str | None = forced_calls(spec, allowed, state.special_id, max_calls=use.max_calls)
+        elif given is not None:
+            source = calls_or(given, forced_calls(spec, functions, state.special_id, max_calls=use.max_calls))
+            if source is None:
+                raise BadRequest(
+                    f"'{field}' with a {given.noun} cannot be combined with 'tools' that the model may call or not; set"
+                    " tool_choice to none or required.",
+                    param=field,
+                )
+        elif any(function.is_strict for function in functions):
+            source = strict_calls(spec, functions, state.special_id, max_calls=use.max_calls)
+        else:
+            source = None
+        return (given, field) if source is None else (Grammar("lark", source), "tools")
+    except GrammarError as error:
+        raise BadRequest(str(error), param="tools", code="invalid_schema") from None
+    except BadRequest as error:
+        raise BadRequest(error.message, param="tools" if error.param == "grammar" else error.param) from None
 
 
 def _form(state: FrontState, use: ToolUse, prompt: Prompt) -> AnswerForm | None:
@@ -53,7 +89,7 @@ def _form(state: FrontState, use: ToolUse, prompt: Prompt) -> AnswerForm | None:
     return AnswerForm(
         tool_format=formats.tools if use.shown else None,
         functions=use.shown,
-        reasoning=formats.reasoning,
+        reasoning=None if prompt.closes_reasoning else formats.reasoning,
         is_reasoning_open=prompt.opens_reasoning,
         max_calls=use.max_calls,
     )

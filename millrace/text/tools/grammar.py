@@ -1,0 +1,148 @@
+"""The grammar of tool calls in Lark notation: of an answer that must call, and of calls to strict functions.
+
+The same text around calls (`written`) that the model sees in its history is what a forced call is made of, and the
+parser of its format reads it back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from millrace.params import Grammar
+from millrace.text.grammar.inline import inline_schema
+from millrace.text.tools.formats import Function, ToolFormat
+from millrace.text.tools.written import CallFrame, frame_of
+
+MAX_CALLS = 8
+"""Most calls of one constrained answer."""
+ANY_OBJECT = '{"type": "object"}'
+
+SpecialId = Callable[[str], int | None]
+"""The id of a special token with this text; None for ordinary text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    spec: ToolFormat
+    functions: Sequence[Function]
+    special_id: SpecialId
+    only_strict: bool
+    """Functions that are not strict may have any arguments."""
+
+    def calls(self, frame: CallFrame, max_calls: int) -> str:
+        more = f"( {self.text(frame.between)} call ){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+        return f"{self.text(frame.before_all)} call {more} {self.text(frame.after_all)}"
+
+    def rules(self, frame: CallFrame) -> list[str]:
+        names = " | ".join(f"call_{index}" for index in range(len(self.functions)))
+        rules = [f"call: {self.text(frame.before_each)} ( {names} ) {self.text(frame.after_each)}"]
+        for index, function in enumerate(self.functions):
+            rules += self._call(index, function)
+        return rules
+
+    def _call(self, index: int, function: Function) -> list[str]:
+        is_held = function.is_strict or not self.only_strict
+        if self.spec.body == "python":
+            return self._python_call(index, function)
+        head = f'{{"name": {json.dumps(function.name)}, "{self.spec.arguments_key}": '
+        schema = function.schema_text() if is_held else ANY_OBJECT
+        return [f"call_{index}: {_quoted(head)} args_{index} {_quoted('}')}", f"args_{index}: {inline_schema(schema)}"]
+
+    def _python_call(self, index: int, function: Function) -> list[str]:
+        """Keyword arguments in the order of the schema, each a JSON value, which is read like a Python literal."""
+        properties = function.parameters.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        required = function.parameters.get("required")
+        required = required if isinstance(required, list) else []
+        shared = {key: value for key, value in function.parameters.items() if key in ("$defs", "definitions")}
+        rules: list[str] = []
+        before: list[str] = []
+        given: list[str] = []
+        for number, (name, schema) in enumerate(properties.items()):
+            value = {**shared, **schema} if isinstance(schema, dict) else {}
+            rules.append(f"value_{index}_{number}: {inline_schema(json.dumps(value))}")
+            item = f"{_quoted(name + '=')} value_{index}_{number}"
+            # A comma stands before every argument but the first one that is given, which must be a required one.
+            if name in required:
+                given.append(f"{_quoted(', ')} {item}" if given else item)
+            elif given:
+                given.append(f"( {_quoted(', ')} {item} )?")
+            else:
+                before.append(f"( {item} {_quoted(', ')} )?")
+        if not given:  # Only optional arguments: at most one of them, so that commas stay right.
+            items = [part[2:].removesuffix(f" {_quoted(', ')} )?") for part in before]
+            given, before = ([f"( {' | '.join(items)} )?"] if items else []), []
+        arguments = " ".join([*before, *given])
+        return [f"call_{index}: {_quoted(function.name + '(')} {arguments} {_quoted(')')}", *rules]
+
+    def text(self, text: str) -> str:
+        """Text as Lark tokens; a special token at its beginning or end is matched by its id."""
+        if not text:
+            return ""
+        for marker in (*self.spec.openings, self.spec.close):
+            token_id = self.special_id(marker) if marker else None
+            if token_id is not None and marker in text:
+                before, _, after = text.partition(marker)
+                return " ".join(part for part in (self.text(before), f"<[{token_id}]>", self.text(after)) if part)
+        return _quoted(text)
+
+
+def forced_calls(
+    spec: ToolFormat, functions: Sequence[Function], special_id: SpecialId, *, max_calls: int | None
+) -> str:
+    """An answer that consists of calls."""
+    frame = frame_of(spec)
+    writer = _Writer(spec, functions, special_id, only_strict=False)
+    start = writer.calls(frame, MAX_CALLS if max_calls is None else max_calls)
+    return "\n".join([f"start: {start}", *writer.rules(frame)])
+
+
+def strict_calls(
+    spec: ToolFormat, functions: Sequence[Function], special_id: SpecialId, *, max_calls: int | None
+) -> str | None:
+    """Free text, then possibly calls, which are held to their schemas from the opening on. None if the format has no
+    opening, so that a call cannot be told from text before it is complete."""
+    frame = frame_of(spec)
+    first = frame.before_all or frame.before_each
+    opening = spec.openings[0] if spec.openings else ""
+    if not opening or not first.startswith(opening):
+        return None
+    writer = _Writer(spec, functions, special_id, only_strict=True)
+    rest = first[len(opening) :]
+    names = " | ".join(f"call_{index}" for index in range(len(functions)))
+    head = f"{writer.text(rest)} ( {names} ) {writer.text(frame.after_each)}"
+    limit = MAX_CALLS if max_calls is None else max_calls
+    more = f"( {writer.text(frame.between)} call ){{0,{limit - 1}}}" if limit > 1 else ""
+    tail = f"{head} {more} {writer.text(frame.after_all)}"
+    token_id = special_id(opening)
+    if token_id is not None:
+        return "\n".join([f"start: TEXT ( <[{token_id}]> {tail} )?", "TEXT: /(?s:.*)/", *writer.rules(frame)])
+    shown = _regex(opening)
+    return "\n".join(
+        [
+            f"start: TEXT | free {tail}",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){shown}(?s:.*)/",
+            f"free[lazy]: /(?s:.*)/ {_quoted(opening)}",
+            *writer.rules(frame),
+        ]
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(text: str) -> str:
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
+
+
+def calls_or(answer: Grammar, calls: str) -> str | None:
+    """Calls, or an answer that conforms to a JSON schema. None for other kinds of grammar."""
+    if answer.kind not in ("json_object", "json_schema"):
+        return None
+    first, _, rest = calls.partition("\n")
+    schema = ANY_OBJECT if answer.kind == "json_object" else answer.source
+    start = f"start: answer | ( {first.removeprefix('start: ')} )"
+    return "\n".join([start, f"answer: {inline_schema(schema)}", rest])
