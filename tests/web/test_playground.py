@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front
@@ -15,7 +15,7 @@ from millrace.config import Config, replace
 from millrace.serve.tenancy.keyring import Keyring, digest_of
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 ANSWER = "## Rivers\n\nThe **Rhine** and the *Elbe*:\n\n1. one\n2. two\n\n```python\nprint('hi')  # shown\n```\n"
 DONE = ".message.assistant[aria-busy=false]"
@@ -128,6 +128,7 @@ def test_token_probabilities_and_branching_from_a_token(browser: Browser, front:
         page.locator(".popover button:not(:disabled)").first.click()
         page.wait_for_selector("text=2/2")
         assert prompt_of(front.engine.received[-1]).rpartition("[assistant]")[2].startswith(ANSWER[:3])
+        assert page.locator(".tokens .prefix").inner_text().startswith(ANSWER[:3]), "what was given stays visible"
         page.click("[aria-label='Previous branch']")
         page.focus(".tokens")
         page.keyboard.press("ArrowRight")
@@ -155,12 +156,12 @@ def test_tools_and_reasoning_in_openai_shape(browser: Browser, front: Front) -> 
     rest = {"index": 0, "function": {"arguments": 'ty": "Bonn"}'}}
     deltas = ({"reasoning_content": "I need it."}, {"tool_calls": [call]}, {"tool_calls": [rest]})
     asked = event_stream(*deltas, finish="tool_calls")
-    bodies: list[dict[str, object]] = []
+    bodies: list[dict[str, Any]] = []
 
-    def answer(route: object) -> None:
-        bodies.append(json.loads(route.request.post_data))  # type: ignore[attr-defined]
+    def answer(route: Route) -> None:
+        bodies.append(json.loads(route.request.post_data or ""))
         text = asked if len(bodies) == 1 else event_stream({"content": "It is sunny."})
-        route.fulfill(status=200, content_type="text/event-stream", body=text)  # type: ignore[attr-defined]
+        route.fulfill(status=200, content_type="text/event-stream", body=text)
 
     with watched_page(browser, front.url) as page:
         open_page(page, front)
@@ -174,10 +175,10 @@ def test_tools_and_reasoning_in_openai_shape(browser: Browser, front: Front) -> 
         page.click("text=Send result")
         page.wait_for_selector("text=It is sunny.")
         first, second = bodies
-        assert first["tools"][0]["function"]["name"] == "get_weather"  # type: ignore[index]
-        roles = [message["role"] for message in second["messages"]]  # type: ignore[attr-defined]
+        assert first["tools"][0]["function"]["name"] == "get_weather"
+        roles = [message["role"] for message in second["messages"]]
         assert roles == ["user", "assistant", "tool"]
-        assert second["messages"][2] == {"role": "tool", "tool_call_id": "call_1", "content": '{"sky": "clear"}'}  # type: ignore[index]
+        assert second["messages"][2] == {"role": "tool", "tool_call_id": "call_1", "content": '{"sky": "clear"}'}
 
 
 def test_a_key_stays_in_its_tab(browser: Browser, tmp_path: Path) -> None:
@@ -215,3 +216,45 @@ def test_on_a_phone(browser: Browser, front: Front) -> None:
         assert has_no_sideways_scroll(page)
         page.tap("#show-chats")
         page.wait_for_selector("#chats.open #chat-list li")
+
+
+def test_images_only_where_the_model_takes_them(browser: Browser, front: Front, tmp_path: Path) -> None:
+    pixel = bytes.fromhex("47494638396101000100800000000000ffffff21f90401000000002c00000000010001000002024401003b")
+    file = tmp_path / "pixel.gif"
+    file.write_bytes(pixel)
+    with watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.wait_for_selector(f"#set-model option[value={MODEL}]", state="attached")
+        assert not page.is_visible("#attach")
+    bodies: list[dict[str, Any]] = []
+
+    def answer(route: Route) -> None:
+        bodies.append(json.loads(route.request.post_data or ""))
+        route.fulfill(status=200, content_type="text/event-stream", body=event_stream({"content": "A pixel."}))
+
+    with watched_page(browser, front.url) as page:
+        capable = json.dumps({"capabilities": ["completion", "vision"]})
+        page.route("**/api/show", lambda route: route.fulfill(content_type="application/json", body=capable))
+        page.route("**/v1/chat/completions", answer)
+        open_page(page, front)
+        page.wait_for_selector("#attach")
+        page.set_input_files("#file", file)
+        page.wait_for_selector("#attached img")
+        ask(page, "What is this?")
+        page.wait_for_selector(".message.user img")
+        [text, image] = bodies[0]["messages"][0]["content"]
+        assert text == {"type": "text", "text": "What is this?"}
+        assert image["image_url"]["url"].startswith("data:image/gif;base64,R0lGOD")
+
+
+def test_several_models(browser: Browser, front: Front) -> None:
+    models = {"object": "list", "data": [{"id": MODEL, "object": "model"}, {"id": "other-model", "object": "model"}]}
+    with watched_page(browser, front.url, allowed_errors=("404",)) as page:
+        page.route("**/v1/models", lambda route: route.fulfill(json=models))
+        open_page(page, front)
+        page.wait_for_selector("#set-model option[value=other-model]", state="attached")
+        page.click("#compare")
+        assert page.locator(".pane-name strong").all_inner_texts() == [MODEL, "other-model"]
+        ask(page, "Both", 1)
+        page.wait_for_selector(".pane:nth-child(2) .error-card:has-text('other-model')")
+        assert page.locator(".pane:nth-child(1) .error-card").count() == 0

@@ -151,7 +151,7 @@ function drawLine(context, { high, low }, x, y, color, isFilled) {
     context.beginPath();
     for (let at = from; at <= to; at++) context.lineTo(x(at), y(high[at]));
     context.stroke();
-    if (from === to) { context.beginPath(); context.arc(x(from), y(high[from]), 2, 0, 7); context.fill(); }
+    if (from === to) { context.beginPath(); context.arc(x(from), y(high[from]), 2.8, 0, 7); context.fill(); }
   }
 }
 

@@ -47,7 +47,8 @@ function objectives({ slos = [], cost }) {
     bar.style.setProperty("--share", left);
     return el("div", { class: "card slo" }, el("strong", {}, one.slo), el("span", { class: `pill ${one.is_met ? "good" : "bad"}` }, one.is_met ? "met" : "missed"),
       el("small", {}, [one.class, one.total ? `${share(one.good / one.total)} of ${count(one.total)} good, objective ${share(one.objective)}` : "no requests yet"].filter(Boolean).join(" · ")), el("span", { class: "meter" }, bar),
-      el("small", {}, `Error budget left: ${share(left)}${one.burn ? ` · burn rate ${Object.entries(one.burn).map(([span, rate]) => `${span} ${shown(rate, value => value.toFixed(2))}`).join(", ")}` : ""}`));
+      el("small", {}, `Error budget left: ${share(left)}${one.burn ? ` · burn rate ${Object.entries(one.burn).map(([span, rate]) => `${span} ${shown(rate, value => value.toFixed(2))}`).join(", ")}` : ""}`),
+      (one.used_by ?? []).slice(0, 2).map(minute => el("small", {}, `${new Date(minute.time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })}: ${minute.beyond_limit} of ${minute.of} beyond the limit${minute.cause ? ` (${minute.cause})` : ""}`)));
   }));
   byId("cost").hidden = !cost;
   if (cost) byId("cost").replaceChildren(el("strong", {}, "Cost"), ...Object.entries(cost.usd_per_million ?? {}).map(([kind, price]) => el("span", {}, kind.replaceAll("_", " "), el("b", {}, price === null ? "–" : `$${price.toFixed(price < 1 ? 3 : 2)}`), el("small", {}, "per million tokens"))), cost.price_per_hour ? el("small", {}, `at $${cost.price_per_hour} per hour`) : "");

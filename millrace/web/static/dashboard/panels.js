@@ -1,7 +1,7 @@
 // The charts of the dashboard: which series of /v1/stats each one shows.
 
 import { Chart } from "./chart.js";
-import { bytes, count, flops, milliseconds, seconds, share } from "./format.js";
+import { count, milliseconds, seconds, share } from "./format.js";
 import { el } from "../common/dom.js";
 
 const line = (label, color, pick) => ({ label, color, pick });
@@ -33,9 +33,9 @@ const GROUPS = [
   ]],
   ["Device", [
     ["Memory bandwidth in use", { format: share, isShare: true, needs: data => data.limits.bytes_per_s > 0 }, perLimit("bytes_per_s", "bytes_per_s")],
-    ["Memory traffic", { format: bytes, needs: data => !(data.limits.bytes_per_s > 0), note: "the machine's limit is not known" }, [line("achieved", "1", series => series.bytes_per_s)]],
+    ["Memory traffic", { format: count, needs: data => !(data.limits.bytes_per_s > 0), note: "bytes/s; limit not known" }, [line("achieved", "1", series => series.bytes_per_s)]],
     ["Compute in use", { format: share, isShare: true, needs: data => data.limits.flops > 0 }, perLimit("flops", "flops")],
-    ["Compute", { format: flops, needs: data => !(data.limits.flops > 0), note: "the machine's limit is not known" }, [line("achieved", "1", series => series.flops)]],
+    ["Compute", { format: count, needs: data => !(data.limits.flops > 0), note: "FLOP/s; limit not known" }, [line("achieved", "1", series => series.flops)]],
     ["Draft acceptance", { format: share, isShare: true, needs: data => data.totals.drafted_tokens > 0 }, [line("accepted", "1", series => series.draft_acceptance)]],
     ["Tokens in a step", { format: count, stacked: true, note: "mean" }, [line("decode", "1", series => series.decode_tokens_per_step), line("prefill", "2", series => series.prefill_tokens_per_step)]],
   ]],

@@ -53,12 +53,15 @@ export async function showRequest(container, id) {
     container.replaceChildren(el("div", { class: "error-card" }, el("strong", {}, error.status === 404 ? "Not found" : "The request cannot be explained"), el("p", {}, error.message)));
     return null;
   }
-  container.replaceChildren(el("div", { class: "facts" }, fact("State", known.state), fact("Priority", known.priority), fact("Id", el("code", {}, known.id), copyButton(() => known.id, "Copy the id")), fact("Request id", el("code", {}, known.request_id))),
+  const first = known.sequences[0];
+  container.replaceChildren(el("div", { class: "facts" }, fact("State", known.state), fact("Priority", known.priority), fact("Prompt tokens", first.prompt_tokens), fact("Output tokens", known.sequences.reduce((sum, one) => sum + (one.output_tokens ?? 0), 0) || "–"),
+    wide("Id", el("code", {}, known.id), copyButton(() => known.id, "Copy the id")), wide("Request id", el("code", {}, known.request_id))),
     ...known.sequences.flatMap((one, number) => sequence(one, known.sequences.length > 1 ? number + 1 : 0)));
   return known;
 }
 
 const fact = (name, ...value) => el("div", {}, el("span", { class: "label" }, name), el("div", {}, value));
+const wide = (...parts) => { const shown = fact(...parts); shown.className = "wide"; return shown; };
 
 function sequence(one, number) {
   const total = one.stages_s.total || 1e-9;
@@ -72,5 +75,5 @@ function sequence(one, number) {
   const drafted = one.preemptions?.count ? `Preempted ${one.preemptions.count === 1 ? "once" : `${one.preemptions.count} times`} (${Object.entries(one.preemptions.reasons ?? {}).map(([why, times]) => `${why}: ${times}`).join(", ")}).` : null;
   return [number ? el("h3", {}, `Choice ${number}`) : null, bar, legend,
     el("ul", { class: "reasons" }, [one.queue?.why, one.cache?.why, drafted, one.message].filter(Boolean).map(text => el("li", {}, text))),
-    el("div", { class: "facts" }, fact("Prompt tokens", one.prompt_tokens), fact("Cached tokens", one.cache?.cached_tokens ?? "–"), fact("Output tokens", one.output_tokens ?? "–"), fact("Finish reason", one.finish_reason ?? "–"))].filter(Boolean);
+    el("div", { class: "facts" }, fact("Cached tokens", one.cache?.cached_tokens ?? "–"), fact("Output tokens", one.output_tokens ?? "–"), fact("Finish reason", one.finish_reason ?? "–"), fact("Preemptions", one.preemptions?.count ?? "–"))].filter(Boolean);
 }

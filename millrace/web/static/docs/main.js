@@ -40,9 +40,13 @@ async function servedModel() {
   return answer?.ok ? (await answer.json()).data[0]?.id : undefined;
 }
 
+let hasModel = false;
+
 async function start() {
   const [api, model] = await Promise.all([getJson("/openapi.json"), servedModel()]);
   const main = byId("main"), index = byId("index");
+  hasModel = Boolean(model);
+  index.replaceChildren();
   main.replaceChildren(el("div", { class: "intro" }, el("h1", {}, "API"), el("p", { class: "soft" }, rich(api.info.description)),
     el("p", { class: "soft" }, `Version ${api.info.version} · `, el("a", { href: "/openapi.json" }, "openapi.json"))));
   for (const tag of api.tags) {
@@ -60,5 +64,7 @@ const isNarrow = () => matchMedia("(max-width: 56rem)").matches;
 byId("contents").open = !isNarrow();
 matchMedia("(max-width: 56rem)").addEventListener("change", event => { byId("contents").open = !event.matches; });
 byId("filter").addEventListener("input", filter);
+const show = () => start().catch(error => byId("main").replaceChildren(el("div", { class: "error-card" }, el("strong", {}, "The documentation could not be loaded"), el("p", {}, error.message))));
 startShell();
-start().catch(error => byId("main").replaceChildren(el("div", { class: "error-card" }, el("strong", {}, "The documentation could not be loaded"), el("p", {}, error.message))));
+show();
+addEventListener("millrace:key", () => { if (!hasModel) show(); });  // The examples name the served model.

@@ -13,7 +13,7 @@ import { path } from "./tree.js";
 const MAX_PANES = 2;
 const input = byId("input");
 const drawers = { chats: byId("chats"), settings: byId("settings") };
-let models = [], chat, panes = [], active = 0, images = [], visionModels = new Set();
+let models = [], chat, panes = [], active = 0, images = [], visionModels = new Set(), submitWhenReady = false;
 
 // ── chats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 function open(next) {
@@ -120,6 +120,7 @@ function submit() {
   if (panes.some(pane => pane.isRunning)) return;
   const text = input.value.trim();
   if (!text && !images.length) return;
+  if (!panes.every(pane => pane.data.settings.model)) { submitWhenReady = true; toast("Waiting for the server's list of models."); return; }
   input.value = "";
   grow();
   const attached = images;
@@ -204,6 +205,7 @@ async function loadModels() {
   }
   panes.forEach(pane => { if (!path(pane.data.tree).length) pane.data.settings.model = defaultModel(pane.data.settings.model); pane.showSettings(); });
   showSettings();
+  if (submitWhenReady && models.length) { submitWhenReady = false; submit(); }
 }
 
 byId("new-chat").append(icon("plus"), "New chat");

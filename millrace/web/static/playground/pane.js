@@ -99,7 +99,7 @@ export class Pane {
 
   async answer(parent, prefix = "") {
     if (this.isRunning) return;
-    const node = addNode(this.data.tree, parent, { role: "assistant", content: prefix, model: this.data.settings.model });
+    const node = addNode(this.data.tree, parent, { role: "assistant", content: prefix, ...(prefix ? { prefix } : {}), model: this.data.settings.model });
     let body;
     try {
       body = requestBody(this.data.settings, messagesBefore(this.data.tree, node));

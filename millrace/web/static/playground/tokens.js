@@ -21,13 +21,13 @@ document.addEventListener("click", event => { if (popover && !popover.contains(e
 export function tokenView(node, onBranch) {
   const tokens = node.tokens ?? [];
   const spans = tokens.map((token, number) => el("span", { class: `token ${SHADES.find(([from]) => Math.exp(token.p) >= from)[1]}`, data: { number } }, token.t));
-  const view = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens with their probabilities; use the arrow keys" }, spans);
+  const view = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens with their probabilities; use the arrow keys" }, node.prefix ? el("span", { class: "prefix", title: "Given: not drawn in this branch" }, node.prefix) : null, spans);
   let current = -1, pinned = false;
   const select = (number, pin) => {
     spans[current]?.classList.remove("current");
     current = number;
     spans[current].classList.add("current");
-    showPopover(spans[current], tokens, current, onBranch);
+    showPopover(spans[current], tokens, current, text => onBranch((node.prefix ?? "") + text));
     pinned = pin;
     unpin = () => { pinned = false; };
   };
@@ -52,7 +52,7 @@ function showPopover(span, tokens, number, onBranch) {
     const isChosen = one.t === token.t;
     const bar = el("i");
     bar.style.setProperty("--share", Math.exp(one.p));
-    return el("button", { type: "button", class: isChosen ? "chosen" : "", disabled: isChosen || !onBranch, title: isChosen ? "the token that was drawn" : "Branch: continue with this token instead",
+    return el("button", { type: "button", class: isChosen ? "chosen" : "", disabled: isChosen, title: isChosen ? "the token that was drawn" : "Branch: continue with this token instead",
       on: { click: () => { hidePopover(); onBranch(textBefore(tokens, number, one)); } } }, el("code", {}, shown(one.t)), bar, el("span", {}, percent(one.p)));
   });
   popover = document.body.appendChild(el("div", { class: "popover", role: "dialog", "aria-label": "Alternatives of this token" },
