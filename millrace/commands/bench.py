@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from millrace.bench.http.suite import SuiteOptions
     from millrace.bench.http.workloads import Workload
 
-USAGE = "millrace bench [local | peers | plan | step | front | serve | smooth | policies | replay | gpu] [options]"
+USAGE = "millrace bench [local | peers | plan | counting | step | front | serve | smooth | policies | replay | gpu] …"
 EXIT_TERMINATED = 143
 """The exit code that shells report after SIGTERM."""
 _PERPLEXITY = "perplexity"
@@ -40,6 +40,7 @@ examples:
   millrace bench --model ./my-model --dtype bfloat16     another model, with settings as for serve
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same workloads
   millrace bench --url … --workloads single,mixed --json one JSON line per figure
+  millrace bench counting                                what counting figures costs per step
   millrace bench plan                                    host time of the scheduler: decode steps, first tokens
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="local",
         metavar="WHAT",
-        help="local (default), peers, plan, step, front, serve, smooth, policies, replay or gpu",
+        help="local (default), peers, plan, counting, step, front, serve, smooth, policies, replay or gpu",
     )
     parser.add_argument("--url", default="", help="measure this server instead of starting one")
     parser.add_argument("--api-key", default="", help="API key for the server")
@@ -102,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         "local": _bench_server,
         "peers": lambda args: _until_terminated(lambda: bench_peers.run(args)),
         "plan": _bench_plan,
+        "counting": _bench_counting,
         "step": _bench_step,
         "front": _bench_front,
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
@@ -110,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.what not in actions:
         raise UsageError(
-            f"Unknown benchmark '{args.what}'. Benchmarks: local, peers, plan, step, front, serve, smooth, policies,"
-            " replay, gpu; use --url for a running server."
+            f"Unknown benchmark '{args.what}'. Benchmarks: local, peers, plan, counting, step, front, serve, smooth,"
+            " policies, replay, gpu; use --url for a running server."
         )
     return actions[args.what](args)
 
@@ -140,6 +142,13 @@ def _bench_plan(args: argparse.Namespace) -> int:
 
     title = "Host time: plan and apply of one steady decode step; first token of a lone request"
     return _print_figures(plan_figures(), title, "local", as_json=args.json)
+
+
+def _bench_counting(args: argparse.Namespace) -> int:
+    from millrace.bench.micro.counting import counting_figures
+
+    title = "Host time that the engine's figures add to a decode step, in alternating steps"
+    return _print_figures(counting_figures(), title, "local", as_json=args.json)
 
 
 def _bench_step(args: argparse.Namespace) -> int:

@@ -335,6 +335,7 @@ class Engine:
             step_rows=figures.step_rows,
             prefill_tokens=figures.prefill_tokens,
             decode_tokens=figures.decode_tokens,
+            padded_tokens=self._runner.padded_tokens,
             drafted_tokens=figures.drafted_tokens,
             accepted_tokens=figures.accepted_tokens,
             cached_tokens=ledger.cached_tokens,

@@ -197,6 +197,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Tokens computed in chunks of several tokens of a row."""
     decode_tokens: int = 0
     """Tokens computed one per row."""
+    padded_tokens: int = 0
+    """Tokens of padding, on a GPU."""
     drafted_tokens: int = 0
     """Places for drafts in all steps."""
     accepted_tokens: int = 0

@@ -150,6 +150,7 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     tokens = CounterMetricFamily("millrace_engine_step_tokens", "Tokens computed in steps, by kind.", labels=["kind"])
     tokens.add_metric(["prefill"], stats.prefill_tokens)
     tokens.add_metric(["decode"], stats.decode_tokens)
+    tokens.add_metric(["padding"], stats.padded_tokens)
     yield tokens
     reasons = CounterMetricFamily(
         "millrace_engine_preemptions_by_reason", "Sequences preempted, by reason.", labels=["reason"]

@@ -5,6 +5,7 @@ The engine adds to it in columns; fronts export it as Prometheus histograms and 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +93,14 @@ class Histograms:
             self.values[ITL, priorities[0], -1] += gaps.sum()
         else:
             self.values[ITL, :, -1] += np.bincount(priorities, gaps, NUM_CLASSES)
+
+    def observe_same_gap(self, gap: float, num_by_class: list[int]) -> None:
+        """The same gap for so many sequences of each class: a repeated decode step."""
+        place, itl = bisect_left(_GAPS_S, gap), self.values[ITL]
+        for priority, count in enumerate(num_by_class):
+            if count:
+                itl[priority, place] += count
+                itl[priority, -1] += count * gap
 
     def tobytes(self) -> bytes:
         return self.values.tobytes()

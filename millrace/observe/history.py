@@ -192,6 +192,10 @@ def _per_step(pairs: list[_Pair]) -> dict[str, Any]:
         "rows_per_step": ratio(lambda stats: stats.step_rows, steps),
         "prefill_tokens_per_step": ratio(lambda stats: stats.prefill_tokens, steps),
         "decode_tokens_per_step": ratio(lambda stats: stats.decode_tokens, steps),
+        "padding_share": ratio(
+            lambda stats: stats.padded_tokens,
+            lambda stats: stats.padded_tokens + stats.prefill_tokens + stats.decode_tokens,
+        ),
         "prefix_hit_rate": ratio(lambda stats: stats.prefix_hit_tokens, lambda stats: stats.prefix_query_tokens),
         "draft_acceptance": ratio(lambda stats: stats.accepted_tokens, lambda stats: stats.drafted_tokens),
     }

@@ -109,6 +109,9 @@ class FrontMetrics:
             "Prompt tokens of ended sequences that were found in the prefix cache.",
             registry=registry,
         )
+        self.reasoning_tokens = Counter(
+            "millrace_request_reasoning_tokens", "Output tokens of reasoning, of ended requests.", registry=registry
+        )
         self.output_tokens = Counter(
             "millrace_request_output_tokens", "Generated tokens of ended sequences.", registry=registry
         )

@@ -116,6 +116,8 @@ class CudaRunner:
             self._drafts = DeviceDrafts(device, max_rows=max_rows + 1, max_context=max_context)
         self._max_rows, self._can_place_drafts = max_rows, not tile_decode_rows
         has_windows = any(window is not None for window in spec.windows)
+        self.padded_tokens = 0
+        """In all steps so far."""
         self._buckets = Buckets(
             max_rows=max_rows,
             token_budget=token_budget,
@@ -209,6 +211,7 @@ class CudaRunner:
         bucket, exact = self._bucket_for(plan, 1 if repeats else max_of(plan.counts))
         if bucket.is_decode:
             bucket = self._with_graph(bucket)
+        self.padded_tokens += max(0, bucket.tokens - (len(plan.rows) if repeats else plan.num_tokens))
         work.send(plan, bucket, draws, records)
         if plan.draft_places is not None and not bucket.places:
             work.place_drafts(bucket)

@@ -95,6 +95,10 @@ class AnyRunner(Protocol):
     def num_cold(self) -> int:
         """Number of buckets still to warm up."""
 
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of padding in all steps so far."""
+
     def warm_next(self) -> None:
         """Warm up one bucket: some tens of milliseconds. Call it when idle."""
 
@@ -104,6 +108,7 @@ class Runner:
 
     is_warm = True
     num_cold = 0
+    padded_tokens = 0
 
     def __init__(
         self,

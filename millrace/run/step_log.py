@@ -172,6 +172,10 @@ class LoggedRunner:
     def num_cold(self) -> int:
         return self._runner.num_cold
 
+    @property
+    def padded_tokens(self) -> int:
+        return self._runner.padded_tokens
+
     def warm_next(self) -> None:
         self._runner.warm_next()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.observe.histograms import NUM_CLASSES, Histograms
 from millrace.plan.rows import Rows
-from millrace.plan.step import NO_EPOCH, StepOutcome, StepPlan
+from millrace.plan.step import NO_EPOCH, Int32s, StepOutcome, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class StepFigures:
         self._rows, self._histograms, self._work = rows, histograms, work
         self._last_token = np.full(rows.capacity, math.nan)
         """By row: when its request got its last token; NaN if it has none."""
+        self._common_rows: Int32s | None = None
+        """Rows that all got their last token at `_common_at`; not yet in `_last_token`. None: there are none."""
+        self._common_at = 0.0
+        self._num_by_class: list[int] = []
+        """Of those rows."""
         self._context = 0
         """Sum of the rows' contexts in the last step."""
         self._epoch = NO_EPOCH
@@ -42,9 +47,11 @@ class StepFigures:
         self.bytes_read = self.flops = 0.0
 
     def last_token_at(self, row: int) -> float:
+        self._store_common()
         return float(self._last_token[row])
 
     def on_admitted(self, row: int, last_token: float) -> None:
+        self._store_common()
         self._last_token[row] = last_token
 
     def on_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
@@ -60,7 +67,7 @@ class StepFigures:
         if plan.draft_places is not None:
             self._count_drafts(plan, outcome)
         if len(outcome.tokens):
-            self._note_gaps(plan, outcome, now)
+            self._note_gaps(plan, outcome, now, repeats=repeats)
 
     def running_by_class(self) -> tuple[int, ...]:
         rows = self._rows
@@ -89,16 +96,34 @@ class StepFigures:
         index = outcome.sample_index
         self.accepted_tokens += int((index[1:] == index[:-1]).sum()) - outcome.num_appended
 
-    def _note_gaps(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
-        """Tokens of one row in one step arrive together: all but the first have a gap of 0."""
+    def _note_gaps(self, plan: StepPlan, outcome: StepOutcome, now: float, *, repeats: bool) -> None:
+        has_several = plan.draft_places is not None or bool(outcome.num_appended)
+        is_whole = len(outcome.tokens) == len(plan.rows) and not has_several
+        if repeats and is_whole and self._common_rows is not None:
+            self._histograms.observe_same_gap(now - self._common_at, self._num_by_class)
+            self._common_at = now
+            return
+        self._store_common()
         rows = plan.rows[plan.samples][outcome.sample_index]
+        priorities = self._rows.priority[rows]
+        if is_whole:
+            self._common_rows, self._num_by_class = rows, np.bincount(priorities, minlength=NUM_CLASSES).tolist()
+            self._common_at = now
+        self._observe_gaps(rows, priorities, now, has_several=has_several)
+
+    def _observe_gaps(self, rows: Int32s, priorities: Int32s, now: float, *, has_several: bool) -> None:
+        """Tokens of one row in one step arrive together: all but the first have a gap of 0."""
         gaps = now - self._last_token[rows]
-        if plan.draft_places is not None or outcome.num_appended:
+        if has_several:
             gaps[1:][rows[1:] == rows[:-1]] = 0.0
         self._last_token[rows] = now
-        priorities = self._rows.priority[rows]
-        if len(outcome.first_ids):
-            is_gap = gaps == gaps  # not NaN
+        is_gap = gaps == gaps  # Not NaN: it is not the first token.
+        if not is_gap.all():
             gaps, priorities = gaps[is_gap], priorities[is_gap]
         if len(gaps):
             self._histograms.observe_gaps(gaps, priorities)
+
+    def _store_common(self) -> None:
+        if self._common_rows is not None:
+            self._last_token[self._common_rows] = self._common_at
+            self._common_rows = None

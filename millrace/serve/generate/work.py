@@ -77,6 +77,7 @@ async def unattended_answer(
 
 def observe(state: FrontState, job: Job, received: float) -> None:
     """Count the sequences of a job that have ended."""
+    state.metrics.reasoning_tokens.inc(sum(choice.reasoning_tokens for choice in job.choices))
     for choice in job.choices:
         if choice.finish is not None:
             before_submit_s = job.submitted_at - received
