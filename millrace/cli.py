@@ -39,6 +39,7 @@ COMMANDS = {
     "alias": "give a model a short name of your own",
     "ps": "list the running servers on this machine",
     "stop": "stop a running server",
+    "reload": "make a running server read its settings again, with a preview",
     "faults": "inject faults into a server and check how it behaves",
     "keys": "create, list and revoke API keys",
     "config": "print every setting with its value, source and meaning",
@@ -49,7 +50,7 @@ COMMANDS = {
 }
 
 _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
-_LIBRARY = ("models", "pull", "ls", "show", "rm", "alias", "ps", "stop")
+_LIBRARY = ("models", "pull", "ls", "show", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
 
 _SETUP = ("doctor", "completion")

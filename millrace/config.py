@@ -425,6 +425,56 @@ def num_fronts(config: Config, num_cores: int) -> int:
     return config.server.fronts or min(max(1, num_cores * 3 // 8), 8)
 
 
+LIVE_SETTINGS = frozenset(
+    (
+        *("server.request_timeout_s", "server.drain_timeout_s", "server.body_limit_mb", "server.file_limit_mb"),
+        *("server.ttft_interactive_s", "server.ttft_standard_s", "server.ttft_batch_s", "server.cors_origins"),
+        *("server.manage_models", "observe.log_level", "observe.log_requests"),
+    )
+)
+"""Settings that a running server can change (SIGHUP or `millrace reload`). The others need a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    key: str
+    before: object
+    after: object
+
+    @property
+    def is_live(self) -> bool:
+        return self.key in LIVE_SETTINGS
+
+    def __str__(self) -> str:
+        when = "now" if self.is_live else "needs a restart"
+        return f"{self.key}: {self.before!r} → {self.after!r} ({when})"
+
+
+def changes(before: Config, after: Config) -> list[Change]:
+    """The settings in which two trees differ."""
+    pairs = ((key, _get(before, entry), _get(after, entry)) for key, entry in all_settings().items())
+    return [Change(key, old, new) for key, old, new in pairs if old != new]
+
+
+def with_live_changes(before: Config, after: Config) -> Config:
+    """`before` with those settings of `after` that can change while a server runs."""
+    live = {change.key.replace(".", "__"): change.after for change in changes(before, after) if change.is_live}
+    return replace(before, **live)
+
+
+def _get(config: Config, setting: Setting) -> object:
+    return getattr(getattr(config, setting.section), setting.name)
+
+
+def adopt_environment(pid: int) -> None:
+    """Use the `MILLRACE_*` variables of another process instead of our own, to see the settings as it would."""
+    items = (item.partition("=") for item in Path(f"/proc/{pid}/environ").read_text("utf-8", "replace").split("\0"))
+    theirs = {name: value for name, _, value in items if name.startswith(ENVIRONMENT_PREFIX)}
+    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
+        del os.environ[name]
+    os.environ.update(theirs)
+
+
 def replace(config: Config, **changes: object) -> Config:
     """A copy with some settings changed. Keys have two underscores for the dot: `replace(config, model__dtype=…)`."""
     known = all_settings()

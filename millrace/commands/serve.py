@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from millrace.config import Config, num_fronts, replace
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
-from millrace.terminal.running_servers import Announcement, announced
-from millrace.terminal.settings_options import add_model, add_settings, load_settings
+from millrace.terminal.running_servers import Announcement, announced, read_settings
+from millrace.terminal.settings_options import add_model, add_settings, given_settings, load_settings
+from millrace.terminal.startup_message import reachable_url
 from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
     from millrace.link.client import EngineClient
-    from millrace.link.messages import EngineLoading
+    from millrace.link.messages import EngineLoading, EngineReady
     from millrace.serve.app import FrontState
     from millrace.supervise.engine_process import EngineHandle
     from millrace.supervise.engine_supervisor import EngineSupervisor
@@ -56,14 +58,15 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_settings(args).config
     setup_logging(config.observe.log_level, process="front")
-    Server(config).run()
+    with announced(given_settings(args), args.config) as announcement:
+        Server(config, announcement).run()
     return 0
 
 
 class Server:
     """Starts and stops everything that belongs to one server."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, announcement: Announcement) -> None:
         self._started = time.monotonic()
         check_port(config.server.host, config.server.port)
         check_files(config)
@@ -71,7 +74,7 @@ class Server:
         self._failure = ""
         self._is_ready = False
         self._line = StatusLine()
-        self._announcement: Announcement | None = None
+        self._announcement = announcement
         self._stop = asyncio.Event()
 
     def run(self) -> None:
@@ -86,7 +89,7 @@ class Server:
         try:
             import uvloop
 
-            with announced() as self._announcement, tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
+            with tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
                 uvloop.run(self._serve(supervisor, directory))
         finally:
             self._end(supervisor.engine)
@@ -103,6 +106,7 @@ class Server:
         from millrace.serve.app import calm_collector, listening_socket, load_state, serve_front
         from millrace.sources.resolve import resolve_model
         from millrace.supervise.fronts import Fronts
+        from millrace.supervise.reload import Reloader
 
         server = self._config.server
         sock = listening_socket(server.host, server.port, self._config, reuse_port=server.fronts > 1)
@@ -115,6 +119,8 @@ class Server:
             files = resolve_model(self._config.model.source)
             state = load_state(self._config, client, files, directory=directory)
             fronts.watch(state)
+            reloader = Reloader(state, fronts, self._read_settings, lambda _: self._on_reloaded(state))
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.reload)
             calm_collector()
             tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._on_stop(state, fronts))]
             await serve_front(state, server.host, self._config.server.port, sock=sock, stop=self._stop)
@@ -144,7 +150,7 @@ class Server:
 
     async def _announce(self, state: FrontState) -> None:
         """Print that the server is ready, or end with the reason if the engine could not start."""
-        from millrace.terminal.startup_message import memory_table, open_server_warning, reachable_url, ready_lines
+        from millrace.terminal.startup_message import memory_table, open_server_warning, ready_lines
 
         try:
             ready = await state.client.wait_ready()
@@ -153,12 +159,8 @@ class Server:
             return
         self._is_ready = True
         self._line.clear()
-        server = self._config.server
-        url = reachable_url(server.host, server.port)
-        if server.tls_cert:
-            url = url.replace("http://", "https://", 1)
-        if self._announcement is not None:
-            self._announcement.write(ready.model_name, url, ready.device)
+        server, url = self._config.server, server_url(self._config)
+        self._list_server(state.config, ready)
         needs_key = bool(server.keys_file)
         warning = "" if needs_key else open_server_warning(server.host)
         if warning:
@@ -167,6 +169,17 @@ class Server:
         lines = ready_lines(ready, url, took_s, is_chat=is_chat_model(state), needs_key=needs_key)
         for text in (*memory_table(ready), *lines):
             print(text, flush=True)
+
+    def _list_server(self, config: Config, ready: EngineReady) -> None:
+        """Make the server known to `millrace ps`, `stop` and `reload`."""
+        self._announcement.write(ready.model_name, server_url(config), ready.device, config)
+
+    def _on_reloaded(self, state: FrontState) -> None:
+        if state.client.ready is not None:
+            self._list_server(state.config, state.client.ready)
+
+    def _read_settings(self) -> Config:
+        return read_settings(self._announcement.settings_file, self._announcement.options)
 
     async def _on_stop(self, state: FrontState, fronts: Fronts) -> None:
         """When this front begins to drain, say so and drain the other fronts."""
@@ -182,6 +195,12 @@ class Server:
         if not self._stop.is_set():
             self._failure = failure
             self._stop.set()
+
+
+def server_url(config: Config) -> str:
+    """Under which a client on this machine reaches the server."""
+    url = reachable_url(config.server.host, config.server.port)
+    return url.replace("http://", "https://", 1) if config.server.tls_cert else url
 
 
 def num_requests(state: FrontState) -> int:

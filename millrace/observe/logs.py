@@ -30,12 +30,15 @@ def setup_logging(level: LogLevel, *, process: str = "", stream: TextIO | None =
     handler.setFormatter(LineFormatter(process, colour=out.isatty()))
     logger = logging.getLogger("millrace")
     logger.handlers = [handler]
-    logger.setLevel(_LEVELS[level])
     logger.propagate = False
-    # Other libraries log warnings and errors only, in the same format.
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(max(_LEVELS[level], logging.WARNING))
+    logging.getLogger().handlers = [handler]
+    set_level(level)
+
+
+def set_level(level: LogLevel) -> None:
+    """Other libraries log warnings and errors only, in the same format."""
+    logging.getLogger("millrace").setLevel(_LEVELS[level])
+    logging.getLogger().setLevel(max(_LEVELS[level], logging.WARNING))
 
 
 class LineFormatter(logging.Formatter):

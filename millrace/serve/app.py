@@ -254,6 +254,7 @@ def run_front(
     reuse_port: bool = False,
     sock: socket.socket | None = None,
     directory: str | None = None,
+    on_state: Callable[[FrontState], None] | None = None,
 ) -> None:
     """Run a front until it is stopped: load the tokenizer, create the client, serve, drain, close."""
     import uvloop
@@ -273,6 +274,7 @@ def run_front(
             reuse_port=reuse_port,
             sock=sock,
             directory=directory,
+            on_state=on_state,
         )
     )
 
@@ -287,12 +289,16 @@ async def run_front_async(
     sock: socket.socket | None = None,
     stop: asyncio.Event | None = None,
     directory: str | None = None,
+    on_state: Callable[[FrontState], None] | None = None,
 ) -> None:
     """`run_front` for a caller that runs its own event loop."""
     client = await client_factory()
     try:
+        state = load_state(config, client, files, directory=directory)
+        if on_state is not None:
+            on_state(state)
         await serve_front(
-            load_state(config, client, files, directory=directory),
+            state,
             config.server.host,
             config.server.port,
             reuse_port=reuse_port,

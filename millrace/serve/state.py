@@ -141,9 +141,14 @@ class FrontState:
     def __post_init__(self) -> None:
         self.store = Store(store_directory(self.config.server.data_dir, self.model_name))
         self.formats = choose_formats(self.template, self.config.model.tool_format, self.config.model.reasoning_format)
-        self.admission = Admission(self.config)
         otlp_url = self.config.observe.otlp_url
         self.spans = SpanExporter(otlp_url) if otlp_url else None
+        self.use_settings(self.config)
+
+    def use_settings(self, config: Config) -> None:
+        """Take over settings, at the start and again when the operator changes those that are live."""
+        self.config = config
+        self.admission = Admission(config)
         origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
         self.cors_origins = frozenset(origin for origin in origins if origin)
 

@@ -1,6 +1,7 @@
 """Main module of an additional front: `python -m millrace.supervise.front_child DIRECTORY INDEX INCARNATION`.
 
-Reads one JSON line of settings from standard input, then one line per engine (its socket directory and pid). The front
+Reads one JSON line of settings from standard input, then one line per engine (its socket directory and pid) and one per
+change of settings. The front
 listens on the same port as the first front and drains on SIGTERM or when standard input closes.
 """
 
@@ -11,12 +12,16 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from millrace.config import DEFAULT_MAX_RUNNING, Config, from_dict
 
 if TYPE_CHECKING:
     from millrace.link.client import EngineClient
+    from millrace.serve.app import FrontState
+
+UseSettings = Callable[[dict[str, Any]], None]
 
 ENGINE_ENDED = "The engine process ended; see its log. It is being restarted."
 
@@ -31,19 +36,36 @@ def main() -> None:
     config = from_dict(json.loads(sys.stdin.buffer.readline()))
     engine = json.loads(sys.stdin.buffer.readline())
 
-    from millrace.observe.logs import setup_logging
+    from millrace.observe.logs import set_level, setup_logging
     from millrace.serve.app import run_front
     from millrace.sources.resolve import resolve_model
 
     setup_logging(config.observe.log_level, process=f"front {index}")
 
+    states: list[FrontState] = []
+
+    def use_settings(tree: dict[str, Any]) -> None:
+        changed = from_dict(tree)
+        set_level(changed.observe.log_level)
+        for state in states:
+            state.use_settings(changed)
+
     async def connect() -> EngineClient:
-        return _connect(config, index, incarnation, engine)
+        return _connect(config, index, incarnation, engine, use_settings)
 
-    run_front(config, connect, resolve_model(config.model.source), reuse_port=True, directory=directory)
+    run_front(
+        config,
+        connect,
+        resolve_model(config.model.source),
+        reuse_port=True,
+        directory=directory,
+        on_state=states.append,
+    )
 
 
-def _connect(config: Config, index: int, incarnation: int, engine: dict[str, Any]) -> EngineClient:
+def _connect(
+    config: Config, index: int, incarnation: int, engine: dict[str, Any], use_settings: UseSettings
+) -> EngineClient:
     from millrace.link.client import EngineClient
     from millrace.link.front_end import SocketFrontChannel
 
@@ -54,7 +76,7 @@ def _connect(config: Config, index: int, incarnation: int, engine: dict[str, Any
         max_open=max_open_requests(config),
     )
     _watch_engine(client, engine["pid"])
-    _follow_parent(client, index)
+    _follow_parent(client, index, use_settings)
     return client
 
 
@@ -71,8 +93,8 @@ def _watch_engine(client: EngineClient, pid: int) -> None:
     watch_process(pid, asyncio.get_running_loop(), on_death)
 
 
-def _follow_parent(client: EngineClient, index: int) -> None:
-    """Connect to each engine announced on the pipe. The pipe closes when the parent ends."""
+def _follow_parent(client: EngineClient, index: int, use_settings: UseSettings) -> None:
+    """Connect to each engine announced on the pipe, take over changed settings; the pipe closes when the parent ends."""
     from millrace.link.front_end import SocketFrontChannel
 
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
@@ -89,6 +111,9 @@ def _follow_parent(client: EngineClient, index: int) -> None:
             line, _, rest = bytes(pending).partition(b"\n")
             pending[:] = rest
             engine = json.loads(line)
+            if "settings" in engine:
+                use_settings(engine["settings"])
+                continue
             client.fail(ENGINE_ENDED)
             client.reconnect(SocketFrontChannel(engine["directory"], index))
             _watch_engine(client, engine["pid"])

@@ -44,6 +44,9 @@ class FrontProcess:
         assert isinstance(engine, EngineProcess), "the config rejects several fronts in one process"
         self._send({"directory": engine.directory, "pid": engine.process.pid})
 
+    def use_settings(self, config: Config) -> None:
+        self._send({"settings": as_dict(config)})
+
     def _send(self, line: object) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # It has died and will be replaced.
@@ -92,6 +95,12 @@ class Fronts:
         self._engine = engine
         for front in self._fronts:
             front.announce_engine(engine)
+
+    def use_settings(self, config: Config) -> None:
+        """Pass reloaded settings on; a front that is started later gets them too."""
+        self._config = config
+        for front in self._fronts:
+            front.use_settings(config)
 
     def _watch(self, front: FrontProcess) -> None:
         from millrace.supervise.engine_process import watch_process

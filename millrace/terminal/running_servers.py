@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from millrace.config import cache_dir
+from millrace.config import Config, as_dict, cache_dir, load_config
+from millrace.errors import NotFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,20 @@ class RunningServer:
     model: str
     url: str
     device: str
+    settings: dict[str, dict[str, object]]
+    """As they are in effect."""
+    options: dict[str, object]
+    """Settings that its command line gave, by key."""
+    settings_file: str
+    """Absolute path; empty if its command line named none."""
+
+    def read_settings(self) -> Config:
+        """The settings that it would reload now."""
+        return read_settings(self.settings_file, self.options)
+
+
+def read_settings(settings_file: str, options: Mapping[str, object]) -> Config:
+    return load_config(Path(settings_file) if settings_file else None, options).config
 
 
 def running_servers() -> list[RunningServer]:
@@ -40,10 +55,23 @@ def running_servers() -> list[RunningServer]:
     return found
 
 
+def choose_server(which: str) -> RunningServer:
+    """The server with this model or process id; the only one if `which` is empty."""
+    servers = running_servers()
+    chosen = [server for server in servers if which in ("", server.model, str(server.pid))]
+    names = ", ".join(f"{server.model} (process {server.pid})" for server in servers) or "none"
+    if not chosen:
+        raise NotFound(f"There is no such server on this machine. Running: {names}.")
+    if len(chosen) > 1:
+        raise NotFound(f"Several servers fit: {names}. Give the process id.")
+    return chosen[0]
+
+
 @contextlib.contextmanager
-def announced() -> Iterator[Announcement]:
+def announced(options: Mapping[str, object], settings_file: Path | None) -> Iterator[Announcement]:
     """Gives the object with which a server makes itself known; forgets the server at the end."""
-    announcement = Announcement(_folder() / f"{os.getpid()}.json")
+    file = str(settings_file.resolve()) if settings_file is not None else ""
+    announcement = Announcement(_folder() / f"{os.getpid()}.json", options, file, time.time())
     try:
         yield announcement
     finally:
@@ -53,13 +81,21 @@ def announced() -> Iterator[Announcement]:
 @dataclass(frozen=True, slots=True)
 class Announcement:
     path: Path
+    options: Mapping[str, object]
+    settings_file: str
+    since: float
 
-    def write(self, model: str, url: str, device: str) -> None:
+    def write(self, model: str, url: str, device: str, config: Config) -> None:
         """A server also runs where this file cannot be written; `millrace ps` then does not list it."""
-        server = RunningServer(os.getpid(), _started_ticks(os.getpid()), time.time(), model, url, device)
+        pid = os.getpid()
+        settings = (as_dict(config), dict(self.options), self.settings_file)
+        server = RunningServer(pid, _started_ticks(pid), self.since, model, url, device, *settings)
+        partial = self.path.with_suffix(".partial")
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(asdict(server)), encoding="utf-8")
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(asdict(server)), encoding="utf-8")
+            os.replace(partial, self.path)
 
 
 def _started_ticks(pid: int) -> int:

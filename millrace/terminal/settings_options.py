@@ -93,7 +93,12 @@ def _shown(value: object) -> str:
 
 
 def load_settings(args: argparse.Namespace) -> LoadedConfig:
-    """Defaults, overridden by --config, overridden by options. MODEL and --source are the same setting."""
+    """Defaults, overridden by --config, by MILLRACE_ variables and by options."""
+    return load_config(args.config, given_settings(args))
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, object]:
+    """The settings among the options, by key. MODEL and --source are the same setting."""
     given = {name[len(_PREFIX) :]: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
     model = getattr(args, "model", None)
     if model is not None:
@@ -101,4 +106,4 @@ def load_settings(args: argparse.Namespace) -> LoadedConfig:
         if other != model:
             raise UsageError(f"The model is given twice: '{model}' and '{other}'.")
         given["model.source"] = model
-    return load_config(args.config, given)
+    return given

@@ -15,7 +15,7 @@ import pytest
 from helpers.fake_openai import FakeServer, running
 
 from millrace.cli import COMMANDS, command_parser, main, top_help
-from millrace.config import all_settings, load_config
+from millrace.config import Config, all_settings, load_config
 from millrace.terminal.running_servers import announced, running_servers
 
 
@@ -274,8 +274,8 @@ def test_library_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_server_is_listed_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with announced() as announcement:
-        announcement.write("m", "http://127.0.0.1:1", "cpu")
+    with announced({}, None) as announcement:
+        announcement.write("m", "http://127.0.0.1:1", "cpu", Config())
         assert [(s.model, s.pid) for s in running_servers()] == [("m", os.getpid())]
         record = json.loads(announcement.path.read_text())
         announcement.path.write_text(json.dumps({**record, "started_ticks": 1}))
@@ -323,6 +323,21 @@ def test_config_and_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (port["value"], port["source"], port["variable"]) == (9000, "command line", "MILLRACE_PORT")
     assert main(["version", "--json"]) == 0
     assert "torch" in json.loads(capsys.readouterr().out)
+
+
+def test_reload_previews_what_changes_live_and_what_needs_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "my.toml"
+    file.write_text("[server]\nbody_limit_mb = 8\nbatch_lines = 3\nport = 99\n")
+    with announced({"server.port": "8123"}, file) as announcement:
+        announcement.write("m", "http://127.0.0.1:8123", "cpu", load_config(None, {"server.port": 8123}).config)
+        assert main(["reload", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "server.body_limit_mb: 32 → 8 (now)",
+        "server.batch_lines: 64 → 3 (needs a restart)",
+    ]
 
 
 def test_generate_streams_to_stdout_only(capsys: pytest.CaptureFixture[str]) -> None:

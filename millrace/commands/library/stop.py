@@ -8,7 +8,7 @@ import signal
 import time
 
 from millrace.errors import NotFound
-from millrace.terminal.running_servers import RunningServer, running_servers
+from millrace.terminal.running_servers import RunningServer, choose_server, running_servers
 
 USAGE = "millrace stop [MODEL or PID] [--all]"
 EXAMPLES = """\
@@ -29,13 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    servers = running_servers()
-    chosen = [s for s in servers if args.all or args.which in ("", s.model, str(s.pid))]
-    names = ", ".join(f"{s.model} (process {s.pid})" for s in servers) or "none"
-    if not chosen:
-        raise NotFound(f"There is no such server on this machine. Running: {names}.")
-    if len(chosen) > 1 and not args.all:
-        raise NotFound(f"Several servers fit: {names}. Give the process id, or --all.")
+    chosen = running_servers() if args.all else [choose_server(args.which)]
     for server in chosen:
         os.kill(server.pid, signal.SIGTERM)
     deadline = time.monotonic() + args.timeout
