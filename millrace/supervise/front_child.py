@@ -94,7 +94,7 @@ def _watch_engine(client: EngineClient, pid: int) -> None:
 
 
 def _follow_parent(client: EngineClient, index: int, use_settings: UseSettings) -> None:
-    """Connect to each engine announced on the pipe, take over changed settings; the pipe closes when the parent ends."""
+    """Connect to each engine announced on the pipe and take over changed settings. It closes when the parent ends."""
     from millrace.link.front_end import SocketFrontChannel
 
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from millrace.link.messages import EngineReady
+if TYPE_CHECKING:
+    from millrace.link.messages import EngineReady
 
 _QUESTION = "Why is the sky blue?"
 
