@@ -120,6 +120,7 @@ class Store:
         now = int(time.time())
         for table in ("responses", "chat_completions"):
             connection.execute(f"DELETE FROM {table} WHERE created_at < ?", (now - RESPONSE_DAYS * 86400,))
+        connection.execute("DELETE FROM response_events WHERE response_id NOT IN (SELECT id FROM responses)")
         for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall():
             (self.files / row["id"]).unlink(missing_ok=True)
             connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))

@@ -216,7 +216,6 @@ def test_an_error_inside_a_stream_is_raised() -> None:
         ({"conversation": "conv_1"}, 404, "conversation"),
         ({"include": ["file_search_call.results"]}, 400, "include"),
         ({"top_logprobs": 2}, 400, "top_logprobs"),
-        ({"background": True, "stream": True}, 400, "background"),
         ({"background": True, "store": False}, 400, "store"),
         ({"previous_response_id": "resp_x"}, 404, "previous_response_id"),
         ({"max_output_token": 5}, 400, "max_output_token"),

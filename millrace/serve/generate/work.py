@@ -15,6 +15,7 @@ from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import DEADLINE_SLACK_S, Job
 from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import Writer
+from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState
 
 
@@ -52,18 +53,27 @@ async def whole_answer(state: FrontState, work: Work, job: Job) -> bytes:
     """Start the job, wait for it and return its body."""
     job.start()
     await until_done(state, job)
+    if job.error is not None:  # It failed after its stream had begun.
+        raise job.error
     return job.body() if work.conclude is None else await work.conclude(job)
 
 
 async def unattended_answer(
-    state: FrontState, work: Work, owner: str, request_id: str, path: str, received: float
+    state: FrontState,
+    work: Work,
+    owner: str,
+    request_id: str,
+    path: str,
+    received: float,
+    out: EventStream | None = None,
 ) -> tuple[bytes, Usage]:
-    """Body and usage of work without an HTTP request. It counts against its owner's quotas and in the metrics."""
+    """Body and usage of work without an HTTP request. It counts against its owner's quotas and in the metrics. With
+    `out` the answer is streamed there, and its last frames are the body."""
     await check_grammar(state, work.generation, owner)
     generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
     used = 0
     try:
-        job = make_job(state, generation, work.make_writer)
+        job = make_job(state, generation, work.make_writer, out)
         job.request_id, job.path, job.owner = request_id, path, owner
         try:
             body = await whole_answer(state, work, job)

@@ -9,9 +9,12 @@ from aiohttp import web
 
 from millrace.errors import BadRequest
 from millrace.serve.generate.respond import answer
+from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
+from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of
+from millrace.serve.responses.event_log import follow
 from millrace.serve.responses.schemas import (
     ENCRYPTED_REASONING,
     LOGPROBS,
@@ -44,17 +47,12 @@ async def create(request: web.Request) -> web.StreamResponse:
         work = await prepare_response(state, data, received, owner)
         queued = await _queue(state, data, body, owner, work.generation.answer_id)
         request.app[BACKGROUND].wake()
-        return json_answer(request, queued)
+        return await _follow(request, queued.id, owner, -1) if body.stream else json_answer(request, queued)
     work = await prepare_response(state, data, received, owner)
     return await answer(state, request, work, received)
 
 
 def _check_background(body: ResponsesRequest) -> None:
-    if body.stream:
-        raise BadRequest(
-            "'background' and 'stream' are both true, which is not supported yet; set one of them to false.",
-            param="background",
-        )
     if body.store is False:
         raise BadRequest(
             "'background' is true and 'store' is false, but a background response must be stored; set store to true.",
@@ -70,18 +68,49 @@ async def _queue(
     return queued
 
 
-async def retrieve(request: web.Request) -> web.Response:
+async def retrieve(request: web.Request) -> web.StreamResponse:
     check_query(request, ("include", "stream", "starting_after", "include_obfuscation"))
-    for name in ("stream", "starting_after", "include_obfuscation"):
-        if request.query.get(name, "false").lower() != "false":
-            raise BadRequest(
-                f"{name} is {request.query[name][:80]!r}, which is not supported yet; remove it.",
-                param=name,
-                code="unsupported_parameter",
-            )
+    if request.query.get("include_obfuscation", "false").lower() != "false":
+        raise BadRequest(
+            "include_obfuscation is not supported yet; remove it.",
+            param="include_obfuscation",
+            code="unsupported_parameter",
+        )
     _check_include(request)
     response_id, owner = request.match_info["response_id"], owner_of(request)
+    if _is_streamed(request):
+        return await _follow(request, response_id, owner, _starting_after(request))
     return json_answer(request, await request.app[STATE].store.run(get_response, response_id, owner))
+
+
+def _is_streamed(request: web.Request) -> bool:
+    value = request.query.get("stream", "false").lower()
+    if value not in ("true", "false"):
+        raise BadRequest(f"stream is {value[:80]!r}; it must be true or false.", param="stream")
+    if value == "false" and "starting_after" in request.query:
+        raise BadRequest("starting_after needs stream=true; add it.", param="starting_after")
+    return value == "true"
+
+
+def _starting_after(request: web.Request) -> int:
+    value = request.query.get("starting_after", "")
+    if value and not (value.isascii() and value.isdigit() and len(value) <= 9):
+        raise BadRequest(f"starting_after is {value[:80]!r}; send the number of an event.", param="starting_after")
+    return int(value) if value else -1
+
+
+async def _follow(request: web.Request, response_id: str, owner: str, starting_after: int) -> web.StreamResponse:
+    """Send the stored events of a background response, and those to come. A client that goes away loses nothing."""
+    events = follow(request.app[STATE], response_id, owner, starting_after)
+    first = await anext(events, b"")  # Until here an error is a plain response.
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "Server": "millrace"}
+    answer = web.StreamResponse(headers=headers | {REQUEST_ID_HEADER: request[REQUEST_ID]})
+    await answer.prepare(request)
+    await answer.write(first)
+    async for more in events:
+        await answer.write(more)
+    await answer.write_eof()
+    return answer
 
 
 def _check_include(request: web.Request) -> None:

@@ -62,9 +62,14 @@ def get_response(database: sqlite3.Connection, response_id: str, owner: str) -> 
     return bytes(_row(database, response_id, owner)["body"])
 
 
+def status_of(database: sqlite3.Connection, response_id: str, owner: str) -> str:
+    return str(_row(database, response_id, owner)["status"])
+
+
 def delete_response(database: sqlite3.Connection, response_id: str, owner: str) -> None:
     _row(database, response_id, owner)
     database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+    database.execute("DELETE FROM response_events WHERE response_id = ?", (response_id,))
 
 
 def cancel_response(database: sqlite3.Connection, response_id: str, owner: str) -> bytes:
