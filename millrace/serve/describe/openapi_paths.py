@@ -206,7 +206,8 @@ def _response_paths() -> dict[str, Any]:
     one, stored = [_in_path("response_id")], ("400", "404", "500")
     names = ("ResponsesRequest", "ResponseAnswer", "ResponseEvent")
     include = {"type": "array", "items": {"type": "string", "enum": ["message.output_text.logprobs"]}}
-    show = [*one, _in_query("include", **include), _in_query("stream", type="boolean", enum=[False])]
+    show = [*one, _in_query("include", **include), _in_query("stream", type="boolean")]
+    show.append(_in_query("starting_after", type="integer", minimum=0))
     count = _operation("responses", "countResponseTokens", "Count tokens", "InputTokensAnswer", (*BODY_ERRORS, "409"))
     example = {"model": _NAME, "input": "Why is the sky blue?"}
     return {
