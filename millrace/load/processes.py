@@ -21,8 +21,8 @@ from millrace.load.sources import TracedRequest
 from millrace.load.workload import LoadRequest, Workload
 
 START_S = 0.2
-"""Between the creation of a run and its first request; processes need longer."""
-PROCESS_START_S = 3.0
+"""Between the moment when all processes are ready and the first request."""
+PROCESS_START_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +95,23 @@ async def run_load(
 async def _run_processes(
     endpoint: Endpoint, pattern: Pattern, workload: Workload, num_processes: int, tick: Callable[[Progress], None]
 ) -> list[Record]:
+    """Processes say when they are ready and are then told a common start."""
     context = multiprocessing.get_context("spawn")
-    start = time.monotonic() + PROCESS_START_S
     pipes: list[Connection] = []
     children = []
     for part in range(num_processes):
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (theirs, endpoint, pattern, workload, part, num_processes, start)
+        ours, theirs = context.Pipe()
+        arguments = (theirs, endpoint, pattern, workload, part, num_processes)
         child = context.Process(target=_child, args=arguments, daemon=True)
         child.start()
         theirs.close()
         pipes.append(ours)
         children.append(child)
     try:
+        await asyncio.gather(*(asyncio.to_thread(_await_ready, pipe) for pipe in pipes))
+        start = time.monotonic() + START_S
+        for pipe in pipes:
+            pipe.send_bytes(msgspec.msgpack.encode(start))
         parts = await asyncio.gather(*(asyncio.to_thread(_receive, pipe) for pipe in pipes))
     finally:
         for child in children:
@@ -119,6 +123,16 @@ async def _run_processes(
     return records
 
 
+def _await_ready(pipe: Connection) -> None:
+    try:
+        if pipe.poll(PROCESS_START_LIMIT_S):
+            pipe.recv_bytes()
+            return
+    except EOFError:
+        pass
+    raise MillraceError(f"A load process did not start within {PROCESS_START_LIMIT_S:g} s; see its error above.")
+
+
 def _receive(pipe: Connection) -> list[Record]:
     try:
         return msgspec.msgpack.decode(pipe.recv_bytes(), type=list[Record])
@@ -127,8 +141,10 @@ def _receive(pipe: Connection) -> list[Record]:
 
 
 def _child(
-    pipe: Connection, endpoint: Endpoint, pattern: Pattern, workload: Workload, part: int, num_parts: int, start: float
+    pipe: Connection, endpoint: Endpoint, pattern: Pattern, workload: Workload, part: int, num_parts: int
 ) -> None:
+    pipe.send_bytes(b"ready")
+    start = msgspec.msgpack.decode(pipe.recv_bytes(), type=float)
     records = asyncio.run(run_part(endpoint, pattern, workload, part, num_parts, start, lambda progress: None))
     pipe.send_bytes(msgspec.msgpack.encode(records))
     pipe.close()
