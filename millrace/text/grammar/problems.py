@@ -25,6 +25,8 @@ def _sentence(problem: str, where: str, noun: str) -> str:
         return f"The {noun} uses the format {found[1]!r}{where}, which is not supported; remove it or use a pattern."
     if problem.startswith("oneOf constraints"):
         return f"The {noun} uses 'oneOf' whose alternatives may overlap{where}, which is not supported; use 'anyOf'."
+    if "precomputation failed" in problem:
+        return f"The {noun} is too complex; simplify it."
     if "recursion limit" in problem:
         return f"The {noun} is nested too deeply; send fewer levels."
     if len(problem) > _MAX_SHOWN_CHARS:

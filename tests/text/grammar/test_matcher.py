@@ -140,6 +140,12 @@ def test_a_schema_without_any_value_is_an_error(environment: GrammarEnvironment)
         environment.compile(of({"$ref": "#"}))
 
 
+def test_a_regular_expression_with_too_many_states_is_an_error(environment: GrammarEnvironment) -> None:
+    source = "|".join(f".*{chr(97 + number % 26)}.{{{number}}}" for number in range(60))
+    with pytest.raises(GrammarError, match="too complex"):
+        environment.compile(Grammar("regex", source))
+
+
 def test_a_sentence_piece_vocabulary(sentence_piece: Tokenizer) -> None:
     environment = GrammarEnvironment(sentence_piece, sentence_piece.vocab_size)
     schema = record({"a": {"enum": ["x y", "é"]}})
