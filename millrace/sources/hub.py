@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.config import cache_dir
 from millrace.errors import ModelError
+from millrace.sources.catalogue import find_entry
 from millrace.sources.download import Progress
 from millrace.sources.names import HubName
 
@@ -99,6 +100,13 @@ def parse_manifest_name(text: str) -> HubName:
 def describe(name: HubName) -> HubModel:
     """What the hub has under this name: the files that would be downloaded, and their sizes."""
     import huggingface_hub
+
+    entry = find_entry(name.repo)
+    if entry is not None and not entry.is_supported:
+        raise ModelError(
+            f"'{name}' is a model of the family {entry.family}, which is not supported yet; nothing was downloaded."
+            " `millrace models` lists those that are."
+        )
 
     try:
         info = huggingface_hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=30)

@@ -16,7 +16,9 @@ from huggingface_hub import constants
 from safetensors.numpy import save
 
 from millrace.errors import ModelError
+from millrace.models.spec.families import FAMILIES
 from millrace.sources import hub, library, names
+from millrace.sources.catalogue import UNSUPPORTED_FAMILIES, entries
 from millrace.sources.names import HubName, parse_name
 from millrace.sources.resolve import resolve_model
 
@@ -199,3 +201,11 @@ def test_aliases(fake: FakeHub) -> None:
     for name, says in (("smollm2", "name of a known model"), ("no way", "cannot be an alias"), ("x", "no alias 'x'")):
         with pytest.raises(ModelError, match=says):
             names.write_alias(name, "" if name == "x" else "org/model")
+
+
+def test_families_that_cannot_be_loaded_are_refused_before_a_download(fake: FakeHub) -> None:
+    for name in ("phi4", "microsoft/phi-4", "gpt-oss:20b"):
+        with pytest.raises(ModelError, match=r"not supported yet; nothing was downloaded"):
+            resolve_model(name)
+    loadable = {kind for family in FAMILIES for kind in family.model_types}
+    assert {entry.family for entry in entries()} - loadable == UNSUPPORTED_FAMILIES, "update UNSUPPORTED_FAMILIES"

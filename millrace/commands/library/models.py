@@ -69,6 +69,8 @@ def _rows() -> list[_Row]:
         _Row(m.name, m.title, m.num_bytes, m.num_bytes + 600_000_000, is_cached(m), m.aliases) for m in KNOWN_MODELS
     ]
     for entry in entries():
+        if not entry.is_supported:
+            continue
         num_bytes = catalogue_bytes(entry.name)
         memory = int(memory_of(entry, "bf16")) - entry.num_bytes("bf16") + num_bytes
         local = find_local(entry.name) is not None

@@ -86,6 +86,7 @@ def _catalogue_facts(text: str) -> dict[str, Any]:
         "downloaded": "no",
         "hub": str(name),
         "gated": "yes" if entry.gated else "no",
+        "supported": "yes" if entry.is_supported else "not yet",
         "bytes": catalogue_bytes(entry.name),
         "family": entry.family,
         "parameters": int(entry.parameters * 1e9),

@@ -75,4 +75,4 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _model_names() -> list[str]:
-    return [*(model.name for model in KNOWN_MODELS), *(entry.name for entry in entries())]
+    return [*(model.name for model in KNOWN_MODELS), *(entry.name for entry in entries() if entry.is_supported)]
