@@ -225,6 +225,8 @@ def _write(
     skipped = ("api_key", "json", "html", "compare", "debug")
     settings = {name: value for name, value in vars(args).items() if name not in skipped}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    plain = (str, int, float, list, type(None))
+    settings = {name: value for name, value in settings.items() if isinstance(value, plain)}
     settings["model"] = endpoint.model
     report = report_of(settings, outcome, cause, server)
     if sweep is not None:
