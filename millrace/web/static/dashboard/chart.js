@@ -5,6 +5,7 @@ import { el } from "../common/dom.js";
 const HEIGHT = 150, LEFT = 44, RIGHT = 10, TOP = 10, BOTTOM = 22;
 const charts = new Set();
 const probe = document.body.appendChild(el("i", { hidden: true })), colors = new Map();
+const font = getComputedStyle(document.body).fontFamily;
 let hovered = null;  // Fraction of the time axis under the pointer, for all charts.
 
 /** The colour of a CSS variable as a canvas takes it: light-dark() is resolved only in a computed style. */
@@ -26,7 +27,7 @@ function axis(most, isShare) {
 export class Chart {
   /** `series`: [{ label, color (a CSS variable), values }], `format` writes a value, `stacked` draws areas on each other. */
   constructor(title, { format, isShare = false, stacked = false, note = "" }) {
-    Object.assign(this, { format, isShare, stacked, series: [], time: [] });
+    Object.assign(this, { format, isShare, stacked, series: [], time: [], width: 0 });
     this.canvas = el("canvas", { height: HEIGHT, role: "img" });
     this.legend = el("div", { class: "legend" });
     this.empty = el("p", { class: "none" }, "Nothing measured yet");
@@ -35,6 +36,8 @@ export class Chart {
     this.canvas.addEventListener("pointermove", event => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => { hovered = null; drawAll(); });
     charts.add(this);
+    // Reading a width while drawing would lay out the page once per chart.
+    new ResizeObserver(([entry]) => { this.width = Math.floor(entry.contentRect.width); this.draw(); }).observe(this.canvas.parentElement);
   }
 
   hover(event) {
@@ -50,7 +53,7 @@ export class Chart {
   }
 
   draw() {
-    const width = this.canvas.parentElement.clientWidth;
+    const width = this.width;
     if (!width) return;
     const scale = devicePixelRatio || 1, context = this.canvas.getContext("2d");
     if (this.canvas.width !== Math.round(width * scale)) {
@@ -73,7 +76,7 @@ export class Chart {
   }
 
   drawAxes(context, width, ticks, y) {
-    context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    context.font = `11px ${font}`;
     context.fillStyle = chartColor("label");
     context.strokeStyle = chartColor("grid");
     context.lineWidth = 1;
@@ -166,6 +169,4 @@ function runs(values) {
 }
 
 export function drawAll() { for (const chart of charts) chart.draw(); }
-let frame = 0;
-addEventListener("resize", () => { cancelAnimationFrame(frame); frame = requestAnimationFrame(drawAll); });
 addEventListener("millrace:theme", () => { colors.clear(); drawAll(); });

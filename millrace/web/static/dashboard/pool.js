@@ -4,7 +4,7 @@ import { el } from "../common/dom.js";
 import { chartColor } from "./chart.js";
 import { count } from "./format.js";
 
-const MAX_CELLS = 960, CELL = 11, GAP = 2;
+const MAX_CELLS = 960, MAX_CELLS_NARROW = 400, CELL = 11, GAP = 2;
 const STATES = [["used", "1"], ["cached", "3"], ["free", "free"]];
 
 export class PoolPicture {
@@ -29,7 +29,8 @@ export class PoolPicture {
   }
 
   show(view, figures) {
-    const perCell = Math.max(1, Math.ceil(figures.total / MAX_CELLS));
+    const isNarrow = this.container.clientWidth < 560;
+    const perCell = Math.max(1, Math.ceil(figures.total / (isNarrow ? MAX_CELLS_NARROW : MAX_CELLS)));
     const cells = Math.ceil(figures.total / perCell);
     // A state that has any block gets at least one cell.
     const size = name => (figures[name] > 0 ? Math.max(1, Math.round(figures[name] / perCell)) : 0);

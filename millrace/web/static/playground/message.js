@@ -49,7 +49,7 @@ function userMessage(node, place, actions) {
 }
 
 function toolMessage(node) {
-  return { root: el("article", { class: "message tool", "aria-label": "Tool result" }, el("h4", {}, "Tool result"), codeBlock(node.content, looksLikeJson(node.content) ? "json" : "")), update: () => {} };
+  return { root: el("article", { class: "message tool", "aria-label": "Tool result" }, el("h4", {}, node.name ? `Result of ${node.name}` : "Tool result"), codeBlock(node.content, looksLikeJson(node.content) ? "json" : "")), update: () => {} };
 }
 
 // ── assistant ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +102,7 @@ function assistantMessage(node, place, actions) {
   function showNotice() {
     if (node.error) notice.replaceChildren(errorCard(node.error, () => actions.regenerate(node)));
     else if (FINISH[node.finish]) notice.replaceChildren(el("p", { class: "notice" }, FINISH[node.finish],
-      place.isLast ? el("button", { type: "button", class: "link", on: { click: () => actions.continueFrom(node, node.content) } }, "Continue") : null));
+      place.isLast && !node.toolCalls ? el("button", { type: "button", class: "link", on: { click: () => actions.continueFrom(node, node.content) } }, "Continue") : null));
     else if (node.format === "json" && node.status === "done") notice.replaceChildren(jsonVerdict(node.content));
   }
 

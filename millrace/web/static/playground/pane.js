@@ -84,7 +84,7 @@ export class Pane {
 
   sendToolResults(node, results) {
     let parent = node.id;
-    node.toolCalls.forEach((call, number) => { parent = addNode(this.data.tree, parent, { role: "tool", toolCallId: call.id, content: results[number] }).id; });
+    node.toolCalls.forEach((call, number) => { parent = addNode(this.data.tree, parent, { role: "tool", toolCallId: call.id, name: call.name, content: results[number] }).id; });
     return this.answer(parent);
   }
 

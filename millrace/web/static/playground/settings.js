@@ -48,6 +48,7 @@ export function requestFields(settings) {
   const stops = (settings.stop ?? "").split("\n").filter(Boolean).map(one => one.replaceAll("\\n", "\n"));
   if (stops.length) fields.stop = stops;
   if (settings.priority) fields.priority = settings.priority;
+  if (settings.reasoning) fields.reasoning_effort = settings.reasoning;
   if (settings.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
   if (settings.format === "json_object") fields.response_format = { type: "json_object" };
   if (settings.format === "json_schema") {
@@ -100,7 +101,7 @@ export function settingsForm(container, settings, models, onChange) {
   const schema = area("schema", { rows: 9, class: "code", placeholder: '{"type": "object", …}' });
   const schemaBox = el("div", { class: "field" }, el("label", { for: "set-schema" }, "JSON schema"), schema, example("schema", EXAMPLE_SCHEMA, schema));
   const tools = area("tools", { rows: 9, class: "code", placeholder: '[{"type": "function", …}]' });
-  const toolBox = el("div", {}, el("div", { class: "field" }, el("label", { for: "set-tools" }, "Tools, as JSON"), tools, example("tools", EXAMPLE_TOOLS, tools)),
+  const toolBox = el("div", { class: "stack" }, el("div", { class: "field" }, el("label", { for: "set-tools" }, "Tools, as JSON"), tools, example("tools", EXAMPLE_TOOLS, tools)),
     row("toolChoice", "Tool choice", choice("toolChoice", [["", "auto"], ["required", "required"], ["none", "none"]]), "When the model calls a tool, you type its result."));
   const show = () => { schemaBox.hidden = settings.format !== "json_schema"; toolBox.hidden = !settings.useTools; };
   const group = (title, ...content) => el("section", {}, el("h3", {}, title), content);
@@ -115,6 +116,7 @@ export function settingsForm(container, settings, models, onChange) {
         el("summary", {}, "Penalties and stop strings"), el("div", { class: "grid" }, NUMBERS.slice(FIRST_NUMBERS).map(number)),
         row("stop", "Stop strings, one per line", area("stop", { rows: 2, class: "code" })))),
     group("Output", row("format", "Format", choice("format", [["text", "Text"], ["json_object", "JSON object"], ["json_schema", "JSON schema"]], show)), schemaBox,
+      row("reasoning", "Reasoning effort", choice("reasoning", [["", "default"], ["none", "none"], ["low", "low"], ["medium", "medium"], ["high", "high"]])),
       check("logprobs", "Token probabilities")),
     group("Tools", check("useTools", "Offer tools to the model", show), toolBox),
     group("Request", row("priority", "Priority", choice("priority", [["", "default"], ["interactive", "interactive"], ["standard", "standard"], ["batch", "batch"]])),

@@ -4,7 +4,7 @@ import { codeBlock } from "../common/markdown.js";
 import { el } from "../common/dom.js";
 import { getKey } from "../common/api.js";
 
-const STANDARD = new Set(["model", "messages", "temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "stop", "stream", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice", "n", "logit_bias"]);
+const STANDARD = new Set(["model", "messages", "temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "stop", "stream", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice", "reasoning_effort", "n", "logit_bias"]);
 
 export function asCurl(body) {
   const data = JSON.stringify({ ...body, stream: true }, null, 2).replaceAll("'", "'\\''");
