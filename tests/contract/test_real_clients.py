@@ -154,3 +154,96 @@ def test_a_batch(server: RealServer, expected: str) -> None:
         assert batch.output_file_id is not None
         results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     assert [line["response"]["body"]["choices"][0]["message"]["content"] for line in results] == [expected] * 3
+
+
+# ── tools ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris for 3 days?"}]
+
+
+def test_openai_tools(server: RealServer) -> None:
+    import openai
+    import pydantic
+
+    class Weather(pydantic.BaseModel):
+        city: str = pydantic.Field(max_length=20)
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+        fields: Any = {"model": MODEL, "temperature": 0, "parallel_tool_calls": False}
+        tool: Any = openai.pydantic_function_tool(Weather)
+        parsed = client.chat.completions.parse(messages=ASKED, tools=[tool], tool_choice="required", **fields)
+        [call] = parsed.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, Weather)
+        assert parsed.choices[0].finish_reason == "tool_calls"
+        with client.chat.completions.stream(messages=ASKED, tools=[tool], tool_choice="required", **fields) as stream:
+            [streamed] = stream.get_final_completion().choices[0].message.tool_calls or []
+        assert streamed.function.arguments == call.function.arguments
+        result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        history: Any = [*ASKED, parsed.choices[0].message, result]
+        again = client.chat.completions.create(messages=history, tools=[tool], max_tokens=8, **fields)
+        assert again.choices[0].finish_reason in ("stop", "length")
+        function: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
+        chosen: Any = {"type": "function", "name": "get_weather"}
+        response = client.responses.create(input=ASKED, tools=[function], tool_choice=chosen, **fields)
+        [item] = response.output
+        assert item.type == "function_call"
+        output: Any = [{"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}]
+        after = client.responses.create(
+            input=output, previous_response_id=response.id, tools=[function], max_output_tokens=8, **fields
+        )
+        assert after.status in ("completed", "incomplete")
+        with client.responses.stream(input=ASKED, tools=[function], tool_choice="required", **fields) as events:
+            kinds = {event.type for event in events}
+            [final] = events.get_final_response().output
+        assert "response.function_call_arguments.delta" in kinds
+        assert final.type == "function_call"
+        assert final.arguments == item.arguments
+
+
+def test_anthropic_tools(server: RealServer) -> None:
+    import anthropic
+
+    tools: Any = [{"name": "get_weather", "input_schema": SCHEMA}]
+    chosen: Any = {"type": "tool", "name": "get_weather"}
+    with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0, timeout=60) as client:
+        fields: Any = {"model": MODEL, "tools": tools}
+        answer = client.messages.create(max_tokens=100, messages=ASKED, tool_choice=chosen, **fields)
+        [used] = answer.content
+        assert used.type == "tool_use"
+        assert answer.stop_reason == "tool_use"
+        assert set(used.input) == {"city", "days"}
+        one: Any = {"type": "any", "disable_parallel_tool_use": True}
+        with client.messages.stream(max_tokens=100, messages=ASKED, tool_choice=one, **fields) as stream:
+            [streamed] = stream.get_final_message().content
+        assert streamed.type == "tool_use"
+        assert set(streamed.input) == {"city", "days"}
+        results: Any = [{"type": "tool_result", "tool_use_id": used.id, "content": "sunny"}]
+        history: Any = [*ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+        again = client.messages.create(max_tokens=8, messages=history, **fields)
+        assert again.stop_reason in ("end_turn", "max_tokens")
+
+
+def test_ollama_tools(server: RealServer) -> None:
+    import ollama
+
+    def get_weather(city: str, days: int) -> str:
+        """Weather of a city."""
+        return f"sunny in {city} for {days} days"
+
+    client = ollama.Client(server.url, timeout=60)
+    fields: Any = {"model": MODEL, "options": {"temperature": 0, "num_predict": 16}}
+    answer = client.chat(messages=ASKED, tools=[get_weather], **fields)
+    assert answer.message.content is not None or answer.message.tool_calls
+    call: Any = {"function": {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}}
+    said: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_name": "get_weather", "content": "sunny"}
+    again = client.chat(messages=[*ASKED, said, result], tools=[get_weather], **fields)
+    assert again.done
