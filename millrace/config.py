@@ -136,6 +136,9 @@ class ServerConfig:
     tls_cert: str = setting("", "file with the TLS certificate chain (PEM); if empty, plain HTTP")
     tls_key: str = setting("", "file with the private key of the TLS certificate (PEM)")
     cors_origins: str = setting("", "origins whose web pages may call the API, separated by commas; * = all")
+    allow_logits_processors: str = setting(
+        "", "functions (package.module.function) that requests may name in logits_processors, separated by commas"
+    )
     header_limit_kb: int = setting(8, "maximum header line in KiB; longer lines get a 431", minimum=1)
     manage_models: ManageModels = setting(
         "local",
@@ -423,6 +426,12 @@ def num_fronts(config: Config, num_cores: int) -> int:
     if config.server.in_process:
         return 1
     return config.server.fronts or min(max(1, num_cores * 3 // 8), 8)
+
+
+def allowed_processors(config: Config) -> tuple[str, ...]:
+    """Dotted names of the logits processors that requests may use."""
+    names = (name.strip() for name in config.server.allow_logits_processors.split(","))
+    return tuple(name for name in names if name)
 
 
 LIVE_SETTINGS = frozenset(

@@ -15,6 +15,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_BREAKERS = 64
+MAX_LOGITS_PROCESSORS = 8
 MAX_GRAMMAR_BYTES = 128 * 1024
 
 CLASS_NAMES = ("interactive", "standard", "batch")
@@ -137,6 +138,8 @@ class SamplingParams:
     dynatemp_range: float = 0.0
     """The temperature varies by this much around `temperature`, with the entropy."""
     dynatemp_exponent: float = 1.0
+    logits_processors: tuple[str, ...] = ()
+    """Dotted names of functions that the operator allows (`--allow-logits-processors`), applied in this order."""
     thinking: ThinkingLimit | None = None
 
     @property
@@ -160,7 +163,9 @@ class SamplingParams:
     @property
     def needs_tokens(self) -> bool:
         """True if what is drawn depends on where earlier tokens are, not only on how many."""
-        return self.dry_multiplier > 0 or (self.repeat_last_n > 0 and self.uses_penalties)
+        return (
+            self.dry_multiplier > 0 or (self.repeat_last_n > 0 and self.uses_penalties) or bool(self.logits_processors)
+        )
 
     @property
     def has_further_cuts(self) -> bool:
@@ -233,6 +238,7 @@ class SamplingParams:
         _in_range("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
         _in_range("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
         _in_range("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+        _at_most("logits_processors", len(self.logits_processors), MAX_LOGITS_PROCESSORS)
 
     def _check_numbers(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from millrace.config import Config
+from millrace.config import Config, allowed_processors
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.figures.step_figures import StepWork
 from millrace.engine.fingerprint import weights_digest
@@ -33,6 +33,7 @@ from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dt
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
+from millrace.run.sampling.processors import load_processor
 from millrace.run.step_log import LoggedRunner, RunnerSetup, StepLog
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
@@ -42,6 +43,9 @@ def build_engine(
     config: Config, channel: EngineChannel, build_pool: KernelBuildPool | None = None
 ) -> tuple[Engine, EngineReady]:
     """The engine, and the message that announces it. Raises on invalid settings before it allocates memory."""
+
+    for name in allowed_processors(config):
+        load_processor(name)
 
     def on_loading(what: str, done: int, total: int) -> None:
         for front in range(channel.num_fronts):

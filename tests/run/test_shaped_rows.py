@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from run.sampling_reference import dried, kept, penalised
 from run.test_sampler import SamplerUnderTest
 
+from millrace.errors import ConfigError
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan
 from millrace.run.sampling.cuts import draw_from
+from millrace.run.sampling.processors import load_processor
 from millrace.run.sampling.repetition import MAX_MATCH, match_lengths, penalise_recent, penalise_repeats
 from millrace.run.sampling.shaped_rows import ShapedRows
 
@@ -246,3 +248,22 @@ def test_preempted_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(rows._preempted) == [6, 7, 8]
     assert not rows._rows
     assert math.isclose(float(rows._preempted[8][0]), 10.0)
+
+
+def only_even(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor: never the last token again, and never an odd one."""
+    logits = logits.clone()
+    logits[1::2] = -torch.inf
+    logits[token_ids[-1]] = -torch.inf
+    return logits
+
+
+def test_logits_processors_by_name() -> None:
+    sampler = SamplerUnderTest(vocab=VOCAB)
+    sampler.admit(0, SamplingParams(logits_processors=("run.test_shaped_rows.only_even",), temperature=0))
+    logits = logits_of(2)
+    drawn = [int(sampler.draw(logits, [0], [3 + step]).tokens[0]) for step in range(6)]
+    assert all(token % 2 == 0 for token in drawn)
+    assert all(one != other for one, other in zip(drawn, drawn[1:], strict=False))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_processor("run.test_shaped_rows.nothing")

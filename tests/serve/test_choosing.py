@@ -9,6 +9,7 @@ import pytest
 from serve.front_under_test import END, MODEL, Front, running_front, saying
 from serve.wire import CHAT, chat_text, post, stream
 
+from millrace.config import Config, replace
 from millrace.link.messages import NewRequest, unpack_tokens
 
 COMPLETIONS = "/v1/completions"
@@ -199,3 +200,13 @@ def test_beams_that_do_not_fit_or_fail(front: Front) -> None:
     assert reply.json["error"]["param"] == "max_tokens"
     reply = post(front.port, CHAT, body(num_beams=2, temperature=0.5))
     assert reply.json["error"]["param"] == "temperature"
+
+
+def test_logits_processors_need_permission(front: Front) -> None:
+    reply = post(front.port, CHAT, body(logits_processors=["os.system"]))
+    assert (reply.status, reply.json["error"]["param"]) == (400, "logits_processors")
+    config = replace(Config(), server__port=0, server__allow_logits_processors="my.module.f, my.module.g")
+    with running_front(saying("x"), config=config) as allowing:
+        assert post(allowing.port, CHAT, body(logits_processors=["my.module.g"])).status == 200
+        assert allowing.engine.received[-1].params.logits_processors == ("my.module.g",)
+        assert post(allowing.port, CHAT, body(logits_processors=["my.module.h"])).status == 400

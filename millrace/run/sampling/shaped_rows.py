@@ -1,9 +1,9 @@
 """Draws for rows with options beyond temperature, top-k, min-p, top-p and penalties over the whole context.
 
 One implementation for both devices: torch ops that never wait for the device. Logits come with mask, bias and minimum
-length applied. Order: penalties, DRY, temperature, top-k, min-p, top-p, typical-p, top-a, XTC, dynamic temperature,
-mirostat, draw (docs/samplers.md). A draw depends on the row's tokens, its seed and its position, and with mirostat on
-`mu`, which is kept by position and survives preemption.
+length applied. Order: penalties, DRY, logits processors, temperature, top-k, min-p, top-p, typical-p, top-a, XTC,
+dynamic temperature, mirostat, draw (docs/samplers.md). A draw depends on the row's tokens, its seed and its position,
+and with mirostat on `mu`, which is kept by position and survives preemption.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from millrace.run.sampling.cuts import (
     scale_by_entropy,
 )
 from millrace.run.sampling.noise import uniforms
+from millrace.run.sampling.processors import Processor, load_processor
 from millrace.run.sampling.repetition import penalise_recent, penalise_repeats
 from millrace.run.sampling.row_params import RowParamTable
 
@@ -50,6 +51,7 @@ class _Row:
     """int64: all tokens and room for more, if the options need them."""
     is_breaker: Tensor | None
     """bool [vocab], with DRY."""
+    processors: tuple[Processor, ...]
 
 
 class ShapedRows:
@@ -90,6 +92,7 @@ class ShapedRows:
             params,
             self._room_for(admission) if params.needs_tokens or params.uses_penalties else None,
             self._breakers(params) if params.dry_multiplier > 0 else None,
+            tuple(load_processor(name) for name in params.logits_processors),
         )
 
     def _room_for(self, admission: Admission) -> Tensor:
@@ -125,6 +128,8 @@ class ShapedRows:
             penalise_recent(logits, tokens, record.num_prompt, params)
         if record.is_breaker is not None:
             penalise_repeats(logits, tokens, record.is_breaker, params)
+        for processor in record.processors:
+            logits.copy_(processor(tokens, logits))
 
     def _choose(self, logits: Tensor, rows: Int32s, positions: Int32s, params: list[SamplingParams]) -> Tensor:
         columns = _Columns(self._device, self._row_params, rows, positions, params)

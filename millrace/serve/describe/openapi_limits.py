@@ -15,11 +15,12 @@ from millrace.serve.responses.schemas import ENCRYPTED_REASONING, LOGPROBS
 
 _MAX_INT32 = 2**31 - 1
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "top_k", "num_predict")
+_WINDOWS = ("dry_allowed_length", "dry_range", "dry_penalty_last_n", "repeat_last_n")
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": _MAX_INT32}
 _STOP = {"minLength": 1, "maxItems": MAX_STOP_STRINGS, "items": {"minLength": 1}}
 
 FIELD_LIMITS: dict[str, dict[str, Any]] = {
-    **{name: {"maximum": _MAX_INT32} for name in _COUNTS},
+    **{name: {"maximum": _MAX_INT32} for name in (*_COUNTS, *_WINDOWS)},
     "best_of": {"maximum": MAX_SEQUENCES},
     "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
     "priority": {"minimum": 0, "maximum": 2},

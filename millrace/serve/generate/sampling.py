@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.config import Config
+from millrace.config import Config, allowed_processors
 from millrace.errors import BadRequest
 from millrace.params import MAX_LOGIT_BIAS, SamplingDefaults, SamplingParams
 from millrace.serve.generate.prompts import LONG_TEXT_CHARS, off_loop
@@ -36,7 +36,17 @@ def sampling_params(
 
 
 async def complete(state: FrontState, params: SamplingParams) -> SamplingParams:
-    """The parameters with what the tokenizer knows: DRY's breakers as token ids."""
+    """The parameters with what the tokenizer knows: DRY's breakers as token ids. Refuses processors that the operator
+    does not allow."""
+    allowed = allowed_processors(state.config) if params.logits_processors else ()
+    for name in params.logits_processors:
+        if name not in allowed:
+            raise BadRequest(
+                f"The logits processor {name[:80]!r} is not allowed on this server; its operator can allow it with"
+                " --allow-logits-processors.",
+                param="logits_processors",
+                code="unsupported_parameter",
+            )
     if params.dry_multiplier == 0:
         return params
     return await off_loop(state, LONG_TEXT_CHARS + 1, lambda: with_breaker_ids(params, state.tokenizer))

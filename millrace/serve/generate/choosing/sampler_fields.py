@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from millrace.errors import BadRequest
-from millrace.params import MAX_BREAKERS
+from millrace.params import MAX_BREAKERS, MAX_LOGITS_PROCESSORS
 from millrace.serve.http.schema import Strict, described
 
 _SAME_NAME = (
@@ -13,7 +13,7 @@ _SAME_NAME = (
     *("mirostat", "mirostat_tau", "mirostat_eta", "repeat_last_n", "dynatemp_range", "dynatemp_exponent"),
 )
 """Fields that are named as in `SamplingParams`."""
-SAMPLER_NAMES = (*_SAME_NAME, "dry_range", "dry_sequence_breakers", "dynatemp_min")
+SAMPLER_NAMES = (*_SAME_NAME, "dry_range", "dry_sequence_breakers", "dynatemp_min", "logits_processors")
 """Fields that an error may name."""
 
 
@@ -74,6 +74,13 @@ class SamplerFields(Strict, kw_only=True):
         float | None, described("With `dynatemp_max`: the bounds, in place of temperature and range.", minimum=0)
     ] = None
     dynatemp_max: Annotated[float | None, described("See `dynatemp_min`.", minimum=0)] = None
+    logits_processors: Annotated[
+        list[str] | None,
+        described(
+            "Functions that change the logits, by dotted name; only those of `--allow-logits-processors`.",
+            maxItems=MAX_LOGITS_PROCESSORS,
+        ),
+    ] = None
 
 
 def sampler_options(body: SamplerFields) -> dict[str, Any]:
@@ -81,6 +88,8 @@ def sampler_options(body: SamplerFields) -> dict[str, Any]:
     options: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
     if body.dry_sequence_breakers is not None:
         options["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
+    if body.logits_processors is not None:
+        options["logits_processors"] = tuple(body.logits_processors)
     options["dry_range"] = _same("dry_range", body.dry_range or None, "dry_penalty_last_n", body.dry_penalty_last_n)
     if options["dry_range"] == 0:
         options |= {"dry_range": None, "dry_multiplier": 0.0}
