@@ -29,6 +29,7 @@ Batching = Literal["continuous", "static"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 GenerationDefaults = Literal["model", "neutral"]
 ManageModels = Literal["local", "always", "never"]
+LoadWhen = Literal["auto", "start", "request"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -105,6 +106,13 @@ class ModelConfig:
         "auto", "markers of the model's reasoning, such as think; auto = as in the chat template; none = no reasoning"
     )
     seed: int = setting(0, "seed of the weights of random:<config.json>", minimum=0)
+    aliases: str = setting("", "further names of the model in the API, separated by commas")
+    load: LoadWhen = setting(
+        "auto", "when to load the model: at start or for its first request; auto: at start if it is the first model"
+    )
+    keep_alive_s: float = setting(
+        -1.0, "seconds after its last request after which the model is unloaded; -1 = never", minimum=-1.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,12 @@ class ServerConfig:
     cors_origins: str = setting("", "origins whose web pages may call the API, separated by commas; * = all")
     allow_logits_processors: str = setting(
         "", "functions (package.module.function) that requests may name in logits_processors, separated by commas"
+    )
+    max_loaded: int = setting(
+        0, "maximum number of models loaded at once; 0 = as many as fit in memory", minimum=0, maximum=1000
+    )
+    loading_wait_s: float = setting(
+        120.0, "seconds that a request waits while its model is being loaded, before it gets a 503", minimum=0.0
     )
     header_limit_kb: int = setting(8, "maximum header line in KiB; longer lines get a 431", minimum=1)
     manage_models: ManageModels = setting(
@@ -200,6 +214,9 @@ class MemoryConfig:
     )
     fraction: float = setting(
         0.0, "share of free memory to use; 0 = 0.9 on a GPU, 0.25 on a CPU", minimum=0.0, maximum=1.0
+    )
+    reserved_gib: float = setting(
+        0.0, "free memory in GiB that is left to other programs before the plan is made", minimum=0.0
     )
 
 
@@ -296,6 +313,8 @@ class LoadedConfig:
 
     config: Config
     sources: Mapping[str, str]
+    models: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """The tables [models.NAME] of the TOML file: settings by name, without their section."""
 
 
 def all_settings() -> dict[str, Setting]:
@@ -320,10 +339,13 @@ def load_config(
     merged = {key: entry.default for key, entry in known.items()}
     sources = dict.fromkeys(known, "default")
     layers: list[tuple[str, Mapping[str, object]]] = []
+    models: dict[str, dict[str, object]] = {}
     if toml_path is None and os.environ.get(CONFIG_VARIABLE):
         toml_path = Path(os.environ[CONFIG_VARIABLE])
     if toml_path is not None:
-        layers.append((str(toml_path), _read_toml(toml_path)))
+        flat = _read_toml(toml_path)
+        models = _model_tables(toml_path, flat)
+        layers.append((str(toml_path), flat))
     layers += [(variable, {key: text}) for variable, key, text in _from_environment(known)]
     layers.append((origin, values or {}))
     for layer_origin, layer in layers:
@@ -332,7 +354,7 @@ def load_config(
                 raise ConfigError(f"{layer_origin}: there is no setting '{key}'.{_nearest(key, known)}", param=key)
             merged[key] = known[key].convert(raw, f"{layer_origin}: {key}")
             sources[key] = layer_origin
-    return LoadedConfig(_build(merged), types.MappingProxyType(sources))
+    return LoadedConfig(_build(merged), types.MappingProxyType(sources), models)
 
 
 def _from_environment(known: Mapping[str, Setting]) -> Iterator[tuple[str, str, str]]:
@@ -365,6 +387,17 @@ def _read_toml(path: Path) -> dict[str, object]:
             raise ConfigError(f"{path}: '{section}' must be in a section, such as [server].{hint}")
         flat.update({f"{section}.{name}": value for name, value in table.items()})
     return flat
+
+
+def _model_tables(path: Path, flat: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Take the tables [models.NAME] out of the file's settings."""
+    tables: dict[str, dict[str, object]] = {}
+    for key in [key for key in flat if key.startswith("models.")]:
+        name, table = key.removeprefix("models."), flat.pop(key)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: '{key}' must be a table, such as [models.chat].", param=key)
+        tables[name] = table
+    return tables
 
 
 def _nearest(key: str, known: Mapping[str, Setting]) -> str:

@@ -52,6 +52,10 @@ def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = Fa
     print(f"ops on {device.type} in {dtype_name(dtype)}{mode}; * marks the version in use\n")
     for line in table_lines(device, dtype, deterministic, width):
         print(line)
+    if device.type == "cpu":
+        from millrace.ops.cpp.native import native_origin
+
+        print(f"C++ kernels: {native_origin()}")
 
 
 def table_lines(

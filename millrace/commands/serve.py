@@ -1,36 +1,39 @@
-"""`millrace serve`: starts an engine and one or more fronts, and prints a request to paste when they are ready.
+"""`millrace serve`: starts engines and one or more fronts, and prints a request to paste when they are ready.
 
-This process is front 0 and never imports torch; the engine is a child process (with --in-process, a thread).
+This process is front 0 and never imports torch; each engine is a child process (with --in-process, a thread).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from millrace.config import Config, num_fronts, replace
+from millrace.config import Config, LoadedConfig, num_fronts, replace
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
 from millrace.terminal.running_servers import Announcement, announced, read_settings
-from millrace.terminal.settings_options import add_model, add_settings, given_settings, load_settings
+from millrace.terminal.settings_options import add_models, add_settings, given_settings, load_settings
 from millrace.terminal.startup_message import reachable_url
 from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
     from millrace.link.client import EngineClient
     from millrace.link.messages import EngineLoading, EngineReady
+    from millrace.model_settings import ModelSettings
     from millrace.serve.app import FrontState
     from millrace.supervise.engine_process import EngineHandle
-    from millrace.supervise.engine_supervisor import EngineSupervisor
     from millrace.supervise.fronts import Fronts
+    from millrace.supervise.model_supervisor import ModelSupervisor
 
-USAGE = "millrace serve [MODEL] [options]"
+USAGE = "millrace serve [MODEL …] [options]"
 EXAMPLES = """\
 examples:
   millrace serve                                       the default model on http://127.0.0.1:8000
@@ -38,13 +41,14 @@ examples:
   millrace serve ./my-model --dtype float32            a Hugging Face directory
   millrace serve my-model.gguf --kv-gib 2              a GGUF file, with 2 GiB for the KV pool
   millrace serve org/name --config my.toml             a Hugging Face id, with settings from a file
+  millrace serve qwen2.5-0.5b gemma-3-270m             several models, each loaded when a request names it
   millrace serve random:config.json                    random weights of this shape, for benchmarks
   millrace serve --keys-file keys.toml                 require API keys (millrace keys creates them)
   millrace serve --tls-cert cert.pem --tls-key key.pem serve HTTPS"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_models(parser)
     add_settings(parser)
     parser.add_argument(
         "--enable-auto-tool-choice",
@@ -56,45 +60,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from millrace.observe.logs import setup_logging
 
-    config = load_settings(args).config
-    setup_logging(config.observe.log_level, process="front")
+    sources: list[str] = args.model
+    args.model = sources[0] if sources else None
+    loaded = load_settings(args)
+    setup_logging(loaded.config.observe.log_level, process="front")
     with announced(given_settings(args), args.config) as announcement:
-        Server(config, announcement).run()
+        Server(models_to_serve(loaded, sources), loaded.config, announcement).run()
     return 0
+
+
+def models_to_serve(loaded: LoadedConfig, sources: list[str]) -> tuple[ModelSettings, ...]:
+    """The models with their settings. The number of fronts is the same for all."""
+    from millrace.model_settings import settings_of_models
+    from millrace.sources.default_name import default_name
+
+    fronts = num_fronts(loaded.config, len(os.sched_getaffinity(0)))
+    loaded = dataclasses.replace(loaded, config=replace(loaded.config, server__fronts=fronts))
+    return settings_of_models(loaded, sources, default_name)
 
 
 class Server:
     """Starts and stops everything that belongs to one server."""
 
-    def __init__(self, config: Config, announcement: Announcement) -> None:
+    def __init__(self, models: Sequence[ModelSettings], settings: Config, announcement: Announcement) -> None:
+        """`settings`: as given, before they are completed for each model."""
         self._started = time.monotonic()
-        check_port(config.server.host, config.server.port)
-        check_files(config)
-        self._config = replace(config, server__fronts=num_fronts(config, len(os.sched_getaffinity(0))))
+        self._models = tuple(models)
+        self._config = models[0].config
+        self._settings = replace(settings, server__fronts=self._config.server.fronts)
+        self._device = ""
+        check_port(self._config.server.host, self._config.server.port)
+        check_files(self._config)
         self._failure = ""
         self._is_ready = False
         self._line = StatusLine()
         self._announcement = announcement
         self._stop = asyncio.Event()
+        self._engines: list[EngineHandle] = []
+        self._orders: set[asyncio.Task[None]] = set()
 
     def run(self) -> None:
         """Serve until a signal. Raises if the engine could not start or kept dying."""
-        from millrace.supervise.engine_process import start_engine
-        from millrace.supervise.engine_supervisor import EngineSupervisor
         from millrace.terminal.model_download import obtain_model
 
-        obtain_model(self._config.model.source, offline=self._config.model.offline)
-        # Start the engine first: its imports take longest and run in parallel with everything below.
-        supervisor = EngineSupervisor(self._config, start_engine(self._config))
+        for model in self._models:
+            obtain_model(model.config.model.source, offline=model.config.model.offline)
+        # Start the first engine before anything else: its imports take longest and run in parallel with all below.
+        self._engines = [engine for engine in (self._first_engine(),) if engine is not None]
         try:
             import uvloop
 
             with tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
-                uvloop.run(self._serve(supervisor, directory))
+                uvloop.run(self._serve(directory))
         finally:
-            self._end(supervisor.engine)
+            for engine in self._engines:
+                self._end(engine)
         if self._failure:
             raise EngineUnavailable(self._failure)
+
+    def _first_engine(self) -> EngineHandle | None:
+        """The engine of the first model that is loaded at start."""
+        from millrace.supervise.engine_process import start_engine
+        from millrace.supervise.memory_share import config_beside
+
+        first = next((model for model in self._models if model.loads_at_start), None)
+        if first is None:
+            return None
+        return start_engine(config_beside(first.config, (), self._config.server.max_loaded or len(self._models)))
 
     def _end(self, engine: EngineHandle) -> None:
         """Kill an engine that is still loading: it has nothing to finish and would not react before it is ready."""
@@ -102,84 +134,136 @@ class Server:
             engine.kill()
         engine.stop()
 
-    async def _serve(self, supervisor: EngineSupervisor, directory: str) -> None:
+    async def _serve(self, directory: str) -> None:
         from millrace.serve.app import calm_collector, listening_socket, load_state, serve_front
-        from millrace.sources.resolve import resolve_model
         from millrace.supervise.fronts import Fronts
         from millrace.supervise.reload import Reloader
 
         server = self._config.server
         sock = listening_socket(server.host, server.port, self._config, reuse_port=server.fronts > 1)
-        self._config = replace(self._config, server__port=sock.getsockname()[1])
-        client = self._connect(supervisor.engine)
-        fronts = Fronts(self._config, directory, supervisor.engine)
-        supervisor.watch(client, on_replaced=fronts.announce_engine, on_given_up=self._end_with)
+        self._take_port(sock.getsockname()[1])
+        clients = self._connect()
+        fronts = Fronts(self._models, directory)
+        models = self._supervise(clients, fronts)
         tasks: list[asyncio.Task[None]] = []
         try:
-            files = resolve_model(self._config.model.source)
-            state = load_state(self._config, client, files, directory=directory)
-            fronts.watch(state)
-            reloader = Reloader(state, fronts, self._read_settings, lambda _: self._on_reloaded(state))
+            state = load_state(self._models, clients, models, directory=directory)
+            fronts.watch(lambda order: self._obey(models, order), lambda index: on_front_lost(state, index))
+            reloader = Reloader(self._settings, state.use_live_settings, fronts, self._read_settings, self._on_reloaded)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.reload)
             calm_collector()
             tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._on_stop(state, fronts))]
             await serve_front(state, server.host, self._config.server.port, sock=sock, stop=self._stop)
-            if state.stopped_at_once:
+            if state.lifecycle.stopped_at_once:
                 fronts.kill()
         finally:
-            supervisor.close()
-            for task in tasks:
+            self._engines = models.close()
+            for task in (*tasks, *self._orders):
                 task.cancel()
-            await client.close()
+            for client in clients.values():
+                await client.close()
             await asyncio.to_thread(fronts.stop, server.drain_timeout_s)
 
-    def _connect(self, engine: EngineHandle) -> EngineClient:
+    def _take_port(self, port: int) -> None:
+        """The port that was chosen if the setting is 0."""
+        self._models = tuple(
+            dataclasses.replace(model, config=replace(model.config, server__port=port)) for model in self._models
+        )
+        self._config = self._models[0].config
+        self._settings = replace(self._settings, server__port=port)
+
+    def _connect(self) -> dict[str, EngineClient]:
+        """A client for each model; that of the first model that is loaded at start has an engine."""
         from millrace.link.client import EngineClient
         from millrace.supervise.front_child import max_open_requests
 
         self._line.show("starting the engine")
-        return EngineClient(
-            engine.channel(0),
-            max_open=max_open_requests(self._config),
-            on_loading=self._show_loading,
+        channels = [engine.channel(0) for engine in self._engines]
+        return {
+            model.name: EngineClient(
+                channels.pop(0) if model.loads_at_start and channels else None,
+                max_open=max_open_requests(model.config),
+                on_loading=self._show_loading,
+            )
+            for model in self._models
+        }
+
+    def _supervise(self, clients: Mapping[str, EngineClient], fronts: Fronts) -> ModelSupervisor:
+        from millrace.supervise.engine_process import start_engine
+        from millrace.supervise.model_supervisor import ModelSupervisor
+
+        supervisor = ModelSupervisor(
+            self._models,
+            clients,
+            start=lambda model: start_engine(model.config),
+            announce=fronts.announce,
+            on_only_model_lost=self._end_with,
         )
+        supervisor.begin(self._engines[0] if self._engines else None)
+        return supervisor
+
+    def _obey(self, models: ModelSupervisor, order: dict[str, Any]) -> None:
+        """Do what another front asks for."""
+        name, kind = order["model"], order["order"]
+        if kind == "keep_alive":
+            work = models.keep_alive(name, order["seconds"])
+        else:
+            work = models.load(name) if kind == "load" else models.unload(name)
+        task = asyncio.get_running_loop().create_task(work)
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
 
     def _show_loading(self, stage: EngineLoading) -> None:
         if not self._is_ready:
             self._line.show(stage.what, stage.done, stage.total)
 
     async def _announce(self, state: FrontState) -> None:
-        """Print that the server is ready, or end with the reason if the engine could not start."""
-        from millrace.terminal.startup_message import memory_table, open_server_warning, ready_lines
+        """Print that the server is ready, or end with the reason if its only engine could not start."""
+        from millrace.terminal.startup_message import (
+            memory_table,
+            open_server_warning,
+            others_lines,
+            serving_lines,
+            try_lines,
+        )
 
-        try:
-            ready = await state.client.wait_ready()
-        except EngineUnavailable as error:
-            self._end_with(error.message)
-            return
+        loaded: list[EngineReady] = []
+        for model in state.models:
+            if model.loads_at_start:
+                try:
+                    loaded.append(await model.client.wait_ready())
+                except EngineUnavailable as error:
+                    if len(state.models) == 1:
+                        self._end_with(error.message)
+                        return
         self._is_ready = True
         self._line.clear()
         server, url = self._config.server, server_url(self._config)
-        self._list_server(state.config, ready)
+        self._device = loaded[0].device if loaded else ""
+        self._list_server()
         needs_key = bool(server.keys_file)
         warning = "" if needs_key else open_server_warning(server.host)
         if warning:
             print(warning, file=sys.stderr, flush=True)
         took_s = time.monotonic() - self._started
-        lines = ready_lines(ready, url, took_s, is_chat=is_chat_model(state), needs_key=needs_key)
-        for text in (*memory_table(ready), *lines):
+        names, is_chat = [model.name for model in state.models], is_chat_model(state)
+        lines = [text for ready in loaded for text in (*memory_table(ready), *serving_lines(ready, url, took_s))]
+        lines += others_lines(names, [ready.model_name for ready in loaded], url)
+        for text in (*lines, *try_lines(names[0], url, is_chat=is_chat, needs_key=needs_key)):
             print(text, flush=True)
 
-    def _list_server(self, config: Config, ready: EngineReady) -> None:
+    def _list_server(self) -> None:
         """Make the server known to `millrace ps`, `stop` and `reload`."""
-        self._announcement.write(ready.model_name, server_url(config), ready.device, config)
-
-    def _on_reloaded(self, state: FrontState) -> None:
-        if state.client.ready is not None:
-            self._list_server(state.config, state.client.ready)
+        names = ", ".join(model.name for model in self._models)
+        self._announcement.write(names, server_url(self._config), self._device, self._settings)
 
     def _read_settings(self) -> Config:
         return read_settings(self._announcement.settings_file, self._announcement.options)
+
+    def _on_reloaded(self, settings: Config) -> None:
+        self._settings = settings
+        if self._is_ready:
+            self._list_server()
 
     async def _on_stop(self, state: FrontState, fronts: Fronts) -> None:
         """When this front begins to drain, say so and drain the other fronts."""
@@ -203,10 +287,17 @@ def server_url(config: Config) -> str:
     return url.replace("http://", "https://", 1) if config.server.tls_cert else url
 
 
+def on_front_lost(state: FrontState, index: int) -> None:
+    """Another front has died: its requests end."""
+    state.metrics.front_restarts.inc()
+    for model in state.models:
+        model.client.abort_front(index)
+
+
 def num_requests(state: FrontState) -> int:
-    """Requests of all fronts as the engine last reported them; at least this front's own."""
-    stats = state.client.stats
-    return max(len(state.jobs), stats.running + stats.waiting if stats is not None else 0)
+    """Requests of all fronts as the engines last reported them; at least this front's own."""
+    stats = [model.client.stats for model in state.models]
+    return max(len(state.jobs), sum(one.running + one.waiting for one in stats if one is not None))
 
 
 def draining_line(num_open: int, timeout_s: float) -> str:

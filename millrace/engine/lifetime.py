@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from millrace.config import Config
-from millrace.errors import MillraceError
+from millrace.errors import MemoryPlanError, MillraceError
 from millrace.host.early_context import create_context_early
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineFailed
@@ -39,7 +39,7 @@ def serve_engine(
         if not isinstance(error, MillraceError):
             log.exception("the engine failed")
         for front in range(channel.num_fronts):
-            channel.send(front, EngineFailed(message))
+            channel.send(front, EngineFailed(message, isinstance(error, MemoryPlanError)))
     finally:
         if build_pool is not None:
             build_pool.close()

@@ -28,12 +28,15 @@ from millrace.link.messages import (
     Abort,
     AbortFront,
     EngineReady,
+    EngineRetired,
     EngineStats,
     GrammarStats,
     Hello,
+    Idleness,
     NewRequest,
     Query,
     Reply,
+    Retire,
     Stop,
     ToEngine,
     unpack_tokens,
@@ -100,6 +103,8 @@ class Engine:
         self._reported_idle = False
         self._poll_s = 0.0
         """How long the next wait for messages polls before it blocks."""
+        self._used_at = clock()
+        """When a request last arrived or ended."""
         self._step_no = 0
         self._host_seconds = 0.0
         self._stats_at = 0.0
@@ -172,6 +177,7 @@ class Engine:
     def on_tokens(self, done: Confirmed) -> None:
         self._step_no = done.plan.step_no
         for finish in self._outbox.send_step(done.outcome, done.result, done.at):
+            self._used_at = done.at
             if finish.output_tokens:
                 self._rates.on_ended(finish.total_s - finish.queued_s)
             if self._constrained is not None:
@@ -188,6 +194,8 @@ class Engine:
 
     def on_ended(self, ended: tuple[Ended, ...], now: float) -> None:
         self._outbox.send_ended(self._step_no, ended, now)
+        if ended:
+            self._used_at = now
         if self._constrained is not None:
             for event in ended:
                 self._constrained.close(event.request_id)
@@ -230,6 +238,7 @@ class Engine:
             request = _to_request(message)
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
+            self._used_at = self._clock()
             self._submit(request)
         elif isinstance(message, Abort):
             for request_id in message.ids:
@@ -257,15 +266,28 @@ class Engine:
         else:
             self._scheduler.abort(request_id, reason, message)
 
-    def _handle_rare(self, message: AbortFront | Hello | Query) -> None:
+    def _handle_rare(self, message: AbortFront | Hello | Query | Retire) -> None:
         if isinstance(message, AbortFront):
             for request_id in self._ledger.of_front(message.front):
                 self._abort(request_id, "abort")
         elif isinstance(message, Hello):
             if self.ready is not None:
                 self._channel.send(message.front, self.ready)
+        elif isinstance(message, Retire):
+            self._retire(message)
         else:
             self._channel.send(message.front, Reply(message.query_id, self._answer(message)))
+
+    def _retire(self, message: Retire) -> None:
+        """Stop if no request is open and none was for the time asked. A request that is still on its way is kept by its
+        front, which learns here that this engine will not answer it."""
+        num_open = len(self._ledger)
+        idle_s = 0.0 if num_open else max(0.0, self._clock() - self._used_at)
+        self._stopping = self._stopping or (num_open == 0 and idle_s >= message.idle_s)
+        idleness = Idleness(self._stopping, num_open, idle_s)
+        self._channel.send(message.front, Reply(message.query_id, msgspec.json.encode(idleness)))
+        for front in range(self._channel.num_fronts) if self._stopping else ():
+            self._channel.send(front, EngineRetired())
 
     def _answer(self, query: Query) -> bytes:
         if query.kind == "steps":

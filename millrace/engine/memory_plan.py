@@ -93,6 +93,7 @@ def make_memory_plan(
 ) -> MemoryPlan:
     """`step_flops` is the FLOP/s that whole steps reach on a GPU (`DeviceLimits`); 0 if unknown. `host_free_bytes`:
     free memory of the machine, of which a GPU uses what `kv_host_gib` says; on a CPU all is one memory."""
+    free_bytes = max(0, free_bytes - int(config.memory.reserved_gib * GIB))
     max_running = _max_running(config, device_kind)
     token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running, step_flops)
     max_context = _max_context(config, spec)

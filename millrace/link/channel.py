@@ -45,6 +45,19 @@ class FrontChannel(Protocol):
     def close(self) -> None: ...
 
 
+class NoEngine:
+    """A front's end for a model that is not loaded: what is sent is dropped."""
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_message: OnMessage) -> None:
+        pass
+
+    def send(self, message: ToEngine) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Inbox:
     """A queue from which all messages are taken at once."""
 

@@ -1,14 +1,17 @@
 """A front's client of the engine: submits requests and calls back for each token and for the end.
 
 Lives on one asyncio loop, where the callbacks run. Requests beyond the limits in `EngineReady` are rejected here and
-cost the engine nothing.
+cost the engine nothing. A model may be unloaded: its client then has no engine, asks for one when a request needs it
+(`on_wanted`), and keeps requests that the last engine did not take for the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -16,11 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
-from millrace.errors import BadRequest, ContextOverflow, EngineUnavailable, Overloaded
-from millrace.link.channel import FrontChannel
+from millrace.errors import EngineUnavailable, Overloaded
+from millrace.link.channel import FrontChannel, NoEngine
+from millrace.link.limits import check_named_ids, checked_ids, overflow
 from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
@@ -28,13 +31,17 @@ from millrace.link.messages import (
     EngineFailed,
     EngineLoading,
     EngineReady,
+    EngineRetired,
     EngineStats,
     Finish,
     Hello,
+    Idleness,
     NewRequest,
     Query,
     Reply,
+    Retire,
     StepTokens,
+    ToEngine,
     ToFront,
     TokenLogprobs,
     pack_tokens,
@@ -48,6 +55,8 @@ log = logging.getLogger(__name__)
 STALL_S = 30.0
 """An engine with open requests that sends nothing for this long is not ready."""
 QUERY_TIMEOUT_S = 10.0
+TOKEN_BYTES = 4
+"""Of a token in `NewRequest.prompt`."""
 INCARNATION_SHIFT = 32
 """Position of the front's restart count in request ids."""
 
@@ -79,7 +88,7 @@ class RequestSink(Protocol):
 class EngineClient:
     def __init__(
         self,
-        channel: FrontChannel,
+        channel: FrontChannel | None,
         *,
         front_index: int = 0,
         incarnation: int = 0,
@@ -89,11 +98,25 @@ class EngineClient:
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.failure: str | None = None
+        self.lacks_memory = False
+        """True if the failure is that the model does not fit in the free memory."""
+        self.loading: EngineLoading | None = None
+        """The last progress of an engine that is starting."""
+        self.limits: EngineReady | None = None
+        """`ready`, or while the model is unloaded that of its last engine."""
+        self.is_unloaded = channel is None
+        """True if there is no engine and none is starting."""
+        self.is_wanted = False
+        """True from `want` until an engine starts or cannot."""
+        self.on_wanted: Callable[[], None] = lambda: None
+        """Called when an unloaded model is needed."""
+        self.on_lacks_memory: Callable[[str], bool] = lambda message: False
+        """Called if the model does not fit in the free memory. True: the supervisor makes room or gives up."""
         self.num_unreported = 0
         """Requests submitted since the last `EngineStats`, which therefore does not count them."""
         self.front_index = front_index
         self.num_engine_starts = 0
-        self._channel = channel
+        self._channel: FrontChannel = NoEngine() if channel is None else channel
         self._max_open = max_open
         self._on_loading = on_loading
         # A restarted front must not reuse ids that the engine may still know.
@@ -101,10 +124,12 @@ class EngineClient:
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._next_query_id = 0
         self._sinks: dict[int, RequestSink] = {}
+        self._sent: dict[int, NewRequest] = {}
+        """Open requests as they were sent, in case the engine retires before it takes them."""
         self._changed = asyncio.Event()
         self._finish_times: deque[float] = deque(maxlen=256)
         self._last_progress = time.monotonic()
-        self._listen(channel)
+        self._listen(self._channel)
 
     def _listen(self, channel: FrontChannel) -> None:
         def on_message(message: ToFront) -> None:
@@ -115,12 +140,41 @@ class EngineClient:
         channel.send(Hello(self.front_index))
 
     def reconnect(self, channel: FrontChannel) -> None:
-        """Switch to a new engine after the old one failed. It is not ready until it sends `EngineReady`."""
-        self.fail("The engine was replaced.")
+        """Switch to a new engine after the old one failed or retired. It is not ready until it sends `EngineReady`."""
+        if not self.is_unloaded:
+            self.fail("The engine was replaced.")
+        self.is_unloaded = self.is_wanted = self.lacks_memory = False
         old, self._channel = self._channel, channel
-        self.ready = self.stats = None
+        self.ready = self.stats = self.loading = None
         self._listen(channel)
         old.close()
+        for message in self._sent.values():
+            channel.send(message)
+
+    def unload(self) -> None:
+        """The engine has stopped in order, or is about to: there is none until the next `reconnect`."""
+        if not self.is_unloaded:
+            self.is_unloaded, self.failure = True, None
+            self._leave()
+
+    def give_up(self, message: str) -> None:
+        """The engine could not start. Open requests end with this error; the next request asks for an engine again."""
+        self.failure = None
+        self.fail(message)
+        self.is_unloaded, self.is_wanted = True, False
+        self._leave()
+
+    def _leave(self) -> None:
+        old, self._channel = self._channel, NoEngine()
+        self.ready = self.stats = self.loading = None
+        old.close()
+        self._changed.set()
+
+    def want(self) -> None:
+        """Ask for an engine if the model is unloaded, once until the answer."""
+        if self.is_unloaded and not self.is_wanted:
+            self.is_wanted, self.failure = True, None
+            self.on_wanted()
 
     @property
     def channel(self) -> FrontChannel:
@@ -147,6 +201,17 @@ class EngineClient:
         except TimeoutError:
             raise EngineUnavailable(f"The engine was not ready after {timeout_s:g} s; try again later.") from None
 
+    async def wait_unloaded(self, timeout_s: float) -> None:
+        """Wait until everything that a retired engine sent has been handled, or until it is known to have died."""
+
+        async def wait() -> None:
+            while not self.is_unloaded and self.failure is None:
+                self._changed.clear()
+                await self._changed.wait()
+
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(wait(), timeout_s)
+
     async def wait_ready_again(self) -> None:
         """After `reconnect`, wait until the new engine has started. Keeps `failure` of the old one until then."""
         while self.ready is None:
@@ -166,10 +231,10 @@ class EngineClient:
         caller: Caller = ANONYMOUS,
     ) -> int:
         """Send one request to the engine. `deadline` is on `time.monotonic`. Returns its id, for `abort`."""
-        ready = self._ready_or_raise()
+        ready = self._limits_or_raise()
         if len(self._sinks) >= self._max_open:
             raise self._overloaded()
-        token_ids = _checked_ids(prompt, ready.vocab_size)
+        token_ids = checked_ids(prompt, ready.vocab_size)
         params = self._complete(len(token_ids), params, ready)
         if params.ignore_eos:
             end_token_ids = ()
@@ -178,31 +243,40 @@ class EngineClient:
         if not self._sinks:
             self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.
         self._sinks[request_id] = sink
-        self._channel.send(
-            NewRequest(
-                id=request_id,
-                prompt=pack_tokens(token_ids),
-                params=params,
-                end_token_ids=tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids))),
-                priority=priority,
-                deadline=deadline,
-                arrival=time.monotonic(),
-                received=caller.received,
-                names=caller.names,
-                tenant=caller.tenant,
-                weight=caller.weight,
-                cache_salt=cache_salt,
-            )
+        message = self._sent[request_id] = NewRequest(
+            id=request_id,
+            prompt=pack_tokens(token_ids),
+            params=params,
+            end_token_ids=tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids))),
+            priority=priority,
+            deadline=deadline,
+            arrival=time.monotonic(),
+            received=caller.received,
+            names=caller.names,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            cache_salt=cache_salt,
         )
+        self._channel.send(message)
         self.num_unreported += 1
+        self.want()
         return request_id
 
     async def query(self, kind: Literal["explain", "cancel", "steps"], name: str, tenant: str | None) -> bytes:
         """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
-        self._ready_or_raise()
+        return await self._ask(lambda query_id: Query(self.front_index, query_id, kind, name, tenant))
+
+    async def retire(self, idle_s: float = math.inf) -> Idleness:
+        """Stop the engine if it has been idle for `idle_s` seconds. Returns how much it is used."""
+        reply = await self._ask(lambda query_id: Retire(self.front_index, query_id, idle_s))
+        return msgspec.json.decode(reply, type=Idleness)
+
+    async def _ask(self, make_message: Callable[[int], ToEngine]) -> bytes:
+        if self.failure is not None or self.ready is None:
+            raise EngineUnavailable(self.failure or "The engine is not loaded.")
         query_id, self._next_query_id = self._next_query_id, self._next_query_id + 1
         reply = self._queries[query_id] = asyncio.get_running_loop().create_future()
-        self._channel.send(Query(self.front_index, query_id, kind, name, tenant))
+        self._channel.send(make_message(query_id))
         try:
             return await asyncio.wait_for(reply, QUERY_TIMEOUT_S)
         except TimeoutError:
@@ -219,7 +293,11 @@ class EngineClient:
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """Abort a request. Its `on_finish` follows with this reason, unless it ended first."""
-        if request_id in self._sinks:
+        if request_id not in self._sinks:
+            return
+        if self.is_unloaded:  # No engine has it.
+            self._end(Finish(id=request_id, reason=reason))
+        else:
             self._channel.send(Abort(ids=(request_id,), reason=reason))
 
     def is_progressing(self, now: float) -> bool:
@@ -237,25 +315,26 @@ class EngineClient:
         self.fail("The server is shutting down; send the request again to another server.")
         self._channel.close()
 
-    def _ready_or_raise(self) -> EngineReady:
+    def _limits_or_raise(self) -> EngineReady:
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        if self.ready is None:
+        limits = self.limits if self.is_unloaded else self.ready
+        if limits is None:
             raise EngineUnavailable("The engine is still loading the model; try again in a few seconds.")
-        return self.ready
+        return limits
 
     def output_limit(self, num_prompt: int, params: SamplingParams) -> int:
         """Maximum number of output tokens. Refuses what `submit` would refuse for its length."""
-        return self._complete(num_prompt, params, self._ready_or_raise()).max_tokens or 1
+        return self._complete(num_prompt, params, self._limits_or_raise()).max_tokens or 1
 
     def _complete(self, num_prompt: int, params: SamplingParams, ready: EngineReady) -> SamplingParams:
         """Check the request against the engine's limits, and fill in `max_tokens` and the seed."""
         if params.logit_bias or params.stop_token_ids:
-            _check_named_ids(params, ready.vocab_size)
+            check_named_ids(params, ready.vocab_size)
         room = min(ready.max_context, ready.kv_tokens)
         max_tokens = params.max_tokens if params.max_tokens is not None else max(room - num_prompt, 1)
         if num_prompt + max_tokens > room:
-            raise _overflow(num_prompt, max_tokens, params.max_tokens is not None, ready)
+            raise overflow(num_prompt, max_tokens, params.max_tokens is not None, ready)
         if params.max_tokens is None:
             params = dataclasses.replace(params, max_tokens=max_tokens)
         return params if params.seed is not None else params.with_seed(secrets.randbits(63))
@@ -276,6 +355,7 @@ class EngineClient:
             self._on_step(message)
             return
         if isinstance(message, EngineLoading):
+            self.loading = message
             if self._on_loading is not None:
                 self._on_loading(message)
             return
@@ -286,7 +366,14 @@ class EngineClient:
         if isinstance(message, EngineReady):
             if self.ready is None:
                 self.num_engine_starts += 1
-            self.ready, self.failure = message, None
+            self.ready, self.failure, self.limits = message, None, message
+            self._recheck(message)
+        elif isinstance(message, EngineRetired):
+            self.unload()
+            if self._sinks:
+                self.want()
+        elif message.lacks_memory and self.on_lacks_memory(message.message):
+            self.unload()
         else:
             self._on_failed(message)
         self._changed.set()
@@ -313,10 +400,8 @@ class EngineClient:
         if step.finished:
             now = time.monotonic()
             for finish in step.finished:
-                sink = sinks.pop(finish.id, None)
-                if sink is not None:
-                    self._finish_times.append(now)
-                    _finish(sink, finish)
+                self._finish_times.append(now)
+                self._end(finish)
         if step.stats is not None:
             self.stats = step.stats
             self.num_unreported = 0
@@ -340,18 +425,31 @@ class EngineClient:
     def _drop(self, request_id: int) -> None:
         """A sink raised: end its request. Other requests of the step are not affected."""
         log.exception("the sink of request %d failed; the request is aborted", request_id)
-        sink = self._sinks.pop(request_id)
         self._channel.send(Abort(ids=(request_id,)))
-        _finish(sink, Finish(id=request_id, reason="error", message="The server failed to deliver this answer."))
+        self._end(Finish(id=request_id, reason="error", message="The server failed to deliver this answer."))
+
+    def _end(self, finish: Finish) -> None:
+        sink = self._sinks.pop(finish.id, None)
+        self._sent.pop(finish.id, None)
+        if sink is not None:
+            _finish(sink, finish)
+
+    def _recheck(self, ready: EngineReady) -> None:
+        """Requests kept from the last engine may be too long for this one, which may have less memory."""
+        room = min(ready.max_context, ready.kv_tokens)
+        for request_id, message in list(self._sent.items()):
+            num_prompt, max_tokens = len(message.prompt) // TOKEN_BYTES, message.params.max_tokens or 0
+            if num_prompt + max_tokens > room:
+                self._channel.send(Abort(ids=(request_id,)))
+                self._end(Finish(request_id, "error", overflow(num_prompt, max_tokens, True, ready).message))
 
     def _on_failed(self, message: EngineFailed) -> None:
-        self.failure = message.message
+        self.failure, self.lacks_memory = message.message, message.lacks_memory
         for reply in self._queries.values():
             if not reply.done():
                 reply.set_exception(EngineUnavailable(message.message))
-        open_sinks, self._sinks = self._sinks, {}
-        for request_id, sink in open_sinks.items():
-            _finish(sink, Finish(id=request_id, reason="error", message=message.message))
+        for request_id in list(self._sinks):
+            self._end(Finish(id=request_id, reason="error", message=message.message))
 
 
 def _finish(sink: RequestSink, finish: Finish) -> None:
@@ -359,48 +457,3 @@ def _finish(sink: RequestSink, finish: Finish) -> None:
         sink.on_finish(finish)
     except Exception:
         log.exception("the sink of request %d failed in on_finish", finish.id)
-
-
-def _checked_ids(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
-    """The prompt as an array. Raises if it is empty or has ids outside the vocabulary."""
-    try:
-        token_ids = np.asarray(prompt, np.int64)
-    except OverflowError:
-        raise _no_token(max(prompt, key=abs), vocab_size) from None
-    if not len(token_ids):
-        raise BadRequest("The prompt has no tokens; send at least one.", param="prompt")
-    # Viewed as unsigned, negative ids exceed any vocabulary too.
-    if int(token_ids.view(np.uint64).max()) >= vocab_size:
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        raise _no_token(lowest if lowest < 0 else highest, vocab_size)
-    return token_ids
-
-
-def _no_token(token_id: int, vocab_size: int) -> BadRequest:
-    return BadRequest(
-        f"The prompt holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
-    )
-
-
-def _check_named_ids(params: SamplingParams, vocab_size: int) -> None:
-    for name, token_ids in (
-        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
-        ("stop_token_ids", params.stop_token_ids),
-    ):
-        for token_id in token_ids:
-            if token_id >= vocab_size:
-                raise BadRequest(
-                    f"{name} names token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param=name
-                )
-
-
-def _overflow(num_prompt: int, max_tokens: int, is_explicit: bool, ready: EngineReady) -> ContextOverflow:
-    room, what, remedy = ready.max_context, "the context", "Shorten the prompt or lower max_tokens."
-    if ready.kv_tokens < ready.max_context:
-        room, what = ready.kv_tokens, "the KV pool"
-        remedy = "Shorten the prompt, lower max_tokens, or give the server a larger --kv-gib."
-    output = f"max_tokens is {max_tokens}" if is_explicit else "at least 1 token must be generated"
-    return ContextOverflow(
-        f"The prompt has {num_prompt} tokens and {output}, but {what} holds {room}. {remedy}",
-        param="max_tokens" if is_explicit and num_prompt < room else "prompt",
-    )

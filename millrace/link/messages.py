@@ -76,11 +76,30 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     """Find only requests of this tenant; None = of any."""
 
 
+class Retire(msgspec.Struct, frozen=True, tag="retire"):
+    """The engine stops if no request is open and none was for `idle_s` seconds. Answered by one `Reply` with an
+    `Idleness`. An engine that stops first tells every front with `EngineRetired`."""
+
+    front: int
+    query_id: int
+    idle_s: float = 0.0
+    """Infinite: only ask."""
+
+
+class Idleness(msgspec.Struct, frozen=True):
+    """How much an engine is used."""
+
+    is_retired: bool
+    open_requests: int
+    idle_s: float
+    """Seconds since its last request ended or since it started; 0 while requests are open."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The engine stops at once, without finishing open requests."""
 
 
-ToEngine = NewRequest | Abort | AbortFront | Hello | Query | Stop
+ToEngine = NewRequest | Abort | AbortFront | Hello | Query | Retire | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -282,9 +301,16 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine is gone or cannot start. All open requests have ended with it."""
 
     message: str
+    lacks_memory: bool = False
+    """It did not start because the model does not fit in the memory that is free."""
 
 
-ToFront = StepTokens | Reply | EngineReady | EngineLoading | EngineFailed
+class EngineRetired(msgspec.Struct, frozen=True, tag="retired"):
+    """The engine was idle and has stopped. It has taken no request that is still open: the front keeps those for the
+    next engine."""
+
+
+ToFront = StepTokens | Reply | EngineReady | EngineLoading | EngineFailed | EngineRetired
 
 _TOKEN: np.dtype[np.int32] = np.dtype("<i4")
 _ID: np.dtype[np.int64] = np.dtype("<i8")

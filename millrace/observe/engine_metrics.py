@@ -32,28 +32,46 @@ class EngineView(Protocol):
 
 
 class EngineCollector(Collector):
+    """Turns the last report of each engine into metrics."""
+
     def __init__(self, engine: EngineView) -> None:
-        self._engine = engine
+        self._first = engine
+        self._named: dict[str, EngineView] = {}
+        """Engines by model, if there are several."""
+
+    def add(self, first: str, name: str, engine: EngineView) -> None:
+        self._named = {**(self._named or {first: self._first}), name: engine}
 
     def collect(self) -> Iterator[Metric]:
-        ready, stats = self._engine.ready, self._engine.stats
-        is_ready = self._engine.is_progressing(time.monotonic())
-        yield GaugeMetricFamily(
-            "millrace_engine_ready", "1 if the engine makes progress, else 0.", value=float(is_ready)
-        )
-        starts = self._engine.num_engine_starts
-        yield CounterMetricFamily(
-            "millrace_engine_starts", "Number of times that an engine became ready.", value=float(starts)
-        )
-        if ready is not None:
-            yield from _limits(ready)
-        if stats is not None:
-            yield from _gauges(stats)
-            yield from _kv(stats)
-            yield from _counters(stats)
-            yield from _labelled_counters(stats)
-            yield from _tenants(stats)
-            yield from _histograms(stats)
+        if not self._named:
+            yield from _of_engine(self._first)
+            return
+        families: dict[str, Metric] = {}
+        for model, engine in self._named.items():
+            for family in _of_engine(engine):
+                merged = families.setdefault(family.name, family)
+                labelled = [sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples]
+                merged.samples = labelled if merged is family else merged.samples + labelled
+        yield from families.values()
+
+
+def _of_engine(engine: EngineView) -> Iterator[Metric]:
+    ready, stats = engine.ready, engine.stats
+    is_ready = engine.is_progressing(time.monotonic())
+    yield GaugeMetricFamily("millrace_engine_ready", "1 if the engine makes progress, else 0.", value=float(is_ready))
+    starts = engine.num_engine_starts
+    yield CounterMetricFamily(
+        "millrace_engine_starts", "Number of times that an engine became ready.", value=float(starts)
+    )
+    if ready is not None:
+        yield from _limits(ready)
+    if stats is not None:
+        yield from _gauges(stats)
+        yield from _kv(stats)
+        yield from _counters(stats)
+        yield from _labelled_counters(stats)
+        yield from _tenants(stats)
+        yield from _histograms(stats)
 
 
 def _limits(ready: EngineReady) -> Iterator[Metric]:

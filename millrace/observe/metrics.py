@@ -88,10 +88,15 @@ class FrontMetrics:
         self.front_restarts = Counter(
             "millrace_front_restarts", "Fronts that were restarted after they died.", registry=registry
         )
-        self._engine_registry.register(EngineCollector(engine))
+        self._engines = EngineCollector(engine)
+        self._engine_registry.register(self._engines)
         self._engine_registry.register(SloCollector(self.slos))
         self._vllm_registry = CollectorRegistry()
         self._vllm_registry.register(VllmCollector(engine))
+
+    def add_engine(self, first: str, model: str, engine: EngineView) -> None:
+        """Report the engine of a further model than the `first`. Their metrics then have a label `model`."""
+        self._engines.add(first, model, engine)
 
     def _add_token_counters(self, registry: CollectorRegistry) -> None:
         self.sequences = Counter("millrace_sequences", "Ended sequences, by class.", ("priority",), registry=registry)

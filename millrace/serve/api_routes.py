@@ -10,6 +10,7 @@ from millrace.errors import MillraceError
 from millrace.serve.anthropic import routes as anthropic
 from millrace.serve.anthropic.write import error_body as anthropic_error_body
 from millrace.serve.describe import routes_info as info
+from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
 from millrace.serve.describe import routes_stats, routes_steps
 from millrace.serve.generate.work import Prepare
@@ -51,12 +52,14 @@ POST: dict[str, Handler] = {
     "/api/generate": ollama.generate,
     "/api/show": ollama.show,
     "/api/pull": ollama_library.pull,
+    "/v1/models/{model:.+}/load": models.load,
+    "/v1/models/{model:.+}/unload": models.unload,
     "/tokenize": info.tokenize,
     "/detokenize": info.detokenize,
 }
 GET: dict[str, Handler] = {
-    "/v1/models": info.list_models,
-    "/v1/models/{model:.+}": info.get_model,
+    "/v1/models": models.list_models,
+    "/v1/models/{model:.+}": models.get_model,
     _RESPONSE: responses.retrieve,
     "/v1/responses/{response_id}/input_items": responses.list_input_items,
     "/v1/chat/completions": stored_chat.listing,

@@ -9,26 +9,29 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from millrace.config import Config
+from millrace.config import Config, with_live_changes
 from millrace.errors import ConfigError, EngineUnavailable
 from millrace.host.time_slice import request_short_slices
 from millrace.link.client import EngineClient
+from millrace.model_settings import ModelSettings
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
 from millrace.observe.slo.objective import parse_objectives
 from millrace.serve.http.connection import FrontRunner
 from millrace.serve.http.siblings import socket_path
+from millrace.serve.model_control import FixedModels, ModelControl
 from millrace.serve.routing import build_app
-from millrace.serve.state import FrontState
+from millrace.serve.served_models import ServedModel, ServedModels
+from millrace.serve.state import FrontState, ModelText
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
-from millrace.sources.resolve import ModelFiles
+from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.text.chat.template import load_chat_template
 from millrace.text.tokenizers.load import load_tokenizer
@@ -52,7 +55,6 @@ __all__ = [
     "listening_socket",
     "load_state",
     "run_front",
-    "run_front_async",
     "serve_front",
 ]
 
@@ -155,7 +157,7 @@ async def _until_stopped(state: FrontState, stop: asyncio.Event) -> None:
         if not draining.done():
             log.warning("Second signal: stopping now and aborting %d requests.", len(state.jobs))
             draining.cancel()
-            state.stopped_at_once = True
+            state.lifecycle.stopped_at_once = True
             fail_open_jobs(state)
         hurried.cancel()
     finally:
@@ -169,7 +171,7 @@ async def _until_stopped(state: FrontState, stop: asyncio.Event) -> None:
 async def drain(state: FrontState) -> None:
     """Drain: fail readiness, reject new requests, let running ones finish until the timeout, then end the rest with an
     error."""
-    state.draining = True
+    state.lifecycle.draining = True
     limit_s = state.config.server.drain_timeout_s
     if state.jobs:
         log.debug("Draining: %d requests may take up to %g s to finish.", len(state.jobs), limit_s)
@@ -224,87 +226,100 @@ def calm_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def load_state(config: Config, client: EngineClient, files: ModelFiles, *, directory: str | None = None) -> FrontState:
-    """The state of a front, from the model's files. `directory` holds the sockets that it shares with its siblings."""
+def load_state(
+    models: Sequence[ModelSettings],
+    clients: Mapping[str, EngineClient],
+    control: ModelControl,
+    *,
+    directory: str | None = None,
+) -> FrontState:
+    """The state of a front: that of its first model, from which the others are found. `directory` holds the sockets
+    that it shares with its siblings."""
     allow_many_connections()
-    tokenizer = load_tokenizer(files)
+    first = models[0]
+    config, client, text = first.config, clients[first.name], read_text(first.config)
     observe, server = config.observe, config.server
-    return FrontState(
+    state = FrontState(
         config=config,
         client=client,
-        tokenizer=tokenizer,
-        template=load_chat_template(files, tokenizer, config.model.chat_template),
-        model_name=config.model.served_name or files.name,
+        tokenizer=text.tokenizer,
+        template=text.template,
+        model_name=first.name,
         metrics=FrontMetrics(client, parse_objectives(observe.slos)),
-        sampling_defaults=sampling_defaults(files, config.model.generation_defaults),
-        model_facts={"family": str(files.config.get("model_type", "unknown")), "format": files.kind},
+        sampling_defaults=text.sampling_defaults,
+        model_facts=text.facts,
         keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
         quotas=Quotas(directory, max(1, server.fronts), client.front_index),
         audit=AuditLog(observe.audit_log) if observe.audit_log else None,
         directory=directory,
+        control=control,
     )
+    state.models = ServedModels()
+    for model in models:
+        state.models.add(_served_model(state, model, clients[model.name], is_first=model is first))
+        if model is not first:
+            state.metrics.add_engine(first.name, model.name, clients[model.name])
+    return state
+
+
+def _served_model(
+    first: FrontState, model: ModelSettings, client: EngineClient, *, is_first: bool
+) -> ServedModel[FrontState]:
+    def read() -> FrontState:
+        config = with_live_changes(model.config, first.config)
+        return first.of_model(config, model.name, client, read_text(config))
+
+    return ServedModel(
+        model.name,
+        client,
+        first if is_first else None,
+        read=read,
+        aliases=model.aliases,
+        source=model.config.model.source,
+        loads_at_start=model.loads_at_start,
+        keep_alive_s=model.config.model.keep_alive_s,
+    )
+
+
+def read_text(config: Config) -> ModelText:
+    """Tokenizer and chat template of the model, from its files. Takes up to seconds."""
+    files = resolve_model(config.model.source, offline=config.model.offline)
+    tokenizer = load_tokenizer(files)
+    return ModelText(
+        tokenizer,
+        load_chat_template(files, tokenizer, config.model.chat_template),
+        sampling_defaults(files, config.model.generation_defaults),
+        {"family": str(files.config.get("model_type", "unknown")), "format": files.kind},
+    )
+
+
+Connect = Callable[[], Awaitable[Mapping[str, EngineClient]]]
+"""Makes the client of each model's engine, by name, on the front's event loop."""
 
 
 def run_front(
-    config: Config,
-    client_factory: Callable[[], Awaitable[EngineClient]],
-    files: ModelFiles,
+    models: Sequence[ModelSettings],
+    connect: Connect,
+    control: ModelControl | None = None,
     *,
-    on_listening: OnListening | None = None,
-    reuse_port: bool = False,
-    sock: socket.socket | None = None,
-    directory: str | None = None,
     on_state: Callable[[FrontState], None] | None = None,
+    reuse_port: bool = False,
+    directory: str | None = None,
 ) -> None:
-    """Run a front until it is stopped: load the tokenizer, create the client, serve, drain, close."""
+    """Run a front until it is stopped: load the tokenizer, create the clients, serve, drain, close."""
     import uvloop
 
-    def listening(host: str, port: int) -> None:
-        calm_collector()
-        request_short_slices()
-        if on_listening is not None:
-            on_listening(host, port)
+    async def run() -> None:
+        server, clients = models[0].config.server, await connect()
+        try:
+            state = load_state(models, clients, control or FixedModels(), directory=directory)
+            if on_state is not None:
+                on_state(state)
+            calm_collector()
+            request_short_slices()
+            await serve_front(state, server.host, server.port, reuse_port=reuse_port)
+        finally:
+            for client in clients.values():
+                await client.close()
 
-    uvloop.run(
-        run_front_async(
-            config,
-            client_factory,
-            files,
-            on_listening=listening,
-            reuse_port=reuse_port,
-            sock=sock,
-            directory=directory,
-            on_state=on_state,
-        )
-    )
-
-
-async def run_front_async(
-    config: Config,
-    client_factory: Callable[[], Awaitable[EngineClient]],
-    files: ModelFiles,
-    *,
-    on_listening: OnListening | None = None,
-    reuse_port: bool = False,
-    sock: socket.socket | None = None,
-    stop: asyncio.Event | None = None,
-    directory: str | None = None,
-    on_state: Callable[[FrontState], None] | None = None,
-) -> None:
-    """`run_front` for a caller that runs its own event loop."""
-    client = await client_factory()
-    try:
-        state = load_state(config, client, files, directory=directory)
-        if on_state is not None:
-            on_state(state)
-        await serve_front(
-            state,
-            config.server.host,
-            config.server.port,
-            reuse_port=reuse_port,
-            on_listening=on_listening,
-            sock=sock,
-            stop=stop,
-        )
-    finally:
-        await client.close()
+    uvloop.run(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
-from millrace.config import Config
+from millrace.config import Config, with_live_changes
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
@@ -23,6 +24,8 @@ from millrace.observe.tracing.exporter import SpanExporter
 from millrace.params import NEUTRAL_DEFAULTS, Grammar, SamplingDefaults
 from millrace.serve.database import Store, store_directory
 from millrace.serve.http.siblings import Siblings
+from millrace.serve.model_control import FixedModels, ModelControl
+from millrace.serve.served_models import ServedModel, ServedModels
 from millrace.serve.tenancy.admission import Admission
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
@@ -72,6 +75,16 @@ class OpenJob(Protocol):
     def fail(self, error: MillraceError) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What a front reads of a model's files."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    sampling_defaults: SamplingDefaults
+    facts: dict[str, str]
+
+
 def _text_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=TEXT_THREADS, thread_name_prefix="text")
 
@@ -97,8 +110,23 @@ def _grammar_check() -> GrammarCompiler[None]:
 
 
 @dataclass(slots=True)
+class Lifecycle:
+    """The stages of a front's end, shared by the states of all its models."""
+
+    draining: bool = False
+    stopped_at_once: bool = False
+    """A second signal came: stop without waiting for anything."""
+
+
+@dataclass(slots=True)
 class FrontState:
+    """What a request needs to be answered: one model's engine, tokenizer and settings, and what all models share.
+
+    Each model has a state of its own; `for_model` finds it. The first model's state is the application's.
+    """
+
     config: Config
+    """The settings of this model. Those of the server are the same for all models."""
     client: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -119,31 +147,42 @@ class FrontState:
     """The last minutes, for /v1/stats."""
     directory: str | None = None
     """Directory with the sockets of this server's processes; None if front and engine share one process."""
-    draining: bool = False
-    stopped_at_once: bool = False
-    """A second signal came: stop without waiting for anything."""
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
     started: int = field(default_factory=lambda: int(time.time()))
-    loading_wait_s: float = 30.0
-    """How long a request waits for a model that is still loading before it gets a 503."""
     model_facts: dict[str, str] = field(default_factory=dict)
     """`family` and `format` of the model files, shown to clients."""
-    store: Store = field(init=False)
     spans: SpanExporter | None = field(init=False)
     """None: spans are not exported."""
     longest_token_bytes: int = 0
     """Length of the longest token of the vocabulary; 0 until first needed."""
-
+    models: ServedModels[FrontState] = field(default_factory=ServedModels)
+    """All models of this server by name, this one included."""
+    control: ModelControl = field(default_factory=FixedModels)
+    shared_store: Store | None = None
+    """The store of the first model's state."""
+    store: Store = field(init=False)
+    loading_wait_s: float = field(init=False)
+    """How long a request waits for its model to be loaded before it gets a 503."""
     formats: AnswerFormats = field(init=False)
     """How the model writes tool calls and reasoning."""
     admission: Admission = field(init=False)
     cors_origins: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = Store(store_directory(self.config.server.data_dir, self.model_name))
+        self.store = self.shared_store or Store(store_directory(self.config.server.data_dir, self.model_name))
+        self.loading_wait_s = self.config.server.loading_wait_s
         self.formats = choose_formats(self.template, self.config.model.tool_format, self.config.model.reasoning_format)
         otlp_url = self.config.observe.otlp_url
-        self.spans = SpanExporter(otlp_url) if otlp_url else None
+        self.spans = SpanExporter(otlp_url) if otlp_url and self.shared_store is None else None
         self.use_settings(self.config)
+        if not self.models:
+            self.models.add(ServedModel(self.model_name, self.client, self))
+
+    def use_live_settings(self, changed: Config) -> None:
+        """Take over the settings that can change while the server runs, for all models."""
+        for model in self.models:
+            if model.state is not None:
+                model.state.use_settings(with_live_changes(model.state.config, changed))
 
     def use_settings(self, config: Config) -> None:
         """Take over settings, at the start and again when the operator changes those that are live."""
@@ -151,6 +190,32 @@ class FrontState:
         self.admission = Admission(config)
         origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
         self.cors_origins = frozenset(origin for origin in origins if origin)
+
+    @property
+    def draining(self) -> bool:
+        return self.lifecycle.draining
+
+    async def for_model(self, name: str) -> FrontState:
+        """The state of the model with this name or alias. Reads its tokenizer if it is the first to ask. Raises
+        `ModelNotFound`."""
+        return self if name == self.model_name else await self.models.find(name).when_read()
+
+    def of_model(self, config: Config, name: str, client: EngineClient, text: ModelText) -> FrontState:
+        """The state of a further model of the same server."""
+        state = dataclasses.replace(
+            self,
+            config=config,
+            client=client,
+            tokenizer=text.tokenizer,
+            template=text.template,
+            sampling_defaults=text.sampling_defaults,
+            model_facts=text.facts,
+            model_name=name,
+            longest_token_bytes=0,
+            shared_store=self.store,
+        )
+        state.spans = self.spans
+        return state
 
     @property
     def siblings(self) -> Siblings:
@@ -166,30 +231,48 @@ class FrontState:
         return token_id if token_id in self.tokenizer.special_ids else None
 
     async def await_engine(self) -> None:
-        """Wait up to `loading_wait_s` while the engine is loading. Raises like `require_engine`."""
-        if self.client.ready is None and self.client.failure is None and not self.draining:
-            with contextlib.suppress(EngineUnavailable):  # `require_engine` raises a more specific error.
-                await self.client.wait_ready(self.loading_wait_s)
+        """Wait up to `loading_wait_s` while the engine is loading. Raises like `require_engine`.
+
+        An unloaded model is loaded; however many requests wait for it, it is asked for once.
+        """
+        client = self.client
+        if client.ready is None and not self.draining:
+            client.want()
+            if client.failure is None:
+                with contextlib.suppress(EngineUnavailable):  # A more specific error is raised below.
+                    await client.wait_ready(self.loading_wait_s)
+            if client.ready is None and client.failure is None:
+                raise EngineUnavailable(self._loading_message())
         self.require_engine()
+
+    def _loading_message(self) -> str:
+        stage = self.client.loading
+        done = f" ({stage.what}, {100 * stage.done // stage.total} %)" if stage is not None and stage.total else ""
+        return f"The model {self.model_name!r} is still loading{done}; try again in a few seconds."
 
     def require_engine(self) -> EngineReady:
         """The engine's limits. Raises `EngineUnavailable` if nothing can be generated now."""
         if self.draining:
             raise EngineUnavailable("The server is shutting down; send the request again later.")
-        if self.client.failure is not None:
-            raise EngineUnavailable(self.client.failure)
-        if self.client.ready is None:
-            raise EngineUnavailable("The engine is still loading the model; try again in a few seconds.")
-        return self.client.ready
+        client = self.client
+        if client.failure is not None:
+            raise EngineUnavailable(client.failure)
+        # A model that was unloaded since this request waited for it is loaded again when the request is submitted.
+        limits = client.limits if client.is_unloaded else client.ready
+        if limits is None:
+            raise EngineUnavailable(self._loading_message())
+        return limits
 
     def not_ready_because(self) -> str | None:
-        """Why `/ready` must fail; None if the front is ready."""
-        try:
-            self.require_engine()
-        except EngineUnavailable as error:
-            return error.message
-        if not self.client.is_progressing(time.monotonic()):
-            return "The engine has requests but completes no steps."
+        """Why `/ready` must fail; None if the front is ready: a failing model does not stop the others."""
+        if self.draining:
+            return "The server is shutting down; send the request again later."
+        for model in self.models:
+            if model.loads_at_start and not model.client.num_engine_starts and model.client.failure is None:
+                return f"The model {model.name!r} is still loading; try again in a few seconds."
+        reasons = [model.unusable_because() for model in self.models]
+        if all(reasons):
+            return reasons[0]
         if self.config.observe.slo_ready and (burning := self.metrics.slos.burning(time.time())):
             return f"The error budget of an objective burns fast: {burning[0]}."
         return None

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from millrace.config import Config
-
 if TYPE_CHECKING:
     from millrace.link.client import EngineClient
     from millrace.supervise.engine_process import EngineHandle
@@ -30,13 +28,16 @@ MAX_RESTARTS = 10
 
 
 class EngineSupervisor:
-    def __init__(self, config: Config, engine: EngineHandle) -> None:
-        self._config = config
+    def __init__(self, engine: EngineHandle, start: Callable[[], EngineHandle]) -> None:
+        """`engine` is running; `start` starts another."""
+        self._start = start
         self.engine = engine
         self._client: EngineClient | None = None
         self._on_replaced: Callable[[EngineHandle], None] = lambda engine: None
         self._on_given_up: Callable[[str], None] = lambda message: None
         self._num_restarts = 0
+        self._starts_before = 0
+        """Of the client, by engines of other supervisors."""
         self._ready_at = 0.0
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,6 +51,7 @@ class EngineSupervisor:
     ) -> None:
         """Start watching, on this loop. `on_replaced` is called with each new engine, `on_given_up` with the error."""
         self._client, self._on_replaced, self._on_given_up = client, on_replaced, on_given_up
+        self._starts_before = client.num_engine_starts - (client.ready is not None)
         self._watch_engine()
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class EngineSupervisor:
             return
         was_ready = client.ready is not None
         message = client.failure or message
-        if client.num_engine_starts == 0 or self._num_restarts >= MAX_RESTARTS:
+        if client.num_engine_starts == self._starts_before or self._num_restarts >= MAX_RESTARTS:
             client.fail(message)
             self._on_given_up(message)
             return
@@ -88,14 +90,12 @@ class EngineSupervisor:
         task.add_done_callback(self._tasks.discard)
 
     async def _replace(self) -> None:
-        from millrace.supervise.engine_process import start_engine
-
         if self._num_restarts > 1:
             await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_restarts - 2), MAX_PAUSE_S))
         await asyncio.to_thread(self.engine.stop)
         if self._closed or self._client is None:
             return
-        self.engine = start_engine(self._config)
+        self.engine = self._start()
         self._client.reconnect(self.engine.channel(0))
         self._on_replaced(self.engine)
         self._watch_engine()

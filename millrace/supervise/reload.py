@@ -11,32 +11,36 @@ from millrace.errors import MillraceError
 from millrace.observe.logs import set_level
 
 if TYPE_CHECKING:
-    from millrace.serve.app import FrontState
     from millrace.supervise.fronts import Fronts
 
 log = logging.getLogger("millrace.serve")
 
 
 class Reloader:
-    """`read` gives the settings as a new start would read them."""
+    """`read` gives the settings as a new start would read them; `use` takes them over in this front."""
 
     def __init__(
-        self, state: FrontState, fronts: Fronts, read: Callable[[], Config], on_done: Callable[[Config], None]
+        self,
+        config: Config,
+        use: Callable[[Config], None],
+        fronts: Fronts,
+        read: Callable[[], Config],
+        on_done: Callable[[Config], None],
     ) -> None:
-        self._state, self._fronts, self._read, self._on_done = state, fronts, read, on_done
+        self._config, self._use, self._fronts, self._read, self._on_done = config, use, fronts, read, on_done
 
     def reload(self) -> None:
         """Settings that cannot be read change nothing."""
-        before = self._state.config
+        before = self._config
         try:
             after = as_started(self._read(), before)
         except MillraceError as error:
             log.error("The settings were not reloaded: %s", error.message)
             return
         found = changes(before, after)
-        config = with_live_changes(before, after)
+        config = self._config = with_live_changes(before, after)
         set_level(config.observe.log_level)
-        self._state.use_settings(config)
+        self._use(config)
         self._fronts.use_settings(config)
         self._on_done(config)
         log.warning("Settings reloaded: %s.", "; ".join(map(str, found)) or "nothing changed")

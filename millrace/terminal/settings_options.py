@@ -37,6 +37,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{text} (default: {DEFAULT_MODEL})")
 
 
+def add_models(parser: argparse.ArgumentParser) -> None:
+    text = "known name, directory, .gguf file, Hugging Face id, random:<config.json>, or [models.NAME] of the settings"
+    parser.add_argument("model", nargs="*", metavar="MODEL", help=f"{text}; several: one server for all")
+
+
 def add_settings(
     parser: argparse.ArgumentParser,
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,11 +27,28 @@ def memory_table(ready: EngineReady) -> Iterator[str]:
 def ready_lines(
     ready: EngineReady, url: str, took_s: float, *, is_chat: bool, needs_key: bool = False
 ) -> Iterator[str]:
+    yield from serving_lines(ready, url, took_s)
+    yield from try_lines(ready.model_name, url, is_chat=is_chat, needs_key=needs_key)
+
+
+def serving_lines(ready: EngineReady, url: str, took_s: float) -> Iterator[str]:
     yield f"Serving {ready.model_name} on {url} (ready in {took_s:.1f} s, context {ready.max_context:,} tokens)."
     if ready.step_ms:
         yield f"Steps with decoding requests take about {ready.step_ms:g} ms at most (--step-ms)."
+
+
+def others_lines(names: Sequence[str], loaded: Sequence[str], url: str) -> Iterator[str]:
+    """The models that are not loaded yet, if there are any."""
+    others = ", ".join(name for name in names if name not in loaded)
+    if others and loaded:
+        yield f"Loaded when a request names them: {others}."
+    elif others:
+        yield f"Serving on {url}, loaded when a request names them: {others}."
+
+
+def try_lines(model: str, url: str, *, is_chat: bool, needs_key: bool) -> Iterator[str]:
     yield f"Playground: {url}/. API documentation: {url}/docs. Try it:"
-    yield curl_line(ready.model_name, url, is_chat=is_chat, needs_key=needs_key)
+    yield curl_line(model, url, is_chat=is_chat, needs_key=needs_key)
 
 
 def open_server_warning(host: str) -> str:

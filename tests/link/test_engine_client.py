@@ -12,7 +12,8 @@ import pytest
 
 from millrace.errors import BadRequest
 from millrace.link.channel import InProcessLink
-from millrace.link.client import EngineClient, _checked_ids
+from millrace.link.client import EngineClient
+from millrace.link.limits import checked_ids
 from millrace.link.messages import (
     EngineReady,
     Finish,
@@ -113,11 +114,11 @@ def test_a_seed_is_filled_in_and_nothing_else_changes() -> None:
 def test_an_invalid_token_id_is_named_in_the_error(prompt: list[int]) -> None:
     bad = next(token_id for token_id in prompt if not 0 <= token_id < 50)
     with pytest.raises(BadRequest, match=f"token id {bad}; the vocabulary has ids 0 to 49"):
-        _checked_ids(prompt, 50)
+        checked_ids(prompt, 50)
 
 
 def test_a_prompt_may_be_any_sequence_of_ids() -> None:
     for prompt in ([0, 49, 7], (0, 49, 7), np.array([0, 49, 7], np.int32)):
-        assert unpack_tokens(pack_tokens(_checked_ids(prompt, 50))).tolist() == [0, 49, 7]
+        assert unpack_tokens(pack_tokens(checked_ids(prompt, 50))).tolist() == [0, 49, 7]
     with pytest.raises(BadRequest, match="no tokens"):
-        _checked_ids([], 50)
+        checked_ids([], 50)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import numpy as np
 
 from millrace.link.channel import OnMessage
@@ -17,11 +18,14 @@ from millrace.link.messages import (
     Abort,
     EngineFailed,
     EngineReady,
+    EngineRetired,
     EngineStats,
     Finish,
+    Idleness,
     NewRequest,
     Query,
     Reply,
+    Retire,
     StepTokens,
     ToEngine,
     TokenLogprobs,
@@ -71,6 +75,8 @@ class NullEngine:
         self.step_s = step_s
         self.is_ready = is_ready
         self.paused = False
+        self.used_at = time.monotonic()
+        self.is_retired = False
         self.received: list[NewRequest] = []
         self.aborted: list[tuple[int, FinishReason]] = []
         self.ended: dict[int, FinishReason] = {}
@@ -102,9 +108,21 @@ class NullEngine:
                 row = self.rows.pop(request_id, None)
                 if row is not None:
                     self._finish(row, message.reason)
+        elif isinstance(message, Retire):
+            self._retire(message)
         elif isinstance(message, Query):  # It keeps no history, so it finds no request.
             self._loop.call_soon(self._on_message, Reply(message.query_id, b""))
         self._schedule()
+
+    def _retire(self, message: Retire) -> None:
+        num_open = len(self.rows) + len(self._finished)
+        idle_s = 0.0 if num_open else time.monotonic() - self.used_at
+        is_retired = num_open == 0 and idle_s >= message.idle_s
+        idleness = Idleness(is_retired, num_open, idle_s)
+        self._loop.call_soon(self._on_message, Reply(message.query_id, msgspec.json.encode(idleness)))
+        if is_retired:
+            self.is_retired = True
+            self._loop.call_soon(self._on_message, EngineRetired())
 
     def close(self) -> None:
         self.paused = True
@@ -185,6 +203,7 @@ class NullEngine:
     def _finish(self, row: Row, reason: FinishReason, *, stop_token_id: int = -1, message: str = "") -> None:
         now, arrival = time.monotonic(), row.request.arrival
         self.ended[row.request.id] = reason
+        self.used_at = now
         finish = Finish(
             id=row.request.id,
             reason=reason,

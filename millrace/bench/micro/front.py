@@ -136,19 +136,19 @@ def serve_one_front(source: str, directory: str, index: int, num_fronts: int, po
     from millrace.config import Config, replace
     from millrace.link.client import EngineClient
     from millrace.link.front_end import SocketFrontChannel
+    from millrace.model_settings import ModelSettings
     from millrace.serve.app import run_front
-    from millrace.sources.resolve import resolve_model
 
     config = replace(
         Config(), model__source=source, model__served_name=MODEL, server__port=port, server__fronts=num_fronts
     )
 
-    async def connect() -> EngineClient:
+    async def connect() -> dict[str, EngineClient]:
         client = EngineClient(SocketFrontChannel(directory, index), front_index=index)
         await client.wait_ready(START_LIMIT_S)
-        return client
+        return {MODEL: client}
 
-    run_front(config, connect, resolve_model(source), reuse_port=True, directory=directory)
+    run_front((ModelSettings(MODEL, (), config, True),), connect, reuse_port=True, directory=directory)
 
 
 def _await_port(port: int) -> None:

@@ -1,7 +1,9 @@
-"""Compiles the C++ kernels for this machine on first use, caches the shared object, and binds its functions.
+"""Finds the C++ kernels for this machine and binds their functions.
 
-The kernels have their own thread pool, as large as torch's; idle threads sleep. Without a compiler the torch versions
-of the ops are used, and `millrace ops` says so. `python -m millrace.ops.cpp.native` compiles ahead of time.
+A wheel contains kernels for common processors (`targets.py`). Otherwise they are compiled on first use and cached. What
+was compiled for this very processor comes first. The kernels have their own thread pool, as large as torch's; idle
+threads sleep. Without a compiler and without prebuilt kernels the torch versions of the ops are used. `millrace ops`
+says which. `python -m millrace.ops.cpp.native` compiles ahead of time.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -21,6 +24,9 @@ from typing import Any, Final
 import torch
 
 from millrace.config import cache_dir
+from millrace.ops.cpp.targets import prebuilt_target, processor_features
+
+log = logging.getLogger(__name__)
 
 SOURCES: Final = Path(__file__).parent
 FLAGS: Final = (
@@ -103,8 +109,10 @@ class Native:
     """The kernels as functions. Calls through `with_gil` hold the GIL; calls through `without_gil` release it, so that
     the next step can be planned meanwhile."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, origin: str = "compiled for this processor") -> None:
         self.path = path
+        self.origin = origin
+        """Where the kernels come from, as a clause."""
         self.with_gil = _bind(ctypes.PyDLL(str(path)))
         self.without_gil = _bind(ctypes.CDLL(str(path)))
 
@@ -146,12 +154,38 @@ def native_missing(device: torch.device) -> str:
 
 @functools.cache
 def _native_or_reason() -> Native | str:
+    folder = cache_dir() / "native"
     try:
-        return Native(build(cache_dir() / "native"))
+        return _prebuilt(folder) or Native(build(folder))
     except NativeUnavailable as reason:
         return str(reason)
     except OSError as error:
         return f"needs the compiled kernels, which could not be cached or loaded: {error}"
+
+
+def native_origin() -> str:
+    """Which kernels are used and why, as a clause, for people."""
+    found = _native_or_reason()
+    return f"none: {found}; torch is used instead" if isinstance(found, str) else found.origin
+
+
+def _prebuilt(folder: Path) -> Native | None:
+    """The wheel's kernels for this processor, unless there are none or some were compiled for it before."""
+    target = prebuilt_target(processor_features())
+    if target is None or _is_built(folder):
+        return None
+    try:
+        return Native(target.path, f"prebuilt for {target.name} processors")
+    except OSError as error:  # Such as a C library that is too old: compile instead.
+        log.warning(
+            "The prebuilt kernels %s cannot be loaded (%s); they are compiled instead.", target.path.name, error
+        )
+        return None
+
+
+def _is_built(folder: Path) -> bool:
+    compiler = _compiler(COMPILERS)
+    return compiler is not None and _built_path(folder, compiler).exists()
 
 
 # --- building ---
@@ -159,17 +193,25 @@ def _native_or_reason() -> Native | str:
 
 def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
     """Path of the shared object in `folder`, compiled now unless it exists."""
-    compiler = next((found for found in map(shutil.which, compilers) if found), None)
+    compiler = _compiler(compilers)
     if compiler is None:
         raise NativeUnavailable(f"needs a C++ compiler ({', '.join(compilers)}); none is installed")
     sources = sorted(SOURCES.rglob("*.cpp"))
-    path = folder / f"kernels-{_fingerprint(compiler)}.so"
+    path = _built_path(folder, compiler)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             os.replace(_compile(compiler, sources, Path(scratch)), path)
         _prune(folder)
     return path
+
+
+def _compiler(names: tuple[str, ...]) -> str | None:
+    return next((found for found in map(shutil.which, names) if found), None)
+
+
+def _built_path(folder: Path, compiler: str) -> Path:
+    return folder / f"kernels-{_fingerprint(compiler)}.so"
 
 
 def _prune(folder: Path) -> None:
@@ -235,8 +277,7 @@ def _check(code: int, errors: bytes, compiler: str) -> None:
 
 def main() -> None:
     """Compile the kernels before they are first used."""
-    found = _native_or_reason()
-    print(f"   unavailable: {found}; torch ops are used instead" if isinstance(found, str) else "   ready")
+    print(f"   {native_origin()}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish
 from millrace.serve.generate.chat.tools import ToolUse, function_of, tool_use
-from millrace.serve.generate.checks import check_integers, check_model, check_range, name_fields, refuse_unsupported
+from millrace.serve.generate.checks import check_integers, check_range, name_fields, refuse_unsupported
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import Format, only_format, schema_format
 from millrace.serve.generate.messages import Conversation, Message
@@ -35,24 +35,25 @@ _count_tokens = BodyDecoder(CountTokensRequest)
 
 async def prepare_message(state: FrontState, data: bytes, received: float, owner: str) -> Work:
     body = _messages.decode(data)
-    _check(body, state)
+    state = await state.for_model(body.model)
+    _check(body)
     await state.await_engine()
     try:
-        return Work(await _generation(state, body, received), MessageWriter)
+        return Work(state, await _generation(state, body, received), MessageWriter)
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
 
 
 async def count_input_tokens(state: FrontState, data: bytes) -> int:
     body = _count_tokens.decode(data)
-    _check(body, state)
+    state = await state.for_model(body.model)
+    _check(body)
     await state.await_engine()
     conversation = dataclasses.replace(_conversation(body), tools=_tools(body).shown)
     return len(await encode_chat(state, conversation, max_tokens=None))
 
 
-def _check(body: CountTokensRequest, state: FrontState) -> None:
-    check_model(body.model, state.model_name)
+def _check(body: CountTokensRequest) -> None:
     refuse_unsupported(body, NOT_SUPPORTED, "")
     check_integers(body)
     if body.output_config is not None:

@@ -195,9 +195,17 @@ def _openai_paths() -> dict[str, Any]:
                 text,
             )
         },
-        "/v1/models": {"get": _operation("models", "listModels", "List the served model", "ModelList")},
+        "/v1/models": {"get": _operation("models", "listModels", "List the served models", "ModelList")},
         "/v1/models/{model}": {
             "get": _operation("models", "retrieveModel", "Describe a model", "Model", ("404",), parameters=model)
+        },
+        "/v1/models/{model}/load": {
+            "post": _operation("models", "loadModel", "Load a model now", "Model", ("404", "503"), parameters=model)
+        },
+        "/v1/models/{model}/unload": {
+            "post": _operation(
+                "models", "unloadModel", "Unload a model when it is idle", "Model", ("404",), parameters=model
+            )
         },
     }
 
@@ -368,8 +376,8 @@ def _ollama_paths() -> dict[str, Any]:
         "/api/show": {"post": {**show, "requestBody": _body("OllamaShowRequest", {"model": _NAME})}},
         "/api/pull": {"post": {**pull, "requestBody": _body("OllamaPullRequest", {"model": _NAME})}},
         "/api/delete": {"delete": {**delete, "requestBody": _body("OllamaDeleteRequest", {"model": _NAME})}},
-        "/api/tags": {"get": _operation("ollama", "ollamaTags", "List the served model", "OllamaModels")},
-        "/api/ps": {"get": _operation("ollama", "ollamaPs", "List the loaded model", "OllamaModels")},
+        "/api/tags": {"get": _operation("ollama", "ollamaTags", "List the served models", "OllamaModels")},
+        "/api/ps": {"get": _operation("ollama", "ollamaPs", "List the loaded models", "OllamaModels")},
         "/api/version": {"get": _operation("ollama", "ollamaVersion", "The server's version", "OllamaVersion")},
     }
 

@@ -1,42 +1,26 @@
-"""Routes for models, health, metrics, documentation and the tokenizer."""
+"""Routes for health, metrics, documentation and the tokenizer."""
 
 from __future__ import annotations
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest
 from millrace.observe.merge import merge
 from millrace.observe.metrics import CONTENT_TYPE
-from millrace.serve.generate.checks import check_model
 from millrace.serve.generate.prompts import encode_chat, encode_texts
 from millrace.serve.http.app_keys import OPENAPI
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.siblings import is_for_sibling
-from millrace.serve.openai.answers import DetokenizeAnswer, Health, Model, ModelList, TokenizeAnswer, TokenizerInfo
+from millrace.serve.openai.answers import DetokenizeAnswer, Health, TokenizeAnswer, TokenizerInfo
 from millrace.serve.openai.schemas import DetokenizeRequest, TokenizeRequest
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.state import STATE, FrontState
 
 _tokenize = BodyDecoder(TokenizeRequest)
 _detokenize = BodyDecoder(DetokenizeRequest)
-
-
-# ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _model(state: FrontState) -> Model:
-    ready = state.client.ready
-    return Model(state.model_name, "model", state.started, "millrace", ready.max_context if ready else None)
-
-
-async def list_models(request: web.Request) -> web.Response:
-    return json_answer(request, ModelList("list", [_model(request.app[STATE])]))
-
-
-async def get_model(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    check_model(request.match_info["model"], state.model_name)
-    return json_answer(request, _model(state))
 
 
 # ── health ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,11 +30,15 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Readiness: the engine has started and completes steps, and the server is not draining."""
-    reason = request.app[STATE].not_ready_because()
+    """Readiness: the models that are loaded at start have been, at least one model can answer, and the server is not
+    draining."""
+    state = request.app[STATE]
+    reason = state.not_ready_because()
+    several = len(state.models) > 1
+    models: dict[str, str] | UnsetType = {model.name: model.status for model in state.models} if several else UNSET
     if reason is None:
-        return json_answer(request, Health("ready"))
-    return json_answer(request, Health("not ready", reason), status=503, **{"Retry-After": str(RETRY_AFTER_S)})
+        return json_answer(request, Health("ready", models=models))
+    return json_answer(request, Health("not ready", reason, models), status=503, **{"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -83,9 +71,10 @@ async def openapi(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
     body = _tokenize.decode(await read_body(request, state.body_limit_bytes))
-    limits = state.require_engine()
     if body.model is not None:
-        check_model(body.model, state.model_name)
+        state = await state.for_model(body.model)
+        await state.await_engine()
+    limits = state.require_engine()
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Send either 'prompt' or 'messages'.", param="prompt")
     if body.messages is not None:
@@ -130,7 +119,7 @@ async def detokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
     body = _detokenize.decode(await read_body(request, state.body_limit_bytes))
     if body.model is not None:
-        check_model(body.model, state.model_name)
+        state = await state.for_model(body.model)
     size = state.tokenizer.vocab_size
     for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= token_id < size:

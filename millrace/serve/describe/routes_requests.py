@@ -6,6 +6,7 @@ are kept by the engine, the last `MAX_FINISHED_KEPT` of them.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import time
 from typing import Literal
@@ -177,9 +178,12 @@ async def explain(request: web.Request) -> web.Response:
 async def _query(request: web.Request, what: Literal["cancel", "explain"]) -> bytes:
     """The engine's reply, as JSON."""
     state, name = request.app[STATE], request.match_info["request_id"]
-    state.require_engine()
     tenant = None if is_operator(request) else owner_of(request)
-    body = await state.client.query(what, name, tenant)
+    clients = [model.client for model in state.models if model.status == "loaded"]
+    if not clients:
+        state.require_engine()
+    bodies = await asyncio.gather(*(client.query(what, name, tenant) for client in clients))
+    body = next(filter(None, bodies), b"")
     if not body:
         raise NotFound(
             f"Request {name[:128]!r} is not running and not among the last {MAX_FINISHED_KEPT} that ended. A request's"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from millrace.errors import BadRequest, ContextOverflow, ModelNotFound
+from millrace.errors import BadRequest, ContextOverflow
 from millrace.params import MAX_LOGPROBS
 
 MAX_SEQUENCES = 1024
@@ -16,14 +16,6 @@ MAX_SEQUENCES = 1024
 MAX_METADATA = 64
 _MAX_NEUTRAL_BYTES = 256
 _MAX_SHOWN_BYTES = 60
-
-
-def check_model(name: str, served: str) -> None:
-    if name != served:
-        raise ModelNotFound(
-            f"The model {name[:200]!r} is not served here; this server serves {served!r}.",
-            param="model",
-        )
 
 
 def check_integers(body: msgspec.Struct, prefix: str = "") -> None:

@@ -32,12 +32,13 @@ async def respond(
     """Read the body, translate it and answer it."""
     state, received = request.app[STATE], time.monotonic()
     work = await prepare(state, await read_body(request, state.body_limit_bytes), received, owner_of(request))
-    return await answer(state, request, work, received, media_type=media_type)
+    return await answer(request, work, received, media_type=media_type)
 
 
 async def answer(
-    state: FrontState, request: web.Request, work: Work, received: float, *, media_type: str = SERVER_SENT_EVENTS
+    request: web.Request, work: Work, received: float, *, media_type: str = SERVER_SENT_EVENTS
 ) -> web.StreamResponse:
+    state = work.state
     await check_grammar(state, work.generation, owner_of(request))
     generation, reservation = enter(state, request, work.generation, received)
     out: EventStream | None = None
@@ -55,9 +56,9 @@ async def answer(
         job = make_job(state, generation, work.make_writer, out)
         job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
         if out is not None:
-            return await _stream(state, work, job, out)
+            return await _stream(work, job, out)
         headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
-        body = await whole_answer(state, work, job)
+        body = await whole_answer(work, job)
         return web.Response(body=body, headers=headers, content_type="application/json")
     finally:
         if out is not None:
@@ -68,9 +69,9 @@ async def answer(
             _account(state, request, job, received)
 
 
-async def _stream(state: FrontState, work: Work, job: Job, out: EventStream) -> web.StreamResponse:
+async def _stream(work: Work, job: Job, out: EventStream) -> web.StreamResponse:
     job.start()
-    await until_done(state, job)
+    await until_done(work.state, job)
     if work.conclude is not None and job.error is None:
         try:
             out.end(await work.conclude(job))

@@ -23,6 +23,8 @@ from millrace.serve.state import FrontState
 class Work:
     """A valid request: what to generate and how to write the answer."""
 
+    state: FrontState
+    """Of the model that the request names."""
     generation: Generation
     make_writer: Callable[[Job], Writer]
     conclude: Callable[[Job], Awaitable[bytes]] | None = None
@@ -31,8 +33,8 @@ class Work:
 
 
 Prepare = Callable[[FrontState, bytes, float, str], Awaitable[Work]]
-"""Translates a body into work. Takes the body, the time it was received (`time.monotonic`) and its owner. Raises a
-`MillraceError` if the request is wrong."""
+"""Translates a body into work. Takes the state of any model, the body, the time it was received (`time.monotonic`)
+and its owner; finds the state of the model that the body names. Raises a `MillraceError` if the request is wrong."""
 
 
 async def until_done(state: FrontState, job: Job) -> None:
@@ -49,17 +51,16 @@ async def until_done(state: FrontState, job: Job) -> None:
         job.close()
 
 
-async def whole_answer(state: FrontState, work: Work, job: Job) -> bytes:
+async def whole_answer(work: Work, job: Job) -> bytes:
     """Start the job, wait for it and return its body."""
     job.start()
-    await until_done(state, job)
+    await until_done(work.state, job)
     if job.error is not None:  # It failed after its stream had begun.
         raise job.error
     return job.body() if work.conclude is None else await work.conclude(job)
 
 
 async def unattended_answer(
-    state: FrontState,
     work: Work,
     owner: str,
     request_id: str,
@@ -69,6 +70,7 @@ async def unattended_answer(
 ) -> tuple[bytes, Usage]:
     """Body and usage of work without an HTTP request. It counts against its owner's quotas and in the metrics. With
     `out` the answer is streamed there, and its last frames are the body."""
+    state = work.state
     await check_grammar(state, work.generation, owner)
     generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
     used = 0
@@ -76,7 +78,7 @@ async def unattended_answer(
         job = make_job(state, generation, work.make_writer, out)
         job.request_id, job.path, job.owner = request_id, path, owner
         try:
-            body = await whole_answer(state, work, job)
+            body = await whole_answer(work, job)
         finally:
             used = job.usage().total_tokens if job.is_started else 0
             observe(state, job, received)

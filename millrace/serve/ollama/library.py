@@ -44,7 +44,7 @@ async def delete(request: web.Request) -> web.Response:
     state = request.app[STATE]
     name = _name(_delete_body.decode(await read_body(request, state.body_limit_bytes)))
     _check_may_manage(state)
-    if name in (state.model_name, state.config.model.source):
+    if state.models.knows(name) or name in [model.source for model in state.models]:
         raise Conflict(f"The model '{name}' is being served; stop the server before you delete it.", param="model")
     try:
         await asyncio.to_thread(library.remove, name)
@@ -99,7 +99,7 @@ def _fetch(name: str, state: FrontState, reports: _Reports) -> None:
 
 
 def _is_here(name: str, state: FrontState) -> bool:
-    return name == state.model_name or library.find_local(name) is not None
+    return state.models.knows(name) or library.find_local(name) is not None
 
 
 def _name(body: OllamaDeleteRequest) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from typing import Literal
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from millrace.errors import BadRequest
+from millrace.errors import BadRequest, EngineUnavailable
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.respond import answer
@@ -19,6 +22,7 @@ from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.event_stream import JSON_LINES
 from millrace.serve.http.json_answer import json_answer
+from millrace.serve.ollama.keep_alive import check_keep_alive
 from millrace.serve.ollama.schemas import (
     OllamaAnswer,
     OllamaAnswerMessage,
@@ -37,16 +41,20 @@ from millrace.serve.ollama.translate import (
     GENERATE_NAMES,
     chat_generation,
     check_body,
-    check_ollama_model,
     check_sampling,
+    state_of_model,
     text_generation,
 )
 from millrace.serve.ollama.write import OllamaWriter, now
+from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
 from millrace.version import __version__
 
 PATHS = "/api/"
 """Prefix of the paths whose errors have Ollama's shape."""
+NEVER = "9999-12-31T23:59:59Z"
+"""`expires_at` of a model that stays loaded."""
+MAX_LEFT_S = 100 * 365 * 86400.0
 
 _chat_body = BodyDecoder(OllamaChatRequest)
 _generate_body = BodyDecoder(OllamaGenerateRequest)
@@ -57,56 +65,84 @@ _show_body = BodyDecoder(OllamaShowRequest)
 async def chat(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
     body = _chat_body.decode(await read_body(request, state.body_limit_bytes))
-    check_body(body, state)
+    state = await state_of_model(body.model, state)
+    check_body(body)
     if not body.messages:
-        return _load(request, body, OllamaAnswerMessage("assistant", ""), UNSET)
-    return await _respond(request, partial(chat_generation, state, body, received), received, is_chat=True)
+        return await _load(request, state, body, OllamaAnswerMessage("assistant", ""), UNSET)
+    return await _respond(request, state, body, partial(chat_generation, state, body, received), received)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
     body = _generate_body.decode(await read_body(request, state.body_limit_bytes))
-    check_body(body, state)
+    state = await state_of_model(body.model, state)
+    check_body(body)
     if not body.prompt:
-        return _load(request, body, UNSET, "")
-    return await _respond(request, partial(text_generation, state, body, received), received, is_chat=False)
+        return await _load(request, state, body, UNSET, "")
+    return await _respond(request, state, body, partial(text_generation, state, body, received), received)
 
 
 async def _respond(
-    request: web.Request, translate: Callable[[], Awaitable[Generation]], received: float, *, is_chat: bool
+    request: web.Request,
+    state: FrontState,
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    translate: Callable[[], Awaitable[Generation]],
+    received: float,
 ) -> web.StreamResponse:
-    state = request.app[STATE]
+    is_chat = isinstance(body, OllamaChatRequest)
+    keep_s = check_keep_alive(body.keep_alive, state)
     await state.await_engine()
     names = CHAT_NAMES if is_chat else GENERATE_NAMES
-    work = Work(await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat))
-    return await answer(state, request, work, received, media_type=JSON_LINES)
+    work = Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat))
+    try:
+        return await answer(request, work, received, media_type=JSON_LINES)
+    finally:
+        if keep_s is not None:
+            await state.control.keep_alive(state.model_name, keep_s)
 
 
-def _load(
-    request: web.Request, body: OllamaCommon, message: OllamaAnswerMessage | UnsetType, response: str | UnsetType
+async def _load(
+    request: web.Request,
+    state: FrontState,
+    body: OllamaCommon,
+    message: OllamaAnswerMessage | UnsetType,
+    response: str | UnsetType,
 ) -> web.Response:
-    """A request without a prompt: Ollama loads the model; here it is already loaded."""
+    """A request without a prompt loads the model, or unloads it if `keep_alive` is 0."""
     header_deadline(request, 0.0)
-    check_sampling(request.app[STATE], body)
-    model_name = request.app[STATE].model_name
-    return json_answer(request, OllamaAnswer(model_name, now(), message, response, done=True, done_reason="load"))
+    check_sampling(state, body)
+    keep_s = check_keep_alive(body.keep_alive, state)
+    if keep_s != 0:
+        await state.await_engine()
+    if keep_s is not None:
+        await state.control.keep_alive(state.model_name, keep_s)
+    reason: Literal["load", "unload"] = "unload" if keep_s == 0 else "load"
+    return json_answer(request, OllamaAnswer(state.model_name, now(), message, response, done=True, done_reason=reason))
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def tags(request: web.Request) -> web.Response:
-    return json_answer(request, OllamaModels([_model(request.app[STATE])]))
+    state = request.app[STATE]
+    return json_answer(request, OllamaModels([_model(state, model) for model in state.models]))
 
 
 async def loaded(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    ready = state.client.ready
-    if ready is None:
-        return json_answer(request, OllamaModels([]))
-    on_gpu = ready.device.startswith("cuda")
-    model = _model(state)
-    model.context_length, model.size_vram = ready.max_context, model.size if on_gpu else 0
-    model.expires_at = "9999-12-31T23:59:59Z"
-    return json_answer(request, OllamaModels([model]))
+    shown = [await _loaded(state, model) for model in state.models if model.status == "loaded"]
+    return json_answer(request, OllamaModels(shown))
+
+
+async def _loaded(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:
+    shown, ready = _model(state, model), model.client.ready
+    if ready is not None:
+        on_gpu = ready.device.startswith("cuda")
+        shown.context_length, shown.size_vram = ready.max_context, shown.size if on_gpu else 0
+    left_s = math.inf
+    with contextlib.suppress(EngineUnavailable):
+        left_s = await model.expires_in_s()
+    at = datetime.now(UTC) + timedelta(seconds=left_s) if left_s < MAX_LEFT_S else None
+    shown.expires_at = NEVER if at is None else at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return shown
 
 
 async def show(request: web.Request) -> web.Response:
@@ -115,8 +151,8 @@ async def show(request: web.Request) -> web.Response:
     name = body.model if body.model is not None else body.name
     if name is None:
         raise BadRequest("'model' is required.", param="model", code="missing_field")
-    check_ollama_model(name, state)
-    model, ready = _model(state), state.client.ready
+    state = await state_of_model(name, state)
+    model, ready = _model(state, state.models.find(state.model_name)), state.client.limits
     info: dict[str, str | int | float | bool | None] = {"general.architecture": model.details.family}
     if ready is not None:
         info[f"{model.details.family}.context_length"] = ready.max_context
@@ -135,15 +171,15 @@ async def version(request: web.Request) -> web.Response:
     return json_answer(request, OllamaVersion(__version__))
 
 
-def _model(state: FrontState) -> OllamaModel:
-    ready = state.client.ready
+def _model(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:
+    ready, facts = model.client.limits, model.state.model_facts if model.state is not None else {}
     size = ready.memory_plan.get("weights", 0) if ready is not None else 0
     digest = hashlib.sha256((ready.fingerprint if ready is not None else "").encode()).hexdigest()
-    family = str(state.model_facts.get("family", "unknown"))
-    kind, dtype = str(state.model_facts.get("format", "unknown")), ready.dtype if ready is not None else ""
+    family = str(facts.get("family", "unknown"))
+    kind, dtype = str(facts.get("format", "unknown")), ready.dtype if ready is not None else ""
     parameters = _size_label(ready.num_parameters) if ready is not None else ""
     details = OllamaDetails("", kind, family, [family], parameters, dtype)
-    return OllamaModel(state.model_name, state.model_name, _at(state), size, digest, details)
+    return OllamaModel(model.name, model.name, _at(state), size, digest, details)
 
 
 def _size_label(num_parameters: int) -> str:

@@ -104,16 +104,20 @@ class OllamaMessage(Strict, kw_only=True):
 
 
 class OllamaCommon(Strict, kw_only=True):
-    model: Annotated[str, described("Name of the served model, with or without `:latest`.")]
+    model: Annotated[str, described("Name of a served model, with or without `:latest`.")]
     stream: Annotated[bool | None, described("Stream JSON lines as tokens are generated; default true.")] = None
     options: OllamaOptions | None = None
     logprobs: Annotated[bool | None, described("Return the log-probability of every token.")] = None
     top_logprobs: Annotated[
         int | None, described("Also for this many likeliest tokens; needs `logprobs`.", minimum=0, maximum=20)
     ] = None
-    keep_alive: Annotated[str | float | None, described("Accepted: the model stays loaded. 0 (unload) is refused.")] = (
-        None
-    )
+    keep_alive: Annotated[
+        str | float | None,
+        described(
+            'How long the model stays loaded after this request: seconds or a duration such as "5m"; 0 unloads it, -1'
+            " keeps it. Where API keys are required, the operator's setting stays and 0 is refused."
+        ),
+    ] = None
     format: Annotated[
         Raw | UnsetType,
         described(
@@ -132,7 +136,7 @@ class OllamaChatRequest(OllamaCommon, kw_only=True):
     """The body of POST /api/chat."""
 
     messages: Annotated[
-        list[OllamaMessage] | None, described("The conversation; without messages the request only checks the model.")
+        list[OllamaMessage] | None, described("The conversation; without messages the request only loads the model.")
     ] = None
     tools: Annotated[list[OllamaTool] | None, described("Functions that the model may call.")] = None
 
@@ -140,7 +144,7 @@ class OllamaChatRequest(OllamaCommon, kw_only=True):
 class OllamaGenerateRequest(OllamaCommon, kw_only=True):
     """The body of POST /api/generate."""
 
-    prompt: Annotated[str | None, described("The user's prompt; without one the request only checks the model.")] = None
+    prompt: Annotated[str | None, described("The user's prompt; without one the request only loads the model.")] = None
     system: Annotated[str | None, described("System prompt.")] = None
     raw: Annotated[bool | None, described("Use the prompt without the chat template.")] = None
     suffix: Annotated[
@@ -227,7 +231,7 @@ class OllamaAnswer(msgspec.Struct):
     """/api/generate only."""
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool = False
-    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     """Nanoseconds, like all durations."""
     load_duration: int | UnsetType = UNSET

@@ -15,7 +15,6 @@ from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse, function_of, t
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
-    check_model,
     check_range,
     name_fields,
     refuse_unsupported,
@@ -52,19 +51,13 @@ CHAT_NAMES = {**_OPTION_NAMES, "prompt": "messages"}
 GENERATE_NAMES = {**_OPTION_NAMES, "prompt": "prompt"}
 
 
-def check_ollama_model(name: str, state: FrontState) -> None:
-    check_model(name if name == state.model_name else name.removesuffix(LATEST), state.model_name)
+async def state_of_model(name: str, state: FrontState) -> FrontState:
+    """The state of the model with this name, with or without `:latest`."""
+    return await state.for_model(name if state.models.knows(name) else name.removesuffix(LATEST))
 
 
-def check_body(body: OllamaCommon, state: FrontState) -> None:
-    check_ollama_model(body.model, state)
+def check_body(body: OllamaCommon) -> None:
     refuse_unsupported(body, NOT_SUPPORTED, "")
-    if body.keep_alive is not None and str(body.keep_alive).rstrip("hms") in ("0", "0.0"):
-        raise BadRequest(
-            f"keep_alive is {body.keep_alive!r}, which would unload the model; this server keeps it loaded. Remove it.",
-            param="keep_alive",
-            code="unsupported_parameter",
-        )
     check_integers(body)
     check_logprobs("top_logprobs", body.top_logprobs)
     if body.top_logprobs and not body.logprobs:

@@ -199,7 +199,11 @@ class Model(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int | None
-    """Maximum tokens of prompt and output together; null until the engine is ready."""
+    """Maximum tokens of prompt and output together; null until the model was loaded for the first time."""
+    root: str
+    """The model's own name; differs from `id` for an alias."""
+    status: Literal["loaded", "loading", "unloaded", "failed"]
+    """An unloaded model is loaded when a request names it."""
 
 
 class ModelList(msgspec.Struct):
@@ -210,6 +214,8 @@ class ModelList(msgspec.Struct):
 class Health(msgspec.Struct):
     status: Literal["ok", "ready", "not ready"]
     reason: str | UnsetType = UNSET
+    models: dict[str, str] | UnsetType = UNSET
+    """The status of each model, on a server of several models."""
 
 
 class TokenizeAnswer(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,7 +111,7 @@ def storing(state: FrontState, request: ChatRequest, work: Work, owner: str) -> 
     """The same work, whose answer is stored before the client learns its end."""
     sent = [msgspec.json.decode(msgspec.json.encode(message)) for message in request.messages]
     messages = [StoredMessage(new_id("msg_"), message["role"], message.get("content")) for message in sent]
-    return Work(work.generation, work.make_writer, partial(_conclude, state, messages, request.metadata or {}, owner))
+    return dataclasses.replace(work, conclude=partial(_conclude, state, messages, request.metadata or {}, owner))
 
 
 async def _conclude(

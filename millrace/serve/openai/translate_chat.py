@@ -32,16 +32,17 @@ _decoder = BodyDecoder(ChatRequest)
 
 async def prepare_chat(state: FrontState, body: bytes, received: float, owner: str) -> Work:
     request = _decoder.decode(body)
+    state = await state.for_model(request.model)
     await state.await_engine()
     generation = await _generation(state, request, received)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
     kind = StoringWriter if request.store else ChatWriter
-    work = Work(generation, partial(kind, limit_names=limit_names, uses_functions=uses_functions(request)))
+    work = Work(state, generation, partial(kind, limit_names=limit_names, uses_functions=uses_functions(request)))
     return storing(state, request, work, owner) if request.store else work
 
 
 async def _generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
-    check_fields(request, state.model_name)
+    check_fields(request)
     check_truncation(request.truncate_prompt_tokens)
     max_tokens, limit_name = _max_tokens(request)
     logprobs = _logprobs(request)

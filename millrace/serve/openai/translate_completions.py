@@ -36,12 +36,13 @@ _decoder = BodyDecoder(CompletionRequest)
 
 async def prepare_completion(state: FrontState, body: bytes, received: float, owner: str) -> Work:
     request = _decoder.decode(body)
+    state = await state.for_model(request.model)
     await state.await_engine()
-    return Work(await _generation(state, request, received), CompletionWriter)
+    return Work(state, await _generation(state, request, received), CompletionWriter)
 
 
 async def _generation(state: FrontState, request: CompletionRequest, received: float) -> Generation:
-    check_fields(request, state.model_name)
+    check_fields(request)
     check_truncation(request.truncate_prompt_tokens)
     echo = bool(request.echo)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.errors import BadRequest
-from millrace.serve.generate.checks import check_integers, check_metadata, check_model, refuse_unsupported
+from millrace.serve.generate.checks import check_integers, check_metadata, refuse_unsupported
 from millrace.serve.generate.choosing.best import num_sequences
 from millrace.serve.generate.choosing.sampler_fields import sampler_options
 from millrace.serve.openai.schemas import (
@@ -22,8 +22,7 @@ _SAMPLING = (
 """Fields that are named as in `SamplingParams`."""
 
 
-def check_fields(request: Sampled, model_name: str) -> None:
-    check_model(request.model, model_name)
+def check_fields(request: Sampled) -> None:
     refuse_unsupported(request, NOT_SUPPORTED, "")
     check_integers(request)
     check_metadata(request.metadata)

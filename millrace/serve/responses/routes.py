@@ -45,11 +45,11 @@ async def create(request: web.Request) -> web.StreamResponse:
         _check_background(body)
         # Validate now, while the client waits for the answer.
         work = await prepare_response(state, data, received, owner)
-        queued = await _queue(state, data, body, owner, work.generation.answer_id)
+        queued = await _queue(work.state, data, body, owner, work.generation.answer_id)
         request.app[BACKGROUND].wake()
         return await _follow(request, queued.id, owner, -1) if body.stream else json_answer(request, queued)
     work = await prepare_response(state, data, received, owner)
-    return await answer(state, request, work, received)
+    return await answer(request, work, received)
 
 
 def _check_background(body: ResponsesRequest) -> None:

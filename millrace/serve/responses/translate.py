@@ -17,7 +17,6 @@ from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
     check_metadata,
-    check_model,
     name_fields,
     refuse_unsupported,
 )
@@ -196,9 +195,11 @@ def conversation_id(body: ResponsesRequest | InputTokensRequest) -> str:
     return given.id if isinstance(given, ConversationId) else given or ""
 
 
-def _check(state: FrontState, body: ResponsesRequest | InputTokensRequest) -> None:
-    if body.model is not None:
-        check_model(body.model, state.model_name)
+async def _state_of(state: FrontState, body: ResponsesRequest | InputTokensRequest) -> FrontState:
+    return state if body.model is None else await state.for_model(body.model)
+
+
+def _check(body: ResponsesRequest | InputTokensRequest) -> None:
     refuse_unsupported(body, NOT_SUPPORTED, "")
     if body.text is not None:
         refuse_unsupported(body.text, TEXT_NOT_SUPPORTED, "text.")
@@ -214,7 +215,8 @@ async def prepare_response(
 ) -> Work:
     """`queued` is the stored response if it is generated in the background."""
     body = decode_response(data)
-    _check(state, body)
+    state = await _state_of(state, body)
+    _check(body)
     num_top = _logprobs(body)
     items = input_items(body.input)
     await state.await_engine()
@@ -228,7 +230,7 @@ async def prepare_response(
         opening = msgspec.structs.replace(opening, truncated_input_items=generation.prompts[0].num_dropped)
     make_writer = partial(ResponseWriter, opening=opening, limit_names=LIMIT_NAMES)
     kept = _Kept(items, owner, queued is not None, conversation_id(body))
-    return Work(generation, make_writer, partial(_conclude, state, kept))
+    return Work(state, generation, make_writer, partial(_conclude, state, kept))
 
 
 async def _generation(
@@ -376,7 +378,8 @@ def _logprobs(body: ResponsesRequest) -> int | None:
 
 async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     body = _input_tokens.decode(data)
-    _check(state, body)
+    state = await _state_of(state, body)
+    _check(body)
     messages = await _conversation(state, body, input_items(body.input), owner)
     await state.await_engine()
     return len(await encode_chat(state, Conversation(messages, tools=tools_of(body).shown), max_tokens=None))

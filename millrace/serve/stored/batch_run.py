@@ -183,9 +183,7 @@ class BatchRun:
         request_id, received, tokens = new_id("req-"), time.monotonic(), (0, 0, 0)
         try:
             work = await self._prepared(line)
-            body, usage = await unattended_answer(
-                self._state, work, self._batch.owner, request_id, self._batch.endpoint, received
-            )
+            body, usage = await unattended_answer(work, self._batch.owner, request_id, self._batch.endpoint, received)
             code = 200
             tokens = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
         except (Overloaded, EngineUnavailable):

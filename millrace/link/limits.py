@@ -1,0 +1,57 @@
+"""Checks of a request against the engine's limits, in the front: what fails here costs the engine nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.errors import BadRequest, ContextOverflow
+from millrace.link.messages import EngineReady
+from millrace.params import SamplingParams
+
+
+def checked_ids(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """The prompt as an array. Raises if it is empty or has ids outside the vocabulary."""
+    try:
+        token_ids = np.asarray(prompt, np.int64)
+    except OverflowError:
+        raise _no_token(max(prompt, key=abs), vocab_size) from None
+    if not len(token_ids):
+        raise BadRequest("The prompt has no tokens; send at least one.", param="prompt")
+    # Viewed as unsigned, negative ids exceed any vocabulary too.
+    if int(token_ids.view(np.uint64).max()) >= vocab_size:
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        raise _no_token(lowest if lowest < 0 else highest, vocab_size)
+    return token_ids
+
+
+def _no_token(token_id: int, vocab_size: int) -> BadRequest:
+    return BadRequest(
+        f"The prompt holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
+    )
+
+
+def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
+    for name, token_ids in (
+        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise BadRequest(
+                    f"{name} names token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param=name
+                )
+
+
+def overflow(num_prompt: int, max_tokens: int, is_explicit: bool, ready: EngineReady) -> ContextOverflow:
+    room, what, remedy = ready.max_context, "the context", "Shorten the prompt or lower max_tokens."
+    if ready.kv_tokens < ready.max_context:
+        room, what = ready.kv_tokens, "the KV pool"
+        remedy = "Shorten the prompt, lower max_tokens, or give the server a larger --kv-gib."
+    output = f"max_tokens is {max_tokens}" if is_explicit else "at least 1 token must be generated"
+    return ContextOverflow(
+        f"The prompt has {num_prompt} tokens and {output}, but {what} holds {room}. {remedy}",
+        param="max_tokens" if is_explicit and num_prompt < room else "prompt",
+    )

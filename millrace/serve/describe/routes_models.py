@@ -1,0 +1,58 @@
+"""/v1/models: list, describe, load and unload the models of this server."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from millrace.errors import Forbidden
+from millrace.serve.http.json_answer import json_answer
+from millrace.serve.openai.answers import Model, ModelList
+from millrace.serve.served_models import ServedModel
+from millrace.serve.state import STATE, FrontState
+
+UNLOAD_WAIT_S = 10.0
+"""How long the answer to an unload waits for the engine to stop."""
+
+
+def _model(state: FrontState, model: ServedModel[FrontState], name: str) -> Model:
+    limits = model.client.limits
+    return Model(
+        id=name,
+        object="model",
+        created=state.started,
+        owned_by="millrace",
+        max_model_len=limits.max_context if limits is not None else None,
+        root=model.name,
+        status=model.status,
+    )
+
+
+async def list_models(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    names = [(model, name) for model in state.models for name in (model.name, *model.aliases)]
+    return json_answer(request, ModelList("list", [_model(state, model, name) for model, name in names]))
+
+
+async def get_model(request: web.Request) -> web.Response:
+    state, name = request.app[STATE], request.match_info["model"]
+    return json_answer(request, _model(state, state.models.find(name), name))
+
+
+async def load(request: web.Request) -> web.Response:
+    """Load the model now, so that its first request does not wait. Answers when it is loaded."""
+    state, name = request.app[STATE], request.match_info["model"]
+    model = state.models.find(name)
+    await (await state.for_model(name)).await_engine()
+    return json_answer(request, _model(state, model, name))
+
+
+async def unload(request: web.Request) -> web.Response:
+    """Unload the model when no request needs it. The answer's `status` is `loaded` if its requests still run."""
+    state, name = request.app[STATE], request.match_info["model"]
+    model = state.models.find(name)
+    if state.keyring is not None:
+        raise Forbidden("On a server with API keys only its operator unloads models.", param="model")
+    if model.client.ready is not None:
+        await state.control.unload(model.name)
+        await model.client.wait_unloaded(UNLOAD_WAIT_S)
+    return json_answer(request, _model(state, model, name))

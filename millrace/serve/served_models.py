@@ -1,0 +1,120 @@
+"""The models of one server as a front knows them: by name and alias, each with the client of its engine.
+
+A model's tokenizer and template are read when a request first names it, in a thread, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Generic, Literal, TypeVar
+
+from millrace.errors import ModelNotFound
+from millrace.link.client import EngineClient
+
+State = TypeVar("State")
+Status = Literal["loaded", "loading", "unloaded", "failed"]
+MAX_NAMES_SHOWN = 20
+
+
+class ServedModel(Generic[State]):
+    """`state` is what requests to this model need, or a function that reads it from the model's files."""
+
+    def __init__(
+        self,
+        name: str,
+        client: EngineClient,
+        state: State | None = None,
+        *,
+        read: Callable[[], State] | None = None,
+        aliases: tuple[str, ...] = (),
+        source: str = "",
+        loads_at_start: bool = True,
+        keep_alive_s: float = -1.0,
+    ) -> None:
+        self.name = name
+        self.aliases = aliases
+        self.client = client
+        self.state = state
+        self.source = source
+        """As the settings name the model's files."""
+        self.loads_at_start = loads_at_start
+        self.keep_alive_s = keep_alive_s
+        """Seconds after its last request after which it is unloaded; negative: never."""
+        self._read = read
+        self._reading: asyncio.Future[State] | None = None
+
+    async def when_read(self) -> State:
+        """The state. Requests that come while it is being read wait for the same reading."""
+        if self.state is not None:
+            return self.state
+        if self._reading is None:
+            assert self._read is not None
+            self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
+            self._reading.add_done_callback(self._on_read)
+        return await asyncio.shield(self._reading)
+
+    def _on_read(self, reading: asyncio.Future[State]) -> None:
+        self._reading = None  # After a failure, such as a file that cannot be read, the next request tries again.
+        if not reading.cancelled() and reading.exception() is None:
+            self.state = reading.result()
+
+    @property
+    def status(self) -> Status:
+        client = self.client
+        if client.failure is not None:
+            return "failed"
+        if client.ready is not None:
+            return "loaded"
+        return "unloaded" if client.is_unloaded and not client.is_wanted else "loading"
+
+    def unusable_because(self) -> str | None:
+        """Why a request to this model would fail now; None if it would not, or would first load the model."""
+        client = self.client
+        if client.failure is not None:
+            return client.failure
+        if client.ready is not None and not client.is_progressing(time.monotonic()):
+            return f"The engine of {self.name!r} has requests but completes no steps."
+        return None
+
+    async def expires_in_s(self) -> float:
+        """Seconds until the model is unloaded if no request comes; infinite if it stays."""
+        if self.keep_alive_s < 0 or self.client.ready is None:
+            return math.inf
+        idleness = await self.client.retire(math.inf)
+        return max(0.0, self.keep_alive_s - idleness.idle_s)
+
+
+class ServedModels(Generic[State]):
+    def __init__(self) -> None:
+        self._models: list[ServedModel[State]] = []
+        self._named: dict[str, ServedModel[State]] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[ServedModel[State]]:
+        return iter(self._models)
+
+    def add(self, model: ServedModel[State]) -> None:
+        self._models.append(model)
+        for name in (model.name, *model.aliases):
+            self._named.setdefault(name, model)
+
+    def find(self, name: str) -> ServedModel[State]:
+        found = self._named.get(name)
+        if found is None:
+            raise ModelNotFound(
+                f"The model {name[:200]!r} is not served here; this server serves {self._listed()}.", param="model"
+            )
+        return found
+
+    def knows(self, name: str) -> bool:
+        return name in self._named
+
+    def _listed(self) -> str:
+        names = [repr(model.name) for model in self._models[:MAX_NAMES_SHOWN]]
+        further = len(self._models) - len(names)
+        return ", ".join(names) + (f" and {further} more" if further else "")

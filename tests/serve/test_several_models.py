@@ -1,0 +1,189 @@
+"""Several models behind one front: chosen by name, loaded on request, described and unloaded over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from serve.front_under_test import MODEL, TEMPLATE, Front, byte_tokenizer, running_front, saying
+from serve.null_engine import NullEngine
+
+from millrace.errors import BadRequest
+from millrace.link.client import EngineClient
+from millrace.params import NEUTRAL_DEFAULTS
+from millrace.serve.ollama.keep_alive import keep_alive_s
+from millrace.serve.served_models import ServedModel
+from millrace.serve.state import FrontState, ModelText
+from millrace.text.chat.template import ChatTemplate
+
+OTHER = "other-model"
+
+
+@dataclass
+class Control:
+    """Loads the second model as the supervisor would, and notes what it was asked."""
+
+    front: Front
+    orders: list[tuple[str, Any]] = field(default_factory=list)
+
+    def start(self, client: EngineClient) -> None:
+        self.orders.append(("load", OTHER))
+        engine = NullEngine(saying("I am the other"), vocab_size=byte_tokenizer().vocab_size, is_ready=False)
+        client.reconnect(engine)
+        self.front.loop.call_later(0.1, engine.become_ready)
+
+    async def load(self, name: str) -> None: ...
+
+    async def unload(self, name: str) -> None:
+        await self.keep_alive(name, 0.0)
+
+    async def keep_alive(self, name: str, seconds: float) -> None:
+        self.orders.append((name, seconds))
+        if seconds == 0:
+            await self.front.state.models.find(name).client.retire(0.0)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Front, Control, list[int]]]:
+    with running_front(saying("I am the first")) as front:
+        control = Control(front)
+        readings: list[int] = []
+
+        def add() -> None:
+            client = EngineClient(None)
+            client.on_wanted = lambda: control.start(client)
+
+            def read() -> FrontState:
+                readings.append(1)
+                text = ModelText(byte_tokenizer(), ChatTemplate({"default": TEMPLATE}, {}), NEUTRAL_DEFAULTS, {})
+                return front.state.of_model(front.state.config, OTHER, client, text)
+
+            state = front.state
+            state.models.add(
+                ServedModel(OTHER, client, read=read, aliases=("alias", "tagged:7b"), loads_at_start=False)
+            )
+            state.metrics.add_engine(MODEL, OTHER, client)
+            state.control = control
+
+        front.call(add)
+        yield front, control, readings
+
+
+def ask(front: Front, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    with closing(http.client.HTTPConnection("127.0.0.1", front.port, timeout=30)) as connection:
+        data = json.dumps(body) if body is not None else None
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        return answer.status, json.loads(text) if text.startswith("{") else text
+
+
+def complete(front: Front, model: str) -> tuple[int, Any]:
+    return ask(front, "POST", "/v1/completions", {"model": model, "prompt": "Hi", "max_tokens": 20})
+
+
+def test_ten_requests_load_the_model_once_and_it_answers_with_its_own_engine(
+    served: tuple[Front, Control, list[int]],
+) -> None:
+    front, control, readings = served
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda number: complete(front, (OTHER, "alias")[number % 2]), range(10)))
+    assert {status for status, _ in answers} == {200}
+    assert {(body["model"], body["choices"][0]["text"]) for _, body in answers} == {(OTHER, "I am the other")}
+    assert control.orders == [("load", OTHER)]
+    assert len(readings) == 1
+    assert complete(front, MODEL)[1]["choices"][0]["text"] == "I am the first"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}),
+        ("/api/generate", {"prompt": "Hi", "stream": False}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi"}], "stream": False}),
+        ("/tokenize", {"prompt": "Hi"}),
+    ],
+)
+def test_every_dialect_chooses_by_name(
+    served: tuple[Front, Control, list[int]], path: str, body: dict[str, Any]
+) -> None:
+    front, _, _ = served
+    status, answer = ask(front, "POST", path, {"model": OTHER, **body})
+    assert status == 200, answer
+    if path != "/tokenize":
+        assert "I am the other" in json.dumps(answer)
+    status, answer = ask(front, "POST", path, {"model": "absent", **body})
+    assert status == 404
+    assert f"'{MODEL}', '{OTHER}'" in json.dumps(answer)
+
+
+def test_models_are_listed_with_aliases_and_status(served: tuple[Front, Control, list[int]]) -> None:
+    front, _, _ = served
+    complete(front, OTHER)
+    listed = ask(front, "GET", "/v1/models")[1]["data"]
+    assert [(one["id"], one["root"], one["status"]) for one in listed] == [
+        (MODEL, MODEL, "loaded"),
+        (OTHER, OTHER, "loaded"),
+        ("alias", OTHER, "loaded"),
+        ("tagged:7b", OTHER, "loaded"),
+    ]
+    assert ask(front, "GET", "/v1/models/tagged:7b")[1]["root"] == OTHER
+    assert [one["name"] for one in ask(front, "GET", "/api/tags")[1]["models"]] == [MODEL, OTHER]
+    assert [one["name"] for one in ask(front, "GET", "/api/ps")[1]["models"]] == [MODEL, OTHER]
+    assert ask(front, "GET", "/ready")[1]["models"] == {MODEL: "loaded", OTHER: "loaded"}
+    page = ask(front, "GET", "/metrics")[1]
+    assert re.search(rf'^millrace_engine_ready\{{model="{OTHER}"\}} 1', page, re.MULTILINE)
+    assert re.search(rf'^millrace_kv_blocks\{{model="{MODEL}",state="free"\}} 60', page, re.MULTILINE)
+
+
+def test_unload_and_load_over_http(served: tuple[Front, Control, list[int]]) -> None:
+    front, control, _ = served
+    complete(front, OTHER)
+    assert ask(front, "POST", "/v1/models/alias/unload")[1]["status"] == "unloaded"
+    assert [one["name"] for one in ask(front, "GET", "/api/ps")[1]["models"]] == [MODEL]
+    assert ask(front, "GET", "/ready")[0] == 200, "an unloaded model does not make the server unready"
+    assert ask(front, "POST", "/v1/models/alias/load")[1]["status"] == "loaded"
+    status, answer = ask(front, "POST", "/api/generate", {"model": f"{OTHER}:latest", "keep_alive": 0})
+    assert (status, answer["done_reason"]) == (200, "unload")
+    status, answer = ask(front, "POST", "/api/generate", {"model": OTHER, "keep_alive": "10m"})
+    assert (status, answer["done_reason"]) == (200, "load")
+    assert control.orders[-1] == (OTHER, 600.0)
+    assert ask(front, "POST", "/v1/models/absent/load")[0] == 404
+
+
+def test_a_model_that_cannot_be_loaded_hurts_no_other(served: tuple[Front, Control, list[int]]) -> None:
+    front, _, _ = served
+    ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    client = front.state.models.find(OTHER).client
+    works, client.on_wanted = client.on_wanted, lambda: client.give_up("It does not fit.")
+    status, answer = complete(front, OTHER)
+    assert (status, answer["error"]["message"]) == (503, "It does not fit.")
+    assert complete(front, MODEL)[0] == 200
+    status, answer = ask(front, "GET", "/ready")
+    assert (status, answer["models"][OTHER]) == (200, "failed")
+    client.on_wanted = works
+    assert complete(front, OTHER)[0] == 200, "the next request tries again"
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(None, None), (0, 0), ("0", 0), ("0s", 0), (30, 30), ("5m", 300), ("1h30m", 5400), ("1.5s", 1.5), (-1, -1)],
+)
+def test_keep_alive_values(value: str | float | None, seconds: float | None) -> None:
+    assert keep_alive_s(value) == seconds
+    assert keep_alive_s("-5m") == -1
+
+
+@pytest.mark.parametrize("value", ["soon", "5 m", "", float("inf"), float("nan"), "1d"])
+def test_keep_alive_mistakes(value: str | float) -> None:
+    with pytest.raises(BadRequest, match="keep_alive is"):
+        keep_alive_s(value)

@@ -1,0 +1,220 @@
+"""Loading and unloading of models, with engines that are objects: single flight, LRU, busy models, lack of memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from link.test_engine_client import Receiver
+from serve.front_under_test import endless
+from serve.null_engine import NullEngine
+
+from millrace.config import Config, replace
+from millrace.errors import EngineUnavailable
+from millrace.link.channel import FrontChannel
+from millrace.link.client import EngineClient
+from millrace.link.messages import EngineFailed
+from millrace.model_settings import ModelSettings
+from millrace.params import SamplingParams
+from millrace.supervise import model_supervisor
+from millrace.supervise.engine_process import OnDeath
+from millrace.supervise.model_supervisor import ModelSupervisor
+
+
+class Handle:
+    """An engine that is an object of this process."""
+
+    def __init__(self, engine: NullEngine) -> None:
+        self.engine = engine
+        self.on_death: OnDeath = lambda message: None
+        self.is_stopped = False
+
+    def channel(self, front_index: int = 0) -> FrontChannel:
+        return self.engine
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: OnDeath) -> None:
+        self.on_death = on_death
+
+    def kill(self) -> None: ...
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+class Machine:
+    """Starts engines. `room` is how many fit in its memory."""
+
+    def __init__(self, names: str, *, room: int = 100, **server: Any) -> None:
+        changes = {f"server__{name}": value for name, value in server.items()}
+        self.room = room
+        self.started: list[str] = []
+        self.running: dict[str, Handle] = {}
+        self.models = tuple(
+            ModelSettings(name, (), replace(Config(), **changes), loads_at_start=name.isupper()) for name in names
+        )
+        self.clients = {name: EngineClient(None) for name in names}
+        self.lost: list[str] = []
+        self.news: list[dict[str, Any]] = []
+        self.supervisor = ModelSupervisor(
+            self.models,
+            self.clients,
+            start=self.start,
+            announce=self.news.append,
+            on_only_model_lost=self.lost.append,
+        )
+
+    def start(self, model: ModelSettings) -> Handle:
+        self.started.append(model.name)
+        running = [handle for handle in self.running.values() if not handle.is_stopped]
+        fits = len(running) < self.room
+        engine = NullEngine(endless, vocab_size=50, is_ready=fits, step_s=0.02)
+        handle = self.running[model.name] = Handle(engine)
+        if not fits:
+            handle.is_stopped = True
+            loop = asyncio.get_running_loop()
+            loop.call_soon(lambda: engine._on_message(EngineFailed("too big", lacks_memory=True)))
+        return handle
+
+    async def use(self, name: str) -> None:
+        """A request to this model, as a front makes it: wait for the engine, submit, and keep it running."""
+        self.clients[name].want()
+        await self.clients[name].wait_ready(5)
+
+    def occupy(self, name: str) -> int:
+        return self.clients[name].submit([1], SamplingParams(max_tokens=1000, ignore_eos=True), Receiver())
+
+    @property
+    def loaded(self) -> str:
+        return "".join(name for name, client in self.clients.items() if client.ready is not None)
+
+
+def run(names: str, work: Callable[[Machine], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        machine = Machine(names, **options)
+        machine.supervisor.begin(None)
+        await work(machine)
+        machine.supervisor.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def _fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_supervisor, "POLL_S", 0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_ten_requests_load_a_model_once() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        assert machine.loaded == "A", "only the first is loaded at start"
+        await asyncio.gather(*(machine.use("b") for _ in range(10)))
+        assert machine.started == ["A", "b"]
+        await machine.supervisor.load("b")
+        await asyncio.sleep(0.02)
+        assert machine.started == ["A", "b"], "a loaded model is not loaded again"
+
+    run("Abc", work)
+
+
+def test_the_model_idle_longest_gives_way_and_never_a_busy_one() -> None:
+    async def work(machine: Machine) -> None:
+        for name in "Ab":
+            await machine.use(name)
+        machine.running["A"].engine.used_at -= 100
+        await machine.use("c")
+        assert machine.loaded == "bc"
+        assert machine.running["A"].is_stopped
+        machine.running["b"].engine.used_at -= 100
+        busy = machine.occupy("b")
+        await machine.use("A")
+        assert machine.loaded == "Ab", "b is idle longest by the clock, but it is busy"
+        other = machine.occupy("A")
+        waiting = asyncio.create_task(machine.use("c"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "all others are busy"
+        machine.clients["A"].abort(other)
+        await waiting
+        assert machine.loaded == "bc"
+        machine.clients["b"].abort(busy)
+
+    run("Abc", work, max_loaded=2)
+
+
+def test_if_all_stay_busy_the_wait_ends_with_the_reason() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        machine.occupy("A")
+        with pytest.raises(EngineUnavailable, match="'A' had requests"):
+            await machine.use("b")
+        assert machine.loaded == "A"
+        assert not machine.lost
+        started = list(machine.started)
+        with pytest.raises(EngineUnavailable, match="'A' had requests"):
+            await machine.use("b")
+        assert machine.started == started, "it is not tried again at once"
+
+    run("Ab", work, max_loaded=1, loading_wait_s=0.05)
+
+
+def test_a_model_that_does_not_fit_takes_the_memory_of_an_idle_one() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        await machine.use("b")
+        assert machine.loaded == "b"
+        assert machine.started == ["A", "b", "b"], "the first attempt found too little memory"
+        machine.occupy("b")
+        with pytest.raises(EngineUnavailable, match="too big"):
+            await machine.use("A")
+        assert machine.loaded == "b"
+
+    run("Ab", work, room=1, loading_wait_s=0.05)
+
+
+def test_keep_alive_unloads_an_idle_model_and_a_request_wakes_it() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        await machine.supervisor.keep_alive("A", 1000.0)
+        await asyncio.sleep(0.03)
+        assert machine.loaded == "A"
+        busy = machine.occupy("A")
+        await machine.supervisor.unload("A")
+        await asyncio.sleep(0.05)
+        assert machine.loaded == "A", "it has a request"
+        machine.clients["A"].abort(busy)
+        await until(lambda: machine.loaded == "")
+        assert {"event": "unloaded", "model": "A"} in machine.news
+        await machine.use("A")
+        await asyncio.sleep(0.05)
+        assert machine.loaded == "A", "the configured time holds again"
+        assert not machine.lost
+
+    run("A", work)
+
+
+def test_a_dead_engine_is_replaced_and_the_other_model_goes_on() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        await machine.use("b")
+        machine.occupy("b")
+        machine.running["A"].on_death("killed")
+        await until(lambda: machine.started.count("A") == 2 and machine.clients["A"].failure is None)
+        assert machine.clients["b"].num_open == 1
+        assert machine.started.count("b") == 1
+
+    run("Ab", work)
+
+
+def test_the_only_model_that_cannot_start_ends_the_server() -> None:
+    async def work(machine: Machine) -> None:
+        await until(lambda: bool(machine.lost))
+        assert "too big" in machine.lost[0]
+
+    run("A", work, room=0)
