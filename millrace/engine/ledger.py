@@ -36,6 +36,8 @@ class Entry:
     priority: int = 1
     num_prompt: int = 0
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    predicted_tokens: int = 0
+    predicted_accepted: int = 0
     finish: Finish | None = None
     last_token: float = math.nan
     """While it has no row: when it got its last token."""
@@ -107,6 +109,12 @@ class Ledger:
             entry.is_running, entry.last_token = False, last_token
             self.tenants.pause(entry.tenant)
 
+    def on_predicted(self, request_id: int, num_drafts: int, num_accepted: int) -> None:
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.predicted_tokens += num_drafts
+            entry.predicted_accepted += num_accepted
+
     def on_first_token(self, request_id: int, now: float) -> bool:
         """Note the time. Returns True, once, if the prompt's log-probabilities must be sent with this token."""
         entry = self._entries.get(request_id)
@@ -133,6 +141,8 @@ class Ledger:
             queued_s=(entry.admitted or now) - entry.arrival,
             first_token_s=entry.first_token - entry.arrival if entry.first_token is not None else 0.0,
             total_s=now - entry.arrival,
+            predicted_tokens=entry.predicted_tokens,
+            predicted_accepted=entry.predicted_accepted,
         )
         self._count(entry, entry.finish)
         if entry.names:

@@ -176,6 +176,8 @@ class Engine:
 
     def on_tokens(self, done: Confirmed) -> None:
         self._step_no = done.plan.step_no
+        for part in done.result.predicted:
+            self._ledger.on_predicted(part.request_id, part.num_drafts, part.num_accepted)
         for finish in self._outbox.send_step(done.outcome, done.result, done.at):
             self._used_at = done.at
             if finish.output_tokens:
@@ -235,7 +237,7 @@ class Engine:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, NewRequest):
-            request = _to_request(message)
+            request = _to_request(message, is_gpu=self._device.kind == "cuda")
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
             self._used_at = self._clock()
@@ -372,7 +374,7 @@ class Engine:
         )
 
 
-def _to_request(message: NewRequest) -> Request:
+def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
     params = message.params
     if params.max_tokens is None:
         raise AssertionError("the front must fill in max_tokens")
@@ -390,13 +392,15 @@ def _to_request(message: NewRequest) -> Request:
         salt=message.cache_salt.encode(),
         read_cache=params.prompt_logprobs is None,
         constrained=params.is_constrained,
-        can_draft=_can_draft(params),
-        can_jump=_can_draft(params),
+        can_draft=_can_draft(params, is_gpu=is_gpu),
+        can_jump=_can_draft(params, is_gpu=True),
         row_params=RowParams(params, message.end_token_ids),
     )
 
 
-def _can_draft(params: SamplingParams) -> bool:
-    """False if a token's draw depends on the tokens drawn just before it, or if its log-probabilities are returned."""
-    depends = params.uses_penalties or params.needs_tokens or params.has_further_cuts
-    return not depends and params.logprobs is None and params.prompt_logprobs is None
+def _can_draft(params: SamplingParams, *, is_gpu: bool) -> bool:
+    """False if a token's draw depends on where earlier tokens are. A GPU also verifies no drafts of rows with penalties,
+    whose draws depend on the tokens just before, and none of rows with log-probabilities."""
+    if params.needs_tokens or params.has_further_cuts or params.prompt_logprobs is not None:
+        return False
+    return not (is_gpu and (params.uses_penalties or params.logprobs is not None))

@@ -98,11 +98,28 @@ def _token_logprobs(outcome: StepOutcome, result: StepResult) -> dict[int, tuple
     place: Int64s = np.full(num_rows, -1, np.int64)
     place[result.logprob_index] = np.arange(len(result.logprob_index))
     rows = _rows(result.logprobs, result.logprob_counts.tolist())
+    if result.logprob_places is not None:
+        return _placed_logprobs(outcome, result, result.logprob_places, rows)
     return {
         request_id: (rows[place[index]],)
         for request_id, index in zip(outcome.request_ids.tolist(), outcome.sample_index.tolist(), strict=True)
         if place[index] >= 0
     }
+
+
+def _placed_logprobs(
+    outcome: StepOutcome, result: StepResult, places: Int64s, rows: list[TokenLogprobs]
+) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """With drafts, a row may have several tokens, one after the other."""
+    found = dict(zip(zip(result.logprob_index.tolist(), places.tolist(), strict=True), rows, strict=True))
+    num_seen: dict[int, int] = {}
+    by_request: dict[int, tuple[TokenLogprobs, ...]] = {}
+    for request_id, row in zip(outcome.request_ids.tolist(), outcome.sample_index.tolist(), strict=True):
+        place = num_seen.get(row, 0)
+        num_seen[row] = place + 1
+        if (row, place) in found:
+            by_request[request_id] = (*by_request.get(request_id, ()), found[row, place])
+    return by_request
 
 
 def _rows(columns: LogprobColumns, counts: list[int]) -> list[TokenLogprobs]:

@@ -129,6 +129,10 @@ class Finish(msgspec.Struct, frozen=True):
     first_token_s: float = 0.0
     """From arrival to the first token."""
     total_s: float = 0.0
+    predicted_tokens: int = 0
+    """Drafts that came from the request's `prediction`."""
+    predicted_accepted: int = 0
+    """Those of them that became output."""
 
 
 class GrammarStats(msgspec.Struct, frozen=True):

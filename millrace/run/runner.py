@@ -22,9 +22,10 @@ from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
-from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
+from millrace.run.drafting.drafted_rows import DraftedRows, PredictedDrafts, VerifiedStep
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.masks import Masks
+from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.table.inputs import gather_inputs, last_tokens
@@ -44,6 +45,8 @@ class StepResult:
     for each."""
     logprob_counts: Int32s
     prompt_logprobs: tuple[PromptLogprobs, ...]
+    logprob_places: Int64s | None = None
+    """Which of its row's tokens each of `logprob_index` is, also those not accepted. None: all are the first."""
     view: Int32s | None = None
     """The host memory of `tokens` as an array, if it exists already."""
     counts: Int32s | None = None
@@ -51,6 +54,7 @@ class StepResult:
 
     places: int = 0
     """If set, each drawing row has so many of the tokens, of which the first `counts` are its own."""
+    predicted: tuple[PredictedDrafts, ...] = ()
 
     def drawn(self) -> Int32s:
         """All tokens, row after row."""
@@ -228,19 +232,31 @@ class Runner:
         verified = states.verified
         if masks is not None and verified is not None:
             masks = verified.state_masks(masks)
-        drawn = self._draw_tokens(states, masks)
-        tokens, counts, scored = drawn.tokens, None, drawn.logprob_index
+        drawn = self._draw_tokens(states, masks, self._drafts_before(states))
+        tokens, counts, scored, predicted = drawn.tokens, None, drawn.logprob_index, ()
+        places: Int64s | None = None
         if verified is not None and self._drafted is not None:
+            places = verified.places()[scored]
             scored = verified.drawing_rows()[scored]
             accepted, counts = self._drafted.accept(verified, tokens.numpy().astype(np.int32))
             tokens = torch.from_numpy(accepted)
+            self._sampler.count(np.repeat(plan.rows[plan.samples], counts), tokens)
+            predicted = self._drafted.predicted(verified, counts)
             counts = counts if plan.draft_places is not None else None
         elif len(states.rows):
             self._table.last_tokens[self._device.upload(states.rows).long()] = tokens
-        parts = (drawn.logprobs, scored, drawn.logprob_counts, states.prompt_logprobs)
-        return StepResult(plan.step_no, tokens, *parts, counts=counts)
+        parts = (drawn.logprobs, scored, drawn.logprob_counts, states.prompt_logprobs, places)
+        return StepResult(plan.step_no, tokens, *parts, counts=counts, predicted=predicted)
 
-    def _draw_tokens(self, states: DrawStates, masks: Masks | None) -> Drawn:
+    def _drafts_before(self, states: DrawStates) -> Int32s | None:
+        """The draft before each state, for penalties. None if rows have no drafts."""
+        if states.verified is None or self._drafted is None:
+            return None
+        if not self._sampler.row_params.has_penalties[states.rows].any():
+            return np.full(len(states.rows), NO_DRAFT, np.int32)
+        return self._drafted.before(states.verified)
+
+    def _draw_tokens(self, states: DrawStates, masks: Masks | None, drafts: Int32s | None) -> Drawn:
         rows, positions = states.rows, states.positions
         if not len(rows):
             return Drawn(torch.zeros(0, dtype=torch.int64, device=states.hidden.device), None, _NO_INDEX, _NO_COUNTS)
@@ -248,11 +264,13 @@ class Runner:
         if self._native is not None and not is_adjusted.any():
             return Drawn(self._native.draw(states.hidden, rows, positions, masks=masks), None, _NO_INDEX, _NO_COUNTS)
         if self._native is not None and not is_adjusted.all():
-            return self._draw_groups(self._native, states, is_adjusted, masks)
+            return self._draw_groups(self._native, states, is_adjusted, masks, drafts)
         logits = self._decoder.logits(states.hidden, draws=True)
-        return self._sampler.draw(logits, rows, positions, masks)
+        return self._sampler.draw(logits, rows, positions, masks, drafts)
 
-    def _draw_groups(self, native: NativeStep, states: DrawStates, is_adjusted: Bools, masks: Masks | None) -> Drawn:
+    def _draw_groups(
+        self, native: NativeStep, states: DrawStates, is_adjusted: Bools, masks: Masks | None, drafts: Int32s | None
+    ) -> Drawn:
         """Rows that need more than a draw go through the sampler; the others keep the native head."""
         tokens = torch.empty(len(states.rows), dtype=torch.int64)
         plain, adjusted = np.flatnonzero(~is_adjusted), np.flatnonzero(is_adjusted)
@@ -265,7 +283,8 @@ class Runner:
         )
         logits = self._decoder.logits(states.hidden[adjusted_index], draws=True)
         own_masks = None if masks is None else masks.of(adjusted)
-        drawn = self._sampler.draw(logits, states.rows[adjusted], states.positions[adjusted], own_masks)
+        own_drafts = None if drafts is None else drafts[adjusted]
+        drawn = self._sampler.draw(logits, states.rows[adjusted], states.positions[adjusted], own_masks, own_drafts)
         tokens[adjusted_index] = drawn.tokens
         return Drawn(tokens, drawn.logprobs, adjusted[drawn.logprob_index], drawn.logprob_counts)
 
@@ -286,6 +305,7 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         logprob_index=result.logprob_index,
         logprob_counts=result.logprob_counts,
         prompt_logprobs=tuple(replace(part, columns=part.columns.to_host()) for part in result.prompt_logprobs),
+        logprob_places=result.logprob_places,
         view=view,
         counts=result.counts,
         places=result.places,

@@ -1,8 +1,8 @@
 """Features combine: whatever is switched on, every request gets the tokens that it gets alone without any of it.
 
 Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
-formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties. Preemption is crossed with
-drafts, KV groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
+formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions. Preemption is
+crossed with drafts, KV groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def requests_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
             grammar=grammar,
             frequency_penalty=rng.choice([0.0, 0.0, 0.0, 0.5]),
             logprobs=rng.choice([None, None, None, 2]),
+            prediction=tuple(rng.choices(phrase, k=30)) if rng.random() < 0.3 else (),
         )
         requests.append((prompt, params))
     return requests

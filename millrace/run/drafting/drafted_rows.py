@@ -13,9 +13,12 @@ import numpy as np
 
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.drafting.ngram import propose_ngram
+from millrace.run.drafting.prediction import propose_predicted
 from millrace.run.sampling.masks import Masks
+from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.table.request_table import RequestTable
 
+_NO_TOKENS, _FIRST = np.zeros(0, np.int32), np.array([NO_DRAFT], np.int32)
 Propose = Callable[[Int32s, int], Int32s]
 """(all tokens of a row, maximum number) -> drafts"""
 
@@ -37,6 +40,11 @@ class VerifiedStep:
         """For each state to draw from: the index of its row among the drawing rows of the original plan."""
         return np.repeat(self.drawing, self.draws[self.plan.samples])
 
+    def places(self) -> Int64s:
+        """For each state to draw from: its place among those of its row."""
+        draws = self.draws[self.plan.samples]
+        return np.arange(int(draws.sum())) - np.repeat(np.cumsum(draws) - draws, draws)
+
     def state_masks(self, masks: Masks) -> Masks:
         """Masks by drawing row of the original plan, as masks by state to draw from. Masked rows have no drafts."""
         draws = self.draws[self.plan.samples]
@@ -44,6 +52,15 @@ class VerifiedStep:
         state_of[self.drawing] = np.cumsum(draws) - draws
         states = state_of[masks.index]
         return Masks(states[states >= 0], masks.bits[states >= 0])
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedDrafts:
+    """Drafts of one request in one step that come from its prediction."""
+
+    request_id: int
+    num_drafts: int
+    num_accepted: int
 
 
 class DraftedRows:
@@ -54,6 +71,10 @@ class DraftedRows:
         self._known = np.zeros(max_rows, np.int64)
         self._limit = np.zeros(max_rows, np.int64)
         self.num_drafted = self.num_accepted = 0
+        self._predictions: dict[int, Int32s] = {}
+        """By row: what its client expects the answer to contain."""
+        self._predicted: dict[int, int] = {}
+        """By row: drafts of the current step that come from its prediction."""
 
     def admit(self, plan: StepPlan) -> None:
         for admission in plan.admitted:
@@ -62,6 +83,9 @@ class DraftedRows:
             tokens[:known] = admission.tokens
             self._known[row], self._limit[row] = known, admission.limit
             self._table.tokens[row] = tokens
+            self._predictions.pop(row, None)
+            if prediction := admission.row_params.params.prediction:
+                self._predictions[row] = np.array(prediction, np.int32)
         for appended in plan.appended:
             row, end = appended.row, appended.start + len(appended.tokens)
             self._tokens[row][appended.start : end] = appended.tokens
@@ -69,6 +93,7 @@ class DraftedRows:
 
     def expand(self, plan: StepPlan) -> VerifiedStep:
         """Propose drafts for the plan's places, and leave out rows that are past their limit."""
+        self._predicted.clear()
         starts, counts, keeps = plan.starts.copy(), plan.counts.copy(), np.ones(len(plan.rows), np.bool_)
         draws = plan.samples.astype(np.int32)
         places = np.zeros(len(plan.rows), np.int32) if plan.draft_places is None else plan.draft_places
@@ -90,11 +115,38 @@ class DraftedRows:
 
     def _drafts(self, row: int, max_drafts: int) -> int:
         """Write the row's drafts after its tokens; returns how many there are."""
-        tokens, known = self._tokens[row], int(self._known[row])
-        drafts = self._propose(tokens[:known], max_drafts) if max_drafts > 0 else ()
+        if max_drafts <= 0:
+            return 0
+        tokens, known, prediction = self._tokens[row], int(self._known[row]), self._predictions.get(row)
+        drafts = _NO_TOKENS
+        if prediction is not None:
+            drafts = propose_predicted(prediction, tokens[self._table.num_prompt[row] : known], max_drafts)
+            self._predicted[row] = len(drafts)
+        if not len(drafts):
+            drafts = self._propose(tokens[:known], max_drafts)
         tokens[known : known + len(drafts)] = drafts
         self.num_drafted += len(drafts)
         return len(drafts)
+
+    def predicted(self, step: VerifiedStep, counts: Int32s) -> tuple[PredictedDrafts, ...]:
+        """What became of the drafts from predictions. `counts`: as `accept` returned them."""
+        if not any(self._predicted.values()):
+            return ()
+        count_of = dict(zip(step.plan.rows[step.plan.samples].tolist(), counts[step.drawing].tolist(), strict=True))
+        return tuple(
+            PredictedDrafts(int(self._table.request_ids[row]), num_drafts, count_of[row] - 1)
+            for row, num_drafts in self._predicted.items()
+            if num_drafts
+        )
+
+    def before(self, step: VerifiedStep) -> Int32s:
+        """For each state to draw from: the draft before it, or NO_DRAFT for a row's first. Call it before `accept`."""
+        parts = []
+        draws = step.draws[step.plan.samples].tolist()
+        for row, num_draws in zip(step.plan.rows[step.plan.samples].tolist(), draws, strict=True):
+            known = int(self._known[row])
+            parts += [_FIRST, self._tokens[row][known : known + num_draws - 1]]
+        return np.concatenate(parts) if parts else _NO_TOKENS
 
     def accept(self, step: VerifiedStep, drawn: Int32s) -> tuple[Int32s, Int32s]:
         """`drawn`: a token for each draw of the step. Returns the accepted tokens and how many each drawing row of the

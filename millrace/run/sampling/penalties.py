@@ -8,6 +8,9 @@ from torch import Tensor
 from millrace.params import SamplingParams
 from millrace.plan.step import Admission
 
+NO_DRAFT = -1
+"""In a column of drafts: there is none before this draw."""
+
 
 class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -43,9 +46,9 @@ class Penalties:
             torch.where(produced | self._in_prompt[slot], weakened, values, out=values)
         values -= params.frequency_penalty * counts + params.presence_penalty * produced
 
-    def count(self, row: int, token: Tensor) -> None:
+    def count(self, row: int, token: Tensor | int, times: int = 1) -> None:
         """Count a token drawn for the row; it may still be on the device."""
-        self._in_output[self._slot_of[row], token] += 1
+        self._in_output[self._slot_of[row], token] += times
 
     def _take(self, row: int) -> int:
         if row not in self._slot_of:

@@ -22,7 +22,7 @@ from millrace.run.sampling.cuts import draw_from, keep_min_p, keep_nucleus, keep
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.masks import Masks, apply_masks
 from millrace.run.sampling.noise import uniforms
-from millrace.run.sampling.penalties import Penalties
+from millrace.run.sampling.penalties import NO_DRAFT, Penalties
 from millrace.run.sampling.row_params import RowParamTable
 from millrace.run.sampling.shaped_rows import ShapedRows
 from millrace.run.table.request_table import RequestTable
@@ -60,8 +60,16 @@ class Sampler:
                 self._penalties.release(admission.row)
             self._shaped.update(admission, is_shaped=values.is_shaped)
 
-    def draw(self, logits: Tensor, rows: Int32s, positions: Int32s, masks: Masks | None = None) -> Drawn:
-        """`logits` float32 [n, vocab], may be overwritten; `positions`: those of the new tokens."""
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Int32s,
+        positions: Int32s,
+        masks: Masks | None = None,
+        drafts: Int32s | None = None,
+    ) -> Drawn:
+        """`logits` float32 [n, vocab], may be overwritten; `positions`: those of the new tokens. `drafts`: the draft
+        before each draw, which penalties count; what is drawn is then counted only by `count`."""
         num_logprobs = self.row_params.num_logprobs[rows]
         scored = np.flatnonzero(num_logprobs >= 0)
         raw = logits[torch.from_numpy(scored).to(logits.device)] if len(scored) else None
@@ -69,7 +77,7 @@ class Sampler:
             self._draw_native.mask(logits, masks.index, masks.bits)
         elif masks is not None:
             apply_masks(logits, masks)
-        self._constrain(logits, rows, positions)
+        self._constrain(logits, rows, positions, drafts)
         shaped = np.flatnonzero(self.row_params.is_shaped[rows])
         if len(shaped) == len(rows):
             tokens = self._shaped.draw(logits, rows, positions)
@@ -79,16 +87,23 @@ class Sampler:
             tokens = self._choose(logits, rows, positions)
             if own is not None:
                 tokens[own_index] = self._shaped.draw(own, rows[shaped], positions[shaped])
-        for index in np.flatnonzero(self.row_params.has_penalties[rows]).tolist():
-            self._penalties.count(int(rows[index]), tokens[index])
+        if drafts is None:
+            self.count(rows, tokens)
         logprobs = None
         if raw is not None:
             num_top = max(1, int(num_logprobs[scored].max()))
             logprobs = score(raw, tokens[torch.from_numpy(scored).to(tokens.device)], num_top)
         return Drawn(tokens, logprobs, scored, num_logprobs[scored])
 
-    def _constrain(self, logits: Tensor, rows: Int32s, positions: Int32s) -> None:
-        """Apply bias, minimum length and penalties to the few rows that have them."""
+    def count(self, rows: Int32s, tokens: Tensor) -> None:
+        """These tokens were drawn, and accepted if they were drafts."""
+        for index in np.flatnonzero(self.row_params.has_penalties[rows]).tolist():
+            self._penalties.count(int(rows[index]), tokens[index])
+
+    def _constrain(self, logits: Tensor, rows: Int32s, positions: Int32s, drafts: Int32s | None = None) -> None:
+        """Apply bias, minimum length and penalties to the few rows that have them. Penalties count the drafts before
+        the draw."""
+        counted: list[tuple[int, int]] = []
         columns = self.row_params
         early = positions < columns.ends_from[rows]
         touched = columns.has_bias[rows] | columns.has_penalties[rows] | early
@@ -100,7 +115,12 @@ class Sampler:
             if early[index]:
                 logits[index, torch.tensor(row_params.end_token_ids, device=logits.device)] = -torch.inf
             if columns.has_penalties[row]:
+                if drafts is not None and drafts[index] != NO_DRAFT:
+                    counted.append((row, int(drafts[index])))
+                    self._penalties.count(*counted[-1])
                 self._penalties.apply(logits, index, row, row_params.params)
+        for row, draft in counted:
+            self._penalties.count(row, draft, -1)
 
     def _add_bias(self, logits: Tensor, index: int, row_params: RowParams) -> None:
         token_ids, biases = zip(*row_params.params.logit_bias, strict=True)
