@@ -98,4 +98,4 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
             num_hits += stats.prefix_hit_tokens
             num_forced += stats.forced_tokens
     assert num_hits > 0
-    assert num_forced > 20
+    assert num_forced > 5
