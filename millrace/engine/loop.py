@@ -399,8 +399,8 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
 
 
 def _can_draft(params: SamplingParams, *, is_gpu: bool) -> bool:
-    """False if a token's draw depends on where earlier tokens are. A GPU also verifies no drafts of rows with penalties,
-    whose draws depend on the tokens just before, and none of rows with log-probabilities."""
+    """False if a token's draw depends on where earlier tokens are. A GPU verifies no drafts of rows with penalties,
+    whose draws depend on the tokens just before, or with log-probabilities."""
     if params.needs_tokens or params.has_further_cuts or params.prompt_logprobs is not None:
         return False
     return not (is_gpu and (params.uses_penalties or params.logprobs is not None))

@@ -233,8 +233,9 @@ class Runner:
         if masks is not None and verified is not None:
             masks = verified.state_masks(masks)
         drawn = self._draw_tokens(states, masks, self._drafts_before(states))
-        tokens, counts, scored, predicted = drawn.tokens, None, drawn.logprob_index, ()
+        tokens, counts, scored = drawn.tokens, None, drawn.logprob_index
         places: Int64s | None = None
+        predicted: tuple[PredictedDrafts, ...] = ()
         if verified is not None and self._drafted is not None:
             places = verified.places()[scored]
             scored = verified.drawing_rows()[scored]

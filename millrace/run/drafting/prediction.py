@@ -40,7 +40,8 @@ def _matches(text: Int32s, pattern: Int32s) -> Int64s:
     is_match = text[:num_starts] == pattern[0]
     for offset in range(1, len(pattern)):
         is_match &= text[offset : offset + num_starts] == pattern[offset]
-    return is_match.nonzero()[0]
+    starts: Int64s = is_match.nonzero()[0]
+    return starts
 
 
 def _num_equal(before: Int32s, output: Int32s) -> int:

@@ -207,7 +207,15 @@ class Job:
         for first in range(0, len(self.choices), per_prompt):
             finishes = [choice.finish for choice in self.choices[first : first + per_prompt]]
             cached += min((finish.cached_tokens for finish in finishes if finish is not None), default=0)
-        return Usage(prompt_tokens, cached, output_tokens, sum(choice.reasoning_tokens for choice in self.choices))
+        ends = [choice.finish for choice in self.choices if choice.finish is not None]
+        return Usage(
+            prompt_tokens,
+            cached,
+            output_tokens,
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
+            predicted_tokens=sum(finish.predicted_tokens for finish in ends),
+            predicted_accepted=sum(finish.predicted_accepted for finish in ends),
+        )
 
     def summary(self) -> JobSummary:
         generation = self.generation

@@ -15,6 +15,10 @@ class Usage:
     output_tokens: int
     reasoning_tokens: int = 0
     """Output tokens of the reasoning; `output_tokens` includes them."""
+    predicted_tokens: int = 0
+    """Tokens of the request's prediction that were tried as drafts."""
+    predicted_accepted: int = 0
+    """Those of them that became output."""
 
     @property
     def total_tokens(self) -> int:

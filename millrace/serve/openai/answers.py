@@ -22,6 +22,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Tokens of `prediction` that were tried as drafts and became output."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """Those that were tried and did not."""
 
 
 class Usage(msgspec.Struct):
@@ -32,7 +36,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Of a model that reasons."""
+    """Of a model that reasons, and where a prediction was used."""
 
 
 class ChatLogprobs(msgspec.Struct):

@@ -256,7 +256,8 @@ class ChatRequest(Sampled, kw_only=True):
     modalities: Annotated[Refused, unsupported('null and ["text"] are accepted.')] = UNSET
     audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     prediction: Annotated[
-        Prediction | None, described("Text that the answer will probably contain: a source of drafts.")
+        Prediction | None,
+        described("Text that the answer will probably contain: a source of drafts with `--speculate ngram` on a CPU."),
     ] = None
     web_search_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET

@@ -15,7 +15,12 @@ from millrace.serve.openai.answers import CompletionTokensDetails, PromptTokensD
 def usage_of(counts: internal.Usage, *, reasons: bool = False) -> Usage:
     """`reasons`: the model reasons, so that the number of reasoning tokens is of interest."""
     details = PromptTokensDetails(counts.cached_tokens)
-    further = CompletionTokensDetails(counts.reasoning_tokens) if reasons else UNSET
+    further: CompletionTokensDetails | UnsetType = UNSET
+    if counts.predicted_tokens:
+        rejected = counts.predicted_tokens - counts.predicted_accepted
+        further = CompletionTokensDetails(counts.reasoning_tokens, counts.predicted_accepted, rejected)
+    elif reasons:
+        further = CompletionTokensDetails(counts.reasoning_tokens)
     return Usage(counts.prompt_tokens, counts.output_tokens, counts.total_tokens, details, further)
 
 

@@ -1,0 +1,36 @@
+"""A request's prediction saves steps, changes no token, and is counted when the request ends."""
+
+from __future__ import annotations
+
+from millrace import LLM, SamplingParams
+
+PROMPT = "Once upon a time there was a small village. "
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "frequency_penalty": 0.4},
+    {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.1, "logprobs": 2},
+)
+
+
+def params(prediction: tuple[int, ...] = (), **kind: float) -> SamplingParams:
+    return SamplingParams(max_tokens=32, ignore_eos=True, prediction=prediction, **kind)
+
+
+def scores(generation) -> list[tuple[int, float]]:
+    return [(entry.token_id, entry.logprob) for entry in generation.choices[0].logprobs or ()]
+
+
+def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
+    with LLM(dtype="float32", speculate="ngram", max_drafts=7) as llm:
+        plain = llm.generate([PROMPT] * len(KINDS), [params(**kind) for kind in KINDS])
+        before = llm._client.stats
+        predictions = [tuple(generation.token_ids) for generation in plain]
+        # One word of the first was predicted wrongly.
+        predictions[0] = (*predictions[0][:12], 5, 6, 7, *predictions[0][13:])
+        predicted = [params(text, **kind) for text, kind in zip(predictions, KINDS, strict=True)]
+        found = llm.generate([PROMPT] * len(KINDS), predicted)
+        after = llm._client.stats
+    assert [generation.token_ids for generation in found] == [generation.token_ids for generation in plain]
+    assert [scores(generation) for generation in found] == [scores(generation) for generation in plain]
+    assert after.step_no - before.step_no < 14
+    assert after.accepted_tokens - before.accepted_tokens > 60
