@@ -1,0 +1,34 @@
+"""The files in deploy/ and the pages about them name only options that exist, and the files can be read."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from millrace.commands import serve
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "deploy").iterdir())
+PAGES = [ROOT / "docs" / "deployment.md", ROOT / "docs" / "several-models.md"]
+OF_OTHER_PROGRAMS = {
+    *("--no-deps", "--no-cache-dir", "--no-install-recommends", "--index-url", "--create-home", "--uid", "--gpus"),
+    *("--from", "--start-period"),
+}
+
+
+@pytest.mark.parametrize("path", [*FILES, *PAGES], ids=lambda path: path.name)
+def test_every_option_exists(path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    known = set(parser._option_string_actions) | OF_OTHER_PROGRAMS
+    found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text(encoding="utf-8")))
+    assert found <= known
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml"])
+def test_yaml_can_be_read(name: str) -> None:
+    assert all(yaml.safe_load_all((ROOT / "deploy" / name).read_text(encoding="utf-8")))
