@@ -32,5 +32,6 @@ def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
         after = llm._client.stats
     assert [generation.token_ids for generation in found] == [generation.token_ids for generation in plain]
     assert [scores(generation) for generation in found] == [scores(generation) for generation in plain]
-    assert after.step_no - before.step_no < 14
-    assert after.accepted_tokens - before.accepted_tokens > 60
+    # Statistics are up to a quarter of a second old.
+    assert after.step_no - before.step_no < 24
+    assert after.accepted_tokens - before.accepted_tokens > 40
