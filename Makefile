@@ -12,10 +12,11 @@ ARGS  ?=
 # Options for pytest, such as TESTS="tests/plan -k prefix".
 TESTS ?=
 WORKERS ?= 2
+CLIENTS_PORT ?= 8765
 # How much `make fuzz` sends.
 SIZE ?= 100
 
-.PHONY: help serve chat test test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
+.PHONY: help serve chat test test-clients test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -38,6 +39,12 @@ test: lint fetch ## Check style, types, architecture, and run the tests with the
 test-gpu: setup-dev ## Run the tests that need a GPU: kernels, whole models, graphs, determinism
 	@$(BIN)/python -m pytest -m gpu -n auto --maxprocesses 12 --dist loadfile $(TESTS)
 	@echo "The GPU agrees. Next: millrace bench gpu"
+
+test-clients: setup-dev fetch ## Agent frameworks against a running server, with packages of their own
+	@test -x .venv-clients/bin/pytest || (python3 -m venv .venv-clients && .venv-clients/bin/python -m pip install -q -r requirements-clients.txt)
+	@$(BIN)/millrace serve --port $(CLIENTS_PORT) & server=$$!; trap "kill $$server" EXIT; \
+		for _ in $$(seq 120); do curl -sf http://127.0.0.1:$(CLIENTS_PORT)/ready > /dev/null && break; sleep 1; done; \
+		MILLRACE_URL=http://127.0.0.1:$(CLIENTS_PORT) .venv-clients/bin/pytest -c /dev/null -p no:cacheprovider tests/clients $(TESTS)
 
 test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold them to transformers
 	@$(BIN)/millrace fetch --all
