@@ -82,8 +82,8 @@ def test_openai_agents(model: str) -> None:
         called.append(city)
         return "sunny"
 
-    client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="any")
     for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="any")  # Belongs to one event loop.
         agent = agents.Agent(
             name="a",
             model=kind(model=model, openai_client=client),
