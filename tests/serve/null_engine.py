@@ -110,8 +110,9 @@ class NullEngine:
                     self._finish(row, message.reason)
         elif isinstance(message, Retire):
             self._retire(message)
-        elif isinstance(message, Query):  # It keeps no history, so it finds no request.
-            self._loop.call_soon(self._on_message, Reply(message.query_id, b""))
+        elif isinstance(message, Query):  # It keeps no history, so it finds no request and no step.
+            found = b'{"object":"steps","num_steps":0}' if message.kind == "steps" else b""
+            self._loop.call_soon(self._on_message, Reply(message.query_id, found))
         self._schedule()
 
     def _retire(self, message: Retire) -> None:

@@ -212,7 +212,7 @@ def test_only_allowed_origins_may_call() -> None:
         stranger = post(front.port, COMPLETIONS, body(), {"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in stranger.headers
     with running_front(saying("ok")) as front:
-        refused = request(front.port, "OPTIONS", CHAT, headers=ask)
+        refused = request(front.port, "OPTIONS", COMPLETIONS, headers=ask)
         assert refused.status == 405
         assert refused.headers["allow"] == "POST"
         assert "--cors-origins https://a.example" in refused.error["message"]

@@ -365,7 +365,9 @@ def _ollama_paths() -> dict[str, Any]:
     chat = ("OllamaChatRequest", "OllamaAnswer", "OllamaAnswer")
     generate = ("OllamaGenerateRequest", "OllamaAnswer", "OllamaAnswer")
     asked, prompted = {"model": _NAME, "messages": _TURN}, {"model": _NAME, "prompt": "Why is the sky blue?"}
-    pull = _operation("ollama", "ollamaPull", "Download a model", "OllamaPullStatus", managed, shape=shape)
+    pulled = _json("OllamaPullStatus", "The last status, or a stream of them.")
+    pulled["content"][lines["media_type"]] = {"schema": ref("OllamaPullStatus")}
+    pull = _operation("ollama", "ollamaPull", "Download a model", pulled, managed, shape=shape)
     delete = _operation("ollama", "ollamaDelete", "Delete a model", "OllamaPullStatus", managed, shape=shape)
     show = _operation("ollama", "ollamaShow", "Describe the model", "OllamaShowAnswer", BODY_ERRORS, shape=shape)
     return {
