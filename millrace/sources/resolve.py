@@ -59,6 +59,13 @@ def resolve_model(source: str, *, progress: Progress | None = None, offline: boo
     raise not_found(source)
 
 
+def check_is_name(source: str) -> None:
+    """Raise if this is neither a known model, nor an alias, nor a name of the form that the hub uses."""
+    text = expand_alias(source.strip())
+    if find_known(text) is None and parse_name(text, has_gpu=has_gpu()) is None:
+        raise not_found(source)
+
+
 def not_found(source: str) -> ModelError:
     if source.endswith(".gguf") or source.startswith(("/", "./", "../", "~")):
         return ModelError(f"There is no file or directory {source}. Check the path.")

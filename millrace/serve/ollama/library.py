@@ -19,7 +19,7 @@ from millrace.serve.ollama.translate import LATEST
 from millrace.serve.ollama.write import error_body
 from millrace.serve.state import STATE, FrontState
 from millrace.sources import library
-from millrace.sources.resolve import resolve_model
+from millrace.sources.resolve import check_is_name, resolve_model
 
 _REPORT_EVERY_S = 0.2
 _LOOPBACK = ("127.", "localhost", "::1")
@@ -34,6 +34,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
     name = _name(body)
     if not await asyncio.to_thread(_is_here, name, state):
         _check_may_manage(state)
+        _check_is_name(name)
     if body.stream is False:
         await asyncio.to_thread(_fetch, name, state, _Reports(None))
         return json_answer(request, OllamaPullStatus("success"))
@@ -94,6 +95,14 @@ def _fetch(name: str, state: FrontState, reports: _Reports) -> None:
         return
     try:
         resolve_model(name, progress=reports, offline=state.config.model.offline)
+    except ModelError as error:
+        raise NotFound(error.message, param="model") from error
+
+
+def _check_is_name(name: str) -> None:
+    """An unknown name is refused before the stream begins. What a hub does not have shows only during the download."""
+    try:
+        check_is_name(name)
     except ModelError as error:
         raise NotFound(error.message, param="model") from error
 
