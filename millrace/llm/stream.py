@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any
 
 from millrace.errors import MillraceError
-from millrace.llm_collector import Collector, OnPart
-from millrace.llm_outputs import StreamPart
+from millrace.llm.collector import Collector, OnPart
+from millrace.llm.outputs import StreamPart
 
 Submit = Callable[[OnPart], Coroutine[Any, Any, list[Collector]]]
 

@@ -18,11 +18,11 @@ from millrace.config import DEFAULT_MAX_RUNNING
 from millrace.errors import BadRequest, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady
-from millrace.llm_arguments import Messages, Prompt, as_batch, as_messages, read_config, read_params
-from millrace.llm_beams import search_one
-from millrace.llm_collector import Collector, OnPart
-from millrace.llm_outputs import Choice, Generation, StreamPart
-from millrace.llm_stream import GenerationStream
+from millrace.llm.arguments import Messages, Prompt, as_batch, as_messages, read_config, read_params
+from millrace.llm.beams import search_one
+from millrace.llm.collector import Collector, OnPart
+from millrace.llm.outputs import Choice, Generation, StreamPart
+from millrace.llm.stream import GenerationStream
 from millrace.observe.progress import count_progress, is_watched
 from millrace.params import NEUTRAL_DEFAULTS, BeamParams, SamplingParams
 from millrace.sources.resolve import resolve_model
@@ -32,8 +32,6 @@ from millrace.text.breakers import with_breaker_ids
 from millrace.text.chat.template import ChatTemplate, load_chat_template
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
-
-__all__ = ["LLM", "Choice", "Generation", "GenerationStream", "StreamPart"]
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from millrace.errors import MillraceError, RequestFailed
 from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.llm_outputs import Choice, StreamPart
+from millrace.llm.outputs import Choice, StreamPart
 from millrace.params import SamplingParams
 from millrace.text.text_stream import TextStream
 from millrace.text.tokenizers.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from millrace.beams import Beam, OneToken, check_beams, search, step_params
 from millrace.errors import RequestFailed
 from millrace.link.client import EngineClient
 from millrace.link.messages import TokenLogprobs
-from millrace.llm_outputs import Choice, Generation
+from millrace.llm.outputs import Choice, Generation
 from millrace.params import BeamParams, SamplingParams
 from millrace.text.text_stream import TextStream
 from millrace.text.tokenizers.tokenizer import Tokenizer
