@@ -21,7 +21,7 @@ from millrace.link.messages import EngineLoading, EngineReady
 from millrace.llm.arguments import Messages, Prompt, as_batch, as_messages, read_config, read_params
 from millrace.llm.beams import search_one
 from millrace.llm.collector import Collector, OnPart
-from millrace.llm.outputs import Choice, Generation, StreamPart
+from millrace.llm.outputs import Generation
 from millrace.llm.stream import GenerationStream
 from millrace.observe.progress import count_progress, is_watched
 from millrace.params import NEUTRAL_DEFAULTS, BeamParams, SamplingParams
