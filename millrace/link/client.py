@@ -141,11 +141,14 @@ class EngineClient:
 
     def reconnect(self, channel: FrontChannel) -> None:
         """Switch to a new engine after the old one failed or retired. It is not ready until it sends `EngineReady`."""
-        if not self.is_unloaded:
+        if self.is_unloaded:
+            self.failure = None  # Of an engine that was given up.
+        else:
             self.fail("The engine was replaced.")
         self.is_unloaded = self.is_wanted = self.lacks_memory = False
         old, self._channel = self._channel, channel
         self.ready = self.stats = self.loading = None
+        self._last_progress = time.monotonic()
         self._listen(channel)
         old.close()
         for message in self._sent.values():
@@ -300,11 +303,15 @@ class EngineClient:
         else:
             self._channel.send(Abort(ids=(request_id,), reason=reason))
 
+    def silent_s(self, now: float) -> float:
+        """Seconds since the engine's last message; `now` is on `time.monotonic`."""
+        return now - self._last_progress
+
     def is_progressing(self, now: float) -> bool:
         """False if the engine is not ready, or has sent nothing for `STALL_S` although requests are open."""
         if self.ready is None or self.failure is not None:
             return False
-        return not self._sinks or now - self._last_progress < STALL_S
+        return not self._sinks or self.silent_s(now) < STALL_S
 
     def fail(self, message: str) -> None:
         """The engine is gone: end all open requests with an error."""

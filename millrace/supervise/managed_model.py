@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millrace.errors import EngineUnavailable
 from millrace.model_settings import ModelSettings
@@ -21,6 +21,9 @@ log = logging.getLogger("millrace.serve")
 
 LAST_MESSAGES_S = 5.0
 """Bound on the wait for the last messages of a retired engine."""
+LOADING_SILENCE_S = 600.0
+"""An engine that loads and reports nothing for this long is given up: other models wait for the memory it plans."""
+LOADING_POLL_S = 1.0
 
 
 class ManagedModel:
@@ -64,6 +67,7 @@ class ManagedModel:
     async def start_engine(self, engine: EngineHandle | None = None) -> str | None:
         """Start an engine, or watch this one, and wait until it is ready. Returns why it could not start."""
         began = time.monotonic()
+        await self.stop_engine()  # One whose restart found too little memory may be trying again.
         if engine is None:
             engine = self._start()
             self.client.reconnect(engine.channel(0))
@@ -75,12 +79,12 @@ class ManagedModel:
         ready = asyncio.ensure_future(self.client.wait_ready())
         short = asyncio.ensure_future(self._short_of_memory.wait())
         try:
-            await asyncio.wait((ready, short), return_when=asyncio.FIRST_COMPLETED)
+            await self._first_of(ready, short)
             if ready.done():
                 ready.result()
                 log.debug("%s is loaded after %.1f s.", self.name, time.monotonic() - began)
                 return None
-            failure = self.memory_message
+            failure = self.memory_message or f"Its engine reported nothing for {LOADING_SILENCE_S:g} s while loading."
         except EngineUnavailable as error:
             failure = error.message
         finally:
@@ -88,6 +92,11 @@ class ManagedModel:
             short.cancel()
         await self.stop_engine()
         return failure
+
+    async def _first_of(self, *waits: asyncio.Future[Any]) -> None:
+        """Wait for the first of these, or until the engine has been silent for too long."""
+        while not any(wait.done() for wait in waits) and self.client.silent_s(time.monotonic()) < LOADING_SILENCE_S:
+            await asyncio.wait(waits, timeout=LOADING_POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _on_lost(self, message: str) -> None:
         """The engine kept dying after it had been ready. (One that never was is reported by `start_engine`.)"""

@@ -132,13 +132,15 @@ class ModelSupervisor:
 
     async def _load_in_turn(self, model: ManagedModel, engine: EngineHandle | None, until: float) -> str | None:
         while True:
-            if engine is None and self._num_loaded_beside(model) >= (self._server.max_loaded or len(self._models)):
+            if engine is None and not self._has_place(model):
                 refusal = await self._evict_one(model, until)
                 if refusal is not None:
                     limit = f"--max-loaded is {self._server.max_loaded}"
                     return f"The model {model.name!r} cannot be loaded now: {limit} and {refusal}."
                 continue
             async with self._memory:
+                if engine is None and not self._has_place(model):
+                    continue  # Another model took the place while this one waited.
                 failure = await model.start_engine(engine)
             if failure is None or not model.memory_message:
                 return failure
@@ -148,6 +150,9 @@ class ModelSupervisor:
 
     def _beside(self, model: ManagedModel, refusal: str) -> str:
         return f" Besides, {refusal}." if self._num_loaded_beside(model) else ""
+
+    def _has_place(self, model: ManagedModel) -> bool:
+        return self._num_loaded_beside(model) < (self._server.max_loaded or len(self._models))
 
     def _num_loaded_beside(self, model: ManagedModel) -> int:
         return len(self._loaded_beside(model))

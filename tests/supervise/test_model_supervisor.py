@@ -18,7 +18,7 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import EngineFailed
 from millrace.model_settings import ModelSettings
 from millrace.params import SamplingParams
-from millrace.supervise import model_supervisor
+from millrace.supervise import managed_model, model_supervisor
 from millrace.supervise.engine_process import OnDeath
 from millrace.supervise.model_supervisor import ModelSupervisor
 
@@ -49,6 +49,8 @@ class Machine:
     def __init__(self, names: str, *, room: int = 100, **server: Any) -> None:
         changes = {f"server__{name}": value for name, value in server.items()}
         self.room = room
+        self.loading = ""
+        """Models whose engines are silent."""
         self.started: list[str] = []
         self.running: dict[str, Handle] = {}
         self.models = tuple(
@@ -69,7 +71,7 @@ class Machine:
         self.started.append(model.name)
         running = [handle for handle in self.running.values() if not handle.is_stopped]
         fits = len(running) < self.room
-        engine = NullEngine(endless, vocab_size=50, is_ready=fits, step_s=0.02)
+        engine = NullEngine(endless, vocab_size=50, is_ready=fits and model.name not in self.loading, step_s=0.02)
         handle = self.running[model.name] = Handle(engine)
         if not fits:
             handle.is_stopped = True
@@ -218,3 +220,72 @@ def test_the_only_model_that_cannot_start_ends_the_server() -> None:
         assert "too big" in machine.lost[0]
 
     run("A", work, room=0)
+
+
+def test_models_that_wait_for_the_memory_together_do_not_exceed_the_limit() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        machine.loading = "b"
+        for name in "bcd":
+            machine.clients[name].want()
+        await asyncio.sleep(0.05)
+        assert machine.started == ["A", "b"]
+        machine.loading = ""
+        engine = machine.running["b"].engine
+        engine._on_message(engine.ready)
+        for name in "cd":
+            await until(lambda name=name: name in machine.started)  # type: ignore[misc]
+        running = [handle for handle in machine.running.values() if not handle.is_stopped]
+        assert len(running) <= 3
+
+    run("Abcd", work, max_loaded=3)
+
+
+def test_a_silent_load_ends_and_the_next_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(managed_model, "LOADING_SILENCE_S", 0.1)
+    monkeypatch.setattr(managed_model, "LOADING_POLL_S", 0.02)
+
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        machine.loading = "b"
+        machine.clients["b"].want()
+        await asyncio.sleep(0)
+        await machine.use("c")
+        assert machine.loaded == "Ac"
+        assert "reported nothing" in (machine.clients["b"].failure or "")
+        assert machine.running["b"].is_stopped
+
+    run("Abc", work)
+
+
+def test_another_front_can_load_a_model_again_that_failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_supervisor, "RETRY_PAUSE_S", 0.0)
+
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        busy = machine.occupy("A")
+        with pytest.raises(EngineUnavailable):
+            await machine.use("b")
+        machine.clients["A"].abort(busy)
+        machine.room = 2
+        await machine.supervisor.load("b")
+        await until(lambda: machine.loaded == "Ab")
+
+    run("Ab", work, room=1, loading_wait_s=0.05)
+
+
+def test_an_engine_that_does_not_fit_when_restarted_is_not_started_twice() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        await machine.use("b")
+        machine.room = 1  # Memory that others took meanwhile.
+        machine.running["b"].on_death("killed")
+        await until(lambda: machine.started.count("b") == 2 and machine.clients["b"].is_unloaded)
+        first = machine.running["b"]
+        first.is_stopped = False
+        machine.room = 3
+        await machine.use("b")
+        assert first.is_stopped
+        assert machine.running["b"] is not first
+
+    run("Ab", work)
