@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client.core import (
@@ -34,8 +34,8 @@ class EngineView(Protocol):
 class EngineCollector(Collector):
     """Turns the last report of each engine into metrics."""
 
-    def __init__(self, engine: EngineView) -> None:
-        self._first = engine
+    def __init__(self, engine: EngineView, metrics_of: Callable[[EngineView], Iterator[Metric]]) -> None:
+        self._first, self._metrics_of = engine, metrics_of
         self._named: dict[str, EngineView] = {}
         """Engines by model, if there are several."""
 
@@ -44,18 +44,18 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         if not self._named:
-            yield from _of_engine(self._first)
+            yield from self._metrics_of(self._first)
             return
         families: dict[str, Metric] = {}
         for model, engine in self._named.items():
-            for family in _of_engine(engine):
+            for family in self._metrics_of(engine):
                 merged = families.setdefault(family.name, family)
                 labelled = [sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples]
                 merged.samples = labelled if merged is family else merged.samples + labelled
         yield from families.values()
 
 
-def _of_engine(engine: EngineView) -> Iterator[Metric]:
+def engine_metrics(engine: EngineView) -> Iterator[Metric]:
     ready, stats = engine.ready, engine.stats
     is_ready = engine.is_progressing(time.monotonic())
     yield GaugeMetricFamily("millrace_engine_ready", "1 if the engine makes progress, else 0.", value=float(is_ready))
@@ -70,7 +70,6 @@ def _of_engine(engine: EngineView) -> Iterator[Metric]:
         yield from _kv(stats)
         yield from _counters(stats)
         yield from _labelled_counters(stats)
-        yield from _tenants(stats)
         yield from _histograms(stats)
 
 
@@ -182,9 +181,10 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     yield finished
 
 
-def _tenants(stats: EngineStats) -> Iterator[Metric]:
+def tenant_metrics(engine: EngineView) -> Iterator[Metric]:
     """Only on servers with tenants: without keys, every request belongs to the same one."""
-    if not any(one.name for one in stats.tenants):
+    stats = engine.stats
+    if stats is None or not any(one.name for one in stats.tenants):
         return
     requests = GaugeMetricFamily(
         "millrace_tenant_requests", "Open sequences by tenant and state.", labels=["tenant", "state"]

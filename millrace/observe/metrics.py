@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from millrace.link.messages import Finish
-from millrace.observe.engine_metrics import EngineCollector, EngineView
+from millrace.observe.engine_metrics import EngineCollector, EngineView, engine_metrics, tenant_metrics
 from millrace.observe.slo.metrics import SloCollector
 from millrace.observe.slo.objective import Objective
 from millrace.observe.slo.tracker import SloTracker
@@ -88,15 +88,18 @@ class FrontMetrics:
         self.front_restarts = Counter(
             "millrace_front_restarts", "Fronts that were restarted after they died.", registry=registry
         )
-        self._engines = EngineCollector(engine)
+        self._engines, self._tenants = EngineCollector(engine, engine_metrics), EngineCollector(engine, tenant_metrics)
         self._engine_registry.register(self._engines)
         self._engine_registry.register(SloCollector(self.slos))
+        self._tenant_registry = CollectorRegistry()
+        self._tenant_registry.register(self._tenants)
         self._vllm_registry = CollectorRegistry()
         self._vllm_registry.register(VllmCollector(engine))
 
     def add_engine(self, first: str, model: str, engine: EngineView) -> None:
         """Report the engine of a further model than the `first`. Their metrics then have a label `model`."""
         self._engines.add(first, model, engine)
+        self._tenants.add(first, model, engine)
 
     def _add_token_counters(self, registry: CollectorRegistry) -> None:
         self.sequences = Counter("millrace_sequences", "Ended sequences, by class.", ("priority",), registry=registry)
@@ -152,9 +155,11 @@ class FrontMetrics:
         """The page of this front's own metrics."""
         return generate_latest(self.registry)
 
-    def engine_part(self, *, vllm_names: bool = False) -> bytes:
+    def engine_part(self, *, vllm_names: bool = False, with_tenants: bool = True) -> bytes:
         """The page of the engine's metrics, which is the same for all fronts."""
         page = generate_latest(self._engine_registry)
+        if with_tenants:
+            page += generate_latest(self._tenant_registry)
         return page + generate_latest(self._vllm_registry) if vllm_names else page
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, eventually, get, post, request, stream
@@ -20,6 +21,7 @@ from serve.wire import CHAT, COMPLETIONS, eventually, get, post, request, stream
 from millrace.cli import main
 from millrace.config import Config, replace
 from millrace.errors import ConfigError
+from millrace.link.messages import TenantFigures
 from millrace.observe.audit import AuditLog
 from millrace.serve.app import tls_context
 from millrace.serve.tenancy import keyring
@@ -296,3 +298,21 @@ def test_https_serves_answers_and_streams(tmp_path: Path) -> None:
         tls_context(replace(Config(), server__tls_cert=str(cert)))
     with pytest.raises(ConfigError, match="Cannot load the certificate"):
         tls_context(replace(Config(), server__tls_cert=str(key), server__tls_key=str(cert)))
+
+
+def test_figures_of_other_tenants_need_an_operators_key(tmp_path: Path) -> None:
+    with guarded(tmp_path, acme="", other="", boss="operator = true") as front:
+        shares = tuple(TenantFigures(name) for name in ("acme", "other"))
+        stats = front.call(front.engine._stats)
+        front.state.client.stats = msgspec.structs.replace(stats, tenants=shares)
+        for headers in ({}, bearer("key-acme")):
+            page = get(front.port, "/metrics", headers=headers).body.decode()
+            assert "millrace_engine_steps_total" in page
+            assert 'tenant="' not in page
+        assert 'tenant="other"' in get(front.port, "/metrics", headers=bearer("key-boss")).body.decode()
+        assert get(front.port, "/metrics", headers=bearer("wrong")).status == 401
+        assert get(front.port, "/health", headers=bearer("wrong")).status == 200
+        assert get(front.port, "/v1/steps", headers=bearer("key-acme")).status == 403
+        assert get(front.port, "/v1/steps", headers=bearer("key-boss")).status == 200
+        assert get(front.port, "/v1/cost?price=2", headers=bearer("key-acme")).status == 403
+        assert get(front.port, "/v1/cost?price=2", headers=bearer("key-boss")).status == 200

@@ -433,7 +433,7 @@ def _own_paths() -> dict[str, Any]:
         },
         "/v1/steps": {
             "get": _operation(
-                "operate", "steps", "The engine's last steps", figures, ("400", "503"), parameters=_last()
+                "operate", "steps", "The engine's last steps", figures, ("400", "403", "503"), parameters=_last()
             )
         },
         "/v1/cost": {

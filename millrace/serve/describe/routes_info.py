@@ -18,6 +18,7 @@ from millrace.serve.openai.answers import DetokenizeAnswer, Health, TokenizeAnsw
 from millrace.serve.openai.schemas import DetokenizeRequest, TokenizeRequest
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.owner import is_operator
 
 _tokenize = BodyDecoder(TokenizeRequest)
 _detokenize = BodyDecoder(DetokenizeRequest)
@@ -49,17 +50,20 @@ async def metrics(request: web.Request) -> web.Response:
     if names not in ("millrace", "vllm"):
         raise BadRequest(f"names is {names[:80]!r}; it must be one of millrace, vllm.", param="names")
     is_part = is_for_sibling(request)
-    body = state.metrics.own_part() if is_part else await _all_metrics(state, vllm_names=names == "vllm")
+    if is_part:
+        body = state.metrics.own_part()
+    else:
+        body = await _all_metrics(state, vllm_names=names == "vllm", with_tenants=is_operator(request))
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
 
 
-async def _all_metrics(state: FrontState, *, vllm_names: bool) -> bytes:
+async def _all_metrics(state: FrontState, *, vllm_names: bool, with_tenants: bool) -> bytes:
     """The counters of every front merged, and the engine's once."""
     metrics, siblings = state.metrics, state.siblings
     pages = {siblings.front_index: metrics.own_part(), **await siblings.get("/metrics")}
     metrics.fronts_up.set(len(pages))
     own = merge(pages) if siblings.num_fronts > 1 else pages[siblings.front_index]
-    return own + metrics.engine_part(vllm_names=vllm_names)
+    return own + metrics.engine_part(vllm_names=vllm_names, with_tenants=with_tenants)
 
 
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from millrace.observe.cost.report import cost_report
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query
 from millrace.serve.state import STATE
-from millrace.serve.tenancy.owner import tenant_of
+from millrace.serve.tenancy.owner import is_operator, owner_of
 
 MAX_STEPS = 4096
 
@@ -21,6 +21,8 @@ MAX_STEPS = 4096
 async def steps(request: web.Request) -> web.Response:
     """Times are on the machine's monotonic clock; `now` is what it shows, `time` the same moment in Unix time."""
     state = request.app[STATE]
+    if not is_operator(request):  # A step shows how long the prompts of other tenants are.
+        raise Forbidden("The engine's steps show the work of all tenants; use an operator's key.")
     check_query(request, ("last",))
     raw = request.query.get("last", "200")
     if not (raw.isascii() and raw.isdigit() and len(raw) <= 6 and 1 <= int(raw) <= MAX_STEPS):
@@ -42,9 +44,9 @@ async def cost(request: web.Request) -> web.Response:
         price = -1.0
     if not 0 <= price < 1e6:
         raise BadRequest(f"price is {str(raw)[:80]!r}; send dollars per hour.", param="price")
-    if state.keyring is not None and raw is not None:
+    own = None if is_operator(request) else owner_of(request)
+    if own is not None and raw is not None:
         raise Forbidden("On a server with keys, the price is the operator's: --price-per-hour.", param="price")
-    own = tenant_of(request).name if state.keyring is not None else None
     ready, samples = state.client.ready, state.history.all()
     report = await asyncio.to_thread(cost_report, samples, ready, price, own)
     return json_answer(request, report)

@@ -10,14 +10,15 @@ from aiohttp.typedefs import Middleware
 from millrace.errors import Forbidden
 from millrace.serve.http.app_keys import EXTRA_HEADERS
 from millrace.serve.http.ids import REQUEST_ID_HEADER
-from millrace.serve.tenancy.keyring import Keyring
+from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Keyring
 from millrace.serve.tenancy.owner import TENANT
 from millrace.web.pages import is_open as is_page
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
-"""Paths that need no key, besides the pages. None of them shows requests or their text."""
+"""Paths that need no key, besides the pages. None of them shows requests or their text; only an operator's key shows
+tenants in `/metrics`."""
 CHANGING = frozenset({hdrs.METH_POST, hdrs.METH_PUT, hdrs.METH_PATCH, hdrs.METH_DELETE})
 PREFLIGHT_AGE_S = 600
 EXPOSED = f"{REQUEST_ID_HEADER}, Retry-After"
@@ -30,8 +31,10 @@ def authorise(get_keyring: Callable[[], Keyring | None]) -> Middleware:
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         keyring = get_keyring()
         is_open = request.path in OPEN_PATHS or is_page(request.path) or request.method == hdrs.METH_OPTIONS
-        if keyring is not None and not is_open:
-            request[TENANT] = keyring.tenant_of(key_in(request))
+        if keyring is not None:
+            key = key_in(request)
+            is_visitor = is_open and (key is None or request.path != "/metrics")
+            request[TENANT] = DEFAULT_TENANT if is_visitor else keyring.tenant_of(key)
         return await handler(request)
 
     return check_key
