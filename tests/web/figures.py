@@ -117,7 +117,20 @@ def busy_stats(points: int = 60) -> dict[str, Any]:
                 "is_met": False,
             },
         ],
-        "cost": {"price_per_hour": 2.5, "usd_per_million": {"input": 0.021, "cached": 0.002, "output": 0.19}},
+        "price_per_hour": 2.5,
+    }
+
+
+def cost() -> dict[str, Any]:
+    """The parts of /v1/cost that the page shows."""
+    prices = {"input": 0.021, "cached": 0.002, "output": 0.19, "reasoning": 0.19}
+    return {
+        "object": "cost",
+        "price_per_hour": 2.5,
+        "usd_per_million": {
+            name: {"busy": 0.8 * price, "all_in": price, "interval": [0.9 * price, 1.1 * price]}
+            for name, price in prices.items()
+        },
     }
 
 

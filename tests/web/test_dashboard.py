@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front
 from serve.wire import CHAT, get, post, request
-from web.figures import busy_requests, busy_stats, explanation
+from web.figures import busy_requests, busy_stats, cost, explanation
 from web.watched import PHONE, has_no_sideways_scroll, open_page, watched_page
 
 from millrace.config import Config, replace
+from millrace.observe.history import FrontCounts, Sample
 from millrace.serve.tenancy.keyring import Keyring, digest_of
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ def answer_with(page: Page, pattern: str, body: dict[str, Any]) -> None:
 
 def make_busy(page: Page) -> None:
     answer_with(page, r"/v1/stats", busy_stats())
+    answer_with(page, r"/v1/cost$", cost())
     answer_with(page, r"/v1/requests\?", busy_requests())
     answer_with(page, r"/explain$", explanation())
 
@@ -49,6 +53,24 @@ def test_figures_of_a_real_front(browser: Browser, front: Front) -> None:
         page.wait_for_selector("text=No request is running.")
         page.select_option("#window", "60")
         page.wait_for_selector(".chart canvas[aria-label^='Requests per second']")
+
+
+def test_objectives_and_cost_of_a_real_front(browser: Browser) -> None:
+    config = replace(
+        Config(), server__port=0, observe__price_per_hour=2.5, observe__slos="ttft p95 < 500 ms; batch: e2e p90 < 1 min"
+    )
+    with running_front(endless, config=config) as front, watched_page(browser, front.url) as page:
+        page.goto(front.url + "/dashboard")
+        page.wait_for_selector("#cost >> text=No work has been measured yet.")
+        assert page.locator(".slo strong").all_inner_texts() == ["ttft p95 < 500 ms", "batch: e2e p90 < 60 s"]
+        stats = front.call(front.engine._stats)
+        for second in range(8):
+            steps = 100 + 10 * second
+            work = msgspec.structs.replace(stats, step_no=steps, decode_tokens=4 * steps, device_seconds=0.01 * steps)
+            front.state.history.add(Sample(time.time() + second, work, FrontCounts()))
+        page.reload()
+        page.wait_for_selector("#cost >> text=Per million tokens")
+        assert re.search(r"output\s*\$\d+\.\d\d", page.locator("#cost").inner_text())
 
 
 def test_a_running_request_is_listed_and_cancelled(browser: Browser, front: Front) -> None:
@@ -101,6 +123,7 @@ def test_a_round_is_quick_with_many_streams(browser: Browser, front: Front) -> N
     """2,000 streams cost the page no more than 50: the server aggregates, and the list has a limit."""
     with watched_page(browser, front.url) as page:
         answer_with(page, r"/v1/stats", busy_stats(300))
+        answer_with(page, r"/v1/cost$", cost())
         answer_with(page, r"/explain$", explanation())
         asked: list[str] = []
         page.on("request", lambda one: asked.append(one.url))

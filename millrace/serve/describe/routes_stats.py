@@ -76,6 +76,7 @@ async def stats(request: web.Request) -> web.Response:
                 **merge_front_series([part.series for part in parts]),
             },
             "limits": _limits(state),
+            "price_per_hour": state.config.observe.price_per_hour,
             "tenants": _tenants(request, engine),
             "slos": state.metrics.slos.report(time.time()),
             "view": {"tenant": owner_of(request), "is_operator": is_operator(request)},

@@ -8,11 +8,11 @@ import { Panels } from "./panels.js";
 import { PoolPicture } from "./pool.js";
 import { RunningRequests, showRequest } from "./requests.js";
 
-const EVERY_MS = 1000;
+const EVERY_MS = 1000, COST_EVERY_MS = 15_000;
 const STEPS = { 60: 1, 300: 5, 900: 15 };
 const panels = new Panels(byId("panels")), pool = new PoolPicture(byId("pool"));
 const requests = new RunningRequests(byId("requests"), byId("requests-note"), openRequest);
-let windowSeconds = 300, timer = 0, openId = null;
+let windowSeconds = 300, timer = 0, openId = null, cost = null, costDue = 0;
 
 const last = values => values?.findLast(value => value !== null) ?? null;
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
@@ -40,7 +40,7 @@ function tenants({ tenants: list = [], view }) {
   byId("tenant-rows").replaceChildren(...named.map(one => el("tr", {}, el("td", {}, one.tenant), ...["running", "waiting", "requests", "input_tokens", "cached_tokens", "output_tokens"].map(name => el("td", { class: "number" }, count(one[name] ?? 0))))));
 }
 
-function objectives({ slos = [], cost }) {
+function objectives({ slos = [] }) {
   byId("objectives").hidden = !slos.length && !cost;
   byId("slos").replaceChildren(...slos.map(one => {
     const left = Math.max(0, Math.min(1, one.budget_left ?? 0)), bar = el("i");
@@ -51,7 +51,17 @@ function objectives({ slos = [], cost }) {
       (one.used_by ?? []).slice(0, 2).map(minute => el("small", {}, `${new Date(minute.time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })}: ${minute.beyond_limit} of ${minute.of} beyond the limit${minute.cause ? ` (${minute.cause})` : ""}`)));
   }));
   byId("cost").hidden = !cost;
-  if (cost) byId("cost").replaceChildren(el("strong", {}, "Cost"), ...Object.entries(cost.usd_per_million ?? {}).map(([kind, price]) => el("span", {}, kind.replaceAll("_", " "), el("b", {}, price === null ? "–" : `$${price.toFixed(price < 1 ? 3 : 2)}`), el("small", {}, "per million tokens"))), cost.price_per_hour ? el("small", {}, `at $${cost.price_per_hour} per hour`) : "");
+  if (!cost) return;
+  const dollars = value => `$${value.toFixed(value < 1 ? 3 : 2)}`;
+  const prices = Object.entries(cost.usd_per_million ?? {}).map(([kind, { busy, all_in, interval }]) => el("span", { title: `${interval.map(dollars).join(" to ")} (95%); ${dollars(busy)} without idle time` }, kind, el("b", {}, dollars(all_in))));
+  byId("cost").replaceChildren(el("strong", {}, "Cost"), ...prices, el("small", {}, `${cost.note ?? "Per million tokens, idle time included"} · $${cost.price_per_hour} per hour`));
+}
+
+/** On a server with a price. The figures are fitted over minutes, so they are asked for seldom. */
+async function readCost({ price_per_hour: price }) {
+  if (!price || performance.now() < costDue) return;
+  costDue = performance.now() + COST_EVERY_MS;
+  cost = await getJson("/v1/cost");
 }
 
 function errors({ totals }) {
@@ -73,6 +83,7 @@ async function round() {
   if (document.hidden) return;
   try {
     const data = await getJson(`/v1/stats?window=${windowSeconds}&step=${STEPS[windowSeconds]}`);
+    await readCost(data);
     for (const part of [head, tiles, tenants, objectives, errors]) part(data);
     panels.update(data);
     pool.update(data.now.kv_blocks);
