@@ -52,7 +52,7 @@ class StepBudget:
             num_without_token += int((rows.known_host[behind] == rows.num_prompt[behind]).sum())
         is_many = num_without_token >= MANY_PREFILLS and num_without_token > MANY_PREFILLS_SHARE * num_singles
         tokens = self._by_tokens(num_singles, is_many)
-        if self.times is None or num_without_token == 0:
+        if self.times is None or len(behind) + num_waiting == 0:
             return tokens
         stretch = PREFILL_STRETCH if num_singles == 0 else MANY_PREFILLS_STRETCH if is_many else 1
         return max(min(tokens, self._by_time(self.times, rows, singles, behind, stretch)), min(tokens, MIN_CHUNK))

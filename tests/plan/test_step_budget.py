@@ -155,3 +155,25 @@ def step(scheduler: Scheduler, now: float, *, seconds: float) -> StepPlan:
     confirm(scheduler, plan)
     scheduler.observe_step(plan, seconds)
     return plan
+
+
+def test_a_preempted_request_is_recomputed_in_chunks_by_time_too() -> None:
+    """Its tokens beside a stream take as long as those of a prompt."""
+    token_s = 1e-3
+    scheduler = a_scheduler(target=StepTarget(200 * token_s, StepRates(1e-3, token_s, token_s, 1e-9, 1e-9)))
+
+    def next_counts() -> list[int]:
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        confirm(scheduler, plan)
+        scheduler.observe_step(plan, token_s * plan.num_tokens)
+        counts: list[int] = plan.counts.tolist()
+        return counts
+
+    scheduler.submit(a_prompt(0, 20))
+    scheduler.submit(Request(id=1, prompt=np.arange(1000, dtype=np.int32), max_tokens=128, read_cache=False))
+    while next_counts() != [1, 1]:
+        pass
+    scheduler._preempt(1, "a test")
+    chunks = [next_counts()[1] for _ in range(4)]
+    assert all(1 < count < 300 for count in chunks), chunks
