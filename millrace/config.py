@@ -194,7 +194,7 @@ class PlanConfig:
     speculate: Speculation = setting(
         "off", "guess the next tokens and verify several in one step; ngram: guess what followed the same words before"
     )
-    step_log: str = setting("", "file to which every step is appended, with its token ids, for `millrace bench replay`")
+    step_log: str = setting("", "ever growing file of all steps, with their token ids, for `millrace bench replay`")
     max_drafts: int = setting(3, "guessed tokens per request and step", minimum=1, maximum=7)
 
 

@@ -6,6 +6,7 @@ before is written as a difference.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import typing
@@ -130,18 +131,20 @@ class StepLog:
         self._write(Copied(copies))
 
     def drawn(self, result: StepResult) -> None:
-        self._write(Drawn(result.step_no, result.drawn(), result.counts))
-        if self._file is not None:
-            self._file.flush()
+        self._write(Drawn(result.step_no, result.drawn(), result.counts), flushes=True)
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: Record, *, flushes: bool = False) -> None:
         if self._file is None:
             return
         data = encode(record)
         try:
             self._file.write(HEADER.pack(len(data)) + data)
+            if flushes:
+                self._file.flush()
         except OSError:
             log.exception("the step log ends here: its file cannot be written")
+            with contextlib.suppress(OSError):  # Closing tries to write again.
+                self._file.close()
             self._file = None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from millrace import LLM, SamplingParams
 from millrace.bench.errors import BenchError
@@ -15,6 +16,7 @@ from millrace.bench.micro.replay import replay_log
 from millrace.config import RunConfig
 from millrace.params import Grammar, RowParams
 from millrace.plan.step import Admission, Appended, Int32s, Release, StepPlan
+from millrace.run.runner import StepResult
 from millrace.run.step_log import Copied, Drawn, Masked, Planned, RunnerSetup, StepLog, decode, encode, read_log
 
 SETUP = RunnerSetup("m", "float32", "none", 0, False, "full", "off", 8, 4, 2, 64, 32, 0, 1)
@@ -88,6 +90,15 @@ def test_repeated_plans_are_short_and_read_back_whole(tmp_path: Path) -> None:
     assert [plain(plan) for plan in plans] == [plain(plan) for plan in (first, second, a_plan(2, 2))]
     file.write_bytes(file.read_bytes()[:-3])
     assert len(list(read_log(file))) == 3, "a record that was not written whole is left out"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_ends_the_log_and_not_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    log = StepLog(Path("/dev/full"), SETUP)
+    for step_no in range(2):
+        log.plan(a_plan(step_no, step_no))
+        log.drawn(StepResult(step_no, torch.tensor([3]), None, np.zeros(0, np.int64), ints(), ()))
+    assert caplog.text.count("the step log ends here") == 1
 
 
 def test_running_the_steps_again_draws_the_same_tokens(tmp_path: Path) -> None:
