@@ -41,6 +41,7 @@ def test_objectives_read_back_as_they_are_written() -> None:
 
 def test_burn_rates_follow_the_windows_and_survive_a_restart() -> None:
     tracker, histograms = SloTracker(parse_objectives("ttft p90 < 500 ms")), Histograms()
+    tracker.sample(9_990.0, stats(histograms))
     for _ in range(90):
         histograms.observe(TTFT, 1, 0.1)
     tracker.sample(10_000.0, stats(histograms))
@@ -62,6 +63,24 @@ def test_burn_rates_follow_the_windows_and_survive_a_restart() -> None:
     assert tracker.total == [120.0]
     assert tracker.burning(16_000.0) == []
     assert tracker.burning(13_060.0) == [] or tracker.burn_rate(0, 3600, 13_060.0) > 2
+
+
+def test_a_front_that_starts_late_does_not_see_the_past_as_this_minute() -> None:
+    tracker, histograms = SloTracker(parse_objectives("ttft p90 < 500 ms")), Histograms()
+    for _ in range(50):
+        histograms.observe(TTFT, 1, 3.0)
+    tracker.sample(10_000.0, stats(histograms))
+    assert tracker.total == [50.0], "the counter is the same at every front"
+    assert tracker.burning(10_001.0) == []
+
+
+def test_a_budget_burns_only_after_several_values() -> None:
+    tracker, histograms = SloTracker(parse_objectives("ttft p90 < 500 ms")), Histograms()
+    tracker.sample(10_000.0, stats(histograms))
+    for number in range(1, 11):
+        histograms.observe(TTFT, 1, 3.0)
+        tracker.sample(10_000.0 + number, stats(histograms))
+        assert bool(tracker.burning(10_011.0)) == (number == 10)
 
 
 def test_goodput_counts_objectives_of_the_class_only() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 import pytest
 from serve.front_under_test import MODEL, running_front, saying
 from serve.wire import COMPLETIONS, get, post
@@ -10,6 +13,8 @@ from millrace.config import Config, replace
 from millrace.engine.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
+from millrace.observe.histograms import TTFT, Histograms
+from millrace.observe.slo.tracker import SloTracker
 from millrace.serve.tenancy.admission import Admission, forecast
 
 CONFIG = replace(
@@ -113,3 +118,35 @@ def test_a_refusal_over_http_is_a_counted_429_with_retry_after() -> None:
         assert (
             'millrace_refused_requests_total{priority="interactive"} 1.0' in get(front.port, "/metrics").body.decode()
         )
+
+
+def test_ready_and_the_admission_of_batches_follow_the_error_budget() -> None:
+    config = replace(
+        CONFIG,
+        server__port=0,
+        observe__slos="interactive: ttft p90 < 500 ms; batch: ttft p90 < 500 ms",
+        observe__slo_ready=True,
+        observe__slo_admission=True,
+    )
+    with running_front(saying("ok"), config=config) as front:
+        fields = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+
+        def burn(priority: int) -> None:
+            tracker, histograms = SloTracker(front.state.metrics.slos.objectives), Histograms()
+            for _ in range(2):
+                report = msgspec.structs.replace(stats(), histograms=histograms.tobytes())
+                tracker.sample(time.time(), report)
+                for _ in range(20):
+                    histograms.observe(TTFT, priority, 3.0)
+            front.state.metrics.slos = tracker
+
+        assert get(front.port, "/ready").status == 200
+        front.call(lambda: burn(2))
+        assert post(front.port, COMPLETIONS, {**fields, "priority": "batch"}).status == 200, "only its own budget burns"
+        front.call(lambda: burn(0))
+        ready = get(front.port, "/ready")
+        assert (ready.status, "interactive: ttft p90 < 500 ms" in ready.body.decode()) == (503, True)
+        refused = post(front.port, COMPLETIONS, {**fields, "priority": "batch"})
+        assert (refused.status, "error budget" in refused.error["message"]) == (429, True)
+        assert "retry-after" in refused.headers
+        assert post(front.port, COMPLETIONS, fields).status == 200

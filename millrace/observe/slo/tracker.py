@@ -24,6 +24,8 @@ _KINDS = {
     "queue": histograms.QUEUE,
     "e2e": histograms.SEQUENCE,
 }
+MIN_VALUES = 10
+"""In the shortest window: one slow request does not burn a budget."""
 MINUTE_S = 60
 MAX_USERS = 3
 
@@ -65,7 +67,8 @@ class SloTracker:
         restarted = before is None or before.step_no > stats.step_no
         old = Histograms(b"" if restarted or before is None else before.histograms).values
         change = counts - old
-        minute = self._minute(now)
+        # What the engine did before this front started is counted, but it did not happen in this minute.
+        minute = self._minute(now) if before is not None else self._new_minute(now)
         for index, objective in enumerate(self.objectives):
             kind = _KINDS[objective.metric]
             chosen = change[kind, objective.priority] if objective.priority is not None else change[kind].sum(axis=0)
@@ -83,23 +86,33 @@ class SloTracker:
     def _minute(self, now: float) -> Minute:
         start = now // MINUTE_S * MINUTE_S
         if not self._minutes or self._minutes[-1].start < start:
-            num = len(self.objectives)
-            self._minutes.append(Minute(start, [0.0] * num, [0.0] * num))
+            self._minutes.append(self._new_minute(start))
         return self._minutes[-1]
 
-    def burn_rate(self, index: int, window_s: int, now: float) -> float:
-        """Share of values beyond the limit, over the share that the objective allows; 0 without values."""
+    def _new_minute(self, start: float) -> Minute:
+        num = len(self.objectives)
+        return Minute(start, [0.0] * num, [0.0] * num)
+
+    def _counts(self, index: int, window_s: int, now: float) -> tuple[float, float]:
+        """Good and all values of a window."""
         good = total = 0.0
         for minute in reversed(self._minutes):
             if minute.start + MINUTE_S <= now - window_s:
                 break
             good += minute.good[index]
             total += minute.total[index]
+        return good, total
+
+    def burn_rate(self, index: int, window_s: int, now: float) -> float:
+        """Share of values beyond the limit, over the share that the objective allows; 0 without values."""
+        good, total = self._counts(index, window_s, now)
         allowed = 1 - self.objectives[index].share
         return (total - good) / total / allowed if total and allowed else 0.0
 
     def is_burning(self, index: int, now: float) -> bool:
         """True if the budget is being used up fast, now and over the last hour."""
+        if self._counts(index, WINDOWS_S["5m"], now)[1] < MIN_VALUES:
+            return False
         return all(self.burn_rate(index, WINDOWS_S[name], now) > self._fast(index) for name in ("5m", "1h"))
 
     def _fast(self, index: int) -> float:
