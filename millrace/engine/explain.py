@@ -86,8 +86,10 @@ def _why_it_waited(entry: Entry, now: float) -> str:
         return f"It waited {waited:.3f} s behind {entry.diagnostics.num_ahead} others and was not admitted."
     waited = entry.admitted - entry.arrival
     causes = sorted(entry.diagnostics.waited_for.items(), key=lambda item: -item[1])
-    if not causes or waited < 0.001:
+    if waited < 0.001:
         return "It was admitted at once."
+    if not causes:
+        return f"It waited {waited:.3f} s for the running step to end or for its grammar to be compiled."
     parts = [f"{_CAUSES[cause]} ({seconds:.3f} s)" for cause, seconds in causes]
     return f"It waited {waited:.3f} s: " + "; ".join(parts) + "."
 

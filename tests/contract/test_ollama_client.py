@@ -109,7 +109,7 @@ def test_the_model(client: ollama.Client) -> None:
     [model] = client.list().models
     assert model.model == MODEL
     shown = client.show(MODEL)
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "tools"]
     assert shown.template
     assert shown.details is not None
     assert shown.details.parameter_size == "134.52M"
@@ -144,7 +144,7 @@ def test_a_base_model_gets_the_prompt_without_a_template() -> None:
         ("/api/chat", {"options": {"mirostat_tau": -1}}, 400, "options.mirostat_tau"),
         ("/api/chat", {"options": {"num_predict": 10**7}}, 400, "options.num_predict"),
         ("/api/chat", {"options": {"top_p": 2}}, 400, "options.top_p"),
-        ("/api/chat", {"keep_alive": 0}, 400, "keep_alive"),
+        ("/api/chat", {"keep_alive": "soon"}, 400, "keep_alive"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ("/api/generate", {"prompt": "x", "images": ["aa"]}, 400, "images"),
         ("/api/show", {}, 400, None),

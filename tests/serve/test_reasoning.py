@@ -73,6 +73,22 @@ def test_other_dialects(front: Front) -> None:
     assert "".join(message["content"] for message in said) == SAID
 
 
+def test_counted_as_it_is_asked(front: Front) -> None:
+    """Turning reasoning off adds markers to the prompt, which a count must contain."""
+    body = {"model": MODEL, "messages": [USER]}
+    counts = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
+    for path, free, off in (
+        (counts[0], body, {**body, "thinking": {"type": "disabled"}}),
+        (counts[1], {"input": "hi"}, {"input": "hi", "reasoning": {"effort": "none"}}),
+    ):
+        added = post(front.port, path, off).json["input_tokens"] - post(front.port, path, free).json["input_tokens"]
+        assert added == len("<think>\n\n</think>\n\n")
+
+
+def test_ollama_lists_the_capability(front: Front) -> None:
+    assert post(front.port, "/api/show", {"model": MODEL}).json["capabilities"] == ["completion", "tools", "thinking"]
+
+
 def test_reasoning_can_be_turned_off(front: Front) -> None:
     from serve.test_tool_calls import prompt_of
 

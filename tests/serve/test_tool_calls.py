@@ -150,6 +150,13 @@ def test_logprobs_and_token_ids_cover_every_token(front: Front) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"functions": [FUNCTION]}, "tools"),
+        ({"function_call": "none"}, "function_call"),
+        ({"tools": None, "functions": [FUNCTION], "tool_choice": "none"}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}},
+            "tool_choice",
+        ),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools[0].function"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
     ],
@@ -188,6 +195,18 @@ def test_a_template_without_tools_gets_a_description(front: Front) -> None:
     assert json.dumps(TOOL) in prompt
     assert f'[assistant]<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n' in prompt
     assert "[user]<tool_response>\nsunny\n</tool_response>\n" in prompt
+
+
+def test_results_beside_each_other_are_one_turn(front: Front) -> None:
+    """Many templates without tools want turns of user and assistant to alternate."""
+    results = [{"type": "tool_result", "tool_use_id": "c1", "content": []}, {"type": "text", "text": "Go on."}]
+    used = [{"type": "tool_use", "id": "c1", "name": "get_weather", "input": {}}]
+    blocks = [USER, {"role": "assistant", "content": used}, {"role": "user", "content": results}]
+    assert message(front, messages=blocks).status == 200
+    assert "[user]<tool_response>\n\n</tool_response>\nGo on.\n" in prompt_of(front)
+    chat(front, messages=[*HISTORY, {"role": "tool", "tool_call_id": "c2", "content": "cold"}, USER, USER])
+    both = "<tool_response>\nsunny\n</tool_response>\n<tool_response>\ncold\n</tool_response>\nhi\n"
+    assert f"[user]{both}[user]hi\n" in prompt_of(front)
 
 
 def test_the_same_history_in_every_dialect(tool_front: Front) -> None:

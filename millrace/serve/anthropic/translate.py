@@ -10,7 +10,7 @@ from millrace.serve.anthropic.schemas import NOT_SUPPORTED, CountTokensRequest, 
 from millrace.serve.anthropic.translate_messages import messages_of, text_content
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.chat.open_chat import open_chat
-from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish
+from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish, check_wish
 from millrace.serve.generate.chat.tools import ToolUse, function_of, tool_use
 from millrace.serve.generate.checks import check_integers, check_range, name_fields, refuse_unsupported
 from millrace.serve.generate.generation import Generation
@@ -49,7 +49,11 @@ async def count_input_tokens(state: FrontState, data: bytes) -> int:
     state = await state.for_model(body.model)
     _check(body)
     await state.await_engine()
-    conversation = dataclasses.replace(_conversation(body), tools=_tools(body).shown)
+    wish = _wish(body.thinking)
+    check_wish(state, wish)
+    conversation = dataclasses.replace(
+        _conversation(body), tools=_tools(body).shown, template_kwargs=wish.template_kwargs()
+    )
     return len(await encode_chat(state, conversation, max_tokens=None))
 
 

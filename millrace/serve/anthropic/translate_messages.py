@@ -33,7 +33,7 @@ def _request(blocks: list[Block], at: str) -> list[Message]:
     for index, block in enumerate(blocks):
         place = f"{at}[{index}]"
         if isinstance(block, ToolResultBlock):
-            text = "" if block.content is None else text_content(block.content, f"{place}.content")
+            text = "" if not block.content else text_content(block.content, f"{place}.content")
             if block.is_error:
                 text = _ERROR + (text if isinstance(text, str) else "\n".join(text))
             results.append(Message("tool", text, tool_call_id=block.tool_use_id))

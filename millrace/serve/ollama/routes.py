@@ -162,9 +162,25 @@ async def show(request: web.Request) -> web.Response:
     return json_answer(
         request,
         OllamaShowAnswer(
-            f"FROM {state.model_name}\n", "", state.template.source, model.details, info, ["completion"], _at(state)
+            f"FROM {state.model_name}\n",
+            "",
+            state.template.source,
+            model.details,
+            info,
+            _capabilities(state),
+            _at(state),
         ),
     )
+
+
+def _capabilities(state: FrontState) -> list[str]:
+    """Clients offer tools and thinking only for models that list them."""
+    found = ["completion"]
+    if state.template.source:
+        found.append("tools")
+    if state.formats.reasoning is not None:
+        found.append("thinking")
+    return found
 
 
 async def version(request: web.Request) -> web.Response:

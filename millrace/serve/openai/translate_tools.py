@@ -17,8 +17,11 @@ def uses_functions(request: ChatRequest) -> bool:
 def tools_of(request: ChatRequest) -> ToolUse:
     if request.functions:
         return _functions(request)
-    if request.function_call is not None and not isinstance(request.function_call, str):
-        raise BadRequest("'function_call' names a function, but there are no 'functions'.", param="function_call")
+    if request.function_call is not None and (request.tools or not isinstance(request.function_call, str)):
+        raise BadRequest(
+            "'function_call' is set, but there are no 'functions'; use 'tool_choice' with 'tools'.",
+            param="function_call",
+        )
     functions = [_function(tool.function, f"tools[{index}].function") for index, tool in enumerate(request.tools or ())]
     chosen, parallel = request.tool_choice, request.parallel_tool_calls
     if isinstance(chosen, NamedTool):
@@ -32,6 +35,10 @@ def tools_of(request: ChatRequest) -> ToolUse:
 def _functions(request: ChatRequest) -> ToolUse:
     if request.tools:
         raise BadRequest("'tools' and 'functions' are both set; remove 'functions', the older form.", param="tools")
+    if request.tool_choice is not None:
+        raise BadRequest(
+            "'tool_choice' is set together with 'functions'; use 'function_call' with them.", param="tool_choice"
+        )
     functions = [_function(spec, f"functions[{index}]") for index, spec in enumerate(request.functions or ())]
     chosen = request.function_call
     only = chosen.name if isinstance(chosen, FunctionName) else None

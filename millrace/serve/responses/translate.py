@@ -12,7 +12,7 @@ import msgspec
 
 from millrace.errors import BadRequest
 from millrace.serve.generate.chat.open_chat import open_chat
-from millrace.serve.generate.chat.reasoning import ReasoningWish
+from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
@@ -288,7 +288,7 @@ def _format(body: ResponsesRequest) -> Format | None:
     return None
 
 
-def _wish(body: ResponsesRequest) -> ReasoningWish:
+def _wish(body: ResponsesRequest | InputTokensRequest) -> ReasoningWish:
     effort = body.reasoning.effort if body.reasoning is not None else None
     return ReasoningWish(effort=effort, field="reasoning.effort")
 
@@ -382,4 +382,7 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     _check(body)
     messages = await _conversation(state, body, input_items(body.input), owner)
     await state.await_engine()
-    return len(await encode_chat(state, Conversation(messages, tools=tools_of(body).shown), max_tokens=None))
+    wish = _wish(body)
+    check_wish(state, wish)
+    counted = Conversation(messages, tools=tools_of(body).shown, template_kwargs=wish.template_kwargs())
+    return len(await encode_chat(state, counted, max_tokens=None))

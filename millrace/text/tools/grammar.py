@@ -71,9 +71,13 @@ class _Writer:
                 given.append(f"( {_quoted(', ')} {item} )?")
             else:
                 before.append(f"( {item} {_quoted(', ')} )?")
-        if not given:  # Only optional arguments: at most one of them, so that commas stay right.
+        if not given:  # Only optional arguments: one rule for each that can be the first that is given.
             items = [part[2:].removesuffix(f" {_quoted(', ')} )?") for part in before]
-            given, before = ([f"( {' | '.join(items)} )?"] if items else []), []
+            for number, item in enumerate(items):
+                more = (f"( {_quoted(', ')} {later} )?" for later in items[number + 1 :])
+                rules.append(f"first_{index}_{number}: {' '.join((item, *more))}")
+            given = [f"( {' | '.join(f'first_{index}_{number}' for number in range(len(items)))} )?"] if items else []
+            before = []
         arguments = " ".join([*before, *given])
         return [f"call_{index}: {_quoted(function.name + '(')} {arguments} {_quoted(')')}", *rules]
 

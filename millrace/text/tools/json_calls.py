@@ -87,13 +87,7 @@ class JsonCalls(CallBody):
             if not self._arguments_done:
                 self._add_arguments(shown)
                 self._arguments_done = scanner.depth == 1
-        elif (
-            depth == 1
-            and scanner.depth == 2
-            and char == "{"
-            and scanner.key in ARGUMENT_KEYS
-            and self._is_known(self._name)
-        ):
+        elif self._opens_arguments(depth, char) and self._is_known(self._name):
             assert self._name is not None
             self._start_call(self._name)
             self._add_arguments(shown)
@@ -188,7 +182,7 @@ def call_in(value: Any) -> tuple[str, str] | None:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if arguments is None:
         arguments = {}

@@ -29,7 +29,13 @@ def plain_messages(
     messages: Sequence[Mapping[str, Any]], functions: Sequence[Function], spec: ToolFormat, *, takes_system: bool = True
 ) -> list[dict[str, Any]]:
     """The conversation without tools: system, user and assistant messages only, in the shape of a template's input."""
-    plain = [_plain(message, spec) for message in messages]
+    plain: list[dict[str, Any]] = []
+    for before, message in zip((None, *messages), messages, strict=False):
+        shown = _plain(message, spec)
+        if before is not None and _is_next_to_result(before, message):
+            plain[-1] = {**plain[-1], "content": f"{text_of(plain[-1])}\n{text_of(shown)}"}
+        else:
+            plain.append(shown)
     if not functions:
         return plain
     added = system_text(functions, spec)
@@ -37,6 +43,13 @@ def plain_messages(
     if plain and plain[0]["role"] == role:
         return [{**plain[0], "content": f"{text_of(plain[0])}\n\n{added}"}, *plain[1:]]
     return [{"role": role, "content": added}, *plain]
+
+
+def _is_next_to_result(before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """True if both are shown as the user's and one is a result. They are joined: many templates want turns to
+    alternate."""
+    roles = {before["role"], message["role"]}
+    return "tool" in roles and roles <= {"tool", "user"}
 
 
 def _plain(message: Mapping[str, Any], spec: ToolFormat) -> dict[str, Any]:

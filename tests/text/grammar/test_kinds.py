@@ -16,6 +16,8 @@ from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.grammar.gbnf import lark_of_gbnf, looks_like_gbnf
 from millrace.text.grammar.inline import inline_schema
 from millrace.text.tokenizers.tokenizer import Tokenizer
+from millrace.text.tools.formats import FORMATS, Function
+from millrace.text.tools.grammar import forced_calls
 
 CHECK = GrammarCheck()
 AGE = json.dumps(record({"age": INTEGER}))
@@ -167,3 +169,15 @@ def test_keywords_without_effect_are_accepted(
 def test_names_and_values_are_not_keywords() -> None:
     schema = record({"uniqueItems": {"const": {"minProperties": 5}}, "minProperties": {"enum": [{"not": 1}]}})
     CHECK.check(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("given", "is_allowed"),
+    [("", True), ("a=1", True), ("a=1, c=3", True), ("b=2, c=3", True), ("a=1, b=2, c=3", True), ("c=3, a=1", False)],
+)
+def test_python_calls_with_optional_arguments_only(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer, given: str, is_allowed: bool
+) -> None:
+    function = Function("f", parameters={"properties": {name: {"type": "integer"} for name in "abc"}})
+    source = forced_calls(FORMATS["pythonic"], [function], lambda text: None, max_calls=1)
+    assert accepts(environment, Grammar("lark", source), default_tokenizer, f"[f({given})]") == is_allowed

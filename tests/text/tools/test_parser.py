@@ -215,3 +215,8 @@ def test_a_cut_object_can_be_closed(value: dict[str, object], place: int) -> Non
     assert isinstance(closed, dict)
     if place >= len(text):
         assert closed == value
+
+
+def test_arguments_as_text_that_nest_too_deep_are_no_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "%s"}</tool_call>' % ("[" * 100_000)
+    assert parsed(AnswerForm(FORMATS["hermes"], FUNCTIONS), [text]) == [text]

@@ -84,12 +84,13 @@ def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str)
 
 def _form(state: FrontState, use: ToolUse, prompt: Prompt) -> AnswerForm | None:
     formats = state.formats
-    if not use.shown and formats.reasoning is None:
+    reasoning = None if prompt.closes_reasoning else formats.reasoning
+    if not use.shown and reasoning is None:
         return None
     return AnswerForm(
         tool_format=formats.tools if use.shown else None,
         functions=use.shown,
-        reasoning=None if prompt.closes_reasoning else formats.reasoning,
+        reasoning=reasoning,
         is_reasoning_open=prompt.opens_reasoning,
         max_calls=use.max_calls,
     )

@@ -51,6 +51,12 @@ def function_of(
         )
     if parameters is None:
         return Function(name, description, is_strict=is_strict, has_parameters=False)
+    kind = parameters.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise BadRequest(
+            f"'{param}' has a schema of type {str(kind)[:80]!r}; arguments are an object, so it must be 'object'.",
+            param=param,
+        )
     schema = parameters or {"type": "object", "properties": {}}
     return Function(name, description, schema, is_strict=is_strict)
 
@@ -83,9 +89,9 @@ def tool_use(
     for name in (*(allowed or ()), *(() if only is None else (only,))):
         if name not in names:
             raise BadRequest(f"'{param}' names the function {name[:140]!r}, which is not in 'tools'.", param=param)
-    if choice == "required" and not functions:
-        raise BadRequest(f"'{param}' requires a call, but there are no 'tools'; send some.", param=param)
     if allowed is not None:
         functions = [function for function in functions if function.name in allowed]
+    if choice == "required" and not functions:
+        raise BadRequest(f"'{param}' requires a call, but there are no 'tools' to call; send some.", param=param)
     chosen = "required" if only is not None else choice or "auto"
     return ToolUse(tuple(functions), chosen, only, True if parallel is None else parallel)
