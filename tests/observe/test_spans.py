@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -13,6 +16,7 @@ from serve.front_under_test import MODEL, Front, endless, running_front
 from serve.wire import CHAT, eventually, get, post, request
 
 from millrace.config import Config, replace
+from millrace.observe.tracing import exporter as exporter_module
 from millrace.observe.tracing.context import enter_context
 from millrace.observe.tracing.otlp import Span, encode_request
 
@@ -111,6 +115,28 @@ def test_a_receiver_that_fails_costs_spans_only(front: Front, receiver: Receiver
         eventually(lambda: exporter.num_dropped > before)
     finally:
         receiver.status = 200
+
+
+def test_a_receiver_that_never_answers_delays_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter_module, "LAST_FLUSH_S", 0.1)
+    monkeypatch.setattr(exporter_module, "TIMEOUT_S", 0.3)
+    span = Span(b"t" * 16, b"s" * 8, b"", "name", 1, 2)
+
+    async def end(url: str) -> float:
+        exporter = exporter_module.SpanExporter(url)
+        exporter.add([span] * exporter_module.MAX_QUEUED)
+        exporter.add([span])
+        assert exporter.num_dropped == 1, "the queue has a limit"
+        task = asyncio.create_task(exporter.run())
+        await asyncio.sleep(0.01)
+        began = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return time.monotonic() - began
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert asyncio.run(end(f"http://127.0.0.1:{silent.getsockname()[1]}")) < 2, "16 batches would take 4.8 s"
 
 
 def test_without_a_receiver_nothing_is_traced() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 
@@ -17,6 +18,8 @@ MAX_QUEUED = 8192
 MAX_BATCH = 512
 FLUSH_EVERY_S = 1.0
 TIMEOUT_S = 5.0
+LAST_FLUSH_S = 5.0
+"""How long the last spans may hold up the end of a front."""
 TRIES = 3
 
 
@@ -42,7 +45,9 @@ class SpanExporter:
                     await asyncio.sleep(FLUSH_EVERY_S)
                     await self.flush(session)
             finally:
-                await self.flush(session, tries=1)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_FLUSH_S):
+                        await self.flush(session, tries=1)
 
     async def flush(self, session: aiohttp.ClientSession, tries: int = TRIES) -> None:
         while self._queue:
