@@ -63,8 +63,7 @@ def _csv_trace(text: str) -> list[TracedRequest]:
         try:
             at_s = float(stamp)
         except ValueError:
-            whole, _, fraction = stamp.partition(".")  # Azure writes seven digits, which `fromisoformat` refuses.
-            at_s = datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction.rstrip('Z') or 0}")
+            at_s = datetime.fromisoformat(stamp).timestamp()
         lengths = max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"]))
         found.append(TracedRequest(at_s, *lengths))
     return found

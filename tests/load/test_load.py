@@ -110,6 +110,32 @@ def test_the_command_writes_reports_that_can_be_compared(
     assert json.loads(files[0].read_text())["summary"]["failed"] == 0
 
 
+def test_a_trace_is_replayed_and_its_rate_counts_over_its_own_time(
+    front: Front, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, report = tmp_path / "trace.csv", tmp_path / "a.json"
+    rows = [f"{100 + 0.4 * number},{20 + number},3" for number in range(5)]
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    common = ["load", "--url", front.url, "--trace", str(file), "--speed", "4", "--json", str(report)]
+    assert main([*common, "--warmup", "0"]) == 0
+    summary = json.loads(report.read_text())["summary"]
+    assert (summary["requests"], summary["failed"], summary["seconds"]) == (5, 0, pytest.approx(0.5))
+    assert summary["requests_per_s"]["value"] == pytest.approx(10)
+    assert summary["output_tokens_per_s"]["value"] == pytest.approx(30)
+    assert main([*common, "--warmup", "0", "--seconds", "0.25"]) == 0
+    assert "The first 3 of the trace's 5 requests are due within 0.25 s" in capsys.readouterr().err
+    assert main([*common, "--warmup", "2"]) == 2
+    assert "all of it warm-up" in capsys.readouterr().err
+
+
+def test_a_sweep_says_that_no_rate_meets_the_objectives(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rate", "40", "--seconds", "0.1", "--warmup", "0", "--output", "4", "--slo", "ttft p95 < 1 us"]
+    assert main(["load", "--url", front.url, "--sweep", *options]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("missed  goodput") == 7
+    assert "No rate met the objectives." in printed
+
+
 def test_unusable_options_are_refused(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
         (["--rate", "1", "--concurrency", "2"], "exclude each other"),
@@ -148,6 +174,10 @@ def test_traces_of_both_forms(tmp_path: Path) -> None:
     shared = len(one.turns[0]) - len(one.turns[0].partition("request 0")[2]) - len("request 0")
     assert one.turns[0][:shared] == other.turns[0][:shared]
     assert shared > 2 * 512
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.5+00:00,1,2\n2024-05-10 00:00:02.009930+00:00,3,4"
+    )
+    assert read_trace(azure)[1].at_s == pytest.approx(1.50993)
     azure.write_text("TIMESTAMP,Tokens\n1,2\n")
     with pytest.raises(ConfigError, match="cannot be understood"):
         read_trace(azure)

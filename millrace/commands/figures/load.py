@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from millrace.load.processes import Pattern
     from millrace.load.records import Outcome
     from millrace.load.run import Progress
+    from millrace.load.sources import TracedRequest
     from millrace.load.sweep import Point, Sweep
     from millrace.load.workload import Workload
 
@@ -93,6 +94,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, value in {**positive, "turns": args.turns, "processes": args.processes}.items():
         if value is not None and value <= 0:
             raise UsageError(f"--{name} is {value:g}; it must be above 0.")
+    if args.warmup < 0:
+        raise UsageError(f"--warmup is {args.warmup:g}; it must be 0 or more.")
     if not chosen:
         args.rate = 1.0
 
@@ -142,11 +145,29 @@ def _pattern(args: argparse.Namespace, rate: float | None) -> Pattern:
     if args.concurrency:
         return Pattern(duration_s, concurrency=args.concurrency)
     if args.trace:
-        trace = tuple(one for one in read_trace(args.trace) if one.at_s / args.speed < duration_s)
-        return Pattern(duration_s, trace=trace, speed=args.speed)
+        return _traced(args, read_trace(args.trace), duration_s)
     rng = np.random.default_rng(args.seed)
     times = arrival_times(args.arrivals, rate or 1.0, duration_s, rng, args.burstiness)
     return Pattern(duration_s, times=tuple(times.tolist()))
+
+
+def _traced(args: argparse.Namespace, trace: list[TracedRequest], limit_s: float) -> Pattern:
+    """The part of a trace that is due within the limit. A shorter trace ends one mean gap after its last request."""
+    from millrace.load.processes import Pattern
+
+    chosen = tuple(one for one in trace if one.at_s / args.speed < limit_s)
+    if len(chosen) < len(trace):
+        print(
+            f"The first {len(chosen)} of the trace's {len(trace)} requests are due within {limit_s:g} s; use a longer"
+            " --seconds or a higher --speed to send more.",
+            file=sys.stderr,
+        )
+        return Pattern(limit_s, trace=chosen, speed=args.speed)
+    last_s = max(one.at_s for one in trace) / args.speed
+    duration_s = min(limit_s, last_s * len(trace) / (len(trace) - 1)) if last_s > 0 else limit_s
+    if duration_s <= args.warmup:
+        raise UsageError(f"The trace takes {duration_s:.1f} s, all of it warm-up; use a shorter --warmup.")
+    return Pattern(duration_s, trace=chosen, speed=args.speed)
 
 
 async def _measure(
@@ -163,8 +184,9 @@ async def _measure(
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     measured = [record for record in records if args.warmup <= record.intended_s < pattern.duration_s]
-    server = await server_stats(endpoint, args.seconds)
-    return Outcome(measured, args.seconds, objectives), server
+    seconds = pattern.duration_s - args.warmup
+    server = await server_stats(endpoint, seconds)
+    return Outcome(measured, seconds, objectives), server
 
 
 def _live_line(progress: Progress) -> None:
