@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--operator",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="see, explain and cancel the requests of all tenants",
+        help="see, explain and cancel the requests of all tenants; unload, download and delete models",
     )
 
 

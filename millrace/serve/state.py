@@ -139,6 +139,8 @@ class FrontState:
     grammar_check: GrammarCompiler[None] = field(default_factory=_grammar_check)
     jobs: set[OpenJob] = field(default_factory=set)
     """Every request that is generating."""
+    pulls: set[asyncio.Future[None]] = field(default_factory=set)
+    """Downloads of models that clients asked for."""
     keyring: Keyring | None = None
     """None: no key is required."""
     quotas: Quotas = field(default_factory=Quotas)

@@ -74,7 +74,8 @@ def find_downloaded(name: HubName) -> HubModel | None:
         sizes = [(Path(model.folder) / file.name).stat().st_size for file in model.files]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return model if sizes == [file.num_bytes for file in model.files] else None
+    is_asked_for = model.name == str(name)  # Two names can have the same manifest file.
+    return model if is_asked_for and sizes == [file.num_bytes for file in model.files] else None
 
 
 def downloaded_models() -> list[HubModel]:
@@ -139,17 +140,19 @@ def fetch(name: HubName, progress: Progress | None = None) -> HubModel:
 def remove(model: HubModel) -> int:
     """Delete a downloaded model. Returns the number of bytes that became free. Files that another model uses stay."""
     others = {
-        os.path.realpath(Path(other.folder) / file.name)
+        Path(other.folder) / file.name
         for other in downloaded_models()
         if other.name != model.name
         for file in other.files
     }
+    blobs = {os.path.realpath(path) for path in others}
     freed = 0
     for file in model.files:
         path = Path(model.folder) / file.name
         blob = os.path.realpath(path)
-        path.unlink(missing_ok=True)
-        if blob not in others and os.path.exists(blob):
+        if path not in others:
+            path.unlink(missing_ok=True)
+        if blob not in blobs and os.path.exists(blob):
             freed += os.path.getsize(blob)
             os.unlink(blob)
     _manifest(parse_manifest_name(model.name)).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from millrace.sources.hf_config import read_config
 from millrace.sources.hf_files import find_weights, has_pickled_weights
 from millrace.sources.hub import fetch, find_downloaded
 from millrace.sources.known_models import find_known
-from millrace.sources.library import is_downloaded, nearest_name
+from millrace.sources.library import find_local, is_downloaded, nearest_name
 from millrace.sources.names import HubName, expand_alias, has_gpu, parse_name
 
 __all__ = ["ModelFiles", "Progress", "resolve_model"]
@@ -38,12 +38,17 @@ class ModelFiles:
     """Files with tensors."""
 
 
-def resolve_model(source: str, *, progress: Progress | None = None, offline: bool = False) -> ModelFiles:
-    """Find the model. Known models and hub names are downloaded if they are not on this machine, unless `offline`."""
+def resolve_model(
+    source: str, *, progress: Progress | None = None, offline: bool = False, allow_paths: bool = True
+) -> ModelFiles:
+    """Find the model. Known models and hub names are downloaded if they are not on this machine, unless `offline`.
+
+    `allow_paths=False`: the source is a name and never a file, because a client of the server wrote it.
+    """
     text = expand_alias(source.strip())
     if text.startswith(RANDOM_PREFIX):
         return _from_random(text.removeprefix(RANDOM_PREFIX))
-    if offline and not is_downloaded(text):
+    if offline and not (is_downloaded(text) if allow_paths else find_local(text)):
         raise ModelError(
             f"'{source}' is not on this machine, and --offline forbids downloads. `millrace ls` lists models."
         )
@@ -51,7 +56,7 @@ def resolve_model(source: str, *, progress: Progress | None = None, offline: boo
     if known is not None:
         return _from_gguf(fetch_known(known, progress=progress), known.name)
     path = Path(text).expanduser()
-    if text and path.exists():
+    if allow_paths and text and path.exists():
         return _from_directory(path) if path.is_dir() else _from_file(path)
     name = parse_name(text, has_gpu=has_gpu())
     if name is not None:

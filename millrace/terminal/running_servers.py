@@ -58,7 +58,7 @@ def running_servers() -> list[RunningServer]:
 def choose_server(which: str) -> RunningServer:
     """The server with this model or process id; the only one if `which` is empty."""
     servers = running_servers()
-    chosen = [server for server in servers if which in ("", server.model, str(server.pid))]
+    chosen = [server for server in servers if which in ("", server.model, *server.model.split(", "), str(server.pid))]
     names = ", ".join(f"{server.model} (process {server.pid})" for server in servers) or "none"
     if not chosen:
         raise NotFound(f"There is no such server on this machine. Running: {names}.")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
-from serve.wire import request
+from serve.test_access import tenants_file
+from serve.wire import connected, eventually, raw_post, request
 
 from millrace.config import replace
 from millrace.errors import ModelError
+from millrace.serve.model_control import FixedModels
 from millrace.serve.ollama import library as routes
+from millrace.serve.tenancy.keyring import Keyring
 from millrace.sources import library
 
 
@@ -28,7 +33,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Models on this machine, by name; downloads and deletions change only this."""
     here: dict[str, int] = {}
 
-    def resolve(name: str, *, progress: Any, offline: bool) -> None:
+    def resolve(name: str, *, progress: Any, offline: bool, allow_paths: bool) -> None:
+        assert not allow_paths
         if name == "org/absent":
             raise ModelError("There is no such model.")
         progress(f"downloading {name}", 0, 100)
@@ -41,9 +47,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return name, here.pop(name)
 
     monkeypatch.setattr(routes, "resolve_model", resolve)
-    monkeypatch.setattr(library, "find_local", here.get)
+    monkeypatch.setattr(library, "find_local", lambda name: local(name) if name in here else None)
     monkeypatch.setattr(library, "remove", remove)
     return here
+
+
+def local(name: str) -> library.Downloaded:
+    """`alias-of-NAME` means the same files as NAME."""
+    return library.Downloaded(name, 100, Path("/models") / name.removeprefix("alias-of-"), 0.0)
 
 
 def lines(body: bytes) -> list[dict[str, Any]]:
@@ -83,3 +94,67 @@ def test_only_local_programs_may_manage_models(
         assert request(front.port, "POST", "/api/pull", {"model": MODEL}).status == 200  # Changes nothing.
     monkeypatch.setattr(front.state, "config", replace(front.state.config, server__manage_models="always"))
     assert request(front.port, "POST", "/api/pull", {"model": "org/new"}).status == 200
+
+
+def test_pages_of_other_names_and_forwarded_requests_are_not_local(front: Front, store: dict[str, int]) -> None:
+    for headers in ({"Host": f"rebound.example:{front.port}"}, {"X-Forwarded-For": "192.0.2.7"}):
+        assert request(front.port, "POST", "/api/pull", {"model": "org/new"}, headers).status == 403
+    assert request(front.port, "POST", "/api/pull", {"model": "org/new"}, {"Host": "localhost:1"}).status == 200
+
+
+def test_a_served_model_is_not_deleted_under_another_name(
+    front: Front, store: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.update({"org/served": 1, "alias-of-org/served": 1})
+    monkeypatch.setattr(next(iter(front.state.models)), "source", "org/served")
+    assert request(front.port, "DELETE", "/api/delete", {"model": "alias-of-org/served"}).status == 409
+    assert "alias-of-org/served" in store
+
+
+def test_an_operators_key_manages_models_and_another_does_not(
+    front: Front, store: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = tenants_file(tmp_path / "keys.toml", boss="operator = true", acme="")
+    monkeypatch.setattr(front.state, "keyring", Keyring(keys))
+    monkeypatch.setattr(front.state, "config", replace(front.state.config, server__host="0.0.0.0"))
+    orders: list[tuple[str, float]] = []
+
+    class Control(FixedModels):
+        async def keep_alive(self, name: str, seconds: float) -> None:
+            orders.append((name, seconds))
+
+    monkeypatch.setattr(front.state, "control", Control())
+    for tenant, expected in (("acme", 403), ("boss", 200)):
+        key = {"Authorization": f"Bearer key-{tenant}"}
+        assert request(front.port, "POST", "/api/pull", {"model": "org/new"}, key).status == expected
+        body = {"model": MODEL, "keep_alive": 0}
+        assert request(front.port, "POST", "/api/generate", body, key).status == expected
+    assert orders == [(MODEL, 0.0)]
+    assert request(front.port, "POST", f"/v1/models/{MODEL}/unload", {}, {"x-api-key": "key-acme"}).status == 403
+
+
+def test_downloads_are_limited_and_end_when_the_client_goes(
+    front: Front, store: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    release = threading.Event()
+
+    def resolve(name: str, *, progress: Any, offline: bool, allow_paths: bool) -> None:
+        try:
+            for done in range(100_000):
+                progress(f"part {done}", done, 100_000)
+                if release.wait(0.005):
+                    return
+        except ConnectionAbortedError:
+            ended.append(name)
+            raise
+
+    monkeypatch.setattr(routes, "resolve_model", resolve)
+    with ExitStack() as stack:
+        for number in range(routes.MAX_PULLS):
+            sock = stack.enter_context(connected(front.port))
+            sock.sendall(raw_post("/api/pull", {"model": f"org/m{number}"}))
+        eventually(lambda: len(front.state.pulls) == routes.MAX_PULLS)
+        assert request(front.port, "POST", "/api/pull", {"model": "org/more"}).status == 429
+    eventually(lambda: len(ended) == routes.MAX_PULLS)
+    eventually(lambda: not front.state.pulls)

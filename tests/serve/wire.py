@@ -111,7 +111,9 @@ def connected(port: int, *, receive_buffer: int | None = None) -> Iterator[socke
 
 def raw_post(path: str, body: Any, *, version: str = "HTTP/1.1", headers: str = "") -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} {version}\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    head = (
+        f"POST {path} {version}\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    )
     return (head + headers + "\r\n").encode() + data
 
 

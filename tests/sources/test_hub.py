@@ -169,6 +169,26 @@ def test_remove_frees_the_files(fake: FakeHub) -> None:
         library.remove("org/model-GGUF:Q4_K_M")
 
 
+def test_remove_keeps_a_model_with_the_same_files_and_another_name(fake: FakeHub) -> None:
+    resolve_model("org/model-GGUF:Q4_K_M")
+    resolve_model("org/model-GGUF:q4_k_m")
+    library.remove("org/model-GGUF:Q4_K_M")
+    assert [model.name for model in hub.downloaded_models()] == ["org/model-GGUF:q4_k_m"]
+
+
+def test_names_with_the_same_manifest_file_are_not_mixed_up(fake: FakeHub) -> None:
+    resolve_model("org/model-GGUF:Q4_K_M")
+    assert hub.find_downloaded(HubName("org/model-GGUF--Q4_K_M")) is None
+
+
+def test_a_clients_name_is_never_a_path(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "secret").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="could not be downloaded"):
+        resolve_model("org/secret", allow_paths=False)
+
+
 def test_describe_gives_commit_and_sizes(fake: FakeHub) -> None:
     model = hub.describe(HubName("org/model-GGUF", variant="Q8_0"))
     assert model.commit == COMMIT

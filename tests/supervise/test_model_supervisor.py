@@ -267,8 +267,11 @@ def test_another_front_can_load_a_model_again_that_failed_before(monkeypatch: py
         with pytest.raises(EngineUnavailable):
             await machine.use("b")
         machine.clients["A"].abort(busy)
-        machine.room = 2
+        machine.room, machine.loading = 2, "b"
         await machine.supervisor.load("b")
+        await asyncio.sleep(0.02)
+        engine = machine.running["b"].engine
+        engine._on_message(engine.ready)
         await until(lambda: machine.loaded == "Ab")
 
     run("Ab", work, room=1, loading_wait_s=0.05)

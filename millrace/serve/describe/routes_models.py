@@ -9,6 +9,7 @@ from millrace.serve.http.json_answer import json_answer
 from millrace.serve.openai.answers import Model, ModelList
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.owner import is_operator
 
 UNLOAD_WAIT_S = 10.0
 """How long the answer to an unload waits for the engine to stop."""
@@ -50,8 +51,11 @@ async def unload(request: web.Request) -> web.Response:
     """Unload the model when no request needs it. The answer's `status` is `loaded` if its requests still run."""
     state, name = request.app[STATE], request.match_info["model"]
     model = state.models.find(name)
-    if state.keyring is not None:
-        raise Forbidden("On a server with API keys only its operator unloads models.", param="model")
+    if not is_operator(request):
+        raise Forbidden(
+            "On a server with API keys only an operator's key unloads models (`millrace keys add --operator`).",
+            param="model",
+        )
     if model.client.ready is not None:
         await state.control.unload(model.name)
         await model.client.wait_unloaded(UNLOAD_WAIT_S)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+from aiohttp import web
+
 from millrace.errors import BadRequest, Forbidden
-from millrace.serve.state import FrontState
+from millrace.serve.tenancy.owner import is_operator
 
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
@@ -39,16 +41,16 @@ def _invalid(value: object) -> BadRequest:
     )
 
 
-def check_keep_alive(value: str | float | None, state: FrontState) -> float | None:
-    """The seconds to apply; None: the operator's setting stays. Where API keys are required, clients share the models,
-    so only the operator decides."""
+def check_keep_alive(value: str | float | None, request: web.Request) -> float | None:
+    """The seconds to apply; None: the server's setting stays. Where API keys are required, clients share the models,
+    so only operators' keys decide."""
     seconds = keep_alive_s(value)
-    if state.keyring is None or seconds is None:
+    if is_operator(request) or seconds is None:
         return seconds
     if seconds == 0:
         raise Forbidden(
-            "keep_alive is 0, which would unload the model for all tenants; on a server with API keys only its operator"
-            " unloads models. Remove it.",
+            "keep_alive is 0, which would unload the model for all tenants; on a server with API keys only an"
+            " operator's key unloads models. Remove it.",
             param="keep_alive",
         )
     return None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
-from millrace.errors import BadRequest, Conflict, Forbidden, MillraceError, ModelError, NotFound
+from millrace.errors import BadRequest, Conflict, Forbidden, MillraceError, ModelError, NotFound, Overloaded
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.event_stream import JSON_LINES
@@ -18,11 +23,15 @@ from millrace.serve.ollama.schemas import OllamaDeleteRequest, OllamaPullRequest
 from millrace.serve.ollama.translate import LATEST
 from millrace.serve.ollama.write import error_body
 from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.owner import is_operator
 from millrace.sources import library
 from millrace.sources.resolve import check_is_name, resolve_model
 
 _REPORT_EVERY_S = 0.2
-_LOOPBACK = ("127.", "localhost", "::1")
+_FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
+MAX_PULLS = 4
+"""Downloads at once in one front."""
+RETRY_S = 30.0
 _pull_body = BodyDecoder(OllamaPullRequest)
 _delete_body = BodyDecoder(OllamaDeleteRequest)
 
@@ -33,10 +42,10 @@ async def pull(request: web.Request) -> web.StreamResponse:
     body = _pull_body.decode(await read_body(request, state.body_limit_bytes))
     name = _name(body)
     if not await asyncio.to_thread(_is_here, name, state):
-        _check_may_manage(state)
+        _check_may_manage(request, state)
         _check_is_name(name)
     if body.stream is False:
-        await asyncio.to_thread(_fetch, name, state, _Reports(None))
+        await asyncio.shield(_start_fetch(name, state, _Reports(None)))
         return json_answer(request, OllamaPullStatus("success"))
     return await _stream_pull(request, name, state)
 
@@ -44,8 +53,8 @@ async def pull(request: web.Request) -> web.StreamResponse:
 async def delete(request: web.Request) -> web.Response:
     state = request.app[STATE]
     name = _name(_delete_body.decode(await read_body(request, state.body_limit_bytes)))
-    _check_may_manage(state)
-    if state.models.knows(name) or name in [model.source for model in state.models]:
+    _check_may_manage(request, state)
+    if await asyncio.to_thread(_is_served, name, state):
         raise Conflict(f"The model '{name}' is being served; stop the server before you delete it.", param="model")
     try:
         await asyncio.to_thread(library.remove, name)
@@ -56,21 +65,53 @@ async def delete(request: web.Request) -> web.Response:
 
 async def _stream_pull(request: web.Request, name: str, state: FrontState) -> web.StreamResponse:
     reports = _Reports(asyncio.get_running_loop())
-    fetching = asyncio.ensure_future(asyncio.to_thread(_fetch, name, state, reports))
+    fetching = _start_fetch(name, state, reports)
     fetching.add_done_callback(lambda _: reports.queue.put_nowait(None))
     headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", "Content-Type": JSON_LINES}
     response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
-    await response.write(encode(OllamaPullStatus("pulling manifest")) + b"\n")
-    while (status := await reports.queue.get()) is not None:
-        await response.write(encode(status) + b"\n")
     try:
-        await fetching
-        await response.write(encode(OllamaPullStatus("success")) + b"\n")
-    except MillraceError as error:
-        await response.write(error_body(error) + b"\n")
-    await response.write_eof()
+        await response.prepare(request)
+        await response.write(encode(OllamaPullStatus("pulling manifest")) + b"\n")
+        while (status := await reports.queue.get()) is not None:
+            await response.write(encode(status) + b"\n")
+        try:
+            await fetching
+            await response.write(encode(OllamaPullStatus("success")) + b"\n")
+        except MillraceError as error:
+            await response.write(error_body(error) + b"\n")
+        await response.write_eof()
+    finally:
+        reports.is_stopped = True  # The client has gone: the download ends, and the next one resumes it.
     return response
+
+
+def _start_fetch(name: str, state: FrontState, reports: _Reports) -> asyncio.Future[None]:
+    """Fetch in a thread of its own, which neither takes a thread from loading models nor delays the server's end."""
+    if len(state.pulls) >= MAX_PULLS:
+        raise Overloaded(
+            f"{len(state.pulls)} models are being downloaded, the maximum; try again later.", retry_after_s=RETRY_S
+        )
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    state.pulls.add(done)
+    done.add_done_callback(lambda _: done.cancelled() or done.exception())  # Nobody may be left to read it.
+    done.add_done_callback(state.pulls.discard)
+
+    def fetch() -> None:
+        outcome: Exception | None = None
+        try:
+            _fetch(name, state, reports)
+        except Exception as error:
+            outcome = error
+        with contextlib.suppress(RuntimeError):  # The loop has closed.
+            loop.call_soon_threadsafe(settle, outcome)
+
+    def settle(outcome: Exception | None) -> None:
+        if not done.done():
+            done.set_result(None) if outcome is None else done.set_exception(outcome)
+
+    threading.Thread(target=fetch, name="pull", daemon=True).start()
+    return done
 
 
 class _Reports:
@@ -78,10 +119,13 @@ class _Reports:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self.queue: asyncio.Queue[OllamaPullStatus | None] = asyncio.Queue()
+        self.is_stopped = False
         self._loop = loop
         self._what, self._at = "", 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if self.is_stopped:
+            raise ConnectionAbortedError("The client has gone.")
         now = time.monotonic()
         if self._loop is None or (what == self._what and done < total and now - self._at < _REPORT_EVERY_S):
             return
@@ -94,7 +138,7 @@ def _fetch(name: str, state: FrontState, reports: _Reports) -> None:
     if _is_here(name, state):
         return
     try:
-        resolve_model(name, progress=reports, offline=state.config.model.offline)
+        resolve_model(name, progress=reports, offline=state.config.model.offline, allow_paths=False)
     except ModelError as error:
         raise NotFound(error.message, param="model") from error
 
@@ -111,6 +155,18 @@ def _is_here(name: str, state: FrontState) -> bool:
     return state.models.knows(name) or library.find_local(name) is not None
 
 
+def _is_served(name: str, state: FrontState) -> bool:
+    """True also if the server knows the model's files under another name."""
+    local = library.find_local(name)
+    return state.models.knows(name) or (local is not None and local.path.resolve() in _served_paths(state))
+
+
+def _served_paths(state: FrontState) -> Iterator[Path]:
+    for model in state.models:
+        local = library.find_local(model.source)
+        yield (local.path if local is not None else Path(model.source).expanduser()).resolve()
+
+
 def _name(body: OllamaDeleteRequest) -> str:
     name = body.model if body.model is not None else body.name
     if not name:
@@ -120,14 +176,30 @@ def _name(body: OllamaDeleteRequest) -> str:
     return name.removesuffix(LATEST)
 
 
-def _check_may_manage(state: FrontState) -> None:
-    """Downloads fill the disk and deletions are final: by default only for local programs."""
-    server = state.config.server
-    if server.manage_models == "always":
-        return
-    is_local = server.host.startswith(_LOOPBACK) and not server.keys_file
-    if server.manage_models == "never" or not is_local:
+def _check_may_manage(request: web.Request, state: FrontState) -> None:
+    """Downloads fill the disk and deletions are final: by default only for operators' keys, and without keys only for
+    programs on this machine."""
+    setting = state.config.server.manage_models
+    may = is_operator(request) if state.keyring is not None else _is_from_here(request, state)
+    if setting == "never" or (setting == "local" and not may):
         raise Forbidden(
-            "This server lets no client download or delete models. Its operator can allow it with"
-            " --manage-models always, or use `millrace pull` and `millrace rm` on the machine."
+            "This client may not download or delete models. The server's operator can allow it with"
+            " --manage-models always or an operator's key (`millrace keys add --operator`), or use `millrace pull` and"
+            " `millrace rm` on the machine."
         )
+
+
+def _is_from_here(request: web.Request, state: FrontState) -> bool:
+    """True if only programs on this machine can have sent the request.
+
+    The host that the client names is checked too: the name of a web page may be made to point to this machine.
+    """
+    is_forwarded = any(header in request.headers for header in _FORWARDED)
+    return _is_loopback(state.config.server.host) and _is_loopback(request.url.host or "") and not is_forwarded
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -90,7 +90,7 @@ async def _respond(
     received: float,
 ) -> web.StreamResponse:
     is_chat = isinstance(body, OllamaChatRequest)
-    keep_s = check_keep_alive(body.keep_alive, state)
+    keep_s = check_keep_alive(body.keep_alive, request)
     await state.await_engine()
     names = CHAT_NAMES if is_chat else GENERATE_NAMES
     work = Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat))
@@ -111,7 +111,7 @@ async def _load(
     """A request without a prompt loads the model, or unloads it if `keep_alive` is 0."""
     header_deadline(request, 0.0)
     check_sampling(state, body)
-    keep_s = check_keep_alive(body.keep_alive, state)
+    keep_s = check_keep_alive(body.keep_alive, request)
     if keep_s != 0:
         await state.await_engine()
     if keep_s is not None:

@@ -115,7 +115,8 @@ class OllamaCommon(Strict, kw_only=True):
         str | float | None,
         described(
             'How long the model stays loaded after this request: seconds or a duration such as "5m"; 0 unloads it, -1'
-            " keeps it. Where API keys are required, the operator's setting stays and 0 is refused."
+            " keeps it. Where API keys are required, only an operator's key changes it; for others the server's setting"
+            " stays and 0 is refused."
         ),
     ] = None
     format: Annotated[

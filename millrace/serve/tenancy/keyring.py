@@ -7,7 +7,7 @@ tokens_per_minute = 100000     # prompt and output tokens; default 0: no limit
 max_concurrent = 64            # requests at once; default 0: no limit
 most_urgent = "standard"       # most urgent priority class it may ask for; default "interactive"
 private_cache = true           # share no cached prefixes with other tenants; default false
-operator = true                # sees, explains and cancels the requests of all tenants; default false
+operator = true                # sees and cancels all tenants' requests, manages models; default false
 """
 
 from __future__ import annotations
