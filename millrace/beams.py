@@ -125,6 +125,12 @@ def check_beams(params: BeamParams, sampling: SamplingParams, num_ends: int) -> 
                 f"{name} cannot be combined with beam search, which follows the model's own probabilities; remove it.",
                 param=name,
             )
+    if sampling.thinking is not None:
+        raise BadRequest(
+            "A limit on reasoning cannot be combined with beam search, which follows the model's own probabilities;"
+            " remove 'reasoning_effort' or 'thinking_token_budget'.",
+            param="reasoning_effort",
+        )
     if sampling.temperature not in (0.0, 1.0):
         raise BadRequest(
             f"temperature is {sampling.temperature}, which has no meaning in beam search; remove it.",

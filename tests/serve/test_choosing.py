@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from serve.front_under_test import END, MODEL, Front, running_front, saying
 from serve.wire import CHAT, chat_text, post, stream
 
+from millrace.beams import check_beams
 from millrace.config import Config, replace
-from millrace.link.messages import NewRequest, unpack_tokens
+from millrace.errors import BadRequest
+from millrace.link.messages import NewRequest, TokenLogprobs, unpack_tokens
+from millrace.params import BeamParams, SamplingParams, ThinkingLimit
+from millrace.serve.generate.choices import CollectedChoice
+from millrace.serve.generate.choosing.beam_fields import SelfConsistency
+from millrace.serve.generate.choosing.best import elect
+from millrace.serve.generate.events import Output
 
 COMPLETIONS = "/v1/completions"
 OLLAMA = "/api/chat"
@@ -210,3 +218,17 @@ def test_logits_processors_need_permission(front: Front) -> None:
         assert post(allowing.port, CHAT, body(logits_processors=["my.module.g"])).status == 200
         assert allowing.engine.received[-1].params.logits_processors == ("my.module.g",)
         assert post(allowing.port, CHAT, body(logits_processors=["my.module.h"])).status == 400
+
+
+def test_a_limit_on_reasoning_is_refused_with_beams() -> None:
+    with pytest.raises(BadRequest, match="reasoning") as caught:
+        check_beams(BeamParams(num_beams=2), SamplingParams(thinking=ThinkingLimit(9, 1, 2, False)), 1)
+    assert caught.value.param == "reasoning_effort"
+
+
+def test_an_answer_without_the_field_does_not_win_a_vote_for_empty_fields() -> None:
+    said = [("x=", -1.0), ("x=", -1.0), ("none", 0.0)]
+    outputs = [Output([text], logprobs=[TokenLogprobs(1, logprob, 1, (), ())]) for text, logprob in said]
+    choices = [SimpleNamespace(output=output) for output in outputs]
+    winner, ballot = elect(cast("list[CollectedChoice]", choices), SelfConsistency(samples=3, regex="x=(.*)"))
+    assert (winner.output.text, ballot.value, ballot.votes) == ("x=", "", 2)

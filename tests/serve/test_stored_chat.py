@@ -39,3 +39,27 @@ def test_stored_completions() -> None:
             "deleted": True,
         }
         assert get(port, at).status == 404
+
+
+def test_calls_are_stored_with_what_they_belong_to() -> None:
+    function = {"name": "now"}
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    with running_front(saying('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')) as front:
+        for fields in ({"functions": [function]}, {"tools": [{"type": "function", "function": function}]}):
+            wanted = body(store=True, messages=messages, **fields)
+            whole = post(front.port, CHAT, wanted).json
+            chunks = stream(front.port, CHAT, {**wanted, "stream": True})
+            kept = get(front.port, f"{CHAT}/{chunks[0]['id']}").json["choices"][0]
+            expected = whole["choices"][0]
+            for choice in (kept, expected):
+                for one in choice["message"].get("tool_calls", ()):
+                    del one["id"]
+            assert kept == expected
+        shown = get(front.port, f"{CHAT}/{whole['id']}/messages").json["data"]
+        assert shown[1]["tool_calls"][0]["id"] == shown[2]["tool_call_id"] == "c1"
+        assert "name" not in shown[0]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from millrace.errors import NotFound
 from millrace.serve.generate.job import Job
@@ -19,10 +19,12 @@ from millrace.serve.http.json_answer import encode
 from millrace.serve.http.queries import Page
 from millrace.serve.openai.answers import AnswerMessage, ChatAnswer, ChatChoice, ChatChunkChoice, ChatLogprobs
 from millrace.serve.openai.schemas import ChatRequest
-from millrace.serve.openai.schemas_tools import AnswerCall, FunctionCall
+from millrace.serve.openai.schemas_tools import AnswerCall, FunctionCall, FunctionCallDelta
 from millrace.serve.openai.write_chat import ChatWriter
 from millrace.serve.openai.write_shared import reasons, usage_of
 from millrace.serve.state import FrontState
+
+_FURTHER = ("name", "tool_calls", "tool_call_id", "function_call")
 
 
 class StoredMessage(msgspec.Struct):
@@ -31,6 +33,10 @@ class StoredMessage(msgspec.Struct):
     id: str
     role: str
     content: Any
+    name: str | UnsetType = UNSET
+    tool_calls: Any = UNSET
+    tool_call_id: str | UnsetType = UNSET
+    function_call: Any = UNSET
 
 
 class StoredList(msgspec.Struct):
@@ -66,6 +72,8 @@ class _Streamed:
             message.reasoning_content = before + delta.reasoning_content
         for call in delta.tool_calls or ():
             self._add_call(call)
+        if not isinstance(delta.function_call, UnsetType):
+            self._add_function_call(delta.function_call)
         if chunk.logprobs is not None:
             self.logprobs += chunk.logprobs.content
         if chunk.finish_reason is not None:
@@ -78,6 +86,17 @@ class _Streamed:
             calls.append(AnswerCall(call.id, "function", FunctionCall(call.function.name, "")))
         if call.function.arguments:
             calls[call.index].function.arguments += call.function.arguments
+
+    def _add_function_call(self, more: FunctionCallDelta) -> None:
+        if not isinstance(more.name, UnsetType):
+            self.message.function_call = FunctionCall(more.name, "")
+        if not isinstance(more.arguments, UnsetType) and not isinstance(self.message.function_call, UnsetType):
+            self.message.function_call.arguments += more.arguments
+
+    def whole_message(self) -> AnswerMessage:
+        if self.message.tool_calls or self.message.function_call:
+            self.message.content = self.message.content or None
+        return self.message
 
 
 class StoringWriter(ChatWriter):
@@ -96,7 +115,7 @@ class StoringWriter(ChatWriter):
         choices = [
             ChatChoice(
                 index,
-                said.message,
+                said.whole_message(),
                 ChatLogprobs(said.logprobs) if has_logprobs else None,
                 said.finish,
                 said.stop_reason,
@@ -110,8 +129,13 @@ class StoringWriter(ChatWriter):
 def storing(state: FrontState, request: ChatRequest, work: Work, owner: str) -> Work:
     """The same work, whose answer is stored before the client learns its end."""
     sent = [msgspec.json.decode(msgspec.json.encode(message)) for message in request.messages]
-    messages = [StoredMessage(new_id("msg_"), message["role"], message.get("content")) for message in sent]
+    messages = [_stored(message) for message in sent]
     return dataclasses.replace(work, conclude=partial(_conclude, state, messages, request.metadata or {}, owner))
+
+
+def _stored(message: dict[str, Any]) -> StoredMessage:
+    further = {name: message[name] for name in _FURTHER if message.get(name) is not None}
+    return StoredMessage(new_id("msg_"), message["role"], message.get("content"), **further)
 
 
 async def _conclude(

@@ -106,7 +106,7 @@ def elect(choices: list[CollectedChoice], vote: SelfConsistency) -> tuple[Collec
     leading = [
         (choice, field)
         for choice, field in zip(choices, fields, strict=True)
-        if not most or counts.get(field or "") == most
+        if not most or (field is not None and counts[field] == most)
     ]
     winner, field = max(leading, key=lambda one: one[0].output.mean_logprob)
     return winner, Ballot(field, most, len(choices))
@@ -119,7 +119,7 @@ def extracted(text: str, vote: SelfConsistency) -> str | None:
         value: Any = msgspec.json.decode(text)
         for step in _STEP.finditer(vote.json_path or ""):
             value = value[step[1]] if step[1] is not None else value[int(step[2])]
-    except (msgspec.DecodeError, LookupError, TypeError):
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError):
         return None
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
