@@ -17,6 +17,7 @@ PAGES = [ROOT / "docs" / "deployment.md", ROOT / "docs" / "several-models.md"]
 OF_OTHER_PROGRAMS = {
     *("--no-deps", "--no-cache-dir", "--no-install-recommends", "--index-url", "--create-home", "--uid", "--gpus"),
     *("--from", "--start-period"),
+    "--operator",  # Of `millrace keys`.
 }
 
 
@@ -32,3 +33,9 @@ def test_every_option_exists(path: Path) -> None:
 @pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml"])
 def test_yaml_can_be_read(name: str) -> None:
     assert all(yaml.safe_load_all((ROOT / "deploy" / name).read_text(encoding="utf-8")))
+
+
+def test_variables_of_the_kubernetes_service_are_not_read_as_settings() -> None:
+    objects = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8"))
+    pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Deployment"]
+    assert [pod["enableServiceLinks"] for pod in pods] == [False]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from millrace.config import Config, LoadedConfig, num_fronts, replace
+from millrace.config import Config, LoadedConfig, ModelConfig, num_fronts, replace
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
 from millrace.terminal.running_servers import Announcement, announced, read_settings
 from millrace.terminal.settings_options import add_models, add_settings, given_settings, load_settings
@@ -90,6 +90,8 @@ class Server:
         self._settings = replace(settings, server__fronts=self._config.server.fronts)
         self._device = ""
         check_port(self._config.server.host, self._config.server.port)
+        for model in self._models:
+            check_formats(model.config.model)
         check_files(self._config)
         self._failure = ""
         self._is_ready = False
@@ -315,13 +317,17 @@ def is_chat_model(state: FrontState) -> bool:
     return True
 
 
-def check_files(config: Config) -> None:
-    """Check the formats' names, the keys file and the certificate before anything is loaded."""
-    server, model = config.server, config.model
+def check_formats(model: ModelConfig) -> None:
+    """Check the names of formats before anything is loaded."""
     if model.tool_format != "auto" or model.reasoning_format not in ("auto", "none"):
         from millrace.text.answer_formats import check_names
 
         check_names(model.tool_format, model.reasoning_format)
+
+
+def check_files(config: Config) -> None:
+    """Check the keys file and the certificate before anything is loaded."""
+    server = config.server
     if server.keys_file:
         from pathlib import Path
 

@@ -16,7 +16,8 @@ from helpers.fake_openai import FakeServer, running
 
 from millrace.cli import COMMANDS, command_parser, main, top_help
 from millrace.config import Config, all_settings, load_config
-from millrace.terminal.running_servers import announced, running_servers
+from millrace.errors import NotFound
+from millrace.terminal.running_servers import announced, choose_server, running_servers
 
 
 def millrace(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
@@ -281,6 +282,22 @@ def test_a_server_is_listed_while_it_lives(tmp_path: Path, monkeypatch: pytest.M
         announcement.path.write_text(json.dumps({**record, "started_ticks": 1}))
         assert running_servers() == []  # Another process with the same id.
     assert not announcement.path.exists()
+
+
+def test_a_server_of_several_models_is_found_by_any_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with announced({}, None) as announcement:
+        announcement.write("first, second", "http://127.0.0.1:1", "cpu", Config())
+        assert choose_server("second").pid == os.getpid()
+        with pytest.raises(NotFound):
+            choose_server("sec")
+
+
+def test_formats_of_every_model_are_checked_at_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "several.toml"
+    file.write_text('[models.a]\nsource = "smollm2"\n[models.b]\nsource = "smollm2"\ntool_format = "nonsense"\n')
+    assert main(["serve", "--config", str(file), "--port", "0"]) == 2
+    assert "tool format 'nonsense'" in capsys.readouterr().err
 
 
 def test_doctor_finds_a_taken_port_and_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
