@@ -192,16 +192,18 @@ class Cycle:
 
     def _draw(self, launched: Launched) -> None:
         """Queue the draw of a step. All steps before it are confirmed if a grammar restricts one of its rows."""
-        plan, masks = launched.plan, None
-        if plan.masked is not None and self._masks is not None:
-            began = self._clock()
-            states = np.flatnonzero(plan.masked[plan.samples])
-            request_ids = self._scheduler.rows.request_ids[plan.rows[plan.masked]]
-            masks = self._masks.masks(states, request_ids)
-            self.times.mask_s += self._clock() - began
-            if masks is not None:
-                self._append_forced(self._masks.forced(masks, request_ids))
+        plan = launched.plan
+        if plan.masked is None or self._masks is None:
+            launched.pending = self._runner.draw(plan, None)
+            return
+        began = self._clock()
+        states = np.flatnonzero(plan.masked[plan.samples])
+        request_ids = self._scheduler.rows.request_ids[plan.rows[plan.masked]]
+        masks = self._masks.masks(states, request_ids)
+        self.times.mask_s += self._clock() - began
         launched.pending = self._runner.draw(plan, masks)
+        if masks is not None:  # While the device draws: the next plan needs it, this draw does not.
+            self._append_forced(self._masks.forced(masks, request_ids))
 
     def _append_forced(self, forced: list[tuple[int, list[int]]]) -> None:
         """Rows continue after the tokens that their grammars force. The step launched last draws the first of them."""
