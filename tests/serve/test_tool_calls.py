@@ -304,6 +304,19 @@ def test_responses_items(front: Front) -> None:
     assert "<tool_response>\nsunny\n</tool_response>" in prompt_of(front)
 
 
+def test_log_probabilities_of_a_message_are_its_own(front: Front) -> None:
+    body = {
+        "input": "hi",
+        "tools": [{"type": "function", **FUNCTION}],
+        "include": ["message.output_text.logprobs"],
+    }
+    whole = post(front.port, RESPONSES, body).json["output"]
+    streamed = sse(post(front.port, RESPONSES, {**body, "stream": True}))[-1]["response"]["output"]
+    for items in (whole, streamed):
+        assert [item["type"] for item in items] == ["message", "function_call", "function_call"]
+        assert "".join(one["token"] for one in items[0]["content"][0]["logprobs"]) == "Let me look."
+
+
 def test_a_cut_response_is_incomplete(front: Front) -> None:
     whole = respond(front, max_output_tokens=NUM_BEFORE_CUT).json
     last = sse(respond(front, max_output_tokens=NUM_BEFORE_CUT, stream=True))[-1]

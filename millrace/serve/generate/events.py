@@ -40,6 +40,8 @@ class SaidText:
 
     parts: list[str]
     is_reasoning: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens that it was decoded from."""
 
     @property
     def text(self) -> str:
@@ -56,6 +58,8 @@ class Output:
     """Text, reasoning and calls in their order, of an answer that is parsed."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _num_assigned: int = 0
+    """Log-probabilities whose tokens belong to an event so far."""
 
     @property
     def text(self) -> str:
@@ -75,7 +79,7 @@ class Output:
     @property
     def items(self) -> list[SaidText | ToolCall]:
         """The parts in their order, also of an answer that is not parsed."""
-        return [SaidText(self.parts), *self.said] if any(self.parts) else self.said
+        return [SaidText(self.parts, logprobs=self.logprobs), *self.said] if any(self.parts) else self.said
 
     @property
     def mean_logprob(self) -> float:
@@ -83,7 +87,8 @@ class Output:
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
 
     def add(self, event: AnswerEvent) -> None:
-        """Calls collect their arguments themselves."""
+        """Calls collect their arguments themselves. An event belongs to the tokens since the event before it."""
+        logprobs, self._num_assigned = self.logprobs[self._num_assigned :], len(self.logprobs)
         if isinstance(event, CallStart):
             self.said.append(event.call)
         elif isinstance(event, (TextSaid, ReasoningSaid)) and event.text:
@@ -91,5 +96,6 @@ class Output:
             last = self.said[-1] if self.said else None
             if isinstance(last, SaidText) and last.is_reasoning == is_reasoning:
                 last.parts.append(event.text)
+                last.logprobs += logprobs
             else:
-                self.said.append(SaidText([event.text], is_reasoning))
+                self.said.append(SaidText([event.text], is_reasoning, logprobs))

@@ -99,6 +99,8 @@ class ResponseWriter:
         return b""
 
     def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
+        if self._items and self._open_part is None and not delta.text:
+            return b""  # Tokens after the last call, such as its closing marker.
         opened = self._open(_Part("message"))
         part = self._open_part
         assert part is not None
@@ -199,7 +201,6 @@ class ResponseWriter:
     def _output(self, choice: Choice) -> list[OutputItem]:
         if not isinstance(choice, CollectedChoice):
             return self._items
-        logprobs = self._logprobs(choice.output.logprobs)
         items: list[OutputItem] = []
         for said in choice.output.items:
             if isinstance(said, ToolCall):
@@ -207,9 +208,10 @@ class ResponseWriter:
             elif said.is_reasoning:
                 items.append(_Part("reasoning", said.parts).item("completed"))
             else:
+                logprobs = self._logprobs(said.logprobs)
                 items.append(_Part("message", said.parts, logprobs=logprobs).item("completed"))
         if not items:
-            items.append(_Part("message", logprobs=logprobs).item("completed"))
+            items.append(_Part("message", logprobs=self._logprobs(choice.output.logprobs)).item("completed"))
         last = items[-1]
         if not isinstance(last, FunctionCallItem):
             last.status = _status(choice)
