@@ -10,6 +10,7 @@ from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import Reply, post
 
 from millrace.params import Grammar
+from millrace.text.grammar.compiler import GrammarError
 from millrace.text.tools.formats import FORMATS, Function
 from millrace.text.tools.grammar import forced_calls, strict_calls
 
@@ -97,3 +98,11 @@ def test_special_tokens_are_matched_by_id(name: str) -> None:
     assert ("<[7]>" in source) == bool(spec.openings and name not in ("llama3", "json"))
     auto = strict_calls(spec, functions, lambda text: 7, max_calls=1)
     assert (auto is None) == (name in ("llama3", "json", "pythonic"))
+
+
+@pytest.mark.parametrize(("name", "argument"), [("get-weather", "city"), ("f", "zip-code"), ("f", "from")])
+def test_names_that_python_does_not_allow_are_refused_where_calls_are_python(name: str, argument: str) -> None:
+    functions = [Function(name, parameters={"type": "object", "properties": {argument: {}}})]
+    with pytest.raises(GrammarError, match="no name in Python"):
+        forced_calls(FORMATS["pythonic"], functions, lambda text: None, max_calls=1)
+    assert forced_calls(FORMATS["hermes"], functions, lambda text: None, max_calls=1)

@@ -7,10 +7,12 @@ parser of its format reads it back.
 from __future__ import annotations
 
 import json
+import keyword
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.params import Grammar
+from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.inline import inline_schema
 from millrace.text.tools.formats import Function, ToolFormat
 from millrace.text.tools.written import CallFrame, frame_of
@@ -54,6 +56,12 @@ class _Writer:
         """Keyword arguments in the order of the schema, each a JSON value, which is read like a Python literal."""
         properties = function.parameters.get("properties")
         properties = properties if isinstance(properties, dict) else {}
+        for name in (*function.name.split("."), *properties):
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise GrammarError(
+                    f"The function {function.name!r} has the name {name[:80]!r}, which is no name in Python; this model"
+                    " writes calls in Python, so rename it."
+                )
         required = function.parameters.get("required")
         required = required if isinstance(required, list) else []
         shared = {key: value for key, value in function.parameters.items() if key in ("$defs", "definitions")}
