@@ -97,13 +97,14 @@ def test_settings_reach_the_engine_and_code_repeats_them(browser: Browser, front
         page.fill("#set-temperature", "0.5")
         page.fill("#set-max_tokens", "7")
         page.fill("#set-seed", "11")
-        ask(page, "Hello")
+        ask(page, "Hello" + " word" * 200)
         got = front.engine.received[-1]
         assert (got.params.temperature, got.params.max_tokens, got.params.seed) == (0.5, 7, 11)
         assert prompt_of(got).startswith("[system]Be brief.\n[user]Hello")
         page.wait_for_selector(".notice:has-text('limit of tokens')")
         page.click("#code")
         code = page.locator("dialog[open] pre")
+        assert page.locator("dialog[open]").evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
         assert f"{front.url}/v1/chat/completions" in code.inner_text()
         assert json.loads(code.inner_text().partition("-d '")[2].rstrip("'"))["temperature"] == 0.5
         page.click("dialog[open] >> text=Python")
