@@ -15,7 +15,7 @@ import pytest
 from serve.front_under_test import MODEL, TEMPLATE, Front, byte_tokenizer, running_front, saying
 from serve.null_engine import NullEngine
 
-from millrace.errors import BadRequest
+from millrace.errors import BadRequest, EngineUnavailable
 from millrace.link.client import EngineClient
 from millrace.params import NEUTRAL_DEFAULTS
 from millrace.serve.ollama.keep_alive import keep_alive_s
@@ -158,6 +158,24 @@ def test_unload_and_load_over_http(served: tuple[Front, Control, list[int]]) -> 
     assert (status, answer["done_reason"]) == (200, "load")
     assert control.orders[-1] == (OTHER, 600.0)
     assert ask(front, "POST", "/v1/models/absent/load")[0] == 404
+
+
+def test_an_engine_that_does_not_answer_hides_no_request_of_another(
+    served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, _, _ = served
+    complete(front, OTHER)
+
+    async def silent(*args: object) -> bytes:
+        raise EngineUnavailable("The engine did not answer.")
+
+    async def knows(what: str, name: str, tenant: str | None) -> bytes:
+        return b'{"id":"known"}' if name == "known" else b""
+
+    monkeypatch.setattr(front.state.models.find(MODEL).client, "query", silent)
+    monkeypatch.setattr(front.state.models.find(OTHER).client, "query", knows)
+    assert ask(front, "GET", "/v1/requests/known/explain") == (200, {"id": "known"})
+    assert ask(front, "GET", "/v1/requests/unknown/explain")[0] == 503
 
 
 def test_a_model_that_cannot_be_loaded_hurts_no_other(served: tuple[Front, Control, list[int]]) -> None:

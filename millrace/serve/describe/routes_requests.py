@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
-from millrace.errors import NotFound
+from millrace.errors import EngineUnavailable, NotFound
 from millrace.link.messages import MAX_FINISHED_KEPT
 from millrace.params import CLASS_NAMES
 from millrace.serve.http.json_answer import json_answer
@@ -182,8 +183,7 @@ async def _query(request: web.Request, what: Literal["cancel", "explain"]) -> by
     clients = [model.client for model in state.models if model.status == "loaded"]
     if not clients:
         state.require_engine()
-    bodies = await asyncio.gather(*(client.query(what, name, tenant) for client in clients))
-    body = next(filter(None, bodies), b"")
+    body = await _first_found([asyncio.ensure_future(client.query(what, name, tenant)) for client in clients])
     if not body:
         raise NotFound(
             f"Request {name[:128]!r} is not running and not among the last {MAX_FINISHED_KEPT} that ended. A request's"
@@ -192,3 +192,23 @@ async def _query(request: web.Request, what: Literal["cancel", "explain"]) -> by
             code="request_not_found",
         )
     return body
+
+
+async def _first_found(questions: Sequence[asyncio.Future[bytes]]) -> bytes:
+    """The reply of the engine that knows the request; one that does not answer must not hide the others' requests."""
+    failure: EngineUnavailable | None = None
+    try:
+        for question in asyncio.as_completed(questions):
+            try:
+                body = await question
+            except EngineUnavailable as error:
+                failure = error
+                continue
+            if body:
+                return body
+    finally:
+        for question in questions:
+            question.cancel()
+    if failure is not None:
+        raise failure
+    return b""
