@@ -131,8 +131,6 @@ def check_beams(params: BeamParams, sampling: SamplingParams, num_ends: int) -> 
             " remove 'reasoning_effort' or 'thinking_token_budget'.",
             param="reasoning_effort",
         )
-    if sampling.thinking is not None:
-        raise BadRequest("A limit on reasoning cannot be combined with beam search; remove one of the two.")
     if sampling.temperature not in (0.0, 1.0):
         raise BadRequest(
             f"temperature is {sampling.temperature}, which has no meaning in beam search; remove it.",

@@ -7,9 +7,8 @@ import torch
 from transformers_oracle import load_model
 
 from millrace import LLM, SamplingParams
-from millrace.beams import check_beams
 from millrace.errors import BadRequest
-from millrace.params import BeamParams, ThinkingLimit
+from millrace.params import BeamParams
 from millrace.sources.resolve import resolve_model
 
 PROMPTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time, in a")
@@ -42,12 +41,6 @@ def test_beams_equal_transformers() -> None:
                 assert [choice.token_ids for choice in generation.choices] == wanted, (text, beams)
         with pytest.raises(BadRequest, match="top_p cannot be combined with beam search"):
             llm.generate("a", SamplingParams(top_p=0.5), beams=BeamParams(2))
-
-
-def test_a_limit_on_reasoning_is_refused_with_beams() -> None:
-    limited = SamplingParams(thinking=ThinkingLimit(max_tokens=8, start_id=1, end_id=2, is_open=True))
-    with pytest.raises(BadRequest, match="A limit on reasoning cannot be combined with beam search"):
-        check_beams(BeamParams(2), limited, num_ends=1)
 
 
 def _until_end(tokens: list[int], ends: list[int]) -> list[int]:
