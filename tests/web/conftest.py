@@ -1,4 +1,4 @@
-"""One Chromium for all browser tests. They are skipped where Playwright or Chromium is missing."""
+"""One Chromium for each file of browser tests. They are skipped where Playwright or Chromium is missing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Closed after each file: while it runs, this thread has a running event loop, so `asyncio.run` fails."""
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
