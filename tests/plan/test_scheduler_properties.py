@@ -249,7 +249,7 @@ def random_world(seed: int) -> World:
     )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
     world = random_world(seed)
