@@ -44,8 +44,10 @@ def main() -> None:
 
 
 def _stop_with_parent(channel: SocketEngineChannel) -> None:
-    """The pipe closes when the parent ends or stops the engine. An engine still busy after the grace time exits."""
-    while sys.stdin.buffer.read(4096):
+    """The pipe closes when the parent ends or stops the engine. An engine still busy after the grace time exits.
+
+    Reads the pipe itself: an interpreter that shuts down while a thread waits in `sys.stdin` aborts."""
+    while os.read(0, 4096):
         pass
     channel.request_stop()
     threading.Event().wait(ORPHAN_GRACE_S)
