@@ -20,8 +20,9 @@ def serve_engine(
     channel: EngineChannel,
     on_hang: Callable[[], None] | None = None,
     on_idle: Callable[[], None] | None = None,
-) -> None:
-    """Build the engine and run it. Any failure is sent to every front as `EngineFailed`."""
+) -> bool:
+    """Build the engine and run it until it stops. False if it failed: every front is sent the reason as
+    `EngineFailed`."""
     build_pool = start_build_pool(config)
     create_context_early(config.run)
     from millrace.engine.build import build_engine  # Imports torch, which takes seconds: the steps above run meanwhile.
@@ -34,12 +35,14 @@ def serve_engine(
         for front in range(channel.num_fronts):
             channel.send(front, ready)
         engine.run()
+        return True
     except Exception as error:
         message = error.message if isinstance(error, MillraceError) else f"The engine failed: {error!r}"
         if not isinstance(error, MillraceError):
             log.exception("the engine failed")
         for front in range(channel.num_fronts):
             channel.send(front, EngineFailed(message, isinstance(error, MemoryPlanError)))
+        return False
     finally:
         if build_pool is not None:
             build_pool.close()
