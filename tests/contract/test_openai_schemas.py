@@ -178,14 +178,14 @@ def test_every_parameter_of_the_reference_is_known(front: Front) -> None:
             error = post(front.port, path, {"model": MODEL, **base, field: [{"surely": "wrong"}]}).error
             assert error["param"] is not None
             assert error["param"].startswith(field), error
-            assert error["code"] != "unknown_field", error
+            assert error["code"] != "unknown_field" or error["param"] != field, error
 
 
 @needs_document
 def test_models_and_errors(front: Front) -> None:
     conforms(get(front.port, "/v1/models").json, "ListModelsResponse")
     conforms(get(front.port, f"/v1/models/{MODEL}").json, "Model")
-    for reply in (get(front.port, "/nowhere"), get(front.port, CHAT), post(front.port, CHAT, b"{")):
+    for reply in (get(front.port, "/nowhere"), get(front.port, COMPLETIONS), post(front.port, CHAT, b"{")):
         conforms(reply.json, "ErrorResponse")
 
 
