@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -36,3 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_runtest_logstart() -> None:
+    """Undo `setup_logging` of an earlier test: after it, pytest would record our log lines twice or not at all."""
+    logger = logging.getLogger("millrace")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    root = logging.getLogger()
+    root.handlers = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
+    root.setLevel(logging.WARNING)

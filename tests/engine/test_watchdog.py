@@ -21,7 +21,6 @@ def test_a_stalled_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
     assert plan is not None
     launched_at = time.monotonic()
     watchdog = Watchdog(lambda: (plan, launched_at), stall_s=0.1, check_every_s=0.05)
-    logging.getLogger("millrace").propagate = True
     with caplog.at_level(logging.ERROR, logger="millrace.engine.watchdog"):
         watchdog.start()
         time.sleep(0.5)

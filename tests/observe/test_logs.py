@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
-
-import pytest
 
 from millrace.observe.logs import setup_logging
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> Iterator[None]:
-    loggers = [logging.getLogger(), logging.getLogger("millrace")]
-    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, handlers, level, propagate in before:
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 def test_level_process_and_one_line_per_event() -> None:

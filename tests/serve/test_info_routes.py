@@ -85,7 +85,6 @@ def test_metrics_have_the_right_type(front: Front) -> None:
 def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
     import logging
 
-    logging.getLogger("millrace").propagate = True
     config = replace(Config(), observe__log_requests=True)
     with caplog.at_level(logging.INFO, "millrace"), running_front(saying("SECRET"), config=config) as front:
         post(front.port, CHAT, body(messages=[{"role": "user", "content": "PRIVATE"}]), {"X-Request-Id": "r-1"})

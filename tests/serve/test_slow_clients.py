@@ -37,7 +37,6 @@ def front() -> Iterator[Front]:
 
 
 def test_a_client_that_stops_reading_is_dropped(front: Front, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("millrace").propagate = True
     with caplog.at_level(logging.WARNING, "millrace"), connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=LONG)))
         eventually(lambda: bool(front.engine.aborted), 30)
