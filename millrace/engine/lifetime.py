@@ -20,8 +20,8 @@ def serve_engine(
     channel: EngineChannel,
     on_hang: Callable[[], None] | None = None,
     on_idle: Callable[[], None] | None = None,
-) -> bool:
-    """Build the engine and run it until it stops. False if it failed: every front is sent the reason as
+) -> str | None:
+    """Build the engine and run it until it stops. Returns the reason if it failed, after sending it to every front as
     `EngineFailed`."""
     build_pool = start_build_pool(config)
     create_context_early(config.run)
@@ -35,14 +35,14 @@ def serve_engine(
         for front in range(channel.num_fronts):
             channel.send(front, ready)
         engine.run()
-        return True
+        return None
     except Exception as error:
         message = error.message if isinstance(error, MillraceError) else f"The engine failed: {error!r}"
         if not isinstance(error, MillraceError):
             log.exception("the engine failed")
         for front in range(channel.num_fronts):
             channel.send(front, EngineFailed(message, isinstance(error, MemoryPlanError)))
-        return False
+        return message
     finally:
         if build_pool is not None:
             build_pool.close()

@@ -1,4 +1,4 @@
-"""The path of an engine's Unix socket, and the creation of sockets."""
+"""The files of an engine: its Unix socket and the reason why it failed. Also the creation of sockets."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def engine_path(directory: str) -> str:
             "Set TMPDIR to a directory with a shorter name."
         )
     return path
+
+
+def failure_path(directory: str) -> str:
+    """Path of the file in which an engine that failed leaves the reason. The same message over the socket may come too
+    late or not at all if its front is still starting."""
+    return os.path.join(directory, "failure")
 
 
 def unix_socket() -> socket.socket:

@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 1.0
 """How long `close` waits for fronts to read the last messages."""
-FAILED_GRACE_S = 15.0
-"""The same for an engine that failed to start: its fronts may still be starting, and they must learn why."""
 MAX_QUEUED = 4096
 """Messages kept for a front that is not connected. Beyond that the oldest are dropped."""
 MAX_EVENTS = 64
@@ -202,10 +200,10 @@ class SocketEngineChannel:
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
 
-    def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+    def close(self) -> None:
         if self._closed:
             return
-        end = time.monotonic() + grace_s
+        end = time.monotonic() + CLOSE_GRACE_S
         while any(front.writer.is_waiting for front in self._fronts) and (left_s := end - time.monotonic()) > 0:
             self._turn(left_s)
         with self._lock:

@@ -11,12 +11,14 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from millrace.config import from_dict
 from millrace.engine.lifetime import serve_engine
 from millrace.host.idle_memory import IdleCollector
 from millrace.host.time_slice import request_default_slices
-from millrace.link.engine_end import CLOSE_GRACE_S, FAILED_GRACE_S, SocketEngineChannel
+from millrace.link.address import failure_path
+from millrace.link.engine_end import SocketEngineChannel
 from millrace.observe.logs import setup_logging
 
 ORPHAN_GRACE_S = 10.0
@@ -39,8 +41,10 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_S)
     channel = SocketEngineChannel(directory, num_fronts)
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
-    has_stopped = serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=IdleCollector())
-    channel.close(CLOSE_GRACE_S if has_stopped else FAILED_GRACE_S)
+    failure = serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=IdleCollector())
+    if failure is not None:
+        Path(failure_path(directory)).write_text(failure, encoding="utf-8")
+    channel.close()
 
 
 def _stop_with_parent(channel: SocketEngineChannel) -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from millrace.config import Config, as_dict
@@ -22,7 +23,7 @@ from millrace.engine.lifetime import serve_engine
 from millrace.host.bytecode import keep_bytecode
 from millrace.host.early_context import has_gpu
 from millrace.host.libraries_ahead import read_libraries_ahead
-from millrace.link.address import engine_path
+from millrace.link.address import engine_path, failure_path
 from millrace.link.channel import FrontChannel, InProcessLink
 from millrace.link.front_end import SocketFrontChannel
 from millrace.link.messages import Stop
@@ -128,6 +129,8 @@ class EngineProcess:
     def _exit_message(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=1.0)
+        with contextlib.suppress(OSError):
+            return Path(failure_path(self._directory.name)).read_text(encoding="utf-8")
         return f"The engine process ended with code {self.process.returncode}; see its log."
 
     def stop(self) -> None:
