@@ -110,6 +110,18 @@ def test_the_command_writes_reports_that_can_be_compared(
     assert json.loads(files[0].read_text())["summary"]["failed"] == 0
 
 
+def test_a_run_without_measured_requests_says_so(
+    front: Front, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def only_in_warm_up(*_: object) -> list[Record]:
+        return [Record(0, 0, 0.05)]
+
+    monkeypatch.setattr("millrace.load.processes.run_load", only_in_warm_up)
+    options = ["--concurrency", "1", "--warmup", "0.1", "--seconds", "0.2"]
+    assert main(["load", "--url", front.url, *options]) == 2
+    assert "still waited for those of the warm-up. Set --seconds to more than 0.2." in capsys.readouterr().err
+
+
 def test_a_trace_is_replayed_and_its_rate_counts_over_its_own_time(
     front: Front, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

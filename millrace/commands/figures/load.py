@@ -108,6 +108,12 @@ async def _run(args: argparse.Namespace) -> int:
     if args.sweep:
         return await _sweep(args, endpoint, workload)
     outcome, server = await _measure(args, endpoint, workload, args.rate)
+    if not outcome.records:
+        raise UsageError(
+            f"No request was due in the measured {outcome.seconds:g} s"
+            f"{': the clients still waited for those of the warm-up' if args.concurrency else ''}."
+            f" Set --seconds to more than {args.seconds:g}."
+        )
     cause = _bottleneck(outcome, server)
     _write(args, endpoint, outcome, cause, server, None)
     return 0 if all(outcome.meets(objective) for objective in outcome.objectives) else 1
