@@ -10,7 +10,8 @@ import torch
 
 from millrace.config import RunConfig
 from millrace.host.cores import memory_nodes, usable_cores
-from millrace.run.device.device import CpuDevice, open_device
+from millrace.run.device import device as device_module
+from millrace.run.device.device import CpuDevice, fast_dtype, open_device
 
 
 @pytest.fixture
@@ -119,3 +120,24 @@ def test_threads_stay_on_one_numa_node(asked: int, threads: int, stays: bool, mo
     finally:
         device.close()
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({"avx2", "avx512f", "avx512_vnni"}, torch.float32),
+        ({"avx512f", "avx512_bf16"}, torch.bfloat16),
+        ({"avx512f", "amx_bf16"}, torch.bfloat16),
+        ({"asimddp"}, torch.float32),
+        ({"asimddp", "i8mm", "bf16"}, torch.bfloat16),
+    ],
+)
+def test_auto_is_bfloat16_only_with_instructions_for_it(
+    features: set[str], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "processor_features", lambda: frozenset(features))
+    device = CpuDevice(1)
+    try:
+        assert fast_dtype(device) is expected
+    finally:
+        device.close()

@@ -31,6 +31,9 @@ _BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 
+BF16_FEATURES: Final = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+"""Each of them means instructions for products in bfloat16, as /proc/cpuinfo names it on x86-64 or ARM."""
+
 TARGETS: Final = (
     Target("amx", "x86_64", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AMX),
     Target("avx512-bf16", "x86_64", _BF16_FLAGS, _BF16),
