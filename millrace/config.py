@@ -90,7 +90,9 @@ class ModelConfig:
     )
     offline: bool = setting(False, "never download: use only models that are on this machine")
     served_name: str = setting("", "model name in the API; if empty, the name of the source")
-    dtype: Dtype = setting("auto", "compute dtype; auto = bfloat16 where the hardware has instructions for it, else float32")
+    dtype: Dtype = setting(
+        "auto", "compute dtype; auto = bfloat16 where the hardware has instructions for it, else float32"
+    )
     quantization: Quantization = setting("none", "fp8 stores the layers' weights in 8 bits (needs a GPU with FP8)")
     max_context: int = setting(0, "maximum tokens of prompt and output together; 0 = the model's limit", minimum=0)
     chat_template: str = setting("", "file with a Jinja chat template; if empty, the model's own template")
