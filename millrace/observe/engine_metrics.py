@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from prometheus_client.core import (
@@ -13,7 +13,6 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
 from millrace.link.messages import EngineReady, EngineStats
 from millrace.observe.histograms import SPECS, Floats, Histograms, HistogramSpec
@@ -27,38 +26,20 @@ class EngineView(Protocol):
     ready: EngineReady | None
     stats: EngineStats | None
     num_engine_starts: int
+    is_unloaded: bool
+    is_wanted: bool
+    failure: str | None
 
     def is_progressing(self, now: float) -> bool: ...
 
 
-class EngineCollector(Collector):
-    """Turns the last report of each engine into metrics."""
-
-    def __init__(self, engine: EngineView, metrics_of: Callable[[EngineView], Iterator[Metric]]) -> None:
-        self._first, self._metrics_of = engine, metrics_of
-        self._named: dict[str, EngineView] = {}
-        """Engines by model, if there are several."""
-
-    def add(self, first: str, name: str, engine: EngineView) -> None:
-        self._named = {**(self._named or {first: self._first}), name: engine}
-
-    def collect(self) -> Iterator[Metric]:
-        if not self._named:
-            yield from self._metrics_of(self._first)
-            return
-        families: dict[str, Metric] = {}
-        for model, engine in self._named.items():
-            for family in self._metrics_of(engine):
-                merged = families.setdefault(family.name, family)
-                labelled = [sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples]
-                merged.samples = labelled if merged is family else merged.samples + labelled
-        yield from families.values()
-
-
 def engine_metrics(engine: EngineView) -> Iterator[Metric]:
     ready, stats = engine.ready, engine.stats
-    is_ready = engine.is_progressing(time.monotonic())
-    yield GaugeMetricFamily("millrace_engine_ready", "1 if the engine makes progress, else 0.", value=float(is_ready))
+    is_asleep = engine.is_unloaded and not engine.is_wanted and engine.failure is None
+    yield GaugeMetricFamily("millrace_engine_unloaded", "1 if no request needs the model.", value=float(is_asleep))
+    if not is_asleep:  # A model that nobody needs is no reason for an alert.
+        is_ready = float(engine.is_progressing(time.monotonic()))
+        yield GaugeMetricFamily("millrace_engine_ready", "1 if the engine makes progress, else 0.", value=is_ready)
     starts = engine.num_engine_starts
     yield CounterMetricFamily(
         "millrace_engine_starts", "Number of times that an engine became ready.", value=float(starts)

@@ -5,7 +5,7 @@ On `/metrics?names=vllm` only: `promtool` warns about colons in names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,6 +14,7 @@ from millrace.link.messages import EngineStats
 from millrace.observe import histograms
 from millrace.observe.engine_metrics import EngineView, buckets_of
 from millrace.observe.histograms import SPECS, Histograms
+from millrace.observe.model_figures import ModelFigures
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": histograms.TTFT,
@@ -33,25 +34,35 @@ _FINISHED = {"stop": "stop", "length": "length", "abort": "abort", "cancelled": 
 
 
 class VllmCollector(Collector):
-    def __init__(self, engine: EngineView) -> None:
-        self._engine = engine
+    def __init__(self, models: Mapping[str, ModelFigures]) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        ready, stats = self._engine.ready, self._engine.stats
-        if ready is None or stats is None:
-            return
-        model = ready.model_name
-        for name, text, value in _gauges(stats):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            gauge.add_metric([model], value)
-            yield gauge
-        for name, text, value in _counters(stats):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            counter.add_metric([model], value)
-            yield counter
-        yield _success(stats, model)
-        if stats.histograms:
-            yield from _histograms(stats, model)
+        families: dict[str, Metric] = {}
+        for model in self._models.values():
+            for family in _families(model.engine):
+                merged = families.setdefault(family.name, family)
+                if merged is not family:
+                    merged.samples += family.samples
+        yield from families.values()
+
+
+def _families(engine: EngineView) -> Iterator[Metric]:
+    ready, stats = engine.ready, engine.stats
+    if ready is None or stats is None:
+        return
+    model = ready.model_name
+    for name, text, value in _gauges(stats):
+        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        gauge.add_metric([model], value)
+        yield gauge
+    for name, text, value in _counters(stats):
+        counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        counter.add_metric([model], value)
+        yield counter
+    yield _success(stats, model)
+    if stats.histograms:
+        yield from _histograms(stats, model)
 
 
 def _gauges(stats: EngineStats) -> Iterator[tuple[str, str, float]]:

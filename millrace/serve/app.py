@@ -245,7 +245,7 @@ def load_state(
         tokenizer=text.tokenizer,
         template=text.template,
         model_name=first.name,
-        metrics=FrontMetrics(client, parse_objectives(observe.slos)),
+        metrics=FrontMetrics({model.name: clients[model.name] for model in models}, parse_objectives(observe.slos)),
         sampling_defaults=text.sampling_defaults,
         model_facts=text.facts,
         keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
@@ -257,8 +257,6 @@ def load_state(
     state.models = ServedModels()
     for model in models:
         state.models.add(_served_model(state, model, clients[model.name], is_first=model is first))
-        if model is not first:
-            state.metrics.add_engine(first.name, model.name, clients[model.name])
     return state
 
 

@@ -18,8 +18,8 @@ from millrace.errors import EngineUnavailable, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
 from millrace.observe.audit import AuditLog
-from millrace.observe.history import History
 from millrace.observe.metrics import FrontMetrics
+from millrace.observe.model_figures import ModelFigures
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.params import NEUTRAL_DEFAULTS, Grammar, SamplingDefaults
 from millrace.serve.database import Store, store_directory
@@ -45,6 +45,7 @@ class JobSummary:
     """A running job as /v1/requests shows it."""
 
     answer_id: str
+    model: str
     request_id: str
     """The header X-Request-Id."""
     path: str
@@ -145,8 +146,6 @@ class FrontState:
     """None: no key is required."""
     quotas: Quotas = field(default_factory=Quotas)
     audit: AuditLog | None = None
-    history: History = field(default_factory=History)
-    """The last minutes, for /v1/stats."""
     directory: str | None = None
     """Directory with the sockets of this server's processes; None if front and engine share one process."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
@@ -192,6 +191,11 @@ class FrontState:
         self.admission = Admission(config)
         origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
         self.cors_origins = frozenset(origin for origin in origins if origin)
+
+    @property
+    def figures(self) -> ModelFigures:
+        """Of this model."""
+        return self.metrics.models[self.model_name]
 
     @property
     def draining(self) -> bool:
@@ -275,8 +279,10 @@ class FrontState:
         reasons = [model.unusable_because() for model in self.models]
         if all(reasons):
             return reasons[0]
-        if self.config.observe.slo_ready and (burning := self.metrics.slos.burning(time.time())):
-            return f"The error budget of an objective burns fast: {burning[0]}."
+        if self.config.observe.slo_ready:
+            for name, figures in self.metrics.models.items():
+                for objective in figures.slos.burning(time.time()):
+                    return f"The error budget of an objective of {name!r} burns fast: {objective}."
         return None
 
     def close(self) -> None:

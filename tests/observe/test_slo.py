@@ -12,7 +12,7 @@ from millrace.cli import main
 from millrace.errors import ConfigError
 from millrace.link.messages import EngineStats, Finish
 from millrace.observe.histograms import QUEUE, TTFT, Histograms
-from millrace.observe.metrics import is_good
+from millrace.observe.model_figures import is_good
 from millrace.observe.slo.dashboard import grafana_dashboard
 from millrace.observe.slo.objective import parse_objective, parse_objectives
 from millrace.observe.slo.rules import alert_rules

@@ -110,7 +110,7 @@ def running_front(
             tokenizer=words,
             template=template or ChatTemplate({"default": TEMPLATE}, {}),
             model_name=MODEL,
-            metrics=FrontMetrics(client, parse_objectives(config.observe.slos)),
+            metrics=FrontMetrics({MODEL: client}, parse_objectives(config.observe.slos)),
         )
         stop = asyncio.Event()
 

@@ -132,13 +132,13 @@ def test_ready_and_the_admission_of_batches_follow_the_error_budget() -> None:
         fields = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
 
         def burn(priority: int) -> None:
-            tracker, histograms = SloTracker(front.state.metrics.slos.objectives), Histograms()
+            tracker, histograms = SloTracker(front.state.figures.slos.objectives), Histograms()
             for _ in range(2):
                 report = msgspec.structs.replace(stats(), histograms=histograms.tobytes())
                 tracker.sample(time.time(), report)
                 for _ in range(20):
                     histograms.observe(TTFT, priority, 3.0)
-            front.state.metrics.slos = tracker
+            front.state.figures.slos = tracker
 
         assert get(front.port, "/ready").status == 200
         front.call(lambda: burn(2))

@@ -18,6 +18,7 @@ from serve.null_engine import NullEngine
 from millrace.errors import BadRequest, EngineUnavailable
 from millrace.link.client import EngineClient
 from millrace.params import NEUTRAL_DEFAULTS
+from millrace.serve.describe.sampler import take_sample
 from millrace.serve.ollama.keep_alive import keep_alive_s
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import FrontState, ModelText
@@ -69,7 +70,7 @@ def served() -> Iterator[tuple[Front, Control, list[int]]]:
             state.models.add(
                 ServedModel(OTHER, client, read=read, aliases=("alias", "tagged:7b"), loads_at_start=False)
             )
-            state.metrics.add_engine(MODEL, OTHER, client)
+            state.metrics.add_model(OTHER, client)
             state.control = control
 
         front.call(add)
@@ -205,3 +206,40 @@ def test_keep_alive_values(value: str | float | None, seconds: float | None) -> 
 def test_keep_alive_mistakes(value: str | float) -> None:
     with pytest.raises(BadRequest, match="keep_alive is"):
         keep_alive_s(value)
+
+
+def test_every_model_has_figures_of_its_own(served: tuple[Front, Control, list[int]]) -> None:
+    front, _, _ = served
+    complete(front, OTHER)
+    complete(front, MODEL)
+    front.call(lambda: take_sample(front.state, 0.0))
+    first, other = (ask(front, "GET", f"/v1/stats?window=60&step=5{query}")[1] for query in ("", "&model=alias"))
+    assert (first["model"], other["model"]) == (MODEL, OTHER)
+    assert [(one["name"], one["status"]) for one in first["models"]] == [(MODEL, "loaded"), (OTHER, "loaded")]
+    assert (
+        other["totals"]["output_tokens"]
+        == front.call(lambda: front.state.models.find(OTHER).client.stats).output_tokens
+    )
+    assert ask(front, "GET", f"/v1/cost?model={OTHER}&price=1")[1]["model"] == OTHER
+    assert ask(front, "GET", f"/tokenizer_info?model={OTHER}")[0] == 200
+    for path in ("/v1/stats", "/v1/cost", "/v1/steps", "/tokenizer_info"):
+        status, answer = ask(front, "GET", f"{path}?model=absent")
+        assert (status, f"'{MODEL}', '{OTHER}'" in answer["error"]["message"]) == (404, True), path
+    page = ask(front, "GET", "/metrics?names=vllm")[1]
+    for name in (MODEL, OTHER):
+        assert re.search(
+            rf'^millrace_sequences_total\{{model="{name}",priority="standard"\}} [1-9]', page, re.MULTILINE
+        )
+        assert re.search(rf'^millrace_request_output_tokens_total\{{model="{name}"\}} [1-9]', page, re.MULTILINE)
+    assert page.count("# TYPE millrace_e2e_seconds histogram") == 1
+
+
+def test_a_model_that_nobody_needs_raises_no_alert(served: tuple[Front, Control, list[int]]) -> None:
+    front, _, _ = served
+    ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    page = ask(front, "GET", "/metrics")[1]
+    assert f'millrace_engine_unloaded{{model="{OTHER}"}} 1.0' in page
+    assert f'millrace_engine_ready{{model="{OTHER}"}}' not in page
+    status, answer = ask(front, "GET", f"/v1/steps?model={OTHER}")
+    assert (status, answer["error"]["message"]) == (503, f"The model {OTHER!r} is unloaded, so it runs no steps.")
+    assert ask(front, "GET", f"/v1/stats?model={OTHER}")[1]["now"]["status"] == "unloaded"

@@ -67,7 +67,7 @@ def test_objectives_and_cost_of_a_real_front(browser: Browser) -> None:
         for second in range(8):
             steps = 100 + 10 * second
             work = msgspec.structs.replace(stats, step_no=steps, decode_tokens=4 * steps, device_seconds=0.01 * steps)
-            front.state.history.add(Sample(time.time() + second, work, FrontCounts()))
+            front.state.figures.history.add(Sample(time.time() + second, work, FrontCounts()))
         page.reload()
         page.wait_for_selector("#cost >> text=Per million tokens")
         assert re.search(r"output\s*\$\d+\.\d\d", page.locator("#cost").inner_text())

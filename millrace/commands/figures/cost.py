@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
+from millrace.terminal.server_options import add_server, ask_server
 
 USAGE = "millrace cost [--url URL] [--price X] [--json] | millrace cost --bill AUDIT_LOG [options]"
 EXAMPLES = """\
@@ -20,8 +21,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    add_server(parser)
     parser.add_argument("--price", type=float, metavar="X", help="dollars per hour, instead of the server's setting")
     parser.add_argument("--json", action="store_true", help="print the server's answer")
     bill = parser.add_argument_group("bills")
@@ -29,15 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bill.add_argument("--format", default="csv", choices=("csv", "jsonl"), help="of the bills (default: csv)")
     for kind in ("input", "cached", "output"):
         bill.add_argument(f"--usd-{kind}", type=float, default=0.0, metavar="X", help=f"per million {kind} tokens")
+    text = "per million output tokens of reasoning (default: as other output)"
+    bill.add_argument("--usd-reasoning", type=float, metavar="X", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.bill:
         return _bill(args)
-    from millrace.load.server_answer import get_json
-
-    query = f"?price={args.price}" if args.price is not None else ""
-    report = get_json(args.url, f"/v1/cost{query}", args.api_key)
+    report = ask_server(args, "/v1/cost", price=args.price)
     if args.json:
         print(json.dumps(report))
     else:
@@ -75,9 +74,11 @@ def _item_line(item: dict[str, Any]) -> str:
 def _bill(args: argparse.Namespace) -> int:
     from millrace.observe.cost.billing import Prices, bills, write_bills
 
+    reasoning = args.usd_output if args.usd_reasoning is None else args.usd_reasoning
+    prices = Prices(args.usd_input, args.usd_cached, args.usd_output, reasoning)
     try:
         with args.bill.open(encoding="utf-8") as lines:
-            found, broken = bills(lines, Prices(args.usd_input, args.usd_cached, args.usd_output))
+            found, broken = bills(lines, prices)
     except OSError as error:
         raise ConfigError(f"The audit log {args.bill} cannot be read: {error.strerror}.") from error
     print(write_bills(found, args.format), end="")

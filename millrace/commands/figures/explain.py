@@ -7,6 +7,8 @@ import json
 import urllib.parse
 from typing import Any
 
+from millrace.terminal.server_options import add_server, ask_server
+
 USAGE = "millrace explain REQUEST [--url URL] [--json]"
 EXAMPLES = """\
 examples:
@@ -17,15 +19,12 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", metavar="REQUEST", help="id of a request")
     parser.add_argument("--json", action="store_true", help="print the server's answer")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    add_server(parser, with_model=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    from millrace.load.server_answer import get_json
-
     name = urllib.parse.quote(args.request, safe="")
-    found = get_json(args.url, f"/v1/requests/{name}/explain", args.api_key)
+    found = ask_server(args, f"/v1/requests/{name}/explain")
     if args.json:
         print(json.dumps(found))
         return 0

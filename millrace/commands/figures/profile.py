@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError
+from millrace.terminal.server_options import add_server, ask_server
 
 USAGE = "millrace profile [--steps N] [--out FILE.html] [--url URL]"
 EXAMPLES = """\
@@ -24,13 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="steps to measure (default: 200)")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="X", help="seconds to wait (default: 60)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a page with the roofline")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    parser.add_argument("--json", action="store_true", help="print the server's answer")
+    add_server(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from millrace.load.roofline import machine_limits, page, report
-    from millrace.load.server_answer import get_json
 
     before = _totals(args)
     wanted = before["num_steps"] + args.steps
@@ -38,20 +39,22 @@ def run(args: argparse.Namespace) -> int:
     steps = before
     while steps["num_steps"] < wanted and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        steps = get_json(args.url, f"/v1/steps?last={min(4096, args.steps)}", args.api_key)
+        steps = ask_server(args, "/v1/steps", last=min(4096, args.steps))
     if not steps["step_no"] or steps["num_steps"] == before["num_steps"]:
         raise MillraceError(f"No step ran within {args.timeout:g} s; send requests while profiling.")
-    stats = get_json(args.url, "/v1/stats?window=60&step=5", args.api_key)
+    stats = ask_server(args, "/v1/stats", window=60, step=5)
     limits = machine_limits(steps)
-    print("\n".join(report(steps, stats, limits)))
     if args.out:
         args.out.write_text(page(steps, limits), encoding="utf-8")
+    if args.json:
+        print(json.dumps(steps))
+        return 0
+    print("\n".join(report(steps, stats, limits)))
+    if args.out:
         print(f"Wrote {args.out}.")
     return 0
 
 
 def _totals(args: argparse.Namespace) -> dict[str, Any]:
-    from millrace.load.server_answer import get_json
-
-    found: dict[str, Any] = get_json(args.url, "/v1/steps?last=1", args.api_key)
+    found: dict[str, Any] = ask_server(args, "/v1/steps", last=1)
     return found

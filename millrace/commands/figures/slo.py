@@ -6,6 +6,7 @@ import argparse
 import json
 
 from millrace.terminal.parser import UsageError
+from millrace.terminal.server_options import add_server, ask_server
 
 USAGE = "millrace slo {show,rules,dashboard} [--slos TEXT] [--url URL]"
 EXAMPLES = """\
@@ -20,8 +21,8 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="WHAT", help="show, rules or dashboard")
     parser.add_argument("--slos", default="", metavar="TEXT", help="objectives, separated by ; (rules, dashboard)")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server (show)")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    parser.add_argument("--json", action="store_true", help="print the server's answer (show)")
+    add_server(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,13 +45,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from millrace.load.server_answer import get_json
-
-    slos = get_json(args.url, "/v1/stats?window=60&step=10", args.api_key)["slos"]
-    if not slos:
+    slos = ask_server(args, "/v1/stats", window=60, step=10)["slos"]
+    if args.json:
+        print(json.dumps(slos))
+    elif not slos:
         print('The server has no objectives; start it with --slos "ttft p95 < 500 ms".')
-        return 0
-    for one in slos:
+    for one in () if args.json else slos:
         burn = ", ".join(f"{window} {rate:.2f}" for window, rate in one["burn"].items())
         print(f"{one['slo']}: {'met' if one['is_met'] else 'MISSED'}, {one['good']} of {one['total']} within the limit")
         print(f"  error budget left {100 * one['budget_left']:.0f}%; burn rate {burn}")

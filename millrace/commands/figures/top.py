@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from typing import Any
+
+from millrace.terminal.server_options import add_server, ask_server
 
 USAGE = "millrace top [--url URL] [--once] [--every SECONDS]"
 EXAMPLES = """\
@@ -15,18 +18,20 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    parser.add_argument("--json", action="store_true", help="print the server's answer once")
+    add_server(parser)
     parser.add_argument("--once", action="store_true", help="print one table and stop")
     parser.add_argument("--every", type=float, default=2.0, metavar="X", help="seconds between tables (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:
-    from millrace.load.server_answer import get_json
-
+    asked_of_all = argparse.Namespace(**{**vars(args), "model": ""})
     while True:
-        stats = get_json(args.url, "/v1/stats?window=60&step=5", args.api_key)
-        running = get_json(args.url, "/v1/requests", args.api_key)["data"]
+        stats = ask_server(args, "/v1/stats", window=60, step=5)
+        running = ask_server(asked_of_all, "/v1/requests")["data"]
+        if args.json:
+            print(json.dumps({**stats, "requests": running}))
+            return 0
         if not args.once and sys.stdout.isatty():
             print("\033[H\033[2J", end="")
         print("\n".join(table(stats, running)), flush=True)
@@ -38,7 +43,13 @@ def run(args: argparse.Namespace) -> int:
 def table(stats: dict[str, Any], running: list[dict[str, Any]]) -> list[str]:
     now, series = stats["now"], stats["series"]
     state = "ready" if now["ready"] else f"not ready: {now['reason']}"
-    lines = [f"{stats['model']}: {state}, up {stats['uptime_s']:.0f} s, {now['fronts']} fronts"]
+    fronts = "1 front" if now["fronts"] == 1 else f"{now['fronts']} fronts"
+    lines = [f"{stats['model']}: {state}, up {stats['uptime_s']:.0f} s, {fronts}"]
+    models = stats.get("models", ())
+    if len(models) > 1:
+        lines += [
+            f"  {one['name']}: {one['status']}, {one['running']} running, {one['waiting']} waiting" for one in models
+        ]
     if "running" not in now:
         return [*lines, "The engine has reported nothing yet."]
     device = now["kv_blocks"]["device"]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import urllib.parse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from millrace.observe.perfetto import Slice, bars
 from millrace.terminal.parser import UsageError
+from millrace.terminal.server_options import add_server, ask_server
 
 USAGE = "millrace trace REQUEST | --steps N [--out FILE] [--url URL]"
 EXAMPLES = """\
@@ -24,31 +29,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", nargs="?", metavar="REQUEST", help="id of a request")
     parser.add_argument("--steps", type=int, metavar="N", help="the engine's last N steps (at most 4096)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a file for Perfetto")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key")
+    parser.add_argument("--json", action="store_true", help="print the server's answer")
+    add_server(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from millrace.load.server_answer import get_json
-    from millrace.observe.perfetto import bars, request_slices, step_slices, trace_file
+    from millrace.observe.perfetto import request_slices, step_slices, trace_file
 
     if (args.request is None) == (args.steps is None):
         raise UsageError("Give the id of a request, or --steps N.")
     if args.request is not None:
         name = urllib.parse.quote(args.request, safe="")
-        found = get_json(args.url, f"/v1/requests/{name}/explain", args.api_key)
+        found = ask_server(args, f"/v1/requests/{name}/explain")
         slices = request_slices(found)
-        print(f"{found['id']}: {found['state']}, priority {found['priority']}")
     else:
-        slices = step_slices(get_json(args.url, f"/v1/steps?last={args.steps}", args.api_key))
-        if len(slices) > MAX_DRAWN:
-            print(f"The last {MAX_DRAWN} of {len(slices)} steps:")
-    drawn = slices[-MAX_DRAWN:] if args.steps else slices
-    first = drawn[0].start_s if drawn and args.steps else 0.0
-    from dataclasses import replace
-
-    print("\n".join(bars([replace(one, start_s=one.start_s - first) for one in drawn])))
+        found = ask_server(args, "/v1/steps", last=args.steps)
+        slices = step_slices(found)
     if args.out:
         args.out.write_text(json.dumps(trace_file(slices, "millrace")), encoding="utf-8")
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    print("\n".join(_drawing(found, slices)))
+    if args.out:
         print(f"Wrote {args.out}; open it at https://ui.perfetto.dev.")
     return 0
+
+
+def _drawing(found: dict[str, Any], slices: list[Slice]) -> list[str]:
+    width = max(20, min(60, shutil.get_terminal_size().columns - 34))
+    if "step_no" not in found:
+        return [f"{found['id']}: {found['state']}, priority {found['priority']}", *bars(slices, width)]
+    if not slices:
+        return ["The engine has run no steps yet."]
+    drawn = slices[-MAX_DRAWN:]
+    lines = [f"The last {len(drawn)} of {len(slices)} steps of {found['model']}:"] if len(drawn) < len(slices) else []
+    return [*lines, *bars([replace(one, start_s=one.start_s - drawn[0].start_s) for one in drawn], width)]

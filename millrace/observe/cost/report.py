@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.link.messages import EngineReady, EngineStats
@@ -12,9 +13,18 @@ MILLION = 1e6
 
 
 def cost_report(
-    samples: list[Sample], ready: EngineReady | None, price_per_hour: float, tenant: str | None = None
+    samples: list[Sample],
+    ready: EngineReady | None,
+    price_per_hour: float,
+    tenant: str | None = None,
+    *,
+    beside: list[list[Sample]] | None = None,
 ) -> dict[str, Any]:
-    """Over the samples, at most the last quarter of an hour. `tenant`: only its own part; None = all."""
+    """Over the samples, at most the last quarter of an hour. `tenant`: only its own part; None = all.
+
+    `beside`: samples of the other models on the machine. A model pays for its own time, and idle time is shared by all
+    in proportion to what they used.
+    """
     known = [sample for sample in samples if sample.stats is not None]
     first, last = _same_engine(known)
     report: dict[str, Any] = {"object": "cost", "price_per_hour": price_per_hour, "usd_per_million": None}
@@ -25,7 +35,24 @@ def cost_report(
         return report | {"note": "Fewer than 5 seconds of work in the last 15 minutes; send some requests."}
     assert first.stats is not None
     assert last.stats is not None
-    return report | _priced(first.stats, last.stats, last.time - first.time, costs, ready, price_per_hour, tenant)
+    others_s = sum(_busy_since(first.time, one) for one in beside or [])
+    window = _Window(first.stats, last.stats, last.time - first.time, others_s)
+    return report | _priced(window, costs, ready, price_per_hour, tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    first: EngineStats
+    last: EngineStats
+    seconds: float
+    others_s: float
+    """Device time that the machine's other models used meanwhile."""
+
+
+def _busy_since(start: float, samples: list[Sample]) -> float:
+    """Device seconds of a model's engines since `start` (Unix seconds)."""
+    recent = [sample.stats.device_seconds for sample in samples if sample.time >= start and sample.stats is not None]
+    return sum(max(0.0, after - before) for before, after in zip(recent, recent[1:], strict=False))
 
 
 def _same_engine(samples: list[Sample]) -> tuple[Sample | None, Sample | None]:
@@ -43,19 +70,15 @@ def _step(sample: Sample) -> int:
 
 
 def _priced(
-    first: EngineStats,
-    last: EngineStats,
-    seconds: float,
-    costs: StepCosts,
-    ready: EngineReady | None,
-    price_per_hour: float,
-    tenant: str | None,
+    window: _Window, costs: StepCosts, ready: EngineReady | None, price_per_hour: float, tenant: str | None
 ) -> dict[str, Any]:
     per_s = price_per_hour / 3600
+    first, last, seconds = window.first, window.last, window.seconds
     busy_s = min(seconds, last.device_seconds - first.device_seconds)
     steps = last.step_no - first.step_no
     prefill, decode = last.prefill_tokens - first.prefill_tokens, last.decode_tokens - first.decode_tokens
-    all_in = seconds / busy_s if busy_s > 0 else 1.0
+    used_s = busy_s + window.others_s
+    all_in = max(1.0, seconds / used_s) if used_s > 0 else 1.0
     per_token = _token_seconds(costs, steps, prefill, decode, last)
     usd = {
         name: {
@@ -65,7 +88,7 @@ def _priced(
         }
         for name, (value, low, high) in per_token.items()
     }
-    items = _items(first, last, seconds, busy_s, costs, per_s * 3600 / seconds if seconds else 0.0)
+    items = _items(window, busy_s, costs, per_s * 3600 / seconds if seconds else 0.0)
     return {
         "window_s": round(seconds, 1),
         "utilisation": busy_s / seconds,
@@ -107,15 +130,15 @@ def _token_seconds(
     }
 
 
-def _items(
-    first: EngineStats, last: EngineStats, seconds: float, busy_s: float, costs: StepCosts, usd_per_s: float
-) -> list[dict[str, Any]]:
+def _items(window: _Window, busy_s: float, costs: StepCosts, usd_per_s: float) -> list[dict[str, Any]]:
     """Where the money went, largest first; dollars per hour."""
+    first, last, seconds = window.first, window.last, window.seconds
     steps, decode = last.step_no - first.step_no, last.decode_tokens - first.decode_tokens
     prefill = last.prefill_tokens - first.prefill_tokens
     drafted = last.drafted_tokens - first.drafted_tokens - (last.accepted_tokens - first.accepted_tokens)
     spent = {
-        "idle device": seconds - busy_s,
+        "idle device": max(0.0, seconds - busy_s - window.others_s),
+        "the machine's other models": window.others_s,
         "fixed part of steps (reading weights, launching)": costs.step_s * steps,
         "computing prompt tokens": costs.prefill_token_s * prefill,
         "decoding output tokens": costs.decode_token_s * max(0, decode - drafted),

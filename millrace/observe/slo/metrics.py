@@ -6,30 +6,24 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from millrace.observe.slo.tracker import WINDOWS_S, SloTracker
 
 
-class SloCollector(Collector):
-    def __init__(self, tracker: SloTracker) -> None:
-        self._tracker = tracker
-
-    def collect(self) -> Iterator[Metric]:
-        tracker, now = self._tracker, time.time()
-        if not tracker.objectives:
-            return
-        good = CounterMetricFamily("millrace_slo_good_events", "Values within the limit.", labels=["slo"])
-        total = CounterMetricFamily("millrace_slo_events", "All values that an objective is about.", labels=["slo"])
-        wanted = GaugeMetricFamily("millrace_slo_objective_ratio", "Share that must be within.", labels=["slo"])
-        left = GaugeMetricFamily("millrace_slo_budget_left_ratio", "Error budget left of three days.", labels=["slo"])
-        burn = GaugeMetricFamily("millrace_slo_burn_rate", "1 = uses the budget exactly.", labels=["slo", "window"])
-        for index, report in enumerate(tracker.report(now)):
-            name = report["name"]
-            good.add_metric([name], tracker.good[index])
-            total.add_metric([name], tracker.total[index])
-            wanted.add_metric([name], report["objective"])
-            left.add_metric([name], report["budget_left"])
-            for window in WINDOWS_S:
-                burn.add_metric([name, window], report["burn"][window])
-        yield from (good, total, wanted, left, burn)
+def slo_metrics(tracker: SloTracker) -> Iterator[Metric]:
+    if not tracker.objectives:
+        return
+    good = CounterMetricFamily("millrace_slo_good_events", "Values within the limit.", labels=["slo"])
+    total = CounterMetricFamily("millrace_slo_events", "All values that an objective is about.", labels=["slo"])
+    wanted = GaugeMetricFamily("millrace_slo_objective_ratio", "Share that must be within.", labels=["slo"])
+    left = GaugeMetricFamily("millrace_slo_budget_left_ratio", "Error budget left of three days.", labels=["slo"])
+    burn = GaugeMetricFamily("millrace_slo_burn_rate", "1 = uses the budget exactly.", labels=["slo", "window"])
+    for index, report in enumerate(tracker.report(time.time())):
+        name = report["name"]
+        good.add_metric([name], tracker.good[index])
+        total.add_metric([name], tracker.total[index])
+        wanted.add_metric([name], report["objective"])
+        left.add_metric([name], report["budget_left"])
+        for window in WINDOWS_S:
+            burn.add_metric([name, window], report["burn"][window])
+    yield from (good, total, wanted, left, burn)

@@ -1,11 +1,13 @@
 """Follows objectives while serving: burn rates over several windows, the error budget that is left and what used it.
 
-Counts come from the engine's histograms, one record per minute for three days.
+Counts come from the engine's histograms, one record per minute for three days. Each record has the sums before it, so
+a window is a difference and a report does not read all records.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import heapq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ _KINDS = {
 MIN_VALUES = 10
 """In the shortest window: one slow request does not burn a budget."""
 MINUTE_S = 60
+MAX_MINUTES = WINDOWS_S["3d"] // MINUTE_S
 MAX_USERS = 3
 
 
@@ -36,6 +39,9 @@ class Minute:
 
     start: float
     """Unix seconds."""
+    good_before: list[float]
+    total_before: list[float]
+    """Sums before this minute."""
     good: list[float]
     total: list[float]
     queue_s: float = 0.0
@@ -48,7 +54,9 @@ class Minute:
 @dataclass(slots=True)
 class SloTracker:
     objectives: tuple[Objective, ...]
-    _minutes: deque[Minute] = field(default_factory=lambda: deque(maxlen=WINDOWS_S["3d"] // MINUTE_S))
+    _minutes: list[Minute] = field(default_factory=list)
+    _worst: list[list[Minute]] = field(default_factory=list)
+    """Per objective the complete minutes that used most of the budget."""
     _last: EngineStats | None = None
     good: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
@@ -57,6 +65,7 @@ class SloTracker:
     def __post_init__(self) -> None:
         self.good = [0.0] * len(self.objectives)
         self.total = [0.0] * len(self.objectives)
+        self._worst = [[] for _ in self.objectives]
 
     def sample(self, now: float, stats: EngineStats | None) -> None:
         """Called each second with the engine's last report."""
@@ -86,22 +95,22 @@ class SloTracker:
     def _minute(self, now: float) -> Minute:
         start = now // MINUTE_S * MINUTE_S
         if not self._minutes or self._minutes[-1].start < start:
+            self._worst = [self._most_used(index, self._minutes) for index in range(len(self.objectives))]
             self._minutes.append(self._new_minute(start))
+            del self._minutes[:-MAX_MINUTES]
         return self._minutes[-1]
 
     def _new_minute(self, start: float) -> Minute:
         num = len(self.objectives)
-        return Minute(start, [0.0] * num, [0.0] * num)
+        return Minute(start, list(self.good), list(self.total), [0.0] * num, [0.0] * num)
 
     def _counts(self, index: int, window_s: int, now: float) -> tuple[float, float]:
         """Good and all values of a window."""
-        good = total = 0.0
-        for minute in reversed(self._minutes):
-            if minute.start + MINUTE_S <= now - window_s:
-                break
-            good += minute.good[index]
-            total += minute.total[index]
-        return good, total
+        first = bisect.bisect_right(self._minutes, now - window_s - MINUTE_S, key=lambda minute: minute.start)
+        if first == len(self._minutes):
+            return 0.0, 0.0
+        before = self._minutes[first]
+        return self.good[index] - before.good_before[index], self.total[index] - before.total_before[index]
 
     def burn_rate(self, index: int, window_s: int, now: float) -> float:
         """Share of values beyond the limit, over the share that the objective allows; 0 without values."""
@@ -126,8 +135,7 @@ class SloTracker:
         return [self._report_one(index, objective, now) for index, objective in enumerate(self.objectives)]
 
     def _report_one(self, index: int, objective: Objective, now: float) -> dict[str, Any]:
-        good = sum(minute.good[index] for minute in self._minutes)
-        total = sum(minute.total[index] for minute in self._minutes)
+        good, total = self._counts(index, WINDOWS_S["3d"], now)
         allowed = (1 - objective.share) * total
         return {
             "slo": str(objective),
@@ -144,9 +152,12 @@ class SloTracker:
             "used_by": self._used_by(index),
         }
 
+    def _most_used(self, index: int, minutes: list[Minute]) -> list[Minute]:
+        return heapq.nsmallest(MAX_USERS, minutes, key=lambda minute: minute.good[index] - minute.total[index])
+
     def _used_by(self, index: int) -> list[dict[str, Any]]:
         """The minutes that used most of the budget, and what took the time in them."""
-        worst = sorted(self._minutes, key=lambda minute: minute.good[index] - minute.total[index])[:MAX_USERS]
+        worst = self._most_used(index, [*self._worst[index], *self._minutes[-1:]])
         return [
             {
                 "time": minute.start,

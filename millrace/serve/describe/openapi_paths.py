@@ -390,7 +390,13 @@ def _series() -> list[dict[str, Any]]:
     return [
         {"name": "window", "in": "query", "description": "Seconds to look back.", "schema": window},
         {"name": "step", "in": "query", "description": "Seconds per point, at most the window.", "schema": step},
+        _of_model(),
     ]
+
+
+def _of_model() -> dict[str, Any]:
+    text = "Which model's figures, by name or alias; by default those of the first."
+    return {"name": "model", "in": "query", "description": text, "schema": {"type": "string"}}
 
 
 def _listed() -> dict[str, Any]:
@@ -400,13 +406,13 @@ def _listed() -> dict[str, Any]:
 
 def _last() -> list[dict[str, Any]]:
     last = {"type": "integer", "minimum": 1, "maximum": 4096, "default": 200}
-    return [{"name": "last", "in": "query", "description": "Number of steps.", "schema": last}]
+    return [{"name": "last", "in": "query", "description": "Number of steps.", "schema": last}, _of_model()]
 
 
 def _price() -> list[dict[str, Any]]:
     price = {"type": "number", "minimum": 0, "exclusiveMaximum": 1_000_000}
     text = "Dollars per hour, instead of --price-per-hour; only on servers without keys."
-    return [{"name": "price", "in": "query", "description": text, "schema": price}]
+    return [{"name": "price", "in": "query", "description": text, "schema": price}, _of_model()]
 
 
 def _own_paths() -> dict[str, Any]:
@@ -419,11 +425,22 @@ def _own_paths() -> dict[str, Any]:
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
         "/tokenize": {"post": {**encode, "requestBody": _body("TokenizeRequest", {"prompt": "The sea is"})}},
-        "/tokenizer_info": {"get": _operation("text", "tokenizerInfo", "Describe the tokenizer", "TokenizerInfo")},
+        "/tokenizer_info": {
+            "get": _operation(
+                *("text", "tokenizerInfo", "Describe the tokenizer", "TokenizerInfo"),
+                ("400", "404"),
+                parameters=[_of_model()],
+            )
+        },
         "/detokenize": {"post": {**decode, "requestBody": _body("DetokenizeRequest", {"tokens": [504, 3217, 314]})}},
         "/v1/stats": {
             "get": _operation(
-                "operate", "stats", "Figures and time series for dashboards", figures, ("400",), parameters=_series()
+                "operate",
+                "stats",
+                "Figures and time series for dashboards",
+                figures,
+                ("400", "404"),
+                parameters=_series(),
             )
         },
         "/v1/requests": {
@@ -433,12 +450,16 @@ def _own_paths() -> dict[str, Any]:
         },
         "/v1/steps": {
             "get": _operation(
-                "operate", "steps", "The engine's last steps", figures, ("400", "403", "503"), parameters=_last()
+                *("operate", "steps", "The engine's last steps", figures),
+                ("400", "403", "404", "503"),
+                parameters=_last(),
             )
         },
         "/v1/cost": {
             "get": _operation(
-                "operate", "cost", "What tokens cost on this machine", figures, ("400", "403"), parameters=_price()
+                *("operate", "cost", "What tokens cost on this machine", figures),
+                ("400", "403", "404"),
+                parameters=_price(),
             )
         },
         "/v1/requests/{request_id}": {

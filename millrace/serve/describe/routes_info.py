@@ -13,6 +13,7 @@ from millrace.serve.http.app_keys import OPENAPI
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
 from millrace.serve.http.json_answer import json_answer
+from millrace.serve.http.queries import check_query
 from millrace.serve.http.siblings import is_for_sibling
 from millrace.serve.openai.answers import DetokenizeAnswer, Health, TokenizeAnswer, TokenizerInfo
 from millrace.serve.openai.schemas import DetokenizeRequest, TokenizeRequest
@@ -102,7 +103,9 @@ async def _tokenize_chat(state: FrontState, body: TokenizeRequest) -> list[int]:
 
 async def tokenizer_info(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    tokenizer, ready = state.tokenizer, state.client.ready
+    check_query(request, ("model",))
+    state = await state.for_model(request.query.get("model") or state.model_name)
+    tokenizer, ready = state.tokenizer, state.client.limits
     named = tokenizer.special_tokens
     return json_answer(
         request,

@@ -39,6 +39,7 @@ class RunningRequest(msgspec.Struct):
     tenant: str
     """Empty on a server that requires no keys."""
     path: str
+    model: str
     created_at: int
     running_s: float
     stream: bool
@@ -111,6 +112,7 @@ def _describe(job: JobSummary) -> RunningRequest:
         job.request_id,
         job.owner,
         job.path,
+        job.model,
         job.created,
         round(time.monotonic() - job.submitted_at, 3),
         job.stream,

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest
-from millrace.link.messages import EngineStats
+from millrace.link.messages import EngineReady, EngineStats
 from millrace.observe.history import (
     MAX_POINTS,
     MAX_WINDOW_S,
@@ -20,9 +20,11 @@ from millrace.observe.history import (
     merge_front_series,
 )
 from millrace.params import CLASS_NAMES
+from millrace.serve.describe.asked_model import asked_model, figures_of
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query
 from millrace.serve.http.siblings import is_for_sibling
+from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import is_operator, owner_of
 
@@ -41,13 +43,15 @@ class FrontPart(msgspec.Struct):
 
 async def stats(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    check_query(request, ("window", "step", "end", "front"))
+    check_query(request, ("window", "step", "end", "front", "model"))
     window_s = _whole(request, "window", 300, MAX_WINDOW_S)
     step_s = _whole(request, "step", 5, window_s)
     if window_s // step_s > MAX_POINTS:
         raise BadRequest(f"window / step is {window_s // step_s} points; ask for at most {MAX_POINTS}.", param="step")
     end = _whole(request, "end", int(time.time()), 1 << 40)
-    samples = state.history.at(grid(end, window_s, step_s))
+    model = asked_model(request)
+    figures = figures_of(request, model)
+    samples = figures.history.at(grid(end, window_s, step_s))
     own = FrontPart(
         len(state.jobs),
         sum(job.is_streamed for job in state.jobs),
@@ -58,27 +62,28 @@ async def stats(request: web.Request) -> web.Response:
     if is_for_sibling(request):
         return json_answer(request, own)
     parts = [own, *await _other_parts(request, window_s, step_s, end)]
-    engine = state.client.stats
+    engine = model.client.stats
     return json_answer(
         request,
         {
             "object": "stats",
-            "model": state.model_name,
+            "model": model.name,
+            "models": [_listed(one) for one in state.models],
             "time": time.time(),
             "window_s": window_s,
             "step_s": step_s,
             "uptime_s": round(time.time() - state.started, 1),
-            "now": _now(state, engine, parts),
+            "now": _now(request, model, parts),
             "totals": _totals(engine, parts),
             "series": {
                 "time": grid(end, window_s, step_s)[1:],
                 **engine_series(samples, step_s),
                 **merge_front_series([part.series for part in parts]),
             },
-            "limits": _limits(state),
+            "limits": _limits(model.client.ready),
             "price_per_hour": state.config.observe.price_per_hour,
             "tenants": _tenants(request, engine),
-            "slos": state.metrics.slos.report(time.time()),
+            "slos": figures.slos.report(time.time()),
             "view": {"tenant": owner_of(request), "is_operator": is_operator(request)},
         },
     )
@@ -98,11 +103,19 @@ async def _other_parts(request: web.Request, window_s: int, step_s: int, end: in
     return [msgspec.json.decode(answer, type=FrontPart) for answer in answers.values()]
 
 
-def _now(state: FrontState, engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any]:
-    reason, ready = state.not_ready_because(), state.client.ready
+def _listed(model: ServedModel[FrontState]) -> dict[str, Any]:
+    """Every model of the server in short, so that a dashboard can offer them."""
+    engine = model.client.stats
+    running, waiting = (engine.running, engine.waiting) if engine is not None else (0, 0)
+    return {"name": model.name, "status": model.status, "running": running, "waiting": waiting}
+
+
+def _now(request: web.Request, model: ServedModel[FrontState], parts: list[FrontPart]) -> dict[str, Any]:
+    reason, ready, engine = request.app[STATE].not_ready_because(), model.client.ready, model.client.stats
     now: dict[str, Any] = {
         "ready": reason is None,
         "reason": reason,
+        "status": model.status,
         "fronts": len(parts),
         "open_requests": sum(part.open_requests for part in parts),
         "open_streams": sum(part.open_streams for part in parts),
@@ -149,8 +162,7 @@ def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any
     }
 
 
-def _limits(state: FrontState) -> dict[str, float]:
-    ready = state.client.ready
+def _limits(ready: EngineReady | None) -> dict[str, float]:
     return {
         "bytes_per_s": ready.device_bytes_per_s if ready is not None else 0.0,
         "flops": ready.device_flops if ready is not None else 0.0,

@@ -1,4 +1,4 @@
-"""Samples the front and the engine's last report each second, and measures how late the event loop runs."""
+"""Samples the front and the last report of each engine each second, and measures how late the event loop runs."""
 
 from __future__ import annotations
 
@@ -49,5 +49,6 @@ def take_sample(state: FrontState, loop_lag_s: float) -> None:
     counts = state.metrics.counts
     front = FrontCounts(counts.requests, counts.errors, counts.client_errors, counts.refused, loop_lag_s)
     now = time.time()
-    state.history.add(Sample(now, state.client.stats, front))
-    state.metrics.slos.sample(now, state.client.stats)
+    for figures in state.metrics.models.values():
+        figures.history.add(Sample(now, figures.engine.stats, front))
+        figures.slos.sample(now, figures.engine.stats)

@@ -13,7 +13,7 @@ from millrace.observe.tracing.context import TRACEPARENT, TRACESTATE, enter_cont
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.observe.tracing.otlp import Span
 from millrace.observe.tracing.request_trace import RequestTrace
-from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID, TOKEN_COUNTS, TRACE
+from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS, TRACE
 from millrace.serve.state import STATE
 from millrace.serve.tenancy.access import OPEN_PATHS
 
@@ -53,7 +53,7 @@ def _spans(request: web.Request, trace: RequestTrace, status: int) -> list[Span]
         "millrace.request_id": request.get(REQUEST_ID, ""),
     }
     if (counts := request.get(TOKEN_COUNTS)) is not None:
-        attributes["gen_ai.request.model"] = request.app[STATE].model_name
+        attributes["gen_ai.request.model"] = request.get(MODEL, "")
         attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"] = counts[0], counts[1]
         attributes["gen_ai.response.finish_reasons"] = [request.get(FINISH_REASON, "")]
     return trace.spans(f"{request.method} {route}", status)

@@ -47,7 +47,7 @@ def enter(
         state.admission.check(client.stats, client.num_unreported, generation.priority, num_sequences)
         reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
     except Exception:
-        state.metrics.count_refusal(CLASS_NAMES[generation.priority])
+        state.metrics.count_refusal(state.model_name, CLASS_NAMES[generation.priority])
         raise
     entered = _for_tenant(generation, tenant, request[REQUEST_ID], received)
     return dataclasses.replace(entered, deadline=deadline), reservation
@@ -57,7 +57,7 @@ def _check_budgets(state: FrontState, priority: int) -> None:
     """With `slo_admission`, batch requests are refused while a more urgent class misses its objectives."""
     if not state.config.observe.slo_admission or priority != CLASS_NAMES.index("batch"):
         return
-    for objective in state.metrics.slos.burning(time.time()):
+    for objective in state.figures.slos.burning(time.time()):
         if objective.priority != priority:
             raise Overloaded(
                 f"The error budget of '{objective}' burns fast, so batch requests are refused for now. Retry in"

@@ -221,6 +221,7 @@ class Job:
         generation = self.generation
         return JobSummary(
             answer_id=generation.answer_id,
+            model=self.state.model_name,
             request_id=self.request_id,
             path=self.path,
             owner=self.owner,

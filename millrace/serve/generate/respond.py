@@ -13,7 +13,7 @@ from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.work import Prepare, Work, observe, until_done, whole_answer
-from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID, TOKEN_COUNTS, TRACE
+from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS, TRACE
 from millrace.serve.http.body import read_body
 from millrace.serve.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from millrace.serve.http.ids import REQUEST_ID_HEADER
@@ -90,14 +90,15 @@ def _account(state: FrontState, request: web.Request, job: Job, received: float)
             if choice.finish is not None:
                 trace.add_sequence(choice.index, choice.finish, received, job.submitted_at)
     ended, usage = job.finish_reason, job.usage()
-    request[FINISH_REASON] = ended
-    request[TOKEN_COUNTS] = (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+    request[FINISH_REASON], request[MODEL] = ended, state.model_name
+    counts = (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens)
+    request[TOKEN_COUNTS] = counts
     if job.error is not None and job.out is not None and job.out.started:
         metrics.count_error(ended, job.error.status)  # An error before the stream began is counted with its answer.
     if ended == "abort":
         metrics.client_disconnects.inc()
     else:
-        metrics.e2e.observe(now - received)
+        state.figures.e2e.observe(now - received)
     if state.config.observe.log_requests:
         request_log.info(
             "%s %s request_id=%s stream=%s prompt=%d cached=%d output=%d finish=%s total=%.3fs",

@@ -89,8 +89,9 @@ async def unattended_answer(
 
 def observe(state: FrontState, job: Job, received: float) -> None:
     """Count the sequences of a job that have ended."""
-    state.metrics.reasoning_tokens.inc(sum(choice.reasoning_tokens for choice in job.choices))
+    figures = state.figures
+    figures.reasoning_tokens.inc(sum(choice.reasoning_tokens for choice in job.choices))
     for choice in job.choices:
         if choice.finish is not None:
             before_submit_s = job.submitted_at - received
-            state.metrics.observe_sequence(choice.finish, job.generation.priority, before_submit_s)
+            figures.observe_sequence(choice.finish, job.generation.priority, before_submit_s)

@@ -9,8 +9,10 @@ from millrace.observe.tracing.request_trace import RequestTrace
 REQUEST_ID = web.RequestKey("request_id", str)
 FINISH_REASON = web.RequestKey("finish_reason", str)
 """How generation ended, for metrics and the audit log; absent where nothing was generated."""
+MODEL = web.RequestKey("model", str)
+"""Name of the model that generated the answer."""
 TOKEN_COUNTS = web.RequestKey("token_counts", tuple)
-"""Prompt tokens, output tokens and cached prompt tokens, where text was generated."""
+"""Prompt tokens, output tokens, cached prompt tokens and output tokens of reasoning, where text was generated."""
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict)
 """Headers that every response to this request carries, streams included."""
 TRACE = web.RequestKey("trace", RequestTrace)

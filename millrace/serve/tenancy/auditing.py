@@ -11,7 +11,7 @@ from aiohttp.typedefs import Middleware
 
 from millrace.errors import MillraceError
 from millrace.observe.audit import AuditLog
-from millrace.serve.http.app_keys import FINISH_REASON, REQUEST_ID, TOKEN_COUNTS
+from millrace.serve.http.app_keys import FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS
 from millrace.serve.tenancy.access import OPEN_PATHS, Handler
 from millrace.serve.tenancy.owner import tenant_of
 
@@ -39,7 +39,7 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
             status, error = 500, "server_error"
             raise
         finally:
-            prompt_tokens, output_tokens, cached_tokens = request.get(TOKEN_COUNTS, (None, None, None))
+            prompt_tokens, output_tokens, cached_tokens, reasoning_tokens = request.get(TOKEN_COUNTS, (None,) * 4)
             log.write(
                 {
                     "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -48,12 +48,14 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
                     "peer": request.remote,
                     "method": request.method,
                     "path": request.path[:200],
+                    "model": request.get(MODEL),
                     "status": status,
                     "finish": request.get(FINISH_REASON),
                     "error": error,
                     "prompt_tokens": prompt_tokens,
                     "output_tokens": output_tokens,
                     "cached_tokens": cached_tokens,
+                    "reasoning_tokens": reasoning_tokens,
                     "seconds": round(time.monotonic() - began, 6),
                 }
             )

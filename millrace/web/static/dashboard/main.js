@@ -12,7 +12,7 @@ const EVERY_MS = 1000, COST_EVERY_MS = 15_000;
 const STEPS = { 60: 1, 300: 5, 900: 15 };
 const panels = new Panels(byId("panels")), pool = new PoolPicture(byId("pool"));
 const requests = new RunningRequests(byId("requests"), byId("requests-note"), openRequest);
-let windowSeconds = 300, timer = 0, openId = null, cost = null, costDue = 0;
+let windowSeconds = 300, timer = 0, openId = null, cost = null, costDue = 0, chosen = "";
 
 const last = values => values?.findLast(value => value !== null) ?? null;
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
@@ -61,7 +61,7 @@ function objectives({ slos = [] }) {
 async function readCost({ price_per_hour: price }) {
   if (!price || performance.now() < costDue) return;
   costDue = performance.now() + COST_EVERY_MS;
-  cost = await getJson("/v1/cost");
+  cost = await getJson(`/v1/cost${chosen ? `?model=${encodeURIComponent(chosen)}` : ""}`);
 }
 
 function errors({ totals }) {
@@ -70,9 +70,19 @@ function errors({ totals }) {
   byId("error-rows").replaceChildren(...list.map(([code, times]) => el("tr", {}, el("td", {}, el("code", {}, code)), el("td", { class: "number" }, count(times)))));
 }
 
+/** The server's models, if there are several. Those that are not loaded have no figures of now. */
+function models({ model, models: list = [] }) {
+  const select = byId("which");
+  select.hidden = list.length < 2;
+  const texts = list.map(one => (one.status === "loaded" ? one.name : `${one.name} (${one.status})`));
+  const isSame = select.options.length === list.length && texts.every((text, number) => select.options[number].text === text);
+  if (!isSame) select.replaceChildren(...list.map((one, number) => el("option", { value: one.name }, texts[number])));
+  if (document.activeElement !== select) select.value = model;
+}
+
 function head({ model, uptime_s, now, view }) {
   byId("model").textContent = model;
-  byId("about").textContent = `up ${duration(uptime_s)}${now.ready ? "" : ` · ${now.reason}`}`;
+  byId("about").textContent = `up ${duration(uptime_s)}${now.ready ? "" : ` · ${now.reason}`}${now.status && now.status !== "loaded" ? ` · ${now.status}` : ""}`;
   byId("view").hidden = !view?.tenant;
   if (view?.tenant) byId("view").textContent = view.is_operator ? "Operator's view" : `View of ${view.tenant}`;
 }
@@ -82,9 +92,9 @@ async function round() {
   clearTimeout(timer);
   if (document.hidden) return;
   try {
-    const data = await getJson(`/v1/stats?window=${windowSeconds}&step=${STEPS[windowSeconds]}`);
+    const data = await getJson(`/v1/stats?window=${windowSeconds}&step=${STEPS[windowSeconds]}${chosen ? `&model=${encodeURIComponent(chosen)}` : ""}`);
     await readCost(data);
-    for (const part of [head, tiles, tenants, objectives, errors]) part(data);
+    for (const part of [head, models, tiles, tenants, objectives, errors]) part(data);
     panels.update(data);
     pool.update(data.now.kv_blocks);
     await requests.update();
@@ -131,6 +141,7 @@ function openFromAddress() {
   if (location.hash.startsWith("#request=")) openRequest(decodeURIComponent(location.hash.slice("#request=".length)));
 }
 
+byId("which").addEventListener("change", event => { chosen = event.target.value; cost = null; costDue = 0; round(); });
 byId("window").addEventListener("change", event => { windowSeconds = Number(event.target.value); round(); });
 byId("request").addEventListener("close", () => { openId = null; history.replaceState(null, "", location.pathname); });
 byId("request-close").addEventListener("click", () => byId("request").close());

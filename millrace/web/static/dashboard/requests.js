@@ -18,6 +18,7 @@ export class RunningRequests {
     await this.askStages(data.filter(one => one.output_tokens === 0).slice(0, EXPLAINED));
     const hasTenants = data.some(one => one.tenant);
     this.body.closest("table").classList.toggle("with-tenants", hasTenants);
+    this.body.closest("table").classList.toggle("with-models", new Set(data.map(one => one.model)).size > 1);
     this.body.replaceChildren(...data.map(one => this.row(one)));
     this.note.textContent = total === 0 ? "No request is running." : total > data.length ? `The ${data.length} longest running of ${total}.` : "";
     this.body.closest("table").hidden = total === 0;
@@ -40,7 +41,7 @@ export class RunningRequests {
       try { const answer = await remove(`/v1/requests/${encodeURIComponent(one.id)}`); toast(answer.cancelled ? "The request is cancelled." : "The request had already ended."); } catch (error) { toast(error.message, "bad"); }
     };
     return el("tr", {}, el("td", {}, el("button", { type: "button", class: "link id", title: one.id, on: { click: () => this.onOpen(one.id) } }, one.id)),
-      el("td", { class: "tenant" }, one.tenant || ""), el("td", {}, el("span", { class: `stage ${stage}` }, stage)), el("td", {}, one.priority), el("td", { class: "path" }, one.path),
+      el("td", { class: "tenant" }, one.tenant || ""), el("td", {}, el("span", { class: `stage ${stage}` }, stage)), el("td", {}, one.priority), el("td", { class: "model" }, one.model ?? ""), el("td", { class: "path" }, one.path),
       el("td", { class: "number" }, seconds(one.running_s)), el("td", { class: "number" }, one.prompt_tokens), el("td", { class: "number" }, one.output_tokens), el("td", {}, iconButton("close", `Cancel ${one.id}`, cancel)));
   }
 }
