@@ -1,16 +1,21 @@
-"""Options of commands that ask a running server: which server, which key, which model."""
+"""Commands that ask a running server: their options (which server, which key, which model) and its JSON answer."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import urllib.error
 import urllib.parse
+import urllib.request
 from typing import Any
 
 from millrace.config import client_api_key
+from millrace.errors import MillraceError
 from millrace.terminal.parser import UsageError
 from millrace.terminal.running_servers import running_servers
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 30.0
 
 
 def add_server(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
@@ -23,8 +28,6 @@ def add_server(parser: argparse.ArgumentParser, *, with_model: bool = True) -> N
 
 def ask_server(args: argparse.Namespace, path: str, **query: object) -> Any:
     """The server's JSON answer. A model that the command line names is part of the query."""
-    from millrace.load.server_answer import get_json
-
     if vars(args).get("model"):
         query["model"] = args.model
     asked = urllib.parse.urlencode({name: value for name, value in query.items() if value is not None})
@@ -41,3 +44,22 @@ def server_url(args: argparse.Namespace) -> str:
         listed = ", ".join(f"{url} ({model})" for url, model in here.items())
         raise UsageError(f"Several servers run on this machine: {listed}. Choose one with --url.")
     return next(iter(here))
+
+
+def get_json(url: str, path: str, api_key: str = "") -> Any:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise MillraceError(f"{url} answered HTTP {error.code} to {path}: {_message(error.read())}") from error
+    except (OSError, ValueError) as error:
+        raise MillraceError(f"{url} is not reachable ({error}). Is the server running? Use --url.") from error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")
