@@ -119,11 +119,15 @@ class Decoder:
         """Draw the most likely token for each hidden state [n, hidden]. Only if `draws` returns True."""
         self._weights.head.draw(hidden, self.spec.vocab_size, to)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The tokens' embeddings [T, hidden], scaled if the family does so."""
+        rows = self._weights.embedding(token_ids)
+        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
     def _embed(self, batch: ForwardBatch) -> Tensor:
         if batch.embedded is not None:
             return batch.embedded
-        rows = self._weights.embedding(batch.token_ids)
-        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+        return self.embed(batch.token_ids)
 
 
 def _kind_of(layer: DecoderLayer) -> tuple[object, ...]:

@@ -171,7 +171,7 @@ def build_decoder(
             dtype_name(dtype),
         )
     stored = stored_matrices(source, layout, device, dtype, quantization)
-    builder = _Builder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
+    builder = DecoderBuilder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
     with nullcontext() if stored is None else closing(stored):
         return builder.build()
 
@@ -219,7 +219,9 @@ def _check_leftovers(spec: ModelSpec, source: WeightSource, leftovers: set[str])
 # --- building ---
 
 
-class _Builder:
+class DecoderBuilder:
+    """Binds the tensors of a source to the ops chosen for a device and dtype."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -245,10 +247,10 @@ class _Builder:
     @torch.inference_mode()
     def build(self) -> Decoder:
         spec = self.spec
-        ops = self._ops()
+        ops = self.ops()
         embedding, head = self._embedding_and_head()
         layers = tuple(
-            self._layer(ops, place, layer, layout)
+            self.layer(ops, place, layer, layout)
             for place, layer, layout in zip(spec.kv_groups.places, spec.layers, self.layout.layers, strict=True)
         )
         frequencies = tuple(inverse_frequencies(rope).to(self.device) for rope in spec.ropes)
@@ -256,7 +258,7 @@ class _Builder:
         weights = DecoderWeights(
             embedding=embedding,
             layers=layers,
-            final_norm=self._norm(self.layout.final_norm),
+            final_norm=self.norm(self.layout.final_norm),
             head=head,
             frequencies=frequencies,
             num_bytes=self._total_bytes,
@@ -269,7 +271,7 @@ class _Builder:
         self.choices[key or op] = choice
         return choice
 
-    def _ops(self) -> DecoderOps:
+    def ops(self) -> DecoderOps:
         spec = self.spec
         attention = self._choose("attention", head_dim=spec.head_dim)
         return DecoderOps(
@@ -288,17 +290,17 @@ class _Builder:
         shape: dict[str, Any] = {"in_features": columns, "out_features": rows, "stored": self._is_stored((part,))}
         if self.layout.head is not None:
             embedding = self._choose("embedding", **shape).make(self._weight((part,)))
-            head: Any = self._linear(self.layout.head, "head", "linear")
+            head: Any = self.linear(self.layout.head, "head", "linear")
             return embedding, head
         tied = self._choose("tied_embedding", **shape).make(self._weight((part,)))
         return tied.rows, tied.head
 
-    def _layer(self, ops: DecoderOps, place: tuple[int, int], spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
+    def layer(self, ops: DecoderOps, place: tuple[int, int], spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
         model, (kv_group, kv_index) = self.spec, place
         prepare = self._choose("qkv", head_dim=model.head_dim)
         return DecoderLayer(
-            input_norm=self._norm(layout.input_norm),
-            qkv=self._linear(layout.qkv, "qkv_linear"),
+            input_norm=self.norm(layout.input_norm),
+            qkv=self.linear(layout.qkv, "qkv_linear"),
             prepare_qkv=prepare.make(
                 model.num_heads,
                 model.num_kv_heads,
@@ -307,9 +309,9 @@ class _Builder:
                 self._optional_norm(layout.q_norm),
                 self._optional_norm(layout.k_norm),
             ),
-            out=self._linear(layout.out, "out_linear"),
+            out=self.linear(layout.out, "out_linear"),
             attention_out_norm=self._optional_norm(layout.attention_out_norm),
-            mlp_norm=self._norm(layout.mlp_norm),
+            mlp_norm=self.norm(layout.mlp_norm),
             mlp=self._mlp(ops, layout.mlp),
             mlp_out_norm=self._optional_norm(layout.mlp_out_norm),
             rope=spec.rope,
@@ -322,7 +324,7 @@ class _Builder:
         if isinstance(layout, MoeLayout):
             return self._moe(ops, layout)
         gate_up, down = layout
-        return DenseMlp(self._gated_linear(ops, gate_up), self._linear(down, "down_linear"))
+        return DenseMlp(self._gated_linear(ops, gate_up), self.linear(down, "down_linear"))
 
     def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
         moe, hidden_size = self.spec.moe, self.spec.hidden_size
@@ -336,7 +338,7 @@ class _Builder:
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
         choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
         experts: Experts = choice.make(weights, self.spec.activation, linear)
-        router = self._linear(layout.router, "router_linear", "linear")
+        router = self.linear(layout.router, "router_linear", "linear")
         norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
 
         def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
@@ -348,7 +350,7 @@ class _Builder:
         for gate_up, down in layout.experts:
             yield self._weight(gate_up.parts), self._weight(down.parts)
 
-    def _linear(self, matrix: Matrix, key: str, op: str = "") -> Linear:
+    def linear(self, matrix: Matrix, key: str, op: str = "") -> Linear:
         choice = self._linear_choice(matrix, key, op or self._layer_linear)
         linear: Linear = self._made(matrix, choice.make, quantised=choice.version.op == "fp8_linear")
         return linear
@@ -409,13 +411,13 @@ class _Builder:
             self._report(tensor.nbytes)
         return tensor.contiguous()
 
-    def _norm(self, part: TensorSpec) -> Tensor:
+    def norm(self, part: TensorSpec) -> Tensor:
         weight = self.source.get(part.name, device=self.device, dtype=torch.float32)
         self._report(weight.nbytes)
         return weight + self.spec.norm_offset if self.spec.norm_offset else weight
 
     def _optional_norm(self, part: TensorSpec | None) -> Tensor | None:
-        return None if part is None else self._norm(part)
+        return None if part is None else self.norm(part)
 
     def _report(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
