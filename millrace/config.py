@@ -24,7 +24,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 KvDtype = Literal["auto", "full", "packed", "fp8", "int8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
-Speculation = Literal["off", "ngram"]
+Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "auto"]
 Batching = Literal["continuous", "static"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 GenerationDefaults = Literal["model", "neutral"]
@@ -194,7 +194,9 @@ class PlanConfig:
     block_size: int = setting(16, "tokens per KV block", minimum=1)
     prefix_cache: bool = setting(True, "reuse the KV cache of equal prompt prefixes")
     speculate: Speculation = setting(
-        "off", "guess the next tokens and verify several in one step; ngram: guess what followed the same words before"
+        "off",
+        "guess the next tokens and verify several in one step; never changes an answer; ngram: what followed the last"
+        " few tokens before; auto: ngram",
     )
     step_log: str = setting("", "ever growing file of all steps, with their token ids, for `millrace bench replay`")
     max_drafts: int = setting(3, "guessed tokens per request and step", minimum=1, maximum=7)

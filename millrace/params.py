@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,6 +114,10 @@ class SamplingParams:
     """Only tokens that the grammar allows are drawn; the answer ends where the grammar may end."""
     prediction: tuple[int, ...] = ()
     """Token ids that the answer will probably contain: drafts come from here. They never change the answer."""
+
+    speculate: str = "auto"
+    """Who proposes drafts: "off", "auto" (as the engine is set) or a drafter that the engine offers. It never changes
+    the answer."""
 
     # What follows is defined, with the order in which it applies, in docs/samplers.md.
     typical_p: float = 1.0
@@ -256,6 +260,17 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+
+
+def check_drafter(params: SamplingParams, offered: Sequence[str]) -> None:
+    """Refuse a drafter that the engine does not offer."""
+    if params.speculate not in ("auto", "off", *offered):
+        raise BadRequest(
+            f"speculate is {params.speculate[:80]!r}, which this server does not offer; it offers"
+            f" {', '.join(dict.fromkeys(('auto', 'off', *offered)))}. Its operator chooses with --speculate.",
+            param="speculate",
+            code="unsupported_parameter",
+        )
 
 
 @dataclass(frozen=True, slots=True)

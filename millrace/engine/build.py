@@ -30,6 +30,7 @@ from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device.device import Device, available_memory, fast_dtype, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
+from millrace.run.drafting.drafters import check_speculation, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
@@ -53,6 +54,7 @@ def build_engine(
 
     files = resolve_model(config.model.source, progress=on_loading)
     spec = spec_from_config(files.config)
+    check_speculation(config.plan.speculate)
     device = open_device(config.run)
     dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     check_quantization(config.model.quantization, device.torch_device, dtype)
@@ -201,5 +203,6 @@ def _ready(
         notes=plan.notes,
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.kind),
+        drafters=offered_drafters(config.plan.speculate, device.kind),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
     )

@@ -46,6 +46,7 @@ from millrace.plan.request import BATCH, INTERACTIVE, Request, end_of
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.device.device import Device
+from millrace.run.drafting.drafters import PREDICTION
 from millrace.run.runner import AnyRunner
 
 log = logging.getLogger(__name__)
@@ -176,8 +177,9 @@ class Engine:
 
     def on_tokens(self, done: Confirmed) -> None:
         self._step_no = done.plan.step_no
-        for part in done.result.predicted:
-            self._ledger.on_predicted(part.request_id, part.num_drafts, part.num_accepted)
+        for part in done.result.drafted:
+            if part.source == PREDICTION:
+                self._ledger.on_predicted(part.request_id, part.num_drafts, part.num_accepted)
         for finish in self._outbox.send_step(done.outcome, done.result, done.at):
             self._used_at = done.at
             if finish.output_tokens:
@@ -393,14 +395,18 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
         read_cache=params.prompt_logprobs is None,
         constrained=params.is_constrained,
         can_draft=_can_draft(params, is_gpu=is_gpu),
-        can_jump=_can_draft(params, is_gpu=True),
+        can_jump=_can_verify(params, is_gpu=True),
         row_params=RowParams(params, message.end_token_ids),
     )
 
 
 def _can_draft(params: SamplingParams, *, is_gpu: bool) -> bool:
-    """False if a token's draw depends on where earlier tokens are. A GPU verifies no drafts of rows with penalties,
-    whose draws depend on the tokens just before, or with log-probabilities."""
+    """False if drafts are off, or if a token's draw depends on where earlier tokens are. A GPU verifies no drafts of
+    rows with penalties, whose draws depend on the tokens just before, or with log-probabilities."""
+    return params.speculate != "off" and _can_verify(params, is_gpu=is_gpu)
+
+
+def _can_verify(params: SamplingParams, *, is_gpu: bool) -> bool:
     if params.needs_tokens or params.has_further_cuts or params.prompt_logprobs is not None:
         return False
     return not (is_gpu and (params.uses_penalties or params.logprobs is not None))

@@ -289,6 +289,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Memory bandwidth of the device; 0 if unknown."""
     device_flops: float = 0.0
     """Peak FLOP/s of the device; 0 if unknown."""
+    drafters: tuple[str, ...] = ("off",)
+    """What a request may name as `speculate`, beside "auto"."""
     notes: tuple[str, ...] = ()
     """What the memory plan chose, and the settings that change it."""
 

@@ -24,7 +24,7 @@ from millrace.llm.collector import Collector, OnPart
 from millrace.llm.outputs import Generation
 from millrace.llm.stream import GenerationStream
 from millrace.observe.progress import count_progress, is_watched
-from millrace.params import NEUTRAL_DEFAULTS, BeamParams, SamplingParams
+from millrace.params import NEUTRAL_DEFAULTS, BeamParams, SamplingParams, check_drafter
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread
@@ -197,6 +197,7 @@ class LLM:
     async def _submit(self, token_ids: list[int], params: SamplingParams, on_part: OnPart | None) -> list[Collector]:
         collectors: list[Collector] = []
         params = with_breaker_ids(params, self.tokenizer)
+        check_drafter(params, self.ready.drafters)
         for index in range(params.n):
             choice_params = params
             if index > 0:

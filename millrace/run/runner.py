@@ -22,7 +22,8 @@ from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
-from millrace.run.drafting.drafted_rows import DraftedRows, PredictedDrafts, VerifiedStep
+from millrace.run.drafting.drafted_rows import DraftedRows, RowDrafts, VerifiedStep
+from millrace.run.drafting.drafters import make_drafters
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
@@ -54,7 +55,8 @@ class StepResult:
 
     places: int = 0
     """If set, each drawing row has so many of the tokens, of which the first `counts` are its own."""
-    predicted: tuple[PredictedDrafts, ...] = ()
+    drafted: tuple[RowDrafts, ...] = ()
+    """On a CPU: the rows that had drafts."""
 
     def drawn(self) -> Int32s:
         """All tokens, row after row."""
@@ -149,7 +151,8 @@ class Runner:
         stack = decoder.native_stack
         if stack is not None and stack.can_run_whole_steps:
             self._native = NativeStep(stack, self._kv, self._table, self._sampler, max_rows=max_rows)
-        self._drafted = DraftedRows(self._table, max_rows) if speculate != "off" else None
+        drafters = make_drafters(speculate)
+        self._drafted = DraftedRows(self._table, max_rows, drafters) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
         self._forwarded: Callable[[], DrawStates] | None = None
         """The last forward pass."""
@@ -190,13 +193,30 @@ class Runner:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._update(plan)
-        native = self._native
-        if native is not None and self._drafted is None and len(plan.rows) and native.can_run(plan):
-            return StepResult(plan.step_no, native(plan), None, _NO_INDEX, _NO_COUNTS, ())
+        if self._drafted is not None:
+            self._drafted.admit(plan)
+        if self._can_run_natively(plan):
+            return self._run_natively(plan)
         return self._draw(plan, self._states(plan), None)
+
+    def _can_run_natively(self, plan: StepPlan) -> bool:
+        """True if the step is one C++ call."""
+        drafted = self._drafted
+        if drafted is not None and (plan.draft_places is not None or drafted.needs_hidden):
+            return False
+        return self._native is not None and bool(len(plan.rows)) and self._native.can_run(plan)
+
+    def _run_natively(self, plan: StepPlan) -> StepResult:
+        assert self._native is not None
+        tokens = self._native(plan)
+        if self._drafted is not None:
+            self._drafted.append(plan.rows[plan.samples], tokens.numpy())
+        return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
 
     def _forward(self, plan: StepPlan) -> DrawStates:
         self._update(plan)
+        if self._drafted is not None:
+            self._drafted.admit(plan)
         return self._states(plan)
 
     def _update(self, plan: StepPlan) -> None:
@@ -207,7 +227,6 @@ class Runner:
         verified = None
         draws = plan.samples.astype(np.int32)
         if self._drafted is not None:
-            self._drafted.admit(plan)
             verified = self._drafted.expand(plan)
             plan, draws = verified.plan, verified.draws
         rows = np.repeat(plan.rows, draws)
@@ -235,19 +254,19 @@ class Runner:
         drawn = self._draw_tokens(states, masks, self._drafts_before(states))
         tokens, counts, scored = drawn.tokens, None, drawn.logprob_index
         places: Int64s | None = None
-        predicted: tuple[PredictedDrafts, ...] = ()
+        drafted: tuple[RowDrafts, ...] = ()
         if verified is not None and self._drafted is not None:
             places = verified.places()[scored]
             scored = verified.drawing_rows()[scored]
-            accepted, counts = self._drafted.accept(verified, tokens.numpy().astype(np.int32))
+            self._drafted.take_hidden(states.hidden, states.rows, states.positions)
+            accepted, counts, drafted = self._drafted.accept(verified, tokens.numpy().astype(np.int32))
             tokens = torch.from_numpy(accepted)
             self._sampler.count(np.repeat(plan.rows[plan.samples], counts), tokens)
-            predicted = self._drafted.predicted(verified, counts)
             counts = counts if plan.draft_places is not None else None
         elif len(states.rows):
             self._table.last_tokens[self._device.upload(states.rows).long()] = tokens
         parts = (drawn.logprobs, scored, drawn.logprob_counts, states.prompt_logprobs, places)
-        return StepResult(plan.step_no, tokens, *parts, counts=counts, predicted=predicted)
+        return StepResult(plan.step_no, tokens, *parts, counts=counts, drafted=drafted)
 
     def _drafts_before(self, states: DrawStates) -> Int32s | None:
         """The draft before each state, for penalties. None if rows have no drafts."""
@@ -310,4 +329,5 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         view=view,
         counts=result.counts,
         places=result.places,
+        drafted=result.drafted,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from millrace.params import DEFAULT_ROW_PARAMS
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.drafting.drafted_rows import DraftedRows
+from millrace.run.drafting.drafter import DraftAsk, Drafter
+from millrace.run.drafting.drafters import Drafters
 from millrace.run.drafting.ngram import propose_ngram
 
 NONE = np.zeros(0, np.int32)
@@ -49,7 +52,11 @@ def test_drafts_follow_the_definition(seed: int) -> None:
 
 def table_of(rows: int) -> Any:
     return SimpleNamespace(
-        tokens=[NONE] * rows, num_admitted=np.zeros(rows, np.int32), last_tokens=np.zeros(rows, np.int64)
+        tokens=[NONE] * rows,
+        num_admitted=np.zeros(rows, np.int32),
+        last_tokens=np.zeros(rows, np.int64),
+        num_prompt=np.zeros(rows, np.int32),
+        request_ids=np.zeros(rows, np.int64),
     )
 
 
@@ -79,17 +86,20 @@ def test_any_drafts_give_the_tokens_of_a_run_without(seed: int) -> None:
     def next_token(tokens: list[int]) -> int:
         return hash(tuple(tokens)) % 7
 
-    def propose(history: Any, count: int) -> Any:
-        tokens = history.tolist()
-        guessed = []
-        for _ in range(rng.randrange(0, count + 1)):
-            guess = next_token(tokens + guessed)
-            guessed.append(guess if rng.random() < 0.7 else (guess + 1) % 7)
-        return np.array(guessed, np.int32)
+    class Guesses(Drafter):
+        def propose(self, asks: Sequence[DraftAsk]) -> list[Any]:
+            return [self.guess(ask.tokens.tolist(), ask.max_drafts) for ask in asks]
+
+        def guess(self, tokens: list[int], count: int) -> Any:
+            guessed: list[int] = []
+            for _ in range(rng.randrange(0, count + 1)):
+                guess = next_token(tokens + guessed)
+                guessed.append(guess if rng.random() < 0.7 else (guess + 1) % 7)
+            return np.array(guessed, np.int32)
 
     table, prompts = table_of(3), [[1, 2, 3], [4], [5, 6]]
     limits = [40, 23, 31]
-    rows = DraftedRows(table, 3, propose)
+    rows = DraftedRows(table, 3, Drafters({"ngram": Guesses()}, "ngram"))
     admitted = tuple(
         Admission(row, row, np.array(prompt, np.int32), len(prompt), DEFAULT_ROW_PARAMS, limits[row])
         for row, prompt in enumerate(prompts)
@@ -108,7 +118,7 @@ def test_any_drafts_give_the_tokens_of_a_run_without(seed: int) -> None:
             assert table.tokens[row][: len(known)].tolist() == known
             seen = table.tokens[row][: start + count].tolist()
             drawn += [next_token(seen[: start + 1 + place]) for place in range(count)]
-        tokens, counts = rows.accept(step, np.array(drawn, np.int32))
+        tokens, counts, _ = rows.accept(step, np.array(drawn, np.int32))
         at = 0
         for row, count in enumerate(counts.tolist()):
             outputs[row] += tokens[at : at + count].tolist()

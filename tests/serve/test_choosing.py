@@ -220,6 +220,16 @@ def test_logits_processors_need_permission(front: Front) -> None:
         assert post(allowing.port, CHAT, body(logits_processors=["my.module.h"])).status == 400
 
 
+def test_a_drafter_that_the_engine_does_not_offer_is_refused(front: Front) -> None:
+    for name in ("auto", "off"):
+        assert post(front.port, CHAT, body(speculate=name)).status == 200
+        assert front.engine.received[-1].params.speculate == name
+    reply = post(front.port, CHAT, body(speculate="suffix"))
+    assert (reply.status, reply.json["error"]["param"]) == (400, "speculate")
+    assert "offers auto, off." in reply.json["error"]["message"]
+    assert post(front.port, CHAT, body(speculate="magic")).status == 400
+
+
 def test_a_limit_on_reasoning_is_refused_with_beams() -> None:
     with pytest.raises(BadRequest, match="reasoning") as caught:
         check_beams(BeamParams(num_beams=2), SamplingParams(thinking=ThinkingLimit(9, 1, 2, False)), 1)

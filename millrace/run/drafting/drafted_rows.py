@@ -6,21 +6,19 @@ are in flight. A row's tokens become the table's host tokens, so that a step rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.drafting.ngram import propose_ngram
-from millrace.run.drafting.prediction import propose_predicted
+from millrace.run.drafting.drafter import DraftAsk, RowProgress
+from millrace.run.drafting.drafters import PREDICTION, Drafters
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.table.request_table import RequestTable
 
 _NO_TOKENS, _FIRST = np.zeros(0, np.int32), np.array([NO_DRAFT], np.int32)
-Propose = Callable[[Int32s, int], Int32s]
-"""(all tokens of a row, maximum number) -> drafts"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +53,31 @@ class VerifiedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedDrafts:
-    """Drafts of one request in one step that come from its prediction."""
+class RowDrafts:
+    """Drafts of one request in one step, and how many of them were accepted."""
 
     request_id: int
+    source: str
+    """The drafter, or "prediction"."""
     num_drafts: int
     num_accepted: int
 
 
 class DraftedRows:
-    def __init__(self, table: RequestTable, max_rows: int, propose: Propose = propose_ngram) -> None:
-        self._table, self._propose = table, propose
+    def __init__(self, table: RequestTable, max_rows: int, drafters: Drafters) -> None:
+        self._table, self._drafters = table, drafters
         self._tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
         """Room for all tokens up to the limit, and the drafts of a step."""
         self._known = np.zeros(max_rows, np.int64)
         self._limit = np.zeros(max_rows, np.int64)
         self.num_drafted = self.num_accepted = 0
-        self._predictions: dict[int, Int32s] = {}
-        """By row: what its client expects the answer to contain."""
-        self._predicted: dict[int, int] = {}
-        """By row: drafts of the current step that come from its prediction."""
+
+    @property
+    def needs_hidden(self) -> bool:
+        return self._drafters.needs_hidden
+
+    def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
+        self._drafters.take_hidden(hidden, rows, positions)
 
     def admit(self, plan: StepPlan) -> None:
         for admission in plan.admitted:
@@ -83,61 +86,43 @@ class DraftedRows:
             tokens[:known] = admission.tokens
             self._known[row], self._limit[row] = known, admission.limit
             self._table.tokens[row] = tokens
-            self._predictions.pop(row, None)
-            if prediction := admission.row_params.params.prediction:
-                self._predictions[row] = np.array(prediction, np.int32)
+            self._drafters.admit(admission)
         for appended in plan.appended:
             row, end = appended.row, appended.start + len(appended.tokens)
+            num_new = end - int(self._known[row])
             self._tokens[row][appended.start : end] = appended.tokens
             self._known[row] = end
+            self._drafters.confirm([RowProgress(row, self._tokens[row][:end], num_new, 0, 0)])
 
     def expand(self, plan: StepPlan) -> VerifiedStep:
         """Propose drafts for the plan's places, and leave out rows that are past their limit."""
-        self._predicted.clear()
         starts, counts, keeps = plan.starts.copy(), plan.counts.copy(), np.ones(len(plan.rows), np.bool_)
         draws = plan.samples.astype(np.int32)
         places = np.zeros(len(plan.rows), np.int32) if plan.draft_places is None else plan.draft_places
+        indices, asks = [], []
         for index in np.flatnonzero(plan.samples & (plan.counts == 1)).tolist():
             row = int(plan.rows[index])
             known, limit = int(self._known[row]), int(self._limit[row])
             if known >= limit:
                 keeps[index] = False
                 continue
-            drafts = self._drafts(row, min(int(places[index]), limit - known - 1))
-            starts[index], counts[index] = known - 1, 1 + drafts
-            draws[index] += drafts
+            starts[index] = known - 1
+            max_drafts = min(int(places[index]), limit - known - 1)
+            if max_drafts > 0:
+                indices.append(index)
+                asks.append(DraftAsk(row, self._tokens[row][:known], int(self._table.num_prompt[row]), max_drafts))
+        for index, ask, drafts in zip(indices, asks, self._drafters.propose(asks), strict=True):
+            known, num_drafts = len(ask.tokens), len(drafts)
+            self._tokens[ask.row][known : known + num_drafts] = drafts
+            counts[index] += num_drafts
+            draws[index] += num_drafts
+            self.num_drafted += num_drafts
         self._table.num_admitted[plan.rows] = np.maximum(self._known[plan.rows], starts + counts)
         drawing = np.flatnonzero(keeps[plan.samples])
         true_plan = replace(
             plan, rows=plan.rows[keeps], starts=starts[keeps], counts=counts[keeps], samples=plan.samples[keeps]
         )
         return VerifiedStep(true_plan, draws[keeps], drawing, int(plan.samples.sum()))
-
-    def _drafts(self, row: int, max_drafts: int) -> int:
-        """Write the row's drafts after its tokens; returns how many there are."""
-        if max_drafts <= 0:
-            return 0
-        tokens, known, prediction = self._tokens[row], int(self._known[row]), self._predictions.get(row)
-        drafts = _NO_TOKENS
-        if prediction is not None:
-            drafts = propose_predicted(prediction, tokens[self._table.num_prompt[row] : known], max_drafts)
-            self._predicted[row] = len(drafts)
-        if not len(drafts):
-            drafts = self._propose(tokens[:known], max_drafts)
-        tokens[known : known + len(drafts)] = drafts
-        self.num_drafted += len(drafts)
-        return len(drafts)
-
-    def predicted(self, step: VerifiedStep, counts: Int32s) -> tuple[PredictedDrafts, ...]:
-        """What became of the drafts from predictions. `counts`: as `accept` returned them."""
-        if not any(self._predicted.values()):
-            return ()
-        count_of = dict(zip(step.plan.rows[step.plan.samples].tolist(), counts[step.drawing].tolist(), strict=True))
-        return tuple(
-            PredictedDrafts(int(self._table.request_ids[row]), num_drafts, count_of[row] - 1)
-            for row, num_drafts in self._predicted.items()
-            if num_drafts
-        )
 
     def before(self, step: VerifiedStep) -> Int32s:
         """For each state to draw from: the draft before it, or NO_DRAFT for a row's first. Call it before `accept`."""
@@ -148,11 +133,13 @@ class DraftedRows:
             parts += [_FIRST, self._tokens[row][known : known + num_draws - 1]]
         return np.concatenate(parts) if parts else _NO_TOKENS
 
-    def accept(self, step: VerifiedStep, drawn: Int32s) -> tuple[Int32s, Int32s]:
-        """`drawn`: a token for each draw of the step. Returns the accepted tokens and how many each drawing row of the
-        original plan has."""
+    def accept(self, step: VerifiedStep, drawn: Int32s) -> tuple[Int32s, Int32s, tuple[RowDrafts, ...]]:
+        """`drawn`: a token for each draw of the step. Returns the accepted tokens, how many each drawing row of the
+        original plan has, and what became of the drafts."""
         counts = np.zeros(step.num_drawing, np.int32)
         accepted: list[Int32s] = []
+        drafted: list[RowDrafts] = []
+        progress: list[RowProgress] = []
         first = 0
         rows = step.plan.rows[step.plan.samples].tolist()
         draws = step.draws[step.plan.samples].tolist()
@@ -166,7 +153,29 @@ class DraftedRows:
             tokens[known : known + count] = own[:count]
             self._known[row] = known + count
             self._table.last_tokens[row] = int(own[count - 1])
-            self.num_accepted += count - 1
             counts[place] = count
             accepted.append(own[:count])
-        return np.concatenate(accepted) if accepted else drawn[:0], counts
+            progress.append(self._progress(row, count, num_draws - 1, drafted))
+        self._drafters.confirm(progress)
+        return np.concatenate(accepted) if accepted else drawn[:0], counts, tuple(drafted)
+
+    def _progress(self, row: int, num_new: int, num_drafts: int, drafted: list[RowDrafts]) -> RowProgress:
+        """What the row's drafter is told. Notes drafts in `drafted`."""
+        source, num_accepted = self._drafters.source_of(row) if num_drafts else "", num_new - 1
+        tokens = self._tokens[row][: self._known[row]]
+        if num_drafts:
+            self.num_accepted += num_accepted
+            drafted.append(RowDrafts(int(self._table.request_ids[row]), source, num_drafts, num_accepted))
+        if not num_drafts or source == PREDICTION:
+            return RowProgress(row, tokens, num_new, 0, 0)
+        return RowProgress(row, tokens, num_new, num_drafts, num_accepted)
+
+    def append(self, rows: Int32s, drawn: Int32s) -> None:
+        """A step without places for drafts drew these tokens, one for each of the rows."""
+        progress = []
+        for row, token in zip(rows.tolist(), drawn.tolist(), strict=True):
+            known = int(self._known[row])
+            self._tokens[row][known] = token
+            self._known[row] = known + 1
+            progress.append(RowProgress(row, self._tokens[row][: known + 1], 1, 0, 0))
+        self._drafters.confirm(progress)

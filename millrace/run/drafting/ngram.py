@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from millrace.plan.step import Int32s
+from millrace.run.drafting.drafter import DraftAsk, Drafter
 
 MAX_NGRAM, MIN_NGRAM = 3, 2
 """Tokens that must match, the longest first."""
 _NONE = np.zeros(0, np.int32)
+
+
+class NgramDrafter(Drafter):
+    """Keeps no state: each proposal searches the row's tokens."""
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
+        return [propose_ngram(ask.tokens, ask.max_drafts) for ask in asks]
 
 
 def propose_ngram(history: Int32s, max_drafts: int) -> Int32s:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from millrace.plan.step import Int32s, Int64s
+from millrace.plan.step import Admission, Int32s, Int64s
+from millrace.run.drafting.drafter import DraftAsk, Drafter
 from millrace.run.drafting.ngram import MAX_NGRAM, MIN_NGRAM
 
 MAX_LOOK_BACK = 32
@@ -12,6 +15,25 @@ MAX_LOOK_BACK = 32
 MAX_PLACES = 64
 """Places that are compared: those further on in the prediction."""
 _NONE = np.zeros(0, np.int32)
+
+
+class PredictionDrafter(Drafter):
+    def __init__(self) -> None:
+        self._predictions: dict[int, Int32s] = {}
+        """By row: what its client expects the answer to contain."""
+
+    def admit(self, admission: Admission) -> None:
+        self._predictions.pop(admission.row, None)
+        if prediction := admission.row_params.params.prediction:
+            self._predictions[admission.row] = np.array(prediction, np.int32)
+
+    def has(self, row: int) -> bool:
+        return row in self._predictions
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
+        return [
+            propose_predicted(self._predictions[ask.row], ask.tokens[ask.num_prompt :], ask.max_drafts) for ask in asks
+        ]
 
 
 def propose_predicted(prediction: Int32s, output: Int32s, max_drafts: int) -> Int32s:

@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.config import Config, allowed_processors
 from millrace.errors import BadRequest
-from millrace.params import MAX_LOGIT_BIAS, SamplingDefaults, SamplingParams
+from millrace.params import MAX_LOGIT_BIAS, SamplingDefaults, SamplingParams, check_drafter
 from millrace.serve.generate.prompts import LONG_TEXT_CHARS, off_loop
 from millrace.serve.state import FrontState
 from millrace.text.breakers import with_breaker_ids
@@ -37,7 +37,7 @@ def sampling_params(
 
 async def complete(state: FrontState, params: SamplingParams) -> SamplingParams:
     """The parameters with what the tokenizer knows: DRY's breakers as token ids. Refuses processors that the operator
-    does not allow."""
+    does not allow and drafters that the engine does not have."""
     allowed = allowed_processors(state.config) if params.logits_processors else ()
     for name in params.logits_processors:
         if name not in allowed:
@@ -47,6 +47,7 @@ async def complete(state: FrontState, params: SamplingParams) -> SamplingParams:
                 param="logits_processors",
                 code="unsupported_parameter",
             )
+    check_drafter(params, state.require_engine().drafters if params.speculate != "auto" else ())
     if params.dry_multiplier == 0:
         return params
     return await off_loop(state, LONG_TEXT_CHARS + 1, lambda: with_breaker_ids(params, state.tokenizer))

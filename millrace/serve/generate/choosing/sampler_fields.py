@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from millrace.config import Speculation
 from millrace.errors import BadRequest
 from millrace.params import MAX_BREAKERS, MAX_LOGITS_PROCESSORS
 from millrace.serve.http.schema import Strict, described
@@ -11,6 +12,7 @@ from millrace.serve.http.schema import Strict, described
 _SAME_NAME = (
     *("typical_p", "top_a", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length"),
     *("mirostat", "mirostat_tau", "mirostat_eta", "repeat_last_n", "dynatemp_range", "dynatemp_exponent"),
+    "speculate",
 )
 """Fields that are named as in `SamplingParams`."""
 SAMPLER_NAMES = (*_SAME_NAME, "dry_range", "dry_sequence_breakers", "dynatemp_min", "logits_processors")
@@ -74,6 +76,13 @@ class SamplerFields(Strict, kw_only=True):
         float | None, described("With `dynatemp_max`: the bounds, in place of temperature and range.", minimum=0)
     ] = None
     dynatemp_max: Annotated[float | None, described("See `dynatemp_min`.", minimum=0)] = None
+    speculate: Annotated[
+        Speculation | None,
+        described(
+            "Who guesses tokens for this request: `off`, `auto` (default: as the server is set) or a drafter that the"
+            " server offers. It never changes the answer."
+        ),
+    ] = None
     logits_processors: Annotated[
         list[str] | None,
         described(

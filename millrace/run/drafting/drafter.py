@@ -1,0 +1,69 @@
+"""The interface of drafters on a CPU: what proposes tokens that a step verifies.
+
+A drafter never decides what becomes output: a draft is accepted if it equals the token that the target model draws at
+its place, so a drafter can make an answer faster or slower, but not different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from millrace.plan.step import Admission, Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAsk:
+    """A row that may have drafts in this step."""
+
+    row: int
+    tokens: Int32s
+    """All known tokens of the row, prompt included. A view: valid during the call."""
+    num_prompt: int
+    max_drafts: int
+    """At least 1."""
+    min_probability: float = 0.0
+    """A draft less likely than this to be accepted costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowProgress:
+    """What a step gave a row, told to the row's drafter whether or not it had drafts."""
+
+    row: int
+    tokens: Int32s
+    """All known tokens of the row, those of this step included. A view: valid during the call."""
+    num_new: int
+    """Tokens that the step added."""
+    num_drafts: int
+    """Drafts of this drafter that the step verified."""
+    num_accepted: int
+    """How many of them were accepted."""
+
+
+class Drafter(Protocol):
+    """Called in step order, on the thread that runs the steps. Only `propose` must be written."""
+
+    needs_hidden: bool = False
+    """True if `take_hidden` needs the states of every step, so that no step may run without giving them."""
+
+    def admit(self, admission: Admission) -> None:
+        """A request gets a row; whatever was known about the row before is void. Happens again for the same request
+        after a preemption or a failed step."""
+        return
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
+        """Up to `max_drafts` tokens for each row, in order: those expected to follow its known tokens."""
+        ...
+
+    def confirm(self, rows: Sequence[RowProgress]) -> None:
+        """A step gave tokens to these rows."""
+        return
+
+    def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
+        """`hidden` [n, hidden size]: the states that a step draws from, before its tokens are known. `rows`: the table
+        row of each; `positions`: that of the token to be drawn from it. States of rejected drafts are among them."""
+        return

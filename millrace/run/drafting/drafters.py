@@ -1,0 +1,101 @@
+"""The drafters of a CPU engine, and which of them serves each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from millrace.config import Speculation
+from millrace.errors import ConfigError
+from millrace.plan.step import Admission, Int32s
+from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
+from millrace.run.drafting.ngram import NgramDrafter
+from millrace.run.drafting.prediction import PredictionDrafter
+
+PREDICTION = "prediction"
+"""Source of drafts that the client sent with its request."""
+TEXT_DRAFTERS: tuple[Speculation, ...] = ("ngram",)
+_UNBUILT: tuple[Speculation, ...] = ("suffix", "draft", "medusa", "eagle")
+_NONE = np.zeros(0, np.int32)
+
+
+class Drafters:
+    def __init__(self, by_name: Mapping[str, Drafter], default: str) -> None:
+        """`default` serves rows whose request names no drafter."""
+        self._by_name, self._default = by_name, default
+        self._prediction = PredictionDrafter()
+        self._chosen: dict[int, str] = {}
+        """Drafter by row."""
+        self._sources: dict[int, str] = {}
+        """By row with drafts in the current step: who proposed them."""
+        self.needs_hidden = any(drafter.needs_hidden for drafter in by_name.values())
+
+    def admit(self, admission: Admission) -> None:
+        wanted = admission.row_params.params.speculate
+        self._chosen[admission.row] = wanted if wanted in self._by_name else self._default
+        self._prediction.admit(admission)
+        for drafter in self._by_name.values():
+            drafter.admit(admission)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
+        """Drafts for each row: from its prediction, else from its drafter."""
+        self._sources.clear()
+        drafts: list[Int32s] = [_NONE] * len(asks)
+        self._propose(PREDICTION, self._prediction, asks, drafts, [self._prediction.has(ask.row) for ask in asks])
+        for name, drafter in self._by_name.items():
+            is_due = [not len(drafts[at]) and self._chosen[ask.row] == name for at, ask in enumerate(asks)]
+            self._propose(name, drafter, asks, drafts, is_due)
+        return drafts
+
+    def _propose(
+        self, name: str, drafter: Drafter, asks: Sequence[DraftAsk], drafts: list[Int32s], is_due: Sequence[bool]
+    ) -> None:
+        due = [at for at, is_own in enumerate(is_due) if is_own]
+        if not due:
+            return
+        for at, proposed in zip(due, drafter.propose([asks[at] for at in due]), strict=True):
+            if len(proposed):
+                drafts[at] = proposed
+                self._sources[asks[at].row] = name
+
+    def source_of(self, row: int) -> str:
+        """Who proposed the row's drafts in the current step."""
+        return self._sources[row]
+
+    def confirm(self, rows: Sequence[RowProgress]) -> None:
+        """`num_drafts` counts those of the row's own drafter."""
+        for name, drafter in self._by_name.items():
+            own = [progress for progress in rows if self._chosen[progress.row] == name]
+            if own:
+                drafter.confirm(own)
+
+    def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
+        for drafter in self._by_name.values():
+            drafter.take_hidden(hidden, rows, positions)
+
+
+def make_drafters(speculate: Speculation) -> Drafters | None:
+    """None if the engine proposes no drafts."""
+    if speculate == "off":
+        return None
+    check_speculation(speculate)
+    return Drafters({"ngram": NgramDrafter()}, "ngram")
+
+
+def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...]:
+    """What a request may name as `speculate`, beside `auto`. A GPU has the one drafter that its graphs hold."""
+    if speculate == "off":
+        return ("off",)
+    named = {"off": None, speculate: None}
+    if device_kind != "cuda":
+        named |= dict.fromkeys(TEXT_DRAFTERS)
+    return tuple(name for name in named if name != "auto")
+
+
+def check_speculation(speculate: Speculation) -> None:
+    if speculate in _UNBUILT:
+        raise ConfigError(
+            f"--speculate {speculate} is not available yet; use ngram, auto or off.", param="speculate"
+        )
