@@ -96,6 +96,4 @@ def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...
 
 def check_speculation(speculate: Speculation) -> None:
     if speculate in _UNBUILT:
-        raise ConfigError(
-            f"--speculate {speculate} is not available yet; use ngram, auto or off.", param="speculate"
-        )
+        raise ConfigError(f"--speculate {speculate} is not available yet; use ngram, auto or off.", param="speculate")
