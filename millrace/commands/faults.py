@@ -108,10 +108,11 @@ async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
     result = await kill_repeatedly(url, pid, "engine" if part == "engine" else "front", args.seconds)
     times = sorted(result.recovery_s)
     print(
-        f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event, {result.cut} cut off,"
-        f" {result.completed} completed. Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
+        f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event, {result.refused} got an"
+        f" error status, {result.cut} cut off, {result.completed} completed."
+        f" Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
     )
-    return [f"{result.cut} streams ended without an error event"] if part == "engine" and result.cut else []
+    return [f"{result.cut} streams ended without an error"] if part == "engine" and result.cut else []
 
 
 async def _overload(args: argparse.Namespace, url: str, pid: int) -> list[str]:

@@ -11,6 +11,7 @@ forward pass.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 DEPTH = 2
 """Steps in flight: one is planned and launched while the one before runs."""
+SLOW_STEP_S = 0.05
+"""After a step as long as this, a CPU has one step in flight: the host's work between steps is then a few thousandths
+of the time, and a request that arrives during a step takes part in the next one, not in the one after it."""
 
 
 class MaskSource(Protocol):
@@ -121,14 +125,17 @@ class Cycle:
         masks: MaskSource | None = None,
         depth: int = DEPTH,
         min_jump: int = 1,
+        slow_step_s: float = math.inf,
     ) -> None:
-        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save."""
+        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save.
+        `slow_step_s`: after a step this long, the next one is planned only when the last one has ended."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
         self._clock, self._probe, self._masks, self._depth = clock, probe, masks, depth
         self._launched: deque[Launched] = deque()
         self._copying = BlockCopying(scheduler, runner, clock)
         self._confirmed_at = 0.0
-        self._min_jump = min_jump
+        self._min_jump, self._slow_step_s = min_jump, slow_step_s
+        self._last_device_s = 0.0
         self.num_jumped = 0
         """Tokens that were appended without a draw."""
         self.times = Times()
@@ -151,12 +158,13 @@ class Cycle:
         nothing to do."""
         if self._copying:
             self._copying.acknowledge()
-        launched = len(self._launched) < self._depth and not self._has_undrawn and self._launch_next()
+        depth = 1 if self._last_device_s >= self._slow_step_s else self._depth
+        launched = len(self._launched) < depth and not self._has_undrawn and self._launch_next()
         if self._copying and not self._launched:  # only copies can make a step possible
             self._copying.acknowledge(wait=True)
             return True
         progressed = launched or bool(self._launched)
-        if self._launched and (len(self._launched) >= self._depth or not launched):
+        if self._launched and (len(self._launched) >= depth or not launched):
             self._confirm_oldest()
         return progressed
 
@@ -233,7 +241,7 @@ class Cycle:
         if self._masks is not None and self._scheduler.rows.num_constrained:
             self._masks.consume(outcome)
         device_s = now - max(oldest.at, self._confirmed_at)
-        self._confirmed_at = now
+        self._confirmed_at, self._last_device_s = now, device_s
         times.step_s += now - oldest.at
         times.device_s += device_s
         done = Confirmed(oldest.plan, result, outcome, oldest.at, now, device_s)

@@ -7,13 +7,14 @@ request ends with an error.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from millrace.engine.constrained import ConstrainedRequests
-from millrace.engine.cycle import Confirmed, Cycle
+from millrace.engine.cycle import SLOW_STEP_S, Confirmed, Cycle
 from millrace.engine.explain import explain
 from millrace.engine.figures.step_figures import StepFigures, StepWork
 from millrace.engine.figures.step_log import StepLog
@@ -94,9 +95,14 @@ class Engine:
         """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
-        min_jump = CUDA_MIN_JUMP if device.kind == "cuda" else MIN_JUMP
+        is_cuda = device.kind == "cuda"
         self._cycle = Cycle(
-            scheduler, runner, self, clock=clock, probe=device.probe, masks=constrained, min_jump=min_jump
+            *(scheduler, runner, self),
+            clock=clock,
+            probe=device.probe,
+            masks=constrained,
+            min_jump=CUDA_MIN_JUMP if is_cuda else MIN_JUMP,
+            slow_step_s=math.inf if is_cuda else SLOW_STEP_S,
         )
         self._stopping = False
         self._progressed = False
@@ -348,6 +354,7 @@ class Engine:
             ),
             arrivals_per_s=rates.arrivals_per_s(),
             tokens_per_s=rates.tokens_per_s,
+            mean_step_s=rates.step_s,
             host_blocks_total=tier.index.total if tier is not None else 0,
             host_blocks_used=tier.index.num_used if tier is not None else 0,
             host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,

@@ -25,8 +25,11 @@ class MeasuredRates:
         """Average time for which a request holds its row."""
         self.tokens_per_s = 0.0
         """Throughput of full steps; 0 until there was one."""
+        self.step_s = 0.0
+        """Average time of a step."""
 
     def on_step(self, num_tokens: int, step_s: float) -> None:
+        self.step_s += (DECAY if self.step_s else 1.0) * (step_s - self.step_s)
         if num_tokens >= FULL_STEP_TOKENS and step_s > 0:
             weight = DECAY if self.tokens_per_s else 1.0
             self.tokens_per_s += weight * (num_tokens / step_s - self.tokens_per_s)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from millrace.faults.leak_check import IdleReadings, readings_around
-from millrace.faults.wire import Address, completion
+from millrace.faults.wire import Address, completion, read_answer
 
 MEAN_STAY_S = 0.7
 
@@ -60,11 +60,9 @@ async def _send_one(address: Address, rng: random.Random, result: ChurnResult) -
         # Some disconnect halfway through sending their request.
         writer.write(data if rng.random() < 0.9 else data[: rng.randrange(len(data))])
         async with asyncio.timeout(rng.expovariate(1 / MEAN_STAY_S)):
-            while piece := await reader.read(65536):
-                if piece.endswith(b"0\r\n\r\n"):
-                    result.completed += 1
-                    return
-    except TimeoutError:
+            status, _ = await read_answer(reader)
+            result.completed += status != 0
+    except (TimeoutError, asyncio.IncompleteReadError):
         result.abandoned += 1
     finally:
         if rng.random() < 0.5:

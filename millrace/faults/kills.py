@@ -14,7 +14,7 @@ from typing import Literal
 
 from millrace.bench.errors import BenchError
 from millrace.bench.local_server import descendants
-from millrace.faults.wire import Address, completion
+from millrace.faults.wire import Address, completion, exchange
 
 Part = Literal["engine", "front"]
 _MODULES: dict[Part, str] = {
@@ -22,6 +22,7 @@ _MODULES: dict[Part, str] = {
     "front": "millrace.supervise.front_child",
 }
 RECOVERY_LIMIT_S = 120.0
+STREAM_LIMIT_S = 300.0
 
 
 @dataclass(slots=True)
@@ -31,8 +32,10 @@ class KillResult:
     completed: int = 0
     failed: int = 0
     """Streams that ended with an error event."""
+    refused: int = 0
+    """Requests answered with an error status: their engine was killed before the first token."""
     cut: int = 0
-    """Streams whose connection ended without a last event."""
+    """Answers that the end of the connection, or STREAM_LIMIT_S, cut off."""
     recovery_s: list[float] = field(default_factory=list)
     """From each kill until the server was ready again."""
 
@@ -63,20 +66,16 @@ def _child(pid: int, part: Part) -> int:
 
 async def _stream(address: Address, result: KillResult) -> None:
     try:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(completion(address, max_tokens=200, ignore_eos=True))
-        tail = b""
-        while not tail.endswith(b"0\r\n\r\n"):
-            piece = await reader.read(65536)
-            if not piece:
-                result.cut += 1
-                return
-            tail = (tail + piece)[-2000:]
-        writer.close()
-    except OSError:
+        data = completion(address, max_tokens=200, ignore_eos=True)
+        status, body = await exchange(address, data, STREAM_LIMIT_S)
+    except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError.
         result.cut += 1
         return
-    if b'"error":' in tail:
+    if status == 0:
+        result.cut += 1
+    elif status != 200:
+        result.refused += 1
+    elif b'"error":' in body[-2000:]:
         result.failed += 1
     else:
         result.completed += 1

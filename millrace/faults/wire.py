@@ -47,12 +47,14 @@ async def exchange(address: Address, data: bytes, limit_s: float) -> tuple[int, 
         reader, writer = await asyncio.open_connection(address.host, address.port)
         try:
             writer.write(data)
-            return await _read_answer(reader)
+            return await read_answer(reader)
         finally:
             writer.close()
 
 
-async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """One whole answer, chunked or with a content length, so that an open connection does not delay the end. Status 0
+    if the connection ended before the head; IncompleteReadError if it ended later."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):

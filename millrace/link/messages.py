@@ -196,6 +196,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """By class: later arrivals of a more urgent class are admitted first."""
     tokens_per_s: float = 0.0
     """Throughput of full steps, prompt and output tokens together; 0 until measured."""
+    mean_step_s: float = 0.0
+    """Average time of the last steps."""
     host_blocks_total: int = 0
     """KV blocks that fit in host memory; 0 without `--kv-host-gib`."""
     host_blocks_used: int = 0

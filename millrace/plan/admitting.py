@@ -59,7 +59,7 @@ class Admitting:
         if budget <= 0:
             return "budget"
         if self._rows.num_free == 0:
-            return self._choose_victim(next(self._waiting.in_order(now)), "rows", now)
+            return "rows"
         forecast = AdmissionForecast(self._rows, self._pool, self._seating.groups, self._lengths)
         for request in itertools.islice(self._waiting.in_order(now), MAX_HELD_SCAN):
             if budget <= 0:
@@ -96,7 +96,7 @@ class Admitting:
         return self._seating.admit(request, match)
 
     def _choose_victim(self, request: Request, cause: Cause, now: float) -> Cause:
-        """Choose a running request to preempt for this one when the next step is planned. Returns `cause`.
+        """Choose a running request to preempt for this one before a step is planned. Returns `cause`.
 
         Chooses none while fenced rows or blocks are about to become free, nor one that would precede this request.
         """
@@ -109,8 +109,10 @@ class Admitting:
                     self._chosen_victim = (other.id, f"a more urgent request could not be admitted ({cause})")
         return cause
 
-    def take_victim(self) -> tuple[int, str] | None:
+    def take_victim(self, now: float) -> tuple[int, str] | None:
         """The row to preempt now for a waiting request, and why."""
+        if len(self._waiting) and self._rows.num_free == 0 and not self.is_static:
+            self._choose_victim(next(self._waiting.in_order(now)), "rows", now)
         chosen, self._chosen_victim = self._chosen_victim, None
         if chosen is None or not len(self._waiting):
             return None

@@ -212,7 +212,7 @@ class Scheduler:
         if self.host_tier is not None:
             self.host_tier.advance(now)
         if only is None:
-            self._preempt_chosen()
+            self._preempt_chosen(now)
         preempted_before = self.num_preemptions
         while True:
             singles, behind = self._take_singles(only)
@@ -321,8 +321,8 @@ class Scheduler:
 
     # -- preemption and release ------------------------------------------------------------------------------------
 
-    def _preempt_chosen(self) -> None:
-        victim = self._admitting.take_victim()
+    def _preempt_chosen(self, now: float) -> None:
+        victim = self._admitting.take_victim(now)
         if victim is not None:
             row, why = victim
             self.rows.request(row).yields += 1

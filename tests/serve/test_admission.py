@@ -33,6 +33,8 @@ def stats(
     free: int = 0,
     tokens: int = 0,
     speed: float = 0.0,
+    step_s: float = 0.0,
+    batch_rows: int = 0,
 ) -> EngineStats:
     return EngineStats(
         step_no=1,
@@ -53,25 +55,37 @@ def stats(
         rows_free=free,
         admissions_per_s=admission_rate,
         tokens_per_s=speed,
+        mean_step_s=step_s,
+        running_by_class=(0, 0, batch_rows),
     )
 
 
 def test_only_the_same_and_more_urgent_classes_are_ahead() -> None:
-    report = stats((5, 20, 60))
-    assert [forecast(report, 0, priority).ttft_s for priority in range(3)] == [1.0, 5.0, 17.0]
-    assert forecast(report, 5, 0).ttft_s == 2.0
-    assert forecast(stats((5, 20, 60), free=25), 0, 1).ttft_s == 0.0
+    # It is the 4th, 16th and 64th to be admitted: as many divided by 5 per second, and one standard deviation more.
+    report = stats((3, 12, 48))
+    assert [forecast(report, 0, priority).ttft_s for priority in range(3)] == [6 / 5, 20 / 5, 72 / 5]
+    assert forecast(report, 5, 0).ttft_s == 12 / 5
+    assert forecast(stats((5, 20, 60), free=26), 0, 1).ttft_s == 0.0
+    assert forecast(stats((5, 20, 60), free=25), 0, 1).ttft_s == 2 / 5
     assert forecast(stats((1, 0, 0), free=5, tokens=9000, speed=3000.0), 0, 0).ttft_s == 3.0
     assert forecast(stats((50, 0, 0), admission_rate=0.0), 0, 0).ttft_s == 0.0, "no rate is known yet: admit"
+
+
+def test_steps_add_to_a_wait_and_batch_rows_give_way_to_interactive_requests() -> None:
+    slow = stats((0, 0, 30), step_s=0.4)
+    assert forecast(slow, 0, 0).ttft_s == pytest.approx(2 / 5 + 2 * 0.4)
+    assert forecast(stats((0, 0, 30), step_s=0.4, batch_rows=1), 0, 0).ttft_s == 0.0
+    assert forecast(stats((0, 0, 0), step_s=0.4, batch_rows=1), 0, 1).ttft_s == pytest.approx(2 / 5 + 2 * 0.4)
+    assert forecast(stats((0, 0, 0), step_s=9.0, free=1), 0, 0).ttft_s == 0.0, "nothing to wait for: never refused"
 
 
 def test_a_refused_request_gets_a_time_to_retry() -> None:
     admission = Admission(CONFIG)
     admission.check(None, 1000, 0, 1)
-    admission.check(stats((10, 0, 0)), 0, 0, 1)
-    with pytest.raises(Overloaded, match="'interactive' would wait about 8.0 s") as refused:
-        admission.check(stats((40, 0, 0)), 0, 0, 1)
-    assert refused.value.retry_after_s == 6.0
+    admission.check(stats((5, 0, 0)), 0, 0, 1)
+    with pytest.raises(Overloaded, match="'interactive' would wait about 8.4 s") as refused:
+        admission.check(stats((35, 0, 0)), 0, 0, 1)
+    assert refused.value.retry_after_s == pytest.approx(6.4)
     admission.check(stats((40, 0, 0)), 0, 1, 1)
 
 
@@ -108,12 +122,12 @@ def test_the_measured_rate_is_capacity_not_demand() -> None:
 
 def test_a_refusal_over_http_is_a_counted_429_with_retry_after() -> None:
     with running_front(saying("ok"), config=replace(CONFIG, server__port=0)) as front:
-        front.call(lambda: setattr(front.state.client, "stats", stats((40, 0, 0))))
+        front.call(lambda: setattr(front.state.client, "stats", stats((35, 0, 0))))
         fields = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
         refused = post(front.port, COMPLETIONS, {**fields, "priority": "interactive"})
         assert (refused.status, refused.error["code"]) == (429, "overloaded")
         assert refused.error["type"] == "rate_limit_error"
-        assert refused.headers["retry-after"] == "6"
+        assert refused.headers["retry-after"] == "7"
         assert post(front.port, COMPLETIONS, fields).status == 200
         assert (
             'millrace_refused_requests_total{priority="interactive"} 1.0' in get(front.port, "/metrics").body.decode()

@@ -6,6 +6,7 @@ urgent class may fill less of the queue, so batch requests are refused first.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from millrace.config import Config
@@ -13,11 +14,14 @@ from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
 from millrace.params import CLASS_NAMES
 
+INTERACTIVE, BATCH = CLASS_NAMES.index("interactive"), CLASS_NAMES.index("batch")
 QUEUE_SHARES = (1.0, 0.9, 0.5)
 """Per class: the share of the queue beyond which its requests are refused."""
 MAX_RETRY_S = 600.0
 MIN_SHARE = 0.1
 """Share of all admissions that a class gets even under more urgent load, because waiting requests age."""
+NUM_STEPS = 2
+"""Steps from a request's admission to its first token: the rest of the running one, and its own."""
 MIN_ADMISSIONS_PER_S = 0.05
 """Assumed admission rate until one is measured."""
 
@@ -69,18 +73,23 @@ class Admission:
 
 
 def forecast(stats: EngineStats, unreported: int, priority: int) -> WaitForecast:
-    """Requests ahead are admitted as rows and memory become free, and their tokens are computed first."""
+    """Requests ahead are admitted as rows and memory become free, and their tokens are computed first. Where there is a
+    wait at all, the step that runs now and the request's own steps come on top."""
     # Requests of the next class that have aged into this one go first.
     aged = sum(stats.aged_by_class[priority + 1 : priority + 2])
     num_ahead = sum(stats.waiting_by_class[: priority + 1]) + aged + unreported
     # More urgent requests that arrive later go first too, but this class keeps its minimum share.
     more_urgent = sum(stats.arrivals_per_s[:priority])
     rate = max(stats.admissions_per_s - more_urgent, MIN_SHARE * stats.admissions_per_s, MIN_ADMISSIONS_PER_S)
-    beyond_rows = max(0, num_ahead - stats.rows_free)
-    admission_s = beyond_rows / rate if stats.admissions_per_s else 0.0
+    # Batch rows give way to interactive requests.
+    rows_free = stats.rows_free + (stats.running_by_class[BATCH] if priority == INTERACTIVE else 0)
+    beyond_rows = max(0, num_ahead + 1 - rows_free)
+    # One standard deviation more than the mean, as if rows became free at random.
+    admission_s = (beyond_rows + math.sqrt(beyond_rows)) / rate if stats.admissions_per_s else 0.0
     tokens = sum(stats.waiting_tokens[: priority + 1])
     compute_s = tokens / stats.tokens_per_s if stats.tokens_per_s else 0.0
-    return WaitForecast(num_ahead, max(admission_s, compute_s), rate)
+    waited_s = max(admission_s, compute_s)
+    return WaitForecast(num_ahead, waited_s + NUM_STEPS * stats.mean_step_s if waited_s else 0.0, rate)
 
 
 def _bounded(seconds: float) -> float:

@@ -1,0 +1,40 @@
+"""How the clients of `millrace faults` read answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from millrace.faults import kills
+from millrace.faults.wire import Address
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'e\r\ndata: {"x":1}\n\r\n'
+ANSWERS = {
+    "completed": CHUNKED + EVENT + b"0\r\n\r\n",
+    "failed": CHUNKED + EVENT + b'16\r\ndata: {"error": {"a"}}\n\r\n0\r\n\r\n',
+    "refused": b'HTTP/1.1 503 Unavailable\r\nContent-Length: 13\r\n\r\n{"error": {}}',
+    "cut": CHUNKED + EVENT + b"ff\r\nda",
+}
+
+
+@pytest.mark.parametrize("outcome", ANSWERS)
+def test_an_answer_is_counted_when_it_ends_although_the_connection_stays_open(outcome: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ANSWERS[outcome])
+        if outcome == "cut":
+            writer.close()
+
+    async def run() -> kills.KillResult:
+        result = kills.KillResult("engine")
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(10):
+            port = server.sockets[0].getsockname()[1]
+            await kills._stream(Address("127.0.0.1", port, "m"), result)
+            server.close()
+        return result
+
+    result = asyncio.run(run())
+    counts = {name: getattr(result, name) for name in ANSWERS}
+    assert counts == {name: int(name == outcome) for name in ANSWERS}
