@@ -108,8 +108,8 @@ async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
     result = await kill_repeatedly(url, pid, "engine" if part == "engine" else "front", args.seconds)
     times = sorted(result.recovery_s)
     print(
-        f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event, {result.refused} got an"
-        f" error status, {result.cut} cut off, {result.completed} completed."
+        f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event,"
+        f" {result.refused} got an error status, {result.cut} cut off, {result.completed} completed."
         f" Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
     )
     return [f"{result.cut} streams ended without an error"] if part == "engine" and result.cut else []
