@@ -236,6 +236,9 @@ class RunConfig:
 class ObserveConfig:
     log_level: LogLevel = setting("info", "least severe level that is logged")
     audit_log: str = setting("", "file that gets one JSON line per request, never its text; if empty, none is written")
+    figures: bool = setting(
+        True, "count what steps and requests do, for /metrics, /v1/stats and /v1/steps; off only to measure the cost"
+    )
     log_requests: bool = setting(False, "log one line per finished request, never its text")
     slos: str = setting(
         "", "objectives, separated by ;, such as 'ttft p95 < 500 ms; interactive: itl p99 < 80 ms' (`millrace slo`)"

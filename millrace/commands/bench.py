@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands import bench_gpu, bench_peers, bench_serve
+from millrace.commands import bench_gpu, bench_observe, bench_peers, bench_serve
 from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import add_settings, load_settings
 from millrace.terminal.settings_table import toml_lines
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from millrace.bench.http.suite import SuiteOptions
     from millrace.bench.http.workloads import Workload
 
-USAGE = "millrace bench [local | peers | plan | counting | step | front | serve | smooth | policies | replay | gpu] …"
+BENCHMARKS = "local, peers, plan, counting, step, front, serve, observe, smooth, policies, replay, gpu"
+USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
 """The exit code that shells report after SIGTERM."""
 _PERPLEXITY = "perplexity"
@@ -48,7 +49,8 @@ examples:
   millrace bench smooth --seconds 30                     streams beside a long prompt, a small tenant beside 60 streams
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
-EXAMPLES = f"{_EXAMPLES}\n\n{bench_peers.EXAMPLES}\n\n{bench_serve.EXAMPLES}\n\n{bench_gpu.EXAMPLES}"
+_MODULES = (bench_peers, bench_serve, bench_observe, bench_gpu)
+EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="local",
         metavar="WHAT",
-        help="local (default), peers, plan, counting, step, front, serve, smooth, policies, replay or gpu",
+        help=f"{BENCHMARKS} (default: local)",
     )
     parser.add_argument("--url", default="", help="measure this server instead of starting one")
     parser.add_argument("--api-key", default="", help="API key for the server")
@@ -92,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what != "peers":
-        bench_peers.reject_own_options(args)
+        bench_peers.reject_own_options(args, allowed=("rounds",) if args.what == "observe" else ())
     if args.what == "gpu":
         return bench_gpu.run(args)
     if args.what == "serve":
@@ -106,15 +108,13 @@ def run(args: argparse.Namespace) -> int:
         "counting": _bench_counting,
         "step": _bench_step,
         "front": _bench_front,
+        "observe": bench_observe.run,
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
         "policies": _bench_policies,
         "replay": _bench_replay,
     }
     if args.what not in actions:
-        raise UsageError(
-            f"Unknown benchmark '{args.what}'. Benchmarks: local, peers, plan, counting, step, front, serve, smooth,"
-            " policies, replay, gpu; use --url for a running server."
-        )
+        raise UsageError(f"Unknown benchmark '{args.what}'. Benchmarks: {BENCHMARKS}; use --url for a running server.")
     return actions[args.what](args)
 
 

@@ -7,6 +7,7 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,9 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def reject_own_options(args: argparse.Namespace) -> None:
+def reject_own_options(args: argparse.Namespace, allowed: Collection[str] = ()) -> None:
     for name in _OWN_OPTIONS:
-        if getattr(args, name) not in (None, "", []):
+        if name not in allowed and getattr(args, name) not in (None, "", []):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is an option of `millrace bench peers`.")
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"Wrote {args.export}. Next: millrace bench serve --model random:{args.export}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        options = _server_options(Path(folder), loaded)
+        options = server_options(Path(folder), loaded)
         return _measure(args, options)
 
 
@@ -72,7 +72,7 @@ def _export(folder: Path) -> None:
     write_shape_model(folder, SHAPES_DIR / f"{SHAPE}.json", DEFAULT_MODEL)
 
 
-def _server_options(folder: Path, loaded: LoadedConfig) -> tuple[str, ...]:
+def server_options(folder: Path, loaded: LoadedConfig) -> tuple[str, ...]:
     """The user's settings, and the benchmark's own model unless another was given."""
     file = folder / "settings.toml"
     file.write_text("\n".join(toml_lines(loaded)), encoding="utf-8")

@@ -136,7 +136,9 @@ def build_engine(
     )
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size), spec.vocab_size)
     work = step_work(spec, plan.weights_bytes, kv_token_bytes)
-    return Engine(scheduler, runner, device, channel, constrained=constrained, work=work), ready
+    has_figures = config.observe.figures
+    engine = Engine(scheduler, runner, device, channel, constrained=constrained, work=work, has_figures=has_figures)
+    return engine, ready
 
 
 def _setup(

@@ -45,7 +45,7 @@ class Entry:
 
 
 class Ledger:
-    def __init__(self) -> None:
+    def __init__(self, histograms: Histograms | None = None) -> None:
         self._entries: dict[int, Entry] = {}
         self._named: dict[str, list[Entry]] = {}
         self._ended: OrderedDict[int, Entry] = OrderedDict()
@@ -54,7 +54,7 @@ class Ledger:
         self.cached_tokens = 0
         self.finished: Counter[str] = Counter()
         """Ended requests by finish reason."""
-        self.histograms = Histograms()
+        self.histograms = histograms or Histograms()
         self.tenants = Shares()
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ from millrace.engine.cycle import SLOW_STEP_S, Confirmed, Cycle
 from millrace.engine.explain import explain
 from millrace.engine.figures.step_figures import StepFigures, StepWork
 from millrace.engine.figures.step_log import StepLog
+from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes, UnloggedSteps
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
 from millrace.engine.rates import MeasuredRates
@@ -75,20 +76,22 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         constrained: ConstrainedRequests | None = None,
         work: StepWork | None = None,
+        has_figures: bool = True,
     ) -> None:
         """`constrained`: None if the model's tokenizer cannot be used with grammars. `work`: bytes and FLOPs of the
-        model's steps; None if unknown."""
+        model's steps; None if unknown. `has_figures`: False counts no more than reports need."""
         self._scheduler = scheduler
         self._constrained = constrained
         self._runner = runner
         self._device = device
         self._channel = channel
         self._clock = clock
-        self._ledger = Ledger()
+        self._ledger = Ledger(None if has_figures else UncountedTimes())
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
-        self._step_log = StepLog()
-        self._figures = StepFigures(scheduler.rows, self._ledger.histograms, work or StepWork())
+        self._step_log = StepLog() if has_figures else UnloggedSteps()
+        count_steps = StepFigures if has_figures else UncountedSteps
+        self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or StepWork())
         self.ready: EngineReady | None = None
         """Sent to fronts that connect late."""
         self.on_hang: Callable[[], None] | None = None

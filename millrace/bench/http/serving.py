@@ -93,15 +93,15 @@ class ServeBench:
             progress("starting the server")
             ready_s = asyncio.run(server.wait_ready())
             progress(f"ready after {ready_s:.1f} s; waiting until all graphs are captured")
-            warm_s = _await_warm(server)
+            warm_s = await_warm(server)
             progress(f"warm after {ready_s + warm_s:.1f} s")
-            model = _model_name(server)
+            model = model_name(server)
             for streams in self.streams:
                 progress(f"{streams:,} streams")
-                yield self._measure(server, model, streams)
-                _await_idle(server)
+                yield self.measure(server, model, streams)
+                await_idle(server)
 
-    def _measure(self, server: LocalServer, model: str, streams: int) -> ServingFigures:
+    def measure(self, server: LocalServer, model: str, streams: int) -> ServingFigures:
         context = multiprocessing.get_context("spawn")
         with ExitStack() as cleanup:
             clients = ClientProcesses(
@@ -209,12 +209,12 @@ def _worth_sampling(pids: dict[str, int]) -> dict[str, int]:
     return {name: pid for name, pid in pids.items() if name in ("engine", "front 0", "front 1")}
 
 
-def _model_name(server: LocalServer) -> str:
+def model_name(server: LocalServer) -> str:
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=SCRAPE_TIMEOUT_S) as response:
         return str(json.loads(response.read())["data"][0]["id"])
 
 
-def _await_warm(server: LocalServer) -> float:
+def await_warm(server: LocalServer) -> float:
     """Wait until the engine has captured all graphs, or up to the limit. Returns seconds waited."""
     began = time.monotonic()
     while time.monotonic() - began < WARM_LIMIT_S and scrape(server.url).get(f"{ENGINE}graphs_left", 1.0) > 0:
@@ -222,7 +222,7 @@ def _await_warm(server: LocalServer) -> float:
     return time.monotonic() - began
 
 
-def _await_idle(server: LocalServer) -> None:
+def await_idle(server: LocalServer) -> None:
     end = time.monotonic() + IDLE_LIMIT_S
     while time.monotonic() < end:
         found = scrape(server.url)

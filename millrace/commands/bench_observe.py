@@ -1,0 +1,87 @@
+"""`millrace bench observe`: what metrics, traces, objectives and cost take from throughput, in alternating rounds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.commands.bench_serve import server_options
+from millrace.terminal.parser import UsageError, numbers
+from millrace.terminal.settings_options import load_settings
+from millrace.terminal.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from millrace.bench.http.observing import Ratio, Round
+
+ROUNDS, SECONDS, STREAMS, CLIENTS, WARM_UP_S = 6, 5.0, "64", 2, 1.0
+BAR = 0.02
+EXAMPLES = """\
+bench observe:
+  millrace bench observe --streams 8 --tokens 32          everything on against everything off, on this machine
+  millrace bench observe --streams 512 --clients 6 --kv-gib 16 --json"""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 if the cost is surely above the bar, or a request failed."""
+    from millrace.bench.http.observing import ObserveBench
+    from millrace.bench.http.serving import ServeBench
+
+    rounds = ROUNDS if args.rounds is None else args.rounds
+    if not 2 <= rounds <= 100:
+        raise UsageError(f"--rounds is {rounds}; it must be from 2 to 100.")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        measured = ServeBench(
+            server_options(folder, load_settings(args)),
+            tuple(numbers("--streams", args.streams or STREAMS)[:1]),
+            tokens=args.tokens,
+            seconds=args.seconds or SECONDS,
+            warm_up_s=WARM_UP_S,
+            clients=args.clients or CLIENTS,
+        )
+        line, found = StatusLine(), []
+        for one in ObserveBench(measured, rounds, folder).run(line.show):
+            line.clear()
+            found.append(one)
+            off, on = one.off.output_tokens_per_s, one.on.output_tokens_per_s
+            if not args.json:
+                print(f"round {len(found)}: {off:,.1f} tok/s off, {on:,.1f} on", flush=True)
+    return _report(found, as_json=args.json)
+
+
+def _report(rounds: list[Round], *, as_json: bool) -> int:
+    from millrace.bench.http.observing import ratio_of, server_cpu_per_token
+
+    throughput = ratio_of(rounds, lambda figures: figures.output_tokens_per_s)
+    cpu = ratio_of(rounds, server_cpu_per_token)
+    errors = sum(one.off.errors + one.on.errors for one in rounds)
+    is_above = 1 - throughput.high > BAR
+    if as_json:
+        print(json.dumps(_record(rounds, throughput, cpu, errors)))
+    else:
+        print(
+            f"Everything on takes {1 - throughput.value:.2%} of the throughput (95% interval"
+            f" {1 - throughput.high:.2%} to {1 - throughput.low:.2%}, {len(rounds)} rounds)"
+            f" and {cpu.value - 1:.2%} more CPU per token ({cpu.low - 1:.2%} to {cpu.high - 1:.2%})."
+        )
+        if errors:
+            print(f"{errors} requests failed.")
+    return 1 if is_above or errors else 0
+
+
+def _record(rounds: list[Round], throughput: Ratio, cpu: Ratio, errors: int) -> dict[str, object]:
+    return {
+        "case": "observe",
+        "streams": rounds[0].off.streams,
+        "rounds": len(rounds),
+        "tokens_per_s_off": [round(one.off.output_tokens_per_s, 2) for one in rounds],
+        "tokens_per_s_on": [round(one.on.output_tokens_per_s, 2) for one in rounds],
+        "throughput_cost": round(1 - throughput.value, 5),
+        "throughput_cost_interval": [round(1 - throughput.high, 5), round(1 - throughput.low, 5)],
+        "cpu_per_token_ratio": round(cpu.value, 5),
+        "cpu_per_token_interval": [round(cpu.low, 5), round(cpu.high, 5)],
+        "errors": errors,
+    }
