@@ -196,7 +196,7 @@ class PlanConfig:
     speculate: Speculation = setting(
         "off",
         "guess the next tokens and verify several in one step; never changes an answer; ngram: what followed the last"
-        " few tokens before; auto: ngram",
+        " few tokens before; suffix: what followed the longest text seen before; auto: suffix",
     )
     step_log: str = setting("", "ever growing file of all steps, with their token ids, for `millrace bench replay`")
     max_drafts: int = setting(3, "guessed tokens per request and step", minimum=1, maximum=7)

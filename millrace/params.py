@@ -332,6 +332,8 @@ class RowParams:
 
     params: SamplingParams
     end_token_ids: tuple[int, ...] = ()
+    scope: str = ""
+    """Requests of equal scope may see each other's text, as in the prefix cache."""
 
 
 DEFAULT_ROW_PARAMS = RowParams(SamplingParams())

@@ -406,7 +406,7 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
         constrained=params.is_constrained,
         can_draft=_can_draft(params, is_gpu=is_gpu),
         can_jump=_can_verify(params, is_gpu=True),
-        row_params=RowParams(params, message.end_token_ids),
+        row_params=RowParams(params, message.end_token_ids, message.cache_salt),
     )
 
 

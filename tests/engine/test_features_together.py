@@ -32,7 +32,7 @@ SCHEMA = {
 }
 GRAMMARS = (None, None, Grammar("json_object"), Grammar("json_schema", json.dumps(SCHEMA)))
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "speculate": ("off", "ngram", "ngram"),
+    "speculate": ("off", "ngram", "suffix", "auto"),
     "max_drafts": (1, 3, 7),
     "kv_host_gib": (0.0, 0.25),
     "block_size": (5, 16),

@@ -80,6 +80,9 @@ class DraftedRows:
         self._drafters.take_hidden(hidden, rows, positions)
 
     def admit(self, plan: StepPlan) -> None:
+        for release in plan.released:
+            tokens = self._tokens[release.row][: self._known[release.row]]
+            self._drafters.release(release.row, tokens, has_ended=release.reason != "preempted")
         for admission in plan.admitted:
             row, known = admission.row, len(admission.tokens)
             self._tokens[row] = tokens = np.zeros(max(admission.limit, known + 1), np.int32)

@@ -55,6 +55,10 @@ class Drafter(Protocol):
         after a preemption or a failed step."""
         return
 
+    def release(self, row: int, tokens: Int32s, *, has_ended: bool) -> None:
+        """A request leaves its row. `tokens`: all it has; `has_ended`: False if it will be admitted again."""
+        return
+
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
         """Up to `max_drafts` tokens for each row, in order: those expected to follow its known tokens."""
         ...

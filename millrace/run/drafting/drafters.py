@@ -13,11 +13,12 @@ from millrace.plan.step import Admission, Int32s
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
 from millrace.run.drafting.ngram import NgramDrafter
 from millrace.run.drafting.prediction import PredictionDrafter
+from millrace.run.drafting.suffix import SuffixDrafter
 
 PREDICTION = "prediction"
 """Source of drafts that the client sent with its request."""
-TEXT_DRAFTERS: tuple[Speculation, ...] = ("ngram",)
-_UNBUILT: tuple[Speculation, ...] = ("suffix", "draft", "medusa", "eagle")
+TEXT_DRAFTERS: tuple[Speculation, ...] = ("ngram", "suffix")
+_UNBUILT: tuple[Speculation, ...] = ("draft", "medusa", "eagle")
 _NONE = np.zeros(0, np.int32)
 
 
@@ -38,6 +39,10 @@ class Drafters:
         self._prediction.admit(admission)
         for drafter in self._by_name.values():
             drafter.admit(admission)
+
+    def release(self, row: int, tokens: Int32s, *, has_ended: bool) -> None:
+        for drafter in self._by_name.values():
+            drafter.release(row, tokens, has_ended=has_ended)
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
         """Drafts for each row: from its prediction, else from its drafter."""
@@ -81,7 +86,9 @@ def make_drafters(speculate: Speculation) -> Drafters | None:
     if speculate == "off":
         return None
     check_speculation(speculate)
-    return Drafters({"ngram": NgramDrafter()}, "ngram")
+    return Drafters(
+        {"suffix": SuffixDrafter(), "ngram": NgramDrafter()}, "suffix" if speculate == "auto" else speculate
+    )
 
 
 def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...]:
@@ -96,4 +103,6 @@ def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...
 
 def check_speculation(speculate: Speculation) -> None:
     if speculate in _UNBUILT:
-        raise ConfigError(f"--speculate {speculate} is not available yet; use ngram, auto or off.", param="speculate")
+        raise ConfigError(
+            f"--speculate {speculate} is not available yet; use suffix, ngram, auto or off.", param="speculate"
+        )

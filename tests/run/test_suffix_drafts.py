@@ -1,0 +1,102 @@
+"""Suffix drafts: the longest match is continued, as far as is likely to be right, from text of the scope only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from millrace.params import RowParams, SamplingParams
+from millrace.plan.step import Admission
+from millrace.run.drafting.drafter import DraftAsk, RowProgress
+from millrace.run.drafting.suffix import MAX_SCOPE_TOKENS, MAX_SCOPES, SuffixDrafter, find_longest
+
+
+def ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def admit(drafter: SuffixDrafter, row: int, prompt: list[int], scope: str = "") -> None:
+    drafter.admit(Admission(row, row, ids(prompt), len(prompt), RowParams(SamplingParams(), (), scope), 10_000))
+
+
+def propose(drafter: SuffixDrafter, row: int, tokens: list[int], count: int = 4, least: float = 0.0) -> list[int]:
+    return drafter.propose([DraftAsk(row, ids(tokens), 0, count, least)])[0].tolist()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_longest_and_latest_match_is_found(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(100):
+        text = [rng.randrange(3) for _ in range(rng.randrange(0, 40))]
+        tail = text if rng.random() < 0.5 else [rng.randrange(3) for _ in range(rng.randrange(0, 20))]
+        best: tuple[int, int] | None = None
+        for position in range(1, len(text)):
+            length = 0
+            while length < min(position, len(tail)) and text[position - 1 - length] == tail[-1 - length]:
+                length += 1
+            if length >= 2 and (best is None or length >= best[1]):
+                best = position, length
+        found = find_longest(ids(text), ids(tail))
+        assert (None if found is None else (found.position, found.length)) == best
+
+
+def test_a_match_is_followed_and_survives_one_changed_token() -> None:
+    drafter, code = SuffixDrafter(), list(range(100, 140))
+    admit(drafter, 0, [*code, 7, 8])
+    tokens = [*code, 7, 8, *code[:12]]
+    assert propose(drafter, 0, tokens) == code[12:16]
+    drafter.confirm([RowProgress(0, ids([*tokens, *code[12:16], code[16]]), 5, 4, 4)])
+    tokens += code[12:17]
+    assert propose(drafter, 0, tokens) == code[17:21]
+    drafter.confirm([RowProgress(0, ids([*tokens, 9]), 1, 4, 0)])
+    tokens.append(9)
+    assert propose(drafter, 0, tokens) == code[18:22], "the match goes on behind the changed token"
+
+
+def test_a_phrase_that_repeats_is_continued_beyond_the_end_of_the_text() -> None:
+    drafter = SuffixDrafter()
+    admit(drafter, 0, [1])
+    assert propose(drafter, 0, [9, 1, 2, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+
+
+def test_drafts_follow_the_length_of_the_match_and_past_success() -> None:
+    drafter = SuffixDrafter()
+    admit(drafter, 0, [1])
+    short, long = [5, 6, 7, 8, 9, 5, 6], [*range(50, 90), *range(50, 82)]
+    admit(drafter, 1, [1])
+    assert len(propose(drafter, 0, short, 7, 0.3)) == 1
+    assert len(propose(drafter, 1, long, 7, 0.3)) == 7
+    for _ in range(60):
+        admit(drafter, 0, [1])
+        assert propose(drafter, 0, long, 7)
+        drafter.confirm([RowProgress(0, ids([*long, 1]), 1, 7, 0)])
+    admit(drafter, 0, [1])
+    assert propose(drafter, 0, long, 7, 0.3) == [], "such drafts were never accepted"
+
+
+def test_recent_answers_serve_their_own_scope_only() -> None:
+    drafter, answer = SuffixDrafter(), list(range(200, 230))
+    admit(drafter, 0, [1, 2], "a")
+    drafter.release(0, ids([1, 2, *answer]), has_ended=True)
+    for row, scope in enumerate(("a", "b", "")):
+        admit(drafter, row, [3], scope)
+    tokens = [3, *answer[:5]]
+    assert propose(drafter, 0, tokens) == answer[5:9]
+    assert propose(drafter, 1, tokens) == propose(drafter, 2, tokens) == []
+    admit(drafter, 1, [1, 2], "b")
+    drafter.release(1, ids([1, 2, *answer]), has_ended=False)
+    admit(drafter, 2, [3], "b")
+    assert propose(drafter, 2, tokens) == [], "a preempted request has no answer yet"
+
+
+def test_memory_is_bounded() -> None:
+    drafter = SuffixDrafter()
+    for number in range(3 * MAX_SCOPES):
+        admit(drafter, 0, [1], f"tenant {number}")
+        drafter.release(0, ids(range(MAX_SCOPE_TOKENS + 100)), has_ended=True)
+    assert len(drafter._recent) == MAX_SCOPES
+    assert all(len(recent.tokens) <= MAX_SCOPE_TOKENS for recent in drafter._recent.values())
+    assert not drafter._rows
