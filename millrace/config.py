@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal
 from millrace.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "int8"]
+QuantizationSetting = Literal["auto", "none", "fp8", "int8"]
 KvDtype = Literal["auto", "full", "packed", "fp8", "int8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "auto"]
@@ -93,7 +94,11 @@ class ModelConfig:
     dtype: Dtype = setting(
         "auto", "compute dtype; auto = bfloat16 where the hardware has instructions for it, else float32"
     )
-    quantization: Quantization = setting("none", "fp8 stores the layers' weights in 8 bits (needs a GPU with FP8)")
+    quantization: QuantizationSetting = setting(
+        "auto",
+        "fp8: the layers' weights in 8 bits (needs a GPU with FP8); int8: a GGUF file's quantised weights times"
+        " activations rounded to INT8 (CPU); auto = int8 on a CPU without AMX unless --dtype is given, else none",
+    )
     max_context: int = setting(0, "maximum tokens of prompt and output together; 0 = the model's limit", minimum=0)
     chat_template: str = setting("", "file with a Jinja chat template; if empty, the model's own template")
     generation_defaults: GenerationDefaults = setting(

@@ -15,7 +15,7 @@ from millrace.terminal.settings_options import add_settings, load_settings
 if TYPE_CHECKING:
     import torch
 
-    from millrace.ops.base.version import Version
+    from millrace.ops.base.version import Shape, Version
 
 USAGE = "millrace ops [options]"
 EXAMPLES = """\
@@ -32,36 +32,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
 
-    from millrace.run.device.device import fast_dtype, open_device
+    from millrace.run.device.device import open_device
+    from millrace.run.device.precision import choose_precision
 
     config = load_settings(args).config
     device = open_device(config.run)
-    dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-    print_ops(device.torch_device, dtype, config.run.deterministic)
+    precision = choose_precision(config.model, device, has_quantised_weights=True)
+    print_ops(device.torch_device, precision.dtype, config.run.deterministic, precision.quantization == "int8")
     return 0
 
 
-def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> None:
-    """Print the table for a model of typical sizes. Compiles the CPU kernels if needed."""
+def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = False, int8: bool = False) -> None:
+    """Print the table for a model of typical sizes. Compiles the CPU kernels if needed. `int8`: products of quantised
+    weights round activations to INT8."""
     from millrace.ops.base.version import dtype_name
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    mode = ", deterministic" if deterministic else ""
+    mode = (", INT8 products of quantised weights" if int8 else "") + (", deterministic" if deterministic else "")
     print(f"ops on {device.type} in {dtype_name(dtype)}{mode}; * marks the version in use\n")
-    for line in table_lines(device, dtype, deterministic, width):
+    for line in table_lines(device, dtype, deterministic, width, int8):
         print(line)
     if device.type == "cpu":
-        from millrace.ops.cpp.native import native_origin
+        from millrace.ops.cpp.native import int8_kernel, native_missing, native_origin
 
         print(f"C++ kernels: {native_origin()}")
+        if int8 and not native_missing(device):
+            print(f"INT8 products: {int8_kernel()}")
 
 
 def table_lines(
-    device: torch.device, dtype: torch.dtype, deterministic: bool = False, width: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    width: int | None = None,
+    int8: bool = False,
 ) -> Iterator[str]:
-    rows = list(_rows(device, dtype, deterministic))
+    rows = list(_rows(device, dtype, deterministic, int8))
     header = ("op", "", "version", "batch-invariant", "why")
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(4)]
     why_width = None if width is None else max(width - sum(widths) - 8, _MIN_WHY_WIDTH)
@@ -72,13 +79,16 @@ def table_lines(
         yield from (" " * (len(start) + 2) + rest for rest in folded[1:])
 
 
-def _rows(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Iterator[tuple[str, str, str, str, str]]:
+def _rows(
+    device: torch.device, dtype: torch.dtype, deterministic: bool, int8: bool
+) -> Iterator[tuple[str, str, str, str, str]]:
     from millrace.ops.registry import OPS, TYPICAL_SHAPE
 
+    shape = {**TYPICAL_SHAPE, "int8": int8}
     for op, versions in OPS.items():
-        chosen = _chosen(op, device, dtype, deterministic)
+        chosen = _chosen(op, device, dtype, deterministic, shape)
         for index, version in enumerate(versions):
-            reject_reason = version.reject_reason(device, dtype, deterministic, TYPICAL_SHAPE)
+            reject_reason = version.reject_reason(device, dtype, deterministic, shape)
             invariant = "yes" if version.is_batch_invariant(device) else "no" if device.type in version.devices else ""
             why = f"unavailable: {reject_reason}" if reject_reason else version.when
             yield (op if index == 0 else "", "*" if version is chosen else " ", version.name, invariant, why)
@@ -86,10 +96,10 @@ def _rows(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Iter
             yield ("", "!", "none", "", f"no version of {op} supports these settings")
 
 
-def _chosen(op: str, device: torch.device, dtype: torch.dtype, deterministic: bool) -> Version | None:
-    from millrace.ops.registry import TYPICAL_SHAPE, choose
+def _chosen(op: str, device: torch.device, dtype: torch.dtype, deterministic: bool, shape: Shape) -> Version | None:
+    from millrace.ops.registry import choose
 
     try:
-        return choose(op, device, dtype, deterministic, **TYPICAL_SHAPE).version
+        return choose(op, device, dtype, deterministic, **shape).version
     except ConfigError:
         return None

@@ -20,7 +20,7 @@ from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
-from millrace.models.load import check_quantization, load_decoder, weight_bytes
+from millrace.models.load import check_quantization, has_quantised_weights, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.drafts import DraftSettings
@@ -28,8 +28,9 @@ from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
-from millrace.run.device.device import Device, available_memory, fast_dtype, open_device
+from millrace.run.device.device import Device, available_memory, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
+from millrace.run.device.precision import Precision, choose_precision
 from millrace.run.drafting.drafters import check_speculation, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
@@ -56,8 +57,9 @@ def build_engine(
     spec = spec_from_config(files.config)
     check_speculation(config.plan.speculate)
     device = open_device(config.run)
-    dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-    check_quantization(config.model.quantization, device.torch_device, dtype)
+    precision = choose_precision(config.model, device, has_quantised_weights(files))
+    dtype = precision.dtype
+    check_quantization(precision.quantization, device.torch_device, dtype)
     kv_dtype = resolve_kv_dtype(
         config.memory.kv_dtype,
         spec,
@@ -70,7 +72,7 @@ def build_engine(
         config,
         spec,
         dtype=dtype,
-        weights_bytes=weight_bytes(files, dtype, config.model.quantization, device.torch_device),
+        weights_bytes=weight_bytes(files, dtype, precision.quantization, device.torch_device),
         device_kind=device.kind,
         free_bytes=device.free_bytes(),
         kv_dtype=kv_dtype,
@@ -83,7 +85,7 @@ def build_engine(
         device=device.torch_device,
         dtype=dtype,
         deterministic=config.run.deterministic,
-        quantization=config.model.quantization,
+        quantization=precision.quantization,
         seed=config.model.seed,
         progress=lambda done, total: on_loading("weights", done, total),
     )
@@ -104,7 +106,7 @@ def build_engine(
     )
     kv_token_bytes = bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups
     if config.plan.step_log:
-        setup = _setup(config, plan, dtype, kv_dtype, host_tier)
+        setup = _setup(config, plan, precision, kv_dtype, host_tier)
         runner = LoggedRunner(runner, StepLog(Path(config.plan.step_log).expanduser(), setup))
     target = make_step_target(
         config,
@@ -130,7 +132,7 @@ def build_engine(
         host_tier=host_tier,
     )
     ready = msgspec.structs.replace(
-        _ready(config, files, spec, dtype, device, plan),
+        _ready(config, files, spec, precision, device, plan),
         device_bytes_per_s=limits.bytes_per_s,
         device_flops=limits.flops,
     )
@@ -142,12 +144,12 @@ def build_engine(
 
 
 def _setup(
-    config: Config, plan: MemoryPlan, dtype: torch.dtype, kv_dtype: KvFormat, host_tier: HostTierSettings
+    config: Config, plan: MemoryPlan, precision: Precision, kv_dtype: KvFormat, host_tier: HostTierSettings
 ) -> RunnerSetup:
     return RunnerSetup(
         model=config.model.source,
-        dtype=str(dtype).removeprefix("torch."),
-        quantization=config.model.quantization,
+        dtype=str(precision.dtype).removeprefix("torch."),
+        quantization=precision.quantization,
         seed=config.model.seed,
         deterministic=config.run.deterministic,
         kv_dtype=kv_dtype,
@@ -187,11 +189,11 @@ def _limits(device: Device) -> DeviceLimits:
 
 
 def _ready(
-    config: Config, files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device: Device, plan: MemoryPlan
+    config: Config, files: ModelFiles, spec: ModelSpec, precision: Precision, device: Device, plan: MemoryPlan
 ) -> EngineReady:
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = str(precision.dtype).removeprefix("torch.")
     identity = [__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
-    identity += [config.model.quantization, plan.kv_dtype, json.dumps(files.config, sort_keys=True, default=str)]
+    identity += [precision.quantization, plan.kv_dtype, json.dumps(files.config, sort_keys=True, default=str)]
     identity.append(weights_digest(files.weights))
     return EngineReady(
         model_name=config.model.served_name or files.name,
@@ -202,7 +204,7 @@ def _ready(
         dtype=dtype_name,
         device=device.name(),
         memory_plan=plan.parts(),
-        notes=plan.notes,
+        notes=(*plan.notes, *precision.notes),
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.kind),
         drafters=offered_drafters(config.plan.speculate, device.kind),

@@ -33,14 +33,14 @@ from millrace.models.spec.layout import (
 )
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
-from millrace.models.stored import QuantisedSource, StoredMatrices
+from millrace.models.stored import QuantisedSource, StoredMatrices, multiplied_parts
 from millrace.ops.base.quantised import with_quantise
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Choice, dtype_name
 from millrace.ops.linear.dense import Head, Linear
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.gated import GatedLinear
-from millrace.ops.linear.stored import StoredLinear, StoredWeight, keeps_stored
+from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredWeight, stored_order
 from millrace.ops.moe.experts import Experts, ExpertWeights
 from millrace.ops.registry import choose
 
@@ -87,6 +87,8 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
     """Raise ConfigError if this device or dtype does not support the quantization."""
     if quantization == "none":
         return
+    if quantization == "int8":
+        return _check_int8(device, dtype)
     if fp8_missing(device):
         where = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
         raise ConfigError(
@@ -100,6 +102,31 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
             f" {dtype_name(dtype)}. Set --dtype bfloat16.",
             param="model.dtype",
         )
+
+
+def _check_int8(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cpu":
+        raise ConfigError(
+            "model.quantization is int8, which runs only on a CPU. Set --quantization none, or --device cpu.",
+            param="model.quantization",
+        )
+    if dtype != torch.float32:
+        raise ConfigError(
+            "model.quantization is int8, which needs float32 for everything else, but model.dtype is"
+            f" {dtype_name(dtype)}. Set --dtype float32 or auto.",
+            param="model.dtype",
+        )
+
+
+def has_quantised_weights(files: ModelFiles) -> bool:
+    """Whether some of the model's matrices have a quantised format that the CPU kernels read. Reads no weights."""
+    from millrace.models.weights import open_weights
+
+    if files.kind != "gguf":
+        return False
+    source, layout = open_weights(files), layout_of(spec_from_config(files.config))
+    parts = (part for matrix in multiplied_parts(layout) for part in matrix)
+    return isinstance(source, QuantisedSource) and any(source.stored_format(part.name) in FORMATS for part in parts)
 
 
 def weight_bytes(
@@ -120,11 +147,10 @@ def stored_matrices(
     source: WeightSource, layout: ModelLayout, device: torch.device, dtype: torch.dtype, quantization: Quantization
 ) -> StoredMatrices | None:
     """The matrices that stay in the quantised format of their file; None if all are dequantised."""
-    if quantization != "none" or not isinstance(source, QuantisedSource):
+    if quantization == "fp8" or not isinstance(source, QuantisedSource):
         return None
-    if not keeps_stored(choose("stored_linear", device, dtype)):
-        return None
-    return StoredMatrices(source, layout, dtype, cache_dir() / "packed")
+    order = stored_order(choose("stored_linear", device, dtype, int8=quantization == "int8"))
+    return None if order is None else StoredMatrices(source, layout, dtype, cache_dir() / "packed", order)
 
 
 def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantization = "none") -> int:
@@ -164,7 +190,7 @@ def build_decoder(
     """Build a decoder of this spec with the weights of any source that uses Hugging Face names."""
     layout = layout_of(spec)
     check_tensors(spec, layout, source)
-    if quantization != "none" and spec.moe is not None:
+    if quantization == "fp8" and spec.moe is not None:
         log.warning(
             "quantization %s: the experts stay in %s; only the other matrices of the layers are held in 8 bits",
             quantization,
@@ -236,7 +262,8 @@ class DecoderBuilder:
     ) -> None:
         self.spec, self.layout, self.source, self.stored = spec, layout, source, stored
         self.device, self.dtype, self.deterministic = device, dtype, deterministic
-        self._layer_linear = "linear" if quantization == "none" else "fp8_linear"
+        self._layer_linear = "fp8_linear" if quantization == "fp8" else "linear"
+        self._int8 = quantization == "int8"
         self.choices: dict[str, Choice] = {}
         self._progress = progress
         self._done_bytes = 0
@@ -358,7 +385,7 @@ class DecoderBuilder:
     def _linear_choice(self, matrix: Matrix, key: str, op: str) -> Choice:
         rows, columns = matrix.shape
         own = "stored_linear" if self._is_stored(matrix.parts) else op
-        return self._choose(own, key, in_features=columns, out_features=rows)
+        return self._choose(own, key, in_features=columns, out_features=rows, int8=self._int8)
 
     def _gated_linear(self, ops: DecoderOps, matrix: Matrix) -> GatedLinear:
         rows, columns = matrix.shape

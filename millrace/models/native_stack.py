@@ -33,7 +33,9 @@ NEEDED = (
     *("rms_norm", "add_rms_norm", "gated", "attention", "qkv"),
     *("qkv_linear", "out_linear", "gate_up_linear", "down_linear"),
 )
-"""The ops of a layer. All of them must be native."""
+"""The ops of a layer. All of them must be in C++."""
+IN_CPP = ("native", "int8")
+"""Names of the versions in C++."""
 KINDS = (
     *("qkv", "prepare_qkv", "attention", "out", "gate_up", "gated", "down", "norm"),
     *("head", "draw", "other"),
@@ -107,7 +109,7 @@ def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
         return "it is a mixture of experts"
     if len(spec.ropes) > MAX_ROPES:
         return f"it has more than {MAX_ROPES} ropes"
-    other = [f"{key} is {choices[key].version.name}" for key in NEEDED if choices[key].version.name != "native"]
+    other = [f"{key} is {choices[key].version.name}" for key in NEEDED if choices[key].version.name not in IN_CPP]
     return ", ".join(other)
 
 

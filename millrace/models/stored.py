@@ -27,7 +27,15 @@ import numpy.typing as npt
 import torch
 
 from millrace.models.spec.layout import ModelLayout, TensorSpec, matrices_of
-from millrace.ops.linear.stored import FORMATS, LAYOUT_VERSION, StoredPart, StoredWeight, pack_stored, packed_bytes
+from millrace.ops.linear.stored import (
+    FORMATS,
+    LAYOUT_VERSION,
+    Order,
+    StoredPart,
+    StoredWeight,
+    pack_stored,
+    packed_bytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +98,10 @@ def multiplied_parts(layout: ModelLayout) -> Iterator[tuple[TensorSpec, ...]]:
 class StoredMatrices:
     """Returns each matrix once, in any order; `close` then saves the newly packed ones for the next start."""
 
-    def __init__(self, source: QuantisedSource, layout: ModelLayout, dtype: torch.dtype, folder: Path) -> None:
-        self._source, self._dtype, self._folder = source, dtype, folder
+    def __init__(
+        self, source: QuantisedSource, layout: ModelLayout, dtype: torch.dtype, folder: Path, order: Order = "tiles"
+    ) -> None:
+        self._source, self._dtype, self._folder, self._order = source, dtype, folder, order
         self._runs = {parts: runs for parts in multiplied_parts(layout) if (runs := packed_runs(parts, source))}
         self._file: _PackedFile | None = None
 
@@ -109,10 +119,10 @@ class StoredMatrices:
         if self._file is None:
             runs = self._all_runs()
             files = {self._source.file_of(name) for run in runs for name in run.names}
-            self._file = _PackedFile(self._folder, runs, sorted(files))
+            self._file = _PackedFile(self._folder, runs, sorted(files), self._order)
         own = self._runs[parts]
         stored = tuple(StoredPart(run.format, run.rows, self._packed(run, self._file)) for run in own)
-        return StoredWeight(stored, own[0].columns, self._dtype)
+        return StoredWeight(stored, own[0].columns, self._dtype, self._order)
 
     def _packed(self, run: PackedRun, file: _PackedFile) -> torch.Tensor:
         found = file.find(run)
@@ -120,7 +130,7 @@ class StoredMatrices:
             return found
         blocks = [self._source.stored_rows(name) for name in run.names]
         joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        packed = pack_stored(run.format, joined, run.rows, run.columns)
+        packed = pack_stored(run.format, joined, run.rows, run.columns, self._order)
         file.put(run, packed)
         return packed
 
@@ -132,8 +142,8 @@ class StoredMatrices:
 class _PackedFile:
     """The packed runs of one model in one file: read if it is valid, else written to a new file that replaces it."""
 
-    def __init__(self, folder: Path, runs: Sequence[PackedRun], sources: Sequence[Path]) -> None:
-        self._header, self._offsets, self._size = _file_layout(runs, sources)
+    def __init__(self, folder: Path, runs: Sequence[PackedRun], sources: Sequence[Path], order: Order) -> None:
+        self._header, self._offsets, self._size = _file_layout(runs, sources, order)
         self._path = folder / f"{hashlib.sha256(self._header).hexdigest()[:24]}.packed"
         self._map = self._open() if runs else None
         self._writer: Any = None
@@ -205,11 +215,11 @@ class _PackedFile:
             Path(writer.name).unlink(missing_ok=True)
 
 
-def _file_layout(runs: Sequence[PackedRun], sources: Sequence[Path]) -> tuple[bytes, dict[str, int], int]:
+def _file_layout(runs: Sequence[PackedRun], sources: Sequence[Path], order: Order) -> tuple[bytes, dict[str, int], int]:
     """(header, offset of each run, file size). Source files are identified by path, size and modification time."""
     identity = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     table = [(*run.names, run.format, run.rows, run.columns, run.num_bytes) for run in runs]
-    text = json.dumps({"layout": LAYOUT_VERSION, "files": identity, "runs": table}).encode()
+    text = json.dumps({"layout": LAYOUT_VERSION, "order": order, "files": identity, "runs": table}).encode()
     header = _MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text
     offsets, end = {}, len(header)
     for run in runs:

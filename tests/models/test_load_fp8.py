@@ -109,5 +109,13 @@ def test_refused_with_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_setting_accepts_only_known_names() -> None:
     assert load_config(None, {"model.quantization": "fp8"}).config.model.quantization == "fp8"
-    with pytest.raises(ConfigError, match="must be one of none, fp8"):
+    with pytest.raises(ConfigError, match="must be one of auto, none, fp8, int8"):
         load_config(None, {"model.quantization": "int3"})
+
+
+def test_int8_is_refused_where_it_cannot_run() -> None:
+    with pytest.raises(ConfigError, match="int8, which runs only on a CPU"):
+        check_quantization("int8", torch.device("cuda"), torch.float32)
+    with pytest.raises(ConfigError, match="model.dtype is bfloat16. Set --dtype float32 or auto"):
+        check_quantization("int8", torch.device("cpu"), torch.bfloat16)
+    check_quantization("int8", torch.device("cpu"), torch.float32)

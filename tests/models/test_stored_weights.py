@@ -105,6 +105,24 @@ def test_logits_equal_those_of_dequantised_weights(
             assert torch.equal(logits(decoder, chunk), logits(expected, chunk))
 
 
+@pytest.mark.parametrize("config", [LLAMA, TIED, MIXTURE], ids=["llama", "tied", "mixture"])
+def test_int8_products_are_close_to_exact_ones_and_need_no_float32_copy(
+    config: dict[str, Any], tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, source = source_of(config, MIXED, tmp_path)
+    exact = build(spec, source, torch.float32)
+    expected = logits(exact)
+    for _ in range(2):  # packed now, then mapped from the cache
+        decoder = build(spec, source, torch.float32, quantization="int8", deterministic=True)
+        assert decoder.num_bytes < 0.3 * exact.num_bytes
+        found = logits(decoder)
+        assert torch.equal(logits(decoder, 1), found)
+        assert (found - expected).norm() < 0.1 * expected.norm()
+        assert not torch.equal(found, expected)
+    assert (decoder.native_stack is None) == (config is MIXTURE)
+    assert decoder.choices["expert_linear" if config is MIXTURE else "down_linear"].version.name == "int8"
+
+
 def test_choices_name_the_stored_weights(tmp_path: Path, folder: Path) -> None:
     spec, source = source_of(LLAMA, {**MIXED, "down_proj.weight": "IQ4_NL"}, tmp_path)
     choices = build(spec, source).choices

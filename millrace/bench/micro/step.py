@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from millrace.bench.figures import Figure
 from millrace.config import Config
 from millrace.errors import ConfigError
-from millrace.models.load import load_decoder
+from millrace.models.load import has_quantised_weights, load_decoder
 from millrace.models.native_stack import KINDS
 from millrace.models.spec.families import spec_from_config
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.cpu.native_step import NativeStep
-from millrace.run.device.device import CpuDevice, fast_dtype
+from millrace.run.device.device import CpuDevice
 from millrace.run.device.kv_pool import resolve_kv_dtype
+from millrace.run.device.precision import choose_precision
 from millrace.run.runner import Runner
 from millrace.sources.resolve import resolve_model
 
@@ -87,9 +87,12 @@ def measure_steps(config: Config, cases: tuple[StepCase, ...] = CASES) -> Iterat
     files = resolve_model(config.model.source)
     spec = spec_from_config(files.config)
     device = CpuDevice(config.run.threads)
-    dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    precision = choose_precision(config.model, device, has_quantised_weights(files))
+    dtype = precision.dtype
     kv_dtype = resolve_kv_dtype(config.memory.kv_dtype, spec, dtype=dtype, device=device.torch_device)
-    decoder = load_decoder(files, device=device.torch_device, dtype=dtype, seed=config.model.seed)
+    decoder = load_decoder(
+        files, device=device.torch_device, dtype=dtype, seed=config.model.seed, quantization=precision.quantization
+    )
     stack = decoder.native_stack
     if stack is None or not stack.can_run_whole_steps:
         raise ConfigError(

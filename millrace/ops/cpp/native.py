@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ FLAGS: Final = (
     "-ffp-contract=off",
 )
 COMPILERS: Final = ("g++", "c++", "clang++")
-COMPILE_TIMEOUT_S: Final = 120
+COMPILE_TIMEOUT_S: Final = 300
 MAX_CACHED_OBJECTS: Final = 8
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -54,7 +54,7 @@ MAX_ROWS_WITH_GIL: Final = 64
 class LinearPart(ctypes.Structure):
     """Consecutive outputs of a linear layer in one format; mirrors linear/linear.h."""
 
-    _fields_ = (("packed", c_void_p), ("n", c_int64), ("format", c_int32), ("unused", c_int32))
+    _fields_ = (("packed", c_void_p), ("n", c_int64), ("format", c_int32), ("order", c_int32))
 
 
 class LinearDesc(ctypes.Structure):
@@ -74,11 +74,12 @@ class LinearDesc(ctypes.Structure):
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "set_threads": (None, (c_int,)),
     "has_amx": (c_int, ()),
+    "int8_kernel": (c_char_p, ()),
     "padded_inputs": (c_int64, (c_int, c_int64)),
     "pack": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64)),
     "take_rows": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
     "quantised_bytes": (c_int64, (c_int, c_int64, c_int64)),
-    "quantised_pack": (None, (c_int, c_void_p, c_void_p, c_int64, c_int64)),
+    "quantised_pack": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),
     "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)),
     "has_decode_kernel": (c_int, (c_void_p,)),
     "gated_mlp": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p, c_int64)),
@@ -167,6 +168,11 @@ def native_origin() -> str:
     """Which kernels are used and why, as a clause, for people."""
     found = _native_or_reason()
     return f"none: {found}; torch is used instead" if isinstance(found, str) else found.origin
+
+
+def int8_kernel() -> str:
+    """Name of the instructions that multiply integers."""
+    return str(native().with_gil.int8_kernel().decode())
 
 
 def _prebuilt(folder: Path) -> Native | None:

@@ -34,10 +34,15 @@ _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 BF16_FEATURES: Final = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """Each of them means instructions for products in bfloat16, as /proc/cpuinfo names it on x86-64 or ARM."""
 
+AMX_FEATURES: Final = frozenset({"amx_bf16"})
+"""The processor has a matrix unit for bfloat16."""
+
 TARGETS: Final = (
     Target("amx", "x86_64", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AMX),
     Target("avx512-bf16", "x86_64", _BF16_FLAGS, _BF16),
+    Target("avx512-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     Target("avx512", "x86_64", ("-march=x86-64-v4",), _V4),
+    Target("avx2-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
     Target("avx2", "x86_64", ("-march=x86-64-v3",), _V3),
     Target("armv8.2", "aarch64", ("-march=armv8.2-a+fp16+dotprod",), frozenset({"asimddp", "asimdhp"})),
 )

@@ -120,9 +120,14 @@ class NativeParts(Head):
     the order of summation does not depend on the number of rows."""
 
     def __init__(
-        self, parts: Sequence[tuple[int, int, Tensor]], in_features: int, dtype: torch.dtype, bias: Tensor | None
+        self,
+        parts: Sequence[tuple[int, int, Tensor]],
+        in_features: int,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        order: int = 0,
     ) -> None:
-        """`parts`: (format, number of outputs, packed weight); formats as in cpp/linear/linear.h."""
+        """`parts`: (format, number of outputs, packed weight); formats and `order` as in cpp/linear/linear.h."""
         kernels = native()
         self._linear, self._take_rows = kernels.without_gil.linear, kernels.with_gil.take_rows
         self.in_features, self.out_features = in_features, sum(count for _, count, _ in parts)
@@ -130,7 +135,7 @@ class NativeParts(Head):
         self._packed = [packed for _, _, packed in parts]  # kept alive for the addresses below
         self._bias = None if bias is None else bias.float()
         self._parts = (LinearPart * len(parts))(
-            *(LinearPart(packed.data_ptr(), count, format) for format, count, packed in parts)
+            *(LinearPart(packed.data_ptr(), count, format, order) for format, count, packed in parts)
         )
         self.native = LinearDesc(
             parts=self._parts,

@@ -1,19 +1,20 @@
 """A linear layer whose weight stays in the quantised format of its GGUF file.
 
-make(weight, bias) -> Linear. `weight` is a `StoredWeight` if the chosen version keeps that format (`keeps_stored`),
+make(weight, bias) -> Linear. `weight` is a `StoredWeight` if the chosen version keeps that format (`stored_order`),
 else a dequantised Tensor. A weight's value is its dequantised number rounded to the model's dtype, so results are
-bit-identical to the op linear over the dequantised weight.
+bit-identical to the op linear over the dequantised weight, except with `int8` in the shape: activations are then
+rounded to INT8 (`round_to_int8`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from millrace.ops.base.version import Choice, Version
+from millrace.ops.base.version import Choice, Shape, Version
 from millrace.ops.cpp.native import native, native_missing
 from millrace.ops.linear.dense import NativeLinear, NativeParts, PlainLinear, TiledLinear
 
@@ -30,6 +31,13 @@ FORMATS: Final = {
     "Q6_K": 11,
 }
 """GGUF formats that the C++ kernels read, and their codes; the same as in cpp/linear/linear.h."""
+Order = Literal["tiles", "dot"]
+"""How a stored weight's integers are packed. `tiles`: to be unpacked to the model's dtype; `dot`: to be multiplied as
+integers."""
+ORDERS: Final[dict[Order, int]] = {order: code for code, order in enumerate(get_args(Order))}
+"""The codes of PartOrder in cpp/linear/linear.h."""
+INT8_BLOCK: Final = 32
+"""Consecutive inputs of a row that have one scale when activations are rounded to INT8."""
 LAYOUT_VERSION: Final = 1
 """Increase when the packed bytes change, so that packed weights cached on disk are rebuilt."""
 
@@ -46,11 +54,12 @@ class StoredPart:
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A weight [outputs, inputs] as consecutive parts along the outputs. `dtype`: what dequantised numbers are rounded
-    to."""
+    to. `order`: the parts' order, which decides how they are multiplied."""
 
     parts: tuple[StoredPart, ...]
     in_features: int
     dtype: torch.dtype
+    order: Order = "tiles"
 
     @property
     def num_bytes(self) -> int:
@@ -62,17 +71,29 @@ def packed_bytes(kind: str, rows: int, columns: int) -> int:
     return int(native().with_gil.quantised_bytes(FORMATS[kind], rows, columns))
 
 
-def pack_stored(kind: str, blocks: Any, rows: int, columns: int) -> Tensor:
+def pack_stored(kind: str, blocks: Any, rows: int, columns: int, order: Order = "tiles") -> Tensor:
     """Pack rows of GGUF blocks, given as the contiguous bytes of the file."""
     packed = torch.empty(packed_bytes(kind, rows, columns), dtype=torch.uint8)
-    native().without_gil.quantised_pack(FORMATS[kind], blocks.ctypes.data, packed.data_ptr(), rows, columns)
+    native().without_gil.quantised_pack(
+        FORMATS[kind], ORDERS[order], blocks.ctypes.data, packed.data_ptr(), rows, columns
+    )
     return packed
+
+
+def round_to_int8(x: Tensor) -> Tensor:
+    """The reference for activations [T, K]: every 32 inputs become integers from -127 to 127 times one scale, their
+    largest magnitude / 127."""
+    blocks = x.float().unflatten(1, (-1, INT8_BLOCK))
+    largest = blocks.abs().amax(dim=2, keepdim=True)
+    inverse = torch.full_like(largest, 127) / largest  # one division: `127 / largest` would round twice
+    integers = torch.where(largest > 0, blocks * inverse, 0.0).round()
+    return (integers * (largest / 127)).flatten(1)
 
 
 class StoredLinear(NativeParts):
     def __init__(self, weight: StoredWeight, bias: Tensor | None = None) -> None:
         parts = [(FORMATS[part.format], part.out_features, part.packed) for part in weight.parts]
-        super().__init__(parts, weight.in_features, weight.dtype, bias)
+        super().__init__(parts, weight.in_features, weight.dtype, bias, ORDERS[weight.order])
 
 
 def native_linear(weight: Tensor | StoredWeight, bias: Tensor | None = None) -> NativeParts:
@@ -80,8 +101,15 @@ def native_linear(weight: Tensor | StoredWeight, bias: Tensor | None = None) -> 
     return StoredLinear(weight, bias) if isinstance(weight, StoredWeight) else NativeLinear(weight, bias)
 
 
-def keeps_stored(choice: Choice) -> bool:
-    return choice.version.make is StoredLinear
+def stored_order(choice: Choice) -> Order | None:
+    """The order in which the chosen version reads the stored weight; None if it reads a dequantised one."""
+    if choice.version.make is not StoredLinear:
+        return None
+    return "dot" if choice.version.name == "int8" else "tiles"
+
+
+def _in_int8(shape: Shape) -> bool:
+    return bool(shape.get("int8", False))
 
 
 def make_dequantised(weight: Tensor, bias: Tensor | None = None) -> TiledLinear:
@@ -89,6 +117,18 @@ def make_dequantised(weight: Tensor, bias: Tensor | None = None) -> TiledLinear:
 
 
 VERSIONS = (
+    Version(
+        op="stored_linear",
+        name="int8",
+        make=StoredLinear,
+        when="C++ over the quantised weights of a GGUF file as integers, with activations rounded to INT8 per 32 inputs"
+        " (--quantization int8)",
+        devices=("cpu",),
+        dtypes=(torch.float32,),
+        invariant_on=("cpu",),
+        fits=_in_int8,
+        missing=native_missing,
+    ),
     Version(
         op="stored_linear",
         name="native",

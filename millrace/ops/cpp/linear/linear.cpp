@@ -8,6 +8,7 @@
 #include "linear/linear.h"
 
 #include "amx.h"
+#include "int8/int8_linear.h"
 #include "linear/linear_decode.h"
 #include "linear/linear_layer.h"
 #include "linear/linear_many.h"
@@ -224,6 +225,7 @@ std::vector<Layer> parts_of(const LinearDesc& desc, bool wide = false) {
 
 void linear(const LinearDesc& desc, const void* x, int64_t stride, void* out, int64_t rows, bool wide, bool decode) {
     std::vector<Layer> parts = parts_of(desc, wide);
+    if (desc.parts->order == ORDER_DOT) return int8::linear(parts, (const float*)x, stride, (float*)out, rows);
 #if HAS_AMX
     if (desc.dtype != F32 && use_amx()) return amx_linear(parts, (const bf16*)x, stride, (bf16*)out, rows, decode);
 #endif
@@ -283,7 +285,9 @@ int64_t take_rows(const LinearDesc& desc, void* out, const int64_t* ids, int64_t
         int64_t row = ids[i];
         for (; row >= part->n; part++) row -= part->n;
         char* target = (char*)out + i * row_bytes;
-        if (part->format > FORMAT_BF16)
+        if (part->order == ORDER_DOT)
+            int8::unpack_row(part->format, part->packed, desc.k, row, (float*)target);
+        else if (part->format > FORMAT_BF16)
             quantised::unpack_row(part->format, desc.dtype, part->packed, desc.k, row, target);
         else
             take_row((const uint32_t*)part->packed, target, row, row_bytes,

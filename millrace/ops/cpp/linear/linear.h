@@ -23,11 +23,17 @@ enum LinearFormat : int32_t {
     FORMAT_Q6_K,
 };
 
+// The order of a quantised part's integers, which decides how it is multiplied.
+enum PartOrder : int32_t {
+    ORDER_TILES,  // unpacked to `dtype` (quantised/quantised.h)
+    ORDER_DOT,    // as integers, with x rounded to INT8 (int8/int8_linear.h); `dtype` must be F32
+};
+
 struct LinearPart {
     const void* packed;
     int64_t n;  // outputs
     int32_t format;
-    int32_t unused;
+    int32_t order;  // the same for all parts of a layer
 };
 
 struct LinearDesc {

@@ -127,7 +127,23 @@ void write_integers(const uint8_t* integers, int r, char* tile) {
     for (int j = 0; j < 32; j++) upper[j] |= (ordered[j] >> 4) << upper_shift;
 }
 
-void write_integers(const Format& f, const uint8_t* integers, int r, char* tile) {
+// In dot order (int8/int8_linear.h).
+void write_dot_integers(const Format& f, const uint8_t* integers, int r, char* tile) {
+    auto* bytes = reinterpret_cast<uint8_t*>(tile);
+    for (int j = 0; j < 32; j++) {
+        int chunk = j / 4, at = 4 * r + j % 4, upper = integers[j] >> 4;
+        if (f.bits == 8) {
+            bytes[64 * chunk + at] = integers[j];
+            continue;
+        }
+        bytes[chunk % 4 * 64 + at] |= (integers[j] & 15) << chunk / 4 * 4;
+        if (f.bits == 5) bytes[256 + at] |= upper << chunk;
+        if (f.bits == 6) bytes[256 + chunk / 4 * 64 + at] |= upper << chunk % 4 * 2;
+    }
+}
+
+void write_integers(const Format& f, int order, const uint8_t* integers, int r, char* tile) {
+    if (order == ORDER_DOT) return write_dot_integers(f, integers, r, tile);
     if (f.bits == 8) memcpy(tile + r * 32, integers, 32);
     if (f.bits == 6) write_integers<6>(integers, r, tile);
     if (f.bits == 5) write_integers<5>(integers, r, tile);
@@ -146,7 +162,7 @@ void write_scales(const Format& f, const PanelLayout& layout, const Group32& gro
     }
 }
 
-void pack_panel(int format, const uint8_t* rows, int64_t row_bytes, int num_rows, int64_t k, char* panel) {
+void pack_panel(int format, int order, const uint8_t* rows, int64_t row_bytes, int num_rows, int64_t k, char* panel) {
     const Format& f = format_of(format);
     PanelLayout layout(f, k);
     memset(panel, 0, layout.end);
@@ -154,7 +170,7 @@ void pack_panel(int format, const uint8_t* rows, int64_t row_bytes, int num_rows
         for (int r = 0; r < num_rows; r++) {
             Group32 group;
             read_group(format, rows + r * row_bytes, tile, group);
-            write_integers(f, group.integers, r, panel + tile * integer_bytes(f));
+            write_integers(f, order, group.integers, r, panel + tile * integer_bytes(f));
             write_scales(f, layout, group, tile, r, panel);
         }
 }
@@ -172,14 +188,14 @@ int64_t millrace_quantised_bytes(int format, int64_t n, int64_t k) {
     return (n + 31) / 32 * 2 * quantised::panel_bytes(format, k);
 }
 
-// `rows`: n contiguous rows of blocks, as in the file.
-void millrace_quantised_pack(int format, const void* rows, void* packed, int64_t n, int64_t k) {
+// `rows`: n contiguous rows of blocks, as in the file. `order`: a PartOrder.
+void millrace_quantised_pack(int format, int order, const void* rows, void* packed, int64_t n, int64_t k) {
     using namespace quantised;
     const Format& f = format_of(format);
     int64_t row_bytes = k / (f.super ? TILE_K * SUPER_TILES : TILE_K) * f.file_bytes, bytes = panel_bytes(format, k);
     pool::for_each((n + 31) / 32 * 2, n * k >= 1 << 16, [&](int64_t panel) {
         int64_t first = panel * ROWS, left = n - first;
-        pack_panel(format, (const uint8_t*)rows + first * row_bytes, row_bytes, left < 0 ? 0 : left < ROWS ? left : ROWS,
+        pack_panel(format, order, (const uint8_t*)rows + first * row_bytes, row_bytes, left < 0 ? 0 : left < ROWS ? left : ROWS,
                    k, (char*)packed + panel * bytes);
     });
 }

@@ -1,0 +1,40 @@
+"""The precision of a model's products and of everything else: what `auto` means on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from millrace.config import ModelConfig, Quantization
+from millrace.ops.cpp.targets import AMX_FEATURES, processor_features
+from millrace.run.device.device import Device, fast_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    dtype: torch.dtype
+    quantization: Quantization
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about it."""
+        if self.quantization != "int8":
+            return ()
+        return ("Quantised weights are multiplied with activations rounded to INT8 (--dtype float32: exact products).",)
+
+
+def choose_precision(settings: ModelConfig, device: Device, has_quantised_weights: bool) -> Precision:
+    """`has_quantised_weights`: the model's file has matrices that the CPU kernels read (GGUF)."""
+    quantization: Quantization = "none" if settings.quantization == "auto" else settings.quantization
+    if settings.quantization == "auto" and settings.dtype == "auto" and has_quantised_weights and prefers_int8(device):
+        quantization = "int8"
+    if settings.dtype != "auto":
+        return Precision(getattr(torch, settings.dtype), quantization)
+    return Precision(torch.float32 if quantization == "int8" else fast_dtype(device), quantization)
+
+
+def prefers_int8(device: Device) -> bool:
+    """Whether products of integers are the fastest for quantised weights: on a CPU, unless it has AMX, whose bfloat16
+    kernels unpack them for less."""
+    return device.kind == "cpu" and not processor_features() & AMX_FEATURES

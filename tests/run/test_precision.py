@@ -1,0 +1,51 @@
+"""What `auto` means for the dtype and for quantised weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.config import ModelConfig
+from millrace.run.device import device as device_module
+from millrace.run.device import precision as module
+from millrace.run.device.precision import choose_precision
+
+XEON = {"avx512f", "avx512_vnni"}
+AMX = {*XEON, "avx512_bf16", "amx_bf16"}
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "features", "settings", "is_quantised", "expected"),
+    [
+        ("cpu", XEON, {}, True, (F32, "int8")),
+        ("cpu", XEON, {}, False, (F32, "none")),
+        ("cpu", XEON, {"dtype": "float32"}, True, (F32, "none")),
+        ("cpu", XEON, {"dtype": "bfloat16"}, True, (BF16, "none")),
+        ("cpu", XEON, {"quantization": "none"}, True, (F32, "none")),
+        ("cpu", {"asimddp"}, {}, True, (F32, "int8")),
+        ("cpu", {"asimddp", "bf16", "i8mm"}, {}, True, (F32, "int8")),
+        ("cpu", AMX, {}, True, (BF16, "none")),
+        ("cpu", AMX, {"quantization": "int8"}, True, (F32, "int8")),
+        ("cpu", AMX, {"dtype": "float32", "quantization": "int8"}, True, (F32, "int8")),
+        ("cuda", XEON, {}, True, (BF16, "none")),
+        ("cuda", XEON, {"quantization": "fp8"}, True, (BF16, "fp8")),
+    ],
+)
+def test_precision(
+    kind: str,
+    features: set[str],
+    settings: dict[str, Any],
+    is_quantised: bool,
+    expected: tuple[torch.dtype, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for owner in (device_module, module):
+        monkeypatch.setattr(owner, "processor_features", lambda: frozenset(features))
+    device: Any = SimpleNamespace(kind=kind)
+    found = choose_precision(ModelConfig(**settings), device, is_quantised)
+    assert (found.dtype, found.quantization) == expected
+    assert bool(found.notes) == (found.quantization == "int8")
