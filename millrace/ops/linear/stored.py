@@ -83,11 +83,11 @@ def pack_stored(kind: str, blocks: Any, rows: int, columns: int, order: Order = 
 def round_to_int8(x: Tensor) -> Tensor:
     """The reference for activations [T, K]: every 32 inputs become integers from -127 to 127 times one scale, their
     largest magnitude / 127."""
-    blocks = x.float().unflatten(1, (-1, INT8_BLOCK))
+    blocks = x.float().reshape(x.shape[0], -1, INT8_BLOCK)
     largest = blocks.abs().amax(dim=2, keepdim=True)
     inverse = torch.full_like(largest, 127) / largest  # one division: `127 / largest` would round twice
     integers = torch.where(largest > 0, blocks * inverse, 0.0).round()
-    return (integers * (largest / 127)).flatten(1)
+    return (integers * (largest / 127)).reshape(x.shape)
 
 
 class StoredLinear(NativeParts):
