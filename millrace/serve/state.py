@@ -201,10 +201,10 @@ class FrontState:
     def draining(self) -> bool:
         return self.lifecycle.draining
 
-    async def for_model(self, name: str) -> FrontState:
-        """The state of the model with this name or alias. Reads its tokenizer if it is the first to ask. Raises
-        `ModelNotFound`."""
-        return self if name == self.model_name else await self.models.find(name).when_read()
+    async def for_model(self, name: str | None) -> FrontState:
+        """The state of the model with this name or alias; without a name, of the first model. Reads its tokenizer if
+        it is the first to ask. Raises `ModelNotFound`."""
+        return self if name is None or name == self.model_name else await self.models.find(name).when_read()
 
     def of_model(self, config: Config, name: str, client: EngineClient, text: ModelText) -> FrontState:
         """The state of a further model of the same server."""

@@ -127,6 +127,20 @@ def test_every_dialect_chooses_by_name(
     assert f"'{MODEL}', '{OTHER}'" in json.dumps(answer)
 
 
+def test_a_request_without_a_model_goes_to_the_first(served: tuple[Front, Control, list[int]]) -> None:
+    front, _, _ = served
+    messages = [{"role": "user", "content": "Hi"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/chat/completions", {"messages": messages, "model": None}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 20}),
+        ("/v1/responses", {"input": "Hi"}),
+    ):
+        status, answer = ask(front, "POST", path, body)
+        assert (status, answer["model"]) == (200, MODEL), path
+
+
 def test_models_are_listed_with_aliases_and_status(served: tuple[Front, Control, list[int]]) -> None:
     front, _, _ = served
     complete(front, OTHER)

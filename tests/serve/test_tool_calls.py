@@ -254,6 +254,7 @@ def sse(reply: Reply) -> list[dict[str, Any]]:
 def test_anthropic_blocks(front: Front) -> None:
     answer = message(front).json
     assert answer["stop_reason"] == "tool_use"
+    assert all(block["id"].startswith("toolu_") for block in answer["content"] if block["type"] == "tool_use")
     assert [block["type"] for block in answer["content"]] == ["text", "tool_use", "tool_use"]
     assert [block["input"] for block in answer["content"][1:]] == [{"city": "Paris"}, {"city": "Rome"}]
     told = sse(message(front, stream=True))

@@ -135,7 +135,9 @@ class OutputConfig(Strict, kw_only=True):
 class CountTokensRequest(Strict, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, described("Name of the served model, as in `/v1/models`.")]
+    model: Annotated[
+        str | None, described("Name of the served model, as in `/v1/models`; default: the first model.")
+    ] = None
     messages: Annotated[
         list[AnthropicMessage],
         described("The conversation; a final assistant message is continued.", minItems=1),

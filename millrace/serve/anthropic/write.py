@@ -83,7 +83,7 @@ class MessageWriter:
         return opened + self._delta(type="thinking_delta", thinking=text)
 
     def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
-        return self._close() + self._open("tool_use", OutputToolUseBlock(call.id, call.name, {}))
+        return self._close() + self._open("tool_use", OutputToolUseBlock(_tool_use_id(call), call.name, {}))
 
     def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes:
         return self._delta(type="input_json_delta", partial_json=text)
@@ -137,10 +137,15 @@ class MessageWriter:
 
 def _block(said: SaidText | ToolCall) -> OutputBlock:
     if isinstance(said, ToolCall):
-        return OutputToolUseBlock(said.id, said.name, json.loads(close_partial(said.arguments)))
+        return OutputToolUseBlock(_tool_use_id(said), said.name, json.loads(close_partial(said.arguments)))
     if said.is_reasoning:
         return OutputThinkingBlock(said.text, SIGNATURE)
     return OutputTextBlock(said.text)
+
+
+def _tool_use_id(call: ToolCall) -> str:
+    """The call's id as Anthropic's ids look. Requests may use any id."""
+    return "toolu_" + call.id.removeprefix("call_")
 
 
 def _stop_reason(choice: Choice) -> tuple[StopReason, str | None]:

@@ -145,7 +145,9 @@ class StreamOptions(Strict, kw_only=True):
 class Sampled(Formatted, kw_only=True):
     """Parameters of both endpoints. null means the same as leaving the field out."""
 
-    model: Annotated[str, described("The served model's name, as `/v1/models` lists it.")]
+    model: Annotated[
+        str | None, described("The served model's name, as `/v1/models` lists it; default: the first model.")
+    ] = None
     temperature: Annotated[
         float | None, described("0 is greedy; default: the model's recommendation, else 1.", minimum=0, maximum=100)
     ] = None

@@ -196,7 +196,7 @@ def conversation_id(body: ResponsesRequest | InputTokensRequest) -> str:
 
 
 async def _state_of(state: FrontState, body: ResponsesRequest | InputTokensRequest) -> FrontState:
-    return state if body.model is None else await state.for_model(body.model)
+    return await state.for_model(body.model)
 
 
 def _check(body: ResponsesRequest | InputTokensRequest) -> None:
