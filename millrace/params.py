@@ -46,8 +46,8 @@ class Grammar:
     """By kind: nothing; the schema as JSON text, whose order of properties is that of the answer; a regular expression
     that matches the whole answer; a JSON array of strings; a grammar in Lark or in GBNF notation."""
     after: str = ""
-    """Where the grammar begins: the answer is free text up to and including this text, such as "</think>", then up to
-    two line breaks, then what the grammar allows. It may contain special tokens. Empty: at the start."""
+    """What stands before the part that the grammar governs, such as reasoning: rules in Lark notation, of which the
+    first is called `before`. Empty: nothing."""
     whitespace: str = ""
     """JSON only: a regular expression for the whitespace that may stand between two JSON tokens. Empty: one space after
     each comma and colon, none elsewhere."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from millrace.text.answer_events import AnswerEvent, ReasoningSaid, TextSaid
+from millrace.text.harmony import HarmonyParser
 from millrace.text.reasoning.formats import ReasoningFormat
 from millrace.text.reasoning.splitter import ReasoningSplitter
-from millrace.text.tools.formats import Function, ToolFormat
+from millrace.text.tools.formats import HARMONY_MARKERS, Function, ToolFormat
 from millrace.text.tools.parser import ToolParser
 
 
@@ -29,11 +31,38 @@ class AnswerForm:
     def markers(self) -> list[str]:
         """Text that must be seen even where special tokens are hidden."""
         tool, reasoning = self.tool_format, self.reasoning
-        found = [] if tool is None else [*tool.openings, tool.close, "[ARGS]", "[CALL_ID]"]
-        return [*found, *([] if reasoning is None else [reasoning.start, reasoning.end])]
+        found = [] if tool is None else list(tool.markers)
+        found += [] if reasoning is None else [reasoning.start, reasoning.end]
+        return [*found, *(HARMONY_MARKERS if self.has_channels else ())]
+
+    @property
+    def has_channels(self) -> bool:
+        """True if the answer consists of messages on channels, as in Harmony."""
+        tool, reasoning = self.tool_format, self.reasoning
+        return (tool is not None and tool.body == "harmony") or (reasoning is not None and reasoning.name == "harmony")
+
+
+class AnswerReading(Protocol):
+    @property
+    def is_reasoning(self) -> bool:
+        """True while the text belongs to the reasoning."""
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        """What this text adds to the answer."""
+
+    def finish(self) -> list[AnswerEvent]:
+        """The rest, at the end of the answer."""
+
+
+def answer_parser(form: AnswerForm) -> AnswerReading:
+    if form.has_channels:
+        return HarmonyParser(shows_reasoning=form.reasoning is not None, reads_calls=form.tool_format is not None)
+    return AnswerParser(form)
 
 
 class AnswerParser:
+    """Answers whose reasoning and calls are spans of one text."""
+
     def __init__(self, form: AnswerForm) -> None:
         reasoning = form.reasoning
         is_open = form.is_reasoning_open or (reasoning is not None and reasoning.is_open)

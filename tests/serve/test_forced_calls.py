@@ -95,7 +95,7 @@ def test_special_tokens_are_matched_by_id(name: str) -> None:
     spec = FORMATS[name]
     functions = [Function("f", None, SCHEMA, is_strict=True)]
     source = forced_calls(spec, functions, lambda text: 7, max_calls=1)
-    assert ("<[7]>" in source) == bool(spec.openings and name not in ("llama3", "json"))
+    assert ("<[7]>" in source) == (name not in ("llama3", "json", "pythonic"))
     auto = strict_calls(spec, functions, lambda text: 7, max_calls=1)
     assert (auto is None) == (name in ("llama3", "json", "pythonic"))
 

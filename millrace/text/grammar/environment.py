@@ -56,7 +56,7 @@ class GrammarEnvironment:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         source = guidance_source(grammar)
         if grammar.after:
-            source = starting_after(source, self._marker(grammar.after))
+            source = starting_after(source, grammar.after)
         first = LLMatcher(self._tokens, source, log_level=0, limits=limits())
         if first.is_error():
             raise GrammarError(sentence_of(first.get_error(), grammar.noun))
@@ -78,20 +78,6 @@ class GrammarEnvironment:
                 if "NoExtension" in str(error) or not row.any():
                     raise GrammarError(f"The {noun} allows no answer at all.") from None
                 raise GrammarError(f"The {noun} is too complex: {error}") from None
-
-    def _marker(self, text: str) -> list[str | int]:
-        """The text, with special tokens as ids: a grammar matches those only by id."""
-        parts: list[str | int] = []
-        pending: list[int] = []
-        for token in self._tokens.tokenize_str(text, parse_special=True):
-            if not self._tokens.is_special_token(token):
-                pending.append(token)
-                continue
-            if pending:
-                parts.append(self._tokens.decode_str(pending))
-                pending = []
-            parts.append(token)
-        return [*parts, self._tokens.decode_str(pending)] if pending else parts
 
     def fill_masks(self, matchers: Sequence[Matcher], out: Uint32s) -> list[GrammarError | None]:
         """Fill row i of `out` with the mask of matcher i, in parallel threads. An error leaves its row undefined."""

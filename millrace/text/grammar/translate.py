@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
@@ -47,19 +46,15 @@ def guidance_source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.source)
 
 
-def starting_after(source: str, marker: Sequence[str | int]) -> str:
-    """Free text up to and including the marker, then the grammar `source`. A marker is texts and special token ids."""
+def starting_after(source: str, before: str) -> str:
+    """What the rule `before` allows, then the grammar `source`."""
     if source.startswith("{"):
         (answer,) = json.loads(source)["grammars"]
     else:
         answer = {"lark_grammar": source}
-    free, *rest = (json.dumps(part, ensure_ascii=False) if isinstance(part, str) else f"<[{part}]>" for part in marker)
-    # A lazy rule ends with the first occurrence of its text; special tokens cannot be inside of one.
-    is_text = isinstance(marker[0], str)
-    rule = f"free[lazy]: /(?s:.*)/ {free}" if is_text else "free: /(?s:.*)/"
-    first = "free" if is_text else f"free {free}"
-    start = " ".join(["start:", first, *rest, r"/\n{0,2}/ @answer"])
-    return json.dumps({"grammars": [{"lark_grammar": f"{start}\n{rule}"}, {**answer, "name": "answer"}]})
+    return json.dumps(
+        {"grammars": [{"lark_grammar": f"start: before @answer\n{before}"}, {**answer, "name": "answer"}]}
+    )
 
 
 def _from_schema(schema: str, grammar: Grammar) -> str:

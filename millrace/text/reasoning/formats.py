@@ -14,11 +14,14 @@ class ReasoningFormat:
     end: str
     is_open: bool = False
     """The answer begins inside the reasoning even if the prompt does not show it."""
+    mark: str = ""
+    """Text in a chat template that shows this format; the end marker if empty."""
 
 
 FORMATS: dict[str, ReasoningFormat] = {
     spec.name: spec
     for spec in (
+        ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", mark="<|channel|>analysis"),
         ReasoningFormat("think", "<think>", "</think>"),
         ReasoningFormat("think_open", "<think>", "</think>", is_open=True),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
@@ -31,9 +34,11 @@ FORMATS: dict[str, ReasoningFormat] = {
 NONE = "none"
 
 VLLM_PARSERS = {
-    **dict.fromkeys(("deepseek_r1", "step3"), "think_open"),
-    **dict.fromkeys(("qwen3", "deepseek_v3", "glm45", "ernie45", "hunyuan_a13b", "olmo3", "minimax_m2"), "think"),
-    **dict.fromkeys(("kimi_k2", "holo2", "nemotron_v3", "think"), "think"),
+    **dict.fromkeys(("deepseek_r1", "step3", "step3p5"), "think_open"),
+    **dict.fromkeys(("qwen3", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "glm47", "ernie45"), "think"),
+    **dict.fromkeys(("hunyuan_a13b", "olmo3", "minimax_m2", "kimi_k2", "holo2", "nemotron_v3", "mimo"), "think"),
+    **dict.fromkeys(("openai_gptoss", "gpt_oss", "openai"), "harmony"),
+    **dict.fromkeys(("cohere_command3", "cohere_command4"), "cohere"),
     "mistral": "mistral",
     "seed_oss": "seed",
     "granite": "granite",
@@ -57,7 +62,7 @@ def format_named(name: str) -> ReasoningFormat:
 def detect_format(template: str) -> ReasoningFormat | None:
     """The format whose end marker the chat template contains, or None: the model does not reason."""
     for spec in FORMATS.values():
-        if spec.end in template or f"{spec.start}\\n" in template:
+        if (spec.mark or spec.end) in template or (not spec.mark and f"{spec.start}\\n" in template):
             return spec
     return None
 

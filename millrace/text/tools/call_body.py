@@ -10,7 +10,8 @@ from millrace.text.answer_events import AnswerEvent, CallArguments, CallEnd, Cal
 class CallBody(ABC):
     """The text from an opening to the end of its calls.
 
-    A call is reported as soon as its name is certain. Text that turns out to be no call stays in `pending`.
+    A call is reported as soon as its name is certain. Text that turns out to be no call stays in `pending`; after a
+    call it may begin the closing marker.
     """
 
     def __init__(self) -> None:
@@ -42,8 +43,8 @@ class CallBody(ABC):
             self._end_call(is_complete=False)
 
     # -- for subclasses ----------------------------------------------------------------------------------------------
-    def _start_call(self, name: str) -> None:
-        self._call = ToolCall(name)
+    def _start_call(self, name: str, call_id: str = "") -> None:
+        self._call = ToolCall(name, id=call_id)
         self.pending = ""
         self.events.append(CallStart(self._call))
 

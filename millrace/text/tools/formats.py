@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from millrace.errors import ConfigError
+from millrace.text.tools.shapes import HeadedShape, TaggedShape
 
-BodyKind = Literal["json", "named", "python"]
+BodyKind = Literal["json", "named", "python", "headed", "tagged", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +56,153 @@ class ToolFormat:
     """Calls may begin the answer without an opening, with one of these characters."""
     is_list: bool = False
     """The calls of an answer are one list."""
+    name_key: str = "name"
     arguments_key: str = "arguments"
+    shape: HeadedShape | TaggedShape | None = None
+    """How a call is written, if not as JSON or Python."""
     marks: tuple[str, ...] = ()
     """Text in a chat template that shows this format; the openings if empty."""
+    also: str = ""
+    """Text that a chat template of this format contains as well."""
     short_ids: bool = False
     """Templates accept only call ids of nine letters or digits."""
+    answer_head: str = ""
+    """What stands before an answer without calls."""
+    specials: tuple[str, ...] = ()
+    """Further text that may be a special token."""
+
+    def is_shown_by(self, template: str) -> bool:
+        signs = self.marks or self.openings
+        return self.also in template and any(sign in template for sign in signs)
 
     @property
-    def signs(self) -> tuple[str, ...]:
-        return self.marks or self.openings
+    def markers(self) -> tuple[str, ...]:
+        """All text of this format that may be a special token."""
+        shape = self.shape
+        of_shape = (*shape.markers, shape.begin, shape.end) if isinstance(shape, HeadedShape) else ()
+        return tuple(dict.fromkeys(text for text in (*self.openings, self.close, *of_shape, *self.specials) if text))
+
+
+_DEEPSEEK_HEAD = (
+    r"<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?\s*"
+)
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)
+_KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_FUNCTION_TAGS = TaggedShape("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", "\n")
+HARMONY_MARKERS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
+
+
+def _invoke_tags(prefix: str, *, attribute: str = "") -> TaggedShape:
+    return TaggedShape(
+        f'<{prefix}invoke name="', '">', f'<{prefix}parameter name="', '">', f"</{prefix}parameter>",
+        f"</{prefix}invoke>", key_attribute=attribute,
+    )  # fmt: skip
 
 
 FORMATS: dict[str, ToolFormat] = {
     spec.name: spec
     for spec in (
-        ToolFormat("mistral", ("[TOOL_CALLS]",), body="named", is_list=True, short_ids=True),
+        ToolFormat(
+            "mistral", ("[TOOL_CALLS]",), body="named", is_list=True, short_ids=True, specials=("[ARGS]", "[CALL_ID]")
+        ),
+        ToolFormat(
+            "harmony",
+            body="harmony",
+            marks=("<|channel|>commentary", "to=functions."),
+            answer_head="<|channel|>final<|message|>",
+            specials=HARMONY_MARKERS,
+        ),
+        ToolFormat(
+            "deepseek_v3",
+            _DEEPSEEK[:1],
+            _DEEPSEEK[1],
+            "headed",
+            also="```json",
+            shape=HeadedShape(
+                _DEEPSEEK[2],
+                "function<｜tool▁sep｜>",
+                "\n```json\n",
+                "\n```",
+                _DEEPSEEK[3],
+                _DEEPSEEK_HEAD,
+                _DEEPSEEK[4:],
+            ),
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            _DEEPSEEK[:1],
+            _DEEPSEEK[1],
+            "headed",
+            shape=HeadedShape(_DEEPSEEK[2], "", _DEEPSEEK[4], "", _DEEPSEEK[3], _DEEPSEEK_HEAD, _DEEPSEEK[4:]),
+        ),
+        ToolFormat(
+            "deepseek_v32",
+            ("<｜DSML｜function_calls>",),
+            "</｜DSML｜function_calls>",
+            "tagged",
+            shape=_invoke_tags("｜DSML｜", attribute=r'(?: string="(?:true|false)")?'),
+            specials=("｜DSML｜",),
+        ),
+        ToolFormat(
+            "kimi_k2",
+            _KIMI[:1],
+            _KIMI[1],
+            "headed",
+            shape=HeadedShape(
+                _KIMI[2],
+                "functions.",
+                ":{index}" + _KIMI_ARGUMENTS,
+                "",
+                _KIMI[3],
+                r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*",
+                (_KIMI_ARGUMENTS,),
+            ),
+        ),
+        ToolFormat("minimax_m2", ("<minimax:tool_call>",), "</minimax:tool_call>", "tagged", shape=_invoke_tags("")),
+        ToolFormat("seed_oss", ("<seed:tool_call>",), "</seed:tool_call>", "tagged", shape=_FUNCTION_TAGS),
+        ToolFormat(
+            "qwen3_coder",
+            ("<tool_call>", "<function="),
+            "</tool_call>",
+            "tagged",
+            marks=("<function=",),
+            shape=_FUNCTION_TAGS,
+        ),
+        ToolFormat(
+            "glm45",
+            ("<tool_call>",),
+            "",
+            "tagged",
+            marks=("<arg_key>",),
+            shape=TaggedShape("", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
+        ),
+        ToolFormat(
+            "cohere",
+            ("<|START_ACTION|>",),
+            "<|END_ACTION|>",
+            is_list=True,
+            name_key="tool_name",
+            arguments_key="parameters",
+        ),
         ToolFormat("llama3", ("<|python_tag|>",), bare="{", arguments_key="parameters"),
         ToolFormat("llama4", ("<|python_start|>",), "<|python_end|>", body="python", bare="[", is_list=True),
+        ToolFormat("lfm2", ("<|tool_call_start|>",), "<|tool_call_end|>", body="python", is_list=True),
+        ToolFormat("olmo3", ("<function_calls>",), "</function_calls>", body="python"),
         ToolFormat("gemma", ("```tool_code",), "```", body="python", marks=("tool_code",)),
         ToolFormat("jamba", ("<tool_calls>",), "</tool_calls>", is_list=True),
+        ToolFormat("nemotron", ("<TOOLCALL>",), "</TOOLCALL>", is_list=True),
         ToolFormat("internlm", ("<|action_start|><|plugin|>",), "<|action_end|>", arguments_key="parameters"),
         ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), is_list=True, marks=("<|tool_call|>",)),
+        ToolFormat("granite_20b", ("<function_call>",), marks=("<function_call>",)),
         ToolFormat("phi4", ("functools",), is_list=True),
+        ToolFormat("longcat", ("<longcat_tool_call>",), "</longcat_tool_call>"),
         ToolFormat("hermes", ("<tool_call>",), "</tool_call>"),
         ToolFormat("pythonic", (), body="python", bare="[", is_list=True),
         ToolFormat("json", ("```json",), "```", bare="{[", marks=("\0",)),
@@ -88,21 +214,18 @@ DEFAULT_FORMAT = "hermes"
 """Of models whose chat template takes no tools."""
 
 VLLM_PARSERS = {
-    "hermes": "hermes",
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "mistral": "mistral",
-    "llama3_json": "llama3",
-    "llama4_json": "llama3",
+    **dict.fromkeys(("qwen", "qwen25", "ernie45", "granite4"), "hermes"),
+    **dict.fromkeys(("llama3_json", "llama4_json"), "llama3"),
+    **dict.fromkeys(("qwen3_xml", "mimo", "step3p5", "nemotron_v3"), "qwen3_coder"),
+    **dict.fromkeys(("glm47", "glm4_moe"), "glm45"),
+    **dict.fromkeys(("hunyuan_a13b", "minimax"), "jamba"),
+    **dict.fromkeys(("xlam", "openai_json"), "json"),
+    **dict.fromkeys(("openai", "gpt_oss"), "harmony"),
+    **dict.fromkeys(("cohere_command3", "cohere_command4"), "cohere"),
     "llama4_pythonic": "llama4",
-    "pythonic": "pythonic",
-    "olmo3": "pythonic",
-    "jamba": "jamba",
-    "internlm": "internlm",
-    "granite": "granite",
+    "granite-20b-fc": "granite_20b",
     "phi4_mini_json": "phi4",
-    "xlam": "json",
-    "openai_json": "json",
+    "nemotron_json": "nemotron",
 }
 """Names of vLLM's `--tool-call-parser`, and the format that each stands for."""
 
@@ -123,7 +246,7 @@ def detect_format(template: str, *, takes_tools: bool) -> ToolFormat:
     """The format that a chat template writes."""
     if takes_tools:
         for spec in FORMATS.values():
-            if spec.signs and any(sign in template for sign in spec.signs):
+            if spec.is_shown_by(template):
                 return spec
         if '"parameters"' in template or "'parameters'" in template:
             return FORMATS["llama3"]

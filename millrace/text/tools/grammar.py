@@ -15,7 +15,9 @@ from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.inline import inline_schema
 from millrace.text.tools.formats import Function, ToolFormat
-from millrace.text.tools.written import CallFrame, frame_of
+from millrace.text.tools.shapes import HeadedShape, TaggedShape
+from millrace.text.tools.tagged_grammar import TaggedGrammar
+from millrace.text.tools.written import HARMONY_ARGUMENTS, HARMONY_HEAD, CallFrame, frame_of, headed_call
 
 MAX_CALLS = 8
 """Most calls of one constrained answer."""
@@ -45,12 +47,21 @@ class _Writer:
         return rules
 
     def _call(self, index: int, function: Function) -> list[str]:
-        is_held = function.is_strict or not self.only_strict
-        if self.spec.body == "python":
+        spec, shape = self.spec, self.spec.shape
+        if spec.body == "python":
             return self._python_call(index, function)
-        head = f'{{"name": {json.dumps(function.name)}, "{self.spec.arguments_key}": '
+        if isinstance(shape, TaggedShape):
+            return TaggedGrammar(shape, function, index, self.text).rules()
+        if isinstance(shape, HeadedShape):
+            head, tail = headed_call(shape, function.name)
+        elif spec.body == "harmony":
+            head, tail = f"{HARMONY_HEAD}{function.name}{HARMONY_ARGUMENTS}", ""
+        else:
+            head, tail = f'{{"{spec.name_key}": {json.dumps(function.name)}, "{spec.arguments_key}": ', "}"
+        is_held = function.is_strict or not self.only_strict
         schema = function.schema_text() if is_held else ANY_OBJECT
-        return [f"call_{index}: {_quoted(head)} args_{index} {_quoted('}')}", f"args_{index}: {inline_schema(schema)}"]
+        before = " /[0-9]{1,2}/ ".join(self.text(part) for part in head.split("{index}"))
+        return [f"call_{index}: {before} args_{index} {self.text(tail)}", f"args_{index}: {inline_schema(schema)}"]
 
     def _python_call(self, index: int, function: Function) -> list[str]:
         """Keyword arguments in the order of the schema, each a JSON value, which is read like a Python literal."""
@@ -90,12 +101,12 @@ class _Writer:
         return [f"call_{index}: {_quoted(function.name + '(')} {arguments} {_quoted(')')}", *rules]
 
     def text(self, text: str) -> str:
-        """Text as Lark tokens; a special token at its beginning or end is matched by its id."""
+        """Text as Lark tokens; special tokens in it are matched by their ids."""
         if not text:
             return ""
-        for marker in (*self.spec.openings, self.spec.close):
-            token_id = self.special_id(marker) if marker else None
-            if token_id is not None and marker in text:
+        for marker in self.spec.markers:
+            token_id = self.special_id(marker) if marker in text else None
+            if token_id is not None:
                 before, _, after = text.partition(marker)
                 return " ".join(part for part in (self.text(before), f"<[{token_id}]>", self.text(after)) if part)
         return _quoted(text)
@@ -107,7 +118,7 @@ def forced_calls(
     """An answer that consists of calls."""
     frame = frame_of(spec)
     writer = _Writer(spec, functions, special_id, only_strict=False)
-    start = writer.calls(frame, MAX_CALLS if max_calls is None else max_calls)
+    start = writer.calls(frame, _limit(spec, max_calls))
     return "\n".join([f"start: {start}", *writer.rules(frame)])
 
 
@@ -116,6 +127,10 @@ def strict_calls(
 ) -> str | None:
     """Free text, then possibly calls, which are held to their schemas from the opening on. None if the format has no
     opening, so that a call cannot be told from text before it is complete."""
+    if spec.body == "harmony":
+        calls = _Writer(spec, functions, special_id, only_strict=True)
+        head = calls.text(spec.answer_head)
+        return "\n".join([f"start: {head} TEXT | call", "TEXT: /(?s:.*)/", *calls.rules(CallFrame())])
     frame = frame_of(spec)
     first = frame.before_all or frame.before_each
     opening = spec.openings[0] if spec.openings else ""
@@ -125,7 +140,7 @@ def strict_calls(
     rest = first[len(opening) :]
     names = " | ".join(f"call_{index}" for index in range(len(functions)))
     head = f"{writer.text(rest)} ( {names} ) {writer.text(frame.after_each)}"
-    limit = MAX_CALLS if max_calls is None else max_calls
+    limit = _limit(spec, max_calls)
     more = f"( {writer.text(frame.between)} call ){{0,{limit - 1}}}" if limit > 1 else ""
     tail = f"{head} {more} {writer.text(frame.after_all)}"
     token_id = special_id(opening)
@@ -150,11 +165,20 @@ def _regex(text: str) -> str:
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
 
 
-def calls_or(answer: Grammar, calls: str) -> str | None:
-    """Calls, or an answer that conforms to a JSON schema. None for other kinds of grammar."""
+def answer_head(spec: ToolFormat, special_id: SpecialId) -> str:
+    """What stands before an answer without calls, as Lark tokens; empty in most formats."""
+    return _Writer(spec, (), special_id, only_strict=False).text(spec.answer_head)
+
+
+def _limit(spec: ToolFormat, max_calls: int | None) -> int:
+    return 1 if spec.body == "harmony" else MAX_CALLS if max_calls is None else max_calls
+
+
+def calls_or(answer: Grammar, calls: str, head: str = "") -> str | None:
+    """Calls, or an answer that conforms to a JSON schema, after `head`. None for other kinds of grammar."""
     if answer.kind not in ("json_object", "json_schema"):
         return None
     first, _, rest = calls.partition("\n")
     schema = ANY_OBJECT if answer.kind == "json_object" else answer.source
     start = f"start: answer | ( {first.removeprefix('start: ')} )"
-    return "\n".join([start, f"answer: {inline_schema(schema)}", rest])
+    return "\n".join([start, f"answer: {head} {inline_schema(schema)}", rest])

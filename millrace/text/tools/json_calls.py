@@ -11,7 +11,7 @@ from millrace.text.tools.call_body import CallBody
 from millrace.text.tools.json_scanner import JsonScanner
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-_CALL_KEYS = frozenset((*ARGUMENT_KEYS, "name", "function", "type", "id"))
+_CALL_KEYS = frozenset((*ARGUMENT_KEYS, "name", "function", "type", "id", "tool_name", "tool_call_id"))
 _SPACE = " \t\n\r"
 _NAMED_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD_CHARS = 512
@@ -20,10 +20,11 @@ _MAX_HEAD_CHARS = 512
 class JsonCalls(CallBody):
     """One call object, several, or a list of them."""
 
-    def __init__(self, names: Collection[str] | None) -> None:
+    def __init__(self, names: Collection[str] | None, name_key: str = "name") -> None:
         """`names`: only these are calls; None takes any name."""
         super().__init__()
         self._names = names
+        self._name_key = name_key
         self._scanner: JsonScanner | None = None
         self._name: str | None = None
         self._is_list = False
@@ -78,7 +79,7 @@ class JsonCalls(CallBody):
         depth, shown = scanner.depth, scanner.escaped(char)
         if not scanner.feed(char):
             return self._refuse()
-        if depth == 1 and scanner.string is not None and scanner.key == "name":
+        if depth == 1 and scanner.string is not None and scanner.key == self._name_key:
             self._name = scanner.string
         if self._is_other_object(depth):
             self.pending += char
@@ -114,7 +115,7 @@ class JsonCalls(CallBody):
         if self.is_writing:
             self._end_call(is_complete=True)
         else:
-            found = call_in(json.loads(self.pending[self._object_at :], strict=False))
+            found = call_in(json.loads(self.pending[self._object_at :], strict=False), self._name_key)
             if found is None or not self._is_known(found[0]):
                 self.is_over = True
                 return True
@@ -169,13 +170,13 @@ class NamedCalls(JsonCalls):
         return True
 
 
-def call_in(value: Any) -> tuple[str, str] | None:
+def call_in(value: Any, name_key: str = "name") -> tuple[str, str] | None:
     """Name and arguments (JSON) of a call object in any of the usual spellings, or None."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
         return None
-    name = value.get("name", value.get("function"))
+    name = value.get(name_key, value.get("name", value.get("function")))
     if not isinstance(name, str) or not name:
         return None
     arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from millrace.text.answer_events import AnswerEvent, TextSaid
 from millrace.text.tools.call_body import CallBody
 from millrace.text.tools.formats import Function, ToolFormat, names_of
+from millrace.text.tools.headed_calls import HeadedCalls
 from millrace.text.tools.json_calls import JsonCalls, NamedCalls
 from millrace.text.tools.python_calls import PythonCalls
+from millrace.text.tools.shapes import HeadedShape, TaggedShape
+from millrace.text.tools.tagged_calls import TaggedCalls
 
 _SPACE = " \t\n\r"
 
@@ -38,21 +41,14 @@ class ToolParser:
 
     def push(self, text: str) -> list[AnswerEvent]:
         """What this text adds to the answer."""
-        rest = text
-        while rest:
-            if self._body is not None:
-                rest = self._read_body(rest)
-            elif self._awaits_close:
-                rest = self._read_close(rest)
-            else:
-                rest = self._read_text(rest)
+        self._read(text)
         return self._take()
 
     def finish(self) -> list[AnswerEvent]:
         """The rest, at the end of the answer."""
         if self._body is not None:
             self._body.break_off()
-            self._end_body()
+            self._read(self._end_body())
         if self._awaits_close:
             self._awaits_close = False
             self._say("" if self._format.close.startswith(self._closing.strip()) else self._closing)
@@ -60,6 +56,15 @@ class ToolParser:
         if not (self._had_calls and not held.strip()):
             self._say(held)
         return self._take()
+
+    def _read(self, text: str) -> None:
+        while text:
+            if self._body is not None:
+                text = self._read_body(text)
+            elif self._awaits_close:
+                text = self._read_close(text)
+            else:
+                text = self._read_text(text)
 
     # -- text ----------------------------------------------------------------------------------------------------------
     def _read_text(self, text: str) -> str:
@@ -99,25 +104,30 @@ class ToolParser:
         """A call without an opening must name a function that exists, since it may be an ordinary answer."""
         self._is_start = False
         self._opening = opening
-        names = names_of(self._functions) if is_bare else None
+        self._body = self._new_body(opening.strip(_SPACE), names_of(self._functions) if is_bare else None)
+
+    def _new_body(self, opening: str, names: frozenset[str] | None) -> CallBody:
+        """`names`: only these are calls; None takes any name."""
+        shape = self._format.shape
+        if isinstance(shape, HeadedShape):
+            return HeadedCalls(shape, names)
+        if isinstance(shape, TaggedShape):
+            return TaggedCalls(shape, self._functions, is_named=opening == shape.call_open)
         if self._format.body == "python":
             parameters = {function.name: function.parameter_names() for function in self._functions}
-            self._body = PythonCalls(parameters, needs_list=is_bare, any_name=not is_bare)
-        elif self._format.body == "named":
-            self._body = NamedCalls(names)
-        else:
-            self._body = JsonCalls(names)
+            return PythonCalls(parameters, needs_list=names is not None, any_name=names is None)
+        if self._format.body == "named":
+            return NamedCalls(names)
+        return JsonCalls(names, self._format.name_key)
 
     def _read_body(self, text: str) -> str:
         body = self._body
         assert body is not None
         for place, char in enumerate(text):
             if not body.feed(char):
-                self._end_body()
-                return text[place:]
+                return self._end_body() + text[place:]
             if body.is_over:
-                self._end_body()
-                return text[place + 1 :]
+                return self._end_body() + text[place + 1 :]
         self._collect(body)
         return ""
 
@@ -127,16 +137,19 @@ class ToolParser:
             self._had_calls, self._opening = True, ""
             self._events += events
 
-    def _end_body(self) -> None:
+    def _end_body(self) -> str:
+        """Returns the text that follows the calls. Without any call, all of it is said."""
         body = self._body
         assert body is not None
         self._body = None
         self._collect(body)
-        has_calls = not self._opening
-        self._say(self._opening + body.pending)
-        self._opening = ""
-        self._awaits_close = has_calls and not body.pending and bool(self._format.close)
         self._closing = ""
+        if self._opening:
+            self._say(self._opening + body.pending)
+            self._opening = ""
+            return ""
+        self._awaits_close = bool(self._format.close)
+        return body.pending
 
     def _read_close(self, text: str) -> str:
         """The closing marker, after space; if something else follows, it is text."""

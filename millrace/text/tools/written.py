@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.text.tools.formats import ToolFormat
+from millrace.text.tools.shapes import HeadedShape, TaggedShape
+
+HARMONY_HEAD, HARMONY_ARGUMENTS = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,21 @@ class CallFrame:
 
 def frame_of(spec: ToolFormat) -> CallFrame:
     opening = spec.openings[0] if spec.openings else ""
-    if spec.name == "llama3":
-        return CallFrame(between="; ")  # The tag is for the model's built-in tools.
-    if spec.name == "json":
-        return CallFrame("[", between=", ", after_all="]")
-    if spec.name == "gemma":
-        return CallFrame(f"{opening}\n", between="\n", after_all="\n" + spec.close)
+    match spec.name:
+        case "llama3":
+            return CallFrame(between="; ")  # The tag is for the model's built-in tools.
+        case "json":
+            return CallFrame("[", between=", ", after_all="]")
+        case "harmony":
+            return CallFrame()
+        case "glm45":
+            return CallFrame(before_each=opening, between="\n")
+        case "gemma" | "olmo3" | "minimax_m2" | "deepseek_v32":
+            return CallFrame(f"{opening}\n", between="\n", after_all="\n" + spec.close)
+        case "granite_20b":
+            return CallFrame(before_each=f"{opening} ", between="\n")
+    if isinstance(spec.shape, HeadedShape):
+        return CallFrame(opening, between="\n" if spec.shape.after_arguments else "", after_all=spec.close)
     if spec.is_list:
         return CallFrame(f"{opening}[", between=", ", after_all="]" + spec.close)
     return CallFrame(before_each=f"{opening}\n", after_each=f"\n{spec.close}", between="\n")
@@ -37,14 +49,53 @@ def frame_of(spec: ToolFormat) -> CallFrame:
 def write_calls(spec: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any] | str]]) -> str:
     """Calls (name and arguments) as a model of this format writes them."""
     frame = frame_of(spec)
-    each = (f"{frame.before_each}{_write_call(spec, *call)}{frame.after_each}" for call in calls)
+    each = (
+        f"{frame.before_each}{_write_call(spec, name, arguments, index)}{frame.after_each}"
+        for index, (name, arguments) in enumerate(calls)
+    )
     return frame.before_all + frame.between.join(each) + frame.after_all
 
 
-def _write_call(spec: ToolFormat, name: str, arguments: Mapping[str, Any] | str) -> str:
-    if isinstance(arguments, str):  # What a model wrote instead of an object.
-        return f'{{"name": {json.dumps(name)}, "{spec.arguments_key}": {arguments}}}'
+def _write_call(spec: ToolFormat, name: str, arguments: Mapping[str, Any] | str, index: int) -> str:
+    """Arguments as text are what a model wrote instead of an object."""
+    text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments), ensure_ascii=False)
+    if isinstance(spec.shape, HeadedShape):
+        before, after = headed_call(spec.shape, name)
+        return f"{before.format(index=index)}{text}{after}"
+    if spec.body == "harmony":
+        return f"{HARMONY_HEAD}{name}{HARMONY_ARGUMENTS}{text}<|call|>"
+    if isinstance(arguments, str):
+        return f'{{"{spec.name_key}": {json.dumps(name)}, "{spec.arguments_key}": {arguments}}}'
+    if isinstance(spec.shape, TaggedShape):
+        return _tagged_call(spec.shape, name, arguments)
     if spec.body == "python":
         given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
         return f"{name}({given})"
-    return json.dumps({"name": name, spec.arguments_key: dict(arguments)}, ensure_ascii=False)
+    return json.dumps({spec.name_key: name, spec.arguments_key: dict(arguments)}, ensure_ascii=False)
+
+
+def headed_call(shape: HeadedShape, name: str) -> tuple[str, str]:
+    """What stands before and after the arguments; `{index}` is the number of the call."""
+    return f"{shape.begin}{shape.before_name}{name}{shape.after_name}", shape.after_arguments + shape.end
+
+
+def _tagged_call(shape: TaggedShape, name: str, arguments: Mapping[str, Any]) -> str:
+    parts = [shape.call_open, name, tagged_name_end(shape)]
+    for key, value in arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        before, after = tagged_argument(shape, key, is_string=isinstance(value, str))
+        parts += [before, text, after]
+    return "".join((*parts, shape.call_end))
+
+
+def tagged_name_end(shape: TaggedShape) -> str:
+    """What stands after the name: a line break too, as every tag has a line of its own."""
+    return shape.name_end if shape.name_end == "\n" else f"{shape.name_end}\n"
+
+
+def tagged_argument(shape: TaggedShape, key: str, *, is_string: bool) -> tuple[str, str]:
+    """What stands before and after an argument's value."""
+    key_end = shape.key_end
+    if shape.key_attribute:
+        key_end = f'" string="{"true" if is_string else "false"}">'
+    return f"{shape.key_open}{key}{key_end}{shape.newline}", f"{shape.newline}{shape.value_end}\n"

@@ -15,6 +15,8 @@ from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.grammar.gbnf import lark_of_gbnf, looks_like_gbnf
 from millrace.text.grammar.inline import inline_schema
+from millrace.text.reasoning.formats import ReasoningFormat
+from millrace.text.reasoning.preamble import SpecialId, preamble
 from millrace.text.tokenizers.tokenizer import Tokenizer
 from millrace.text.tools.formats import FORMATS, Function
 from millrace.text.tools.grammar import forced_calls
@@ -63,26 +65,49 @@ def test_kinds(environment: GrammarEnvironment, default_tokenizer: Tokenizer, na
         assert not accepts(environment, grammar, default_tokenizer, text), text
 
 
-@pytest.mark.parametrize("marker", ["</think>", "<|im_start|>", "<|im_start|>final", "wait:<|im_start|>"])
+SPECIAL = "<|im_start|>"
+THINK = ReasoningFormat("think", "<think>", "</think>")
+MARKS = {
+    "text": THINK,
+    "special end": ReasoningFormat("x", "<think>", SPECIAL),
+    "special": ReasoningFormat("y", "<repo_name>", SPECIAL),
+}
+
+
+def special_of(tokenizer: Tokenizer) -> SpecialId:
+    def special_id(text: str) -> int | None:
+        token_id = tokenizer.token_id(text)
+        return token_id if token_id in tokenizer.special_ids else None
+
+    return special_id
+
+
+@pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("name", KINDS)
-def test_kinds_after_a_marker(
-    environment: GrammarEnvironment, default_tokenizer: Tokenizer, name: str, marker: str
+def test_kinds_after_reasoning(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer, name: str, marks: str
 ) -> None:
-    """Some markers are text, some are special tokens, some are both."""
+    """Some markers are text, some are special tokens. Reasoning that the prompt has not begun may be left out."""
     plain, good, bad = KINDS[name]
-    grammar = Grammar(plain.kind, plain.source, after=marker, whitespace=plain.whitespace)
-    CHECK.check(grammar)
-    for text in good:
-        for break_ in ("", "\n", "\n\n"):
-            free = f"So </thin {text}, hm\n\n"
-            assert accepts(environment, grammar, default_tokenizer, f"{free}{marker}{break_}{text}"), text
-    assert not accepts(environment, grammar, default_tokenizer, good[0])
-    for text in bad:
-        assert not accepts(environment, grammar, default_tokenizer, f"x{marker}{text}"), text
+    spec = MARKS[marks]
+    for is_open in (True, False):
+        before = preamble(spec, special_of(default_tokenizer), is_open=is_open)
+        grammar = Grammar(plain.kind, plain.source, after=before, whitespace=plain.whitespace)
+        CHECK.check(grammar)
+        opening = "" if is_open else spec.start
+        for text in good:
+            for break_ in ("", "\n", "\n\n"):
+                thought = f"{opening}So </thin {text}, hm\n\n{spec.end}{break_}"
+                assert accepts(environment, grammar, default_tokenizer, thought + text), text
+        assert accepts(environment, grammar, default_tokenizer, good[0]) != is_open
+        assert accepts(environment, grammar, default_tokenizer, f"{spec.start}a{spec.end}{good[0]}")
+        for text in bad:
+            assert not accepts(environment, grammar, default_tokenizer, f"{opening}x{spec.end}{text}"), text
 
 
-def test_free_text_cannot_end_before_the_marker(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
-    matcher = environment.compile(Grammar("json_object", after="</think>")).matcher()
+def test_reasoning_cannot_end_the_answer(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    before = preamble(THINK, special_of(default_tokenizer), is_open=True)
+    matcher = environment.compile(Grammar("json_object", after=before)).matcher()
     matcher.consume(default_tokenizer.encode("I could stop here.", add_special=False))
     assert not matcher.may_end
     matcher.consume(default_tokenizer.encode("</think>\n\n{}", add_special=False))

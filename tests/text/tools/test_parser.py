@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.text.answer_events import AnswerEvent, CallArguments, CallEnd, CallStart, ReasoningSaid, TextSaid
-from millrace.text.answer_parser import AnswerForm, AnswerParser
+from millrace.text.answer_parser import AnswerForm, answer_parser
 from millrace.text.reasoning.formats import FORMATS as REASONING
 from millrace.text.tools.formats import FORMATS, Function
 from millrace.text.tools.json_scanner import JsonScanner, close_partial
@@ -84,6 +84,147 @@ ANSWERS: list[tuple[str, str, list[object]]] = [
     ("json", "[1, 2, 3]", ["[1, 2, 3]"]),
     ("jamba", '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>', [("now", "{}")]),
     ("phi4", 'functools[{"name": "now", "arguments": {}}]', [("now", "{}")]),
+    (
+        "deepseek_v3",
+        (
+            "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+            f"{PARIS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        ["Let me see.", ("get_weather", PARIS), ("now", "{}")],
+    ),
+    (
+        "deepseek_v31",
+        (
+            f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ROME}<｜tool▁call▁end｜>"
+            "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜> Done."
+        ),
+        [("get_weather", ROME), ("now", "{}"), " Done."],
+    ),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>hm", ["<｜tool▁calls▁begin｜>hm"]),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁cut",
+        [("now", "{}"), "<｜tool▁cut"],
+    ),
+    (
+        "deepseek_v32",
+        (
+            '<D>function_calls>\n<D>invoke name="get_weather">\n<D>parameter name="city" string="true">Paris'
+            '</D>parameter>\n</D>invoke>\n<D>invoke name="now">\n</D>invoke>\n</D>function_calls>'
+        ).replace("D>", "｜DSML｜"),
+        [("get_weather", PARIS), ("now", "{}")],
+    ),
+    (
+        "kimi_k2",
+        (
+            f"Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{ROME}"
+            "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_calls_section_end|>"
+        ),
+        ["Hm.", ("get_weather", ROME), ("now", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        (
+            "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n"
+            "[1, true]\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+        ),
+        ["I look.", ("get_weather", '{"city": "Paris", "days": [1, true]}'), ("now", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        '<function=get_weather>\n<parameter=city>\na "b"\n\n2 < 3 </p>\n</parameter>\n</function>\n</tool_call> ok',
+        [("get_weather", '{"city": "a \\"b\\"\\n\\n2 < 3 </p>"}'), " ok"],
+    ),
+    ("qwen3_coder", "The tag <function=other> is text.", ["The tag <function=other> is text."]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar",
+        [("get_weather", '{"city": "Par', "cut")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>True</parameter><parameter=b>x y</parameter></function></tool_call>",
+        [("f", '{"a": true, "b": "x y"}')],
+    ),
+    (
+        "glm45",
+        (
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>42</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>42</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>"
+        ),
+        [("get_weather", '{"city": "42", "days": 42}'), ("now", "{}")],
+    ),
+    (
+        "glm45",
+        "Hi\n<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
+        ["Hi", ("get_weather", '{"city": "Rome"}')],
+    ),
+    (
+        "minimax_m2",
+        (
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+            '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+        ),
+        [("get_weather", PARIS), ("now", "{}")],
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>",
+        [("get_weather", PARIS)],
+    ),
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        [("now", "{}")],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[get_weather(city="Paris"), now()]<|tool_call_end|>Ok',
+        [("get_weather", PARIS), ("now", "{}"), "Ok"],
+    ),
+    (
+        "olmo3",
+        '<function_calls>\nget_weather(city="Paris")\nnow()\n</function_calls>',
+        [("get_weather", PARIS), ("now", "{}")],
+    ),
+    ("granite_20b", f'<function_call> {{"name": "get_weather", "arguments": {PARIS}}}', [("get_weather", PARIS)]),
+]
+
+HARMONY: list[tuple[str, list[object]]] = [
+    (
+        "<|channel|>analysis<|message|>Hm <|x.<|end|><|start|>assistant<|channel|>final<|message|>Forty-two.<|return|>",
+        [("think", "Hm <|x."), "Forty-two."],
+    ),
+    (
+        (
+            "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"
+        ),
+        [("think", "Look."), ("get_weather", PARIS)],
+    ),
+    (
+        f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|> {ROME}",
+        [("get_weather", ROME)],
+    ),
+    (
+        (
+            "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant<|channel|>commentary "
+            "to=functions.now<|message|><|call|>"
+        ),
+        ["I will look.", ("now", "{}")],
+    ),
+    ("<|channel|>final<|message|>Yes", ["Yes"]),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", [("think", "a\nb")]),
+    ('<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": [', [("now", '{"a": [', "cut")]),
+    (
+        "<|channel|>commentary to=functions.now<|message|>{x}<|call|>",
+        [("now", "{", "cut"), "x}"],
+    ),
+    ("No channel < at all", ["No channel < at all"]),
+    ("<|channel|>fin", []),
+    ("", []),
 ]
 
 
@@ -114,7 +255,7 @@ def folded(events: list[AnswerEvent]) -> list[object]:
 
 
 def parsed(form: AnswerForm, pieces: list[str]) -> list[object]:
-    parser = AnswerParser(form)
+    parser = answer_parser(form)
     events = [event for piece in pieces for event in parser.push(piece)]
     return folded(events + parser.finish())
 
@@ -129,6 +270,15 @@ def test_every_cut_gives_the_same(name: str, text: str, expected: list[object], 
     assert parsed(form, list(answer)) == whole
     for place in range(1, len(answer)):
         assert parsed(form, [answer[:place], answer[place:]]) == whole
+
+
+@pytest.mark.parametrize(("text", "expected"), HARMONY)
+def test_channels_at_every_cut(text: str, expected: list[object]) -> None:
+    form = AnswerForm(FORMATS["harmony"], FUNCTIONS, REASONING["harmony"])
+    assert parsed(form, [text]) == expected
+    assert parsed(form, list(text)) == expected
+    for place in range(1, len(text)):
+        assert parsed(form, [text[:place], text[place:]]) == expected
 
 
 @given(st.sampled_from(ANSWERS), st.sampled_from(ANSWERS), st.lists(st.integers(0, 400), max_size=6))

@@ -7,7 +7,7 @@ import string
 
 from millrace.serve.http.ids import new_id
 from millrace.text.answer_events import AnswerEvent, CallEnd, CallStart, ToolCall
-from millrace.text.answer_parser import AnswerForm, AnswerParser
+from millrace.text.answer_parser import AnswerForm, answer_parser
 
 _LETTERS = string.ascii_letters + string.digits
 SHORT_ID_CHARS = 9
@@ -16,7 +16,7 @@ SHORT_ID_CHARS = 9
 class AnswerReader:
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
-        self._parser = AnswerParser(form)
+        self._parser = answer_parser(form)
         self.calls: list[ToolCall] = []
         self.num_reasoning_tokens = 0
         self.is_full = False
@@ -40,7 +40,7 @@ class AnswerReader:
     def _keep(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         for place, event in enumerate(events):
             if isinstance(event, CallStart):
-                event.call.index, event.call.id = len(self.calls), self._new_id()
+                event.call.index, event.call.id = len(self.calls), event.call.id or self._new_id()
                 self.calls.append(event.call)
             elif isinstance(event, CallEnd) and len(self.calls) == self._form.max_calls:
                 self.is_full = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millrace.errors import BadRequest
 from millrace.params import Grammar, SamplingParams
-from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish, check_wish, thinking_limit, thinks
+from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish, check_wish, thinking_limit
 from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.messages import Conversation
@@ -15,7 +15,8 @@ from millrace.serve.generate.prompts import chat_prompt
 from millrace.serve.state import FrontState
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.grammar.compiler import GrammarError
-from millrace.text.tools.grammar import calls_or, forced_calls, strict_calls
+from millrace.text.reasoning.preamble import preamble
+from millrace.text.tools.grammar import answer_head, calls_or, forced_calls, strict_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,8 @@ async def open_chat(
     conversation = dataclasses.replace(conversation, tools=use.shown, template_kwargs=kwargs)
     prompt = await chat_prompt(state, conversation, max_tokens=params.max_tokens, keep=keep)
     grammar, field = _grammar(state, use, params.grammar, grammar_field)
-    if grammar is not None and thinks(state, prompt):
-        assert state.formats.reasoning is not None
-        grammar = dataclasses.replace(grammar, after=state.formats.reasoning.end)
+    if grammar is not None:
+        grammar = dataclasses.replace(grammar, after=_before(state, prompt, has_head=grammar is not params.grammar))
     limit = thinking_limit(state, wish, prompt)
     if grammar is not params.grammar or limit is not None:
         params = dataclasses.replace(params, grammar=grammar, thinking=limit)
@@ -64,7 +64,8 @@ def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str)
             allowed = [function for function in functions if use.only in (None, function.name)]
             source: str | None = forced_calls(spec, allowed, state.special_id, max_calls=use.max_calls)
         elif given is not None:
-            source = calls_or(given, forced_calls(spec, functions, state.special_id, max_calls=use.max_calls))
+            calls = forced_calls(spec, functions, state.special_id, max_calls=use.max_calls)
+            source = calls_or(given, calls, answer_head(spec, state.special_id))
             if source is None:
                 raise BadRequest(
                     f"'{field}' with a {given.noun} cannot be combined with 'tools' that the model may call or not; set"
@@ -80,6 +81,17 @@ def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str)
         raise BadRequest(str(error), param="tools", code="invalid_schema") from None
     except BadRequest as error:
         raise BadRequest(error.message, param="tools" if error.param == "grammar" else error.param) from None
+
+
+def _before(state: FrontState, prompt: Prompt, *, has_head: bool) -> str:
+    """What may stand before the part of the answer that its grammar governs. `has_head`: the grammar itself has the
+    head that the model's format begins an answer with."""
+    head = "" if has_head else answer_head(state.formats.tools, state.special_id)
+    reasoning = state.formats.reasoning
+    if reasoning is None or prompt.closes_reasoning:
+        return f"before: {head}" if head else ""
+    is_open = prompt.opens_reasoning or reasoning.is_open
+    return preamble(reasoning, state.special_id, is_open=is_open, head=head)
 
 
 def _form(state: FrontState, use: ToolUse, prompt: Prompt) -> AnswerForm | None:

@@ -56,11 +56,6 @@ def check_wish(state: FrontState, wish: ReasoningWish) -> None:
         )
 
 
-def thinks(state: FrontState, prompt: Prompt) -> bool:
-    """True if the answer is expected to begin with reasoning."""
-    return state.formats.reasoning is not None and not prompt.closes_reasoning
-
-
 def thinking_limit(state: FrontState, wish: ReasoningWish, prompt: Prompt) -> ThinkingLimit | None:
     reasoning = state.formats.reasoning
     max_tokens = wish.max_tokens
