@@ -7,8 +7,8 @@ import json
 import jsonschema
 import numpy as np
 import pytest
-from text.grammar.answers import accepts, allowed, draw_answer, of, spelled
 from text.conftest import EXTRA_LOGITS
+from text.grammar.answers import accepts, allowed, draw_answer, of, spelled
 from text.grammar.schemas import SCHEMAS, record
 from text.small_vocabularies import small_byte_level
 
