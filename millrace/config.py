@@ -203,7 +203,9 @@ class PlanConfig:
         "guess the next tokens and verify several in one step; never changes an answer; ngram: what followed the last"
         " few tokens before; suffix: what followed the longest text seen before; auto: suffix",
     )
-    step_log: str = setting("", "ever growing file of all steps, with their token ids, for `millrace bench replay`")
+    step_log: str = setting(
+        "", "ever growing file of all steps, with their token ids, for `millrace bench replay`; one per model"
+    )
     max_drafts: int = setting(3, "guessed tokens per request and step", minimum=1, maximum=7)
 
 
@@ -477,47 +479,6 @@ def allowed_processors(config: Config) -> tuple[str, ...]:
     """Dotted names of the logits processors that requests may use."""
     names = (name.strip() for name in config.server.allow_logits_processors.split(","))
     return tuple(name for name in names if name)
-
-
-LIVE_SETTINGS = frozenset(
-    (
-        *("server.request_timeout_s", "server.drain_timeout_s", "server.body_limit_mb", "server.file_limit_mb"),
-        *("server.ttft_interactive_s", "server.ttft_standard_s", "server.ttft_batch_s", "server.cors_origins"),
-        *("server.manage_models", "observe.log_level", "observe.log_requests"),
-    )
-)
-"""Settings that a running server can change (SIGHUP or `millrace reload`). The others need a restart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    key: str
-    before: object
-    after: object
-
-    @property
-    def is_live(self) -> bool:
-        return self.key in LIVE_SETTINGS
-
-    def __str__(self) -> str:
-        when = "now" if self.is_live else "needs a restart"
-        return f"{self.key}: {self.before!r} → {self.after!r} ({when})"
-
-
-def changes(before: Config, after: Config) -> list[Change]:
-    """The settings in which two trees differ."""
-    pairs = ((key, _get(before, entry), _get(after, entry)) for key, entry in all_settings().items())
-    return [Change(key, old, new) for key, old, new in pairs if old != new]
-
-
-def with_live_changes(before: Config, after: Config) -> Config:
-    """`before` with those settings of `after` that can change while a server runs."""
-    live = {change.key.replace(".", "__"): change.after for change in changes(before, after) if change.is_live}
-    return replace(before, **live)
-
-
-def _get(config: Config, setting: Setting) -> object:
-    return getattr(getattr(config, setting.section), setting.name)
 
 
 def adopt_environment(pid: int) -> None:

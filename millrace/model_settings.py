@@ -9,8 +9,11 @@ keep_alive_s = 600
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from millrace.config import Config, LoadedConfig, all_settings, replace
 from millrace.errors import ConfigError
@@ -43,6 +46,7 @@ def settings_of_models(
         _refuse_one_name(loaded.config)
     models = tuple(_of_table(loaded, one, name_of, is_first=number == 0) for number, one in enumerate(wanted))
     _check_names(models)
+    models = _with_own_step_logs(models)
     if loaded.config.server.in_process and len(models) > 1:
         raise ConfigError(
             f"server.in_process runs one model, but {len(models)} are to be served; remove --in-process.",
@@ -99,6 +103,22 @@ def _key(model: str, name: str) -> str:
 
 def _settings_by_name() -> Mapping[str, str]:
     return {entry.name: key for key, entry in all_settings().items() if entry.section in PER_MODEL}
+
+
+def _with_own_step_logs(models: tuple[ModelSettings, ...]) -> tuple[ModelSettings, ...]:
+    """Models that would write the same step log get a file each: `steps.log` becomes `steps.NAME.log`."""
+    paths = [model.config.plan.step_log for model in models]
+    return tuple(
+        dataclasses.replace(model, config=replace(model.config, plan__step_log=_own_path(path, model.name)))
+        if path and paths.count(path) > 1
+        else model
+        for model, path in zip(models, paths, strict=True)
+    )
+
+
+def _own_path(path: str, name: str) -> str:
+    plain = re.sub(r"[^\w.-]", "-", name)
+    return str(Path(path).with_suffix(f".{plain}{Path(path).suffix}"))
 
 
 def _refuse_one_name(config: Config) -> None:

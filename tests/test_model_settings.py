@@ -77,3 +77,19 @@ def test_the_default_name_is_that_of_the_resolved_model(tmp_path: Path) -> None:
         assert default_name(source) == resolve_model(source).name
     assert default_name("SmolLM2-135M-Instruct") == "smollm2-135m-instruct"
     assert default_name("org/name") == "org/name"
+
+
+def test_models_never_share_a_step_log(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(
+        '[plan]\nstep_log = "/logs/steps.log"\n[models.chat]\nsource = "a"\n[models."org/code"]\nsource = "b"\n'
+        '[models.own]\nsource = "c"\nstep_log = "/logs/own.log"\n'
+    )
+    models = settings_of_models(load_config(file), [], lambda source: source)
+    assert [model.config.plan.step_log for model in models] == [
+        "/logs/steps.chat.log",
+        "/logs/steps.org-code.log",
+        "/logs/own.log",
+    ]
+    [alone] = settings_of_models(load_config(file), ["chat"], lambda source: source)
+    assert alone.config.plan.step_log == "/logs/steps.log"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.config import Config, LoadedConfig, ModelConfig, num_fronts, replace
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
+from millrace.settings_changes import ServerSettings
 from millrace.terminal.running_servers import Announcement, announced, read_settings
 from millrace.terminal.settings_options import add_models, add_settings, given_settings, load_settings
 from millrace.terminal.startup_message import reachable_url
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = sources[0] if sources else None
     loaded = load_settings(args)
     setup_logging(loaded.config.observe.log_level, process="front")
-    with announced(given_settings(args), args.config) as announcement:
+    with announced(given_settings(args), args.config, sources) as announcement:
         Server(models_to_serve(loaded, sources), loaded.config, announcement).run()
     return 0
 
@@ -87,7 +88,8 @@ class Server:
         self._started = time.monotonic()
         self._models = tuple(models)
         self._config = models[0].config
-        self._settings = replace(settings, server__fronts=self._config.server.fronts)
+        settings = replace(settings, server__fronts=self._config.server.fronts)
+        self._settings = ServerSettings(settings, {model.name: model.config for model in self._models})
         self._device = ""
         check_port(self._config.server.host, self._config.server.port)
         for model in self._models:
@@ -100,6 +102,8 @@ class Server:
         self._stop = asyncio.Event()
         self._engines: list[EngineHandle] = []
         self._orders: set[asyncio.Task[None]] = set()
+        self._front: FrontState | None = None
+        """Of this process, once it serves."""
 
     def run(self) -> None:
         """Serve until a signal. Raises if the engine could not start or kept dying."""
@@ -150,8 +154,16 @@ class Server:
         tasks: list[asyncio.Task[None]] = []
         try:
             state = load_state(self._models, clients, models, directory=directory)
+            self._front = state
             fronts.watch(lambda order: self._obey(models, order), lambda index: on_front_lost(state, index))
-            reloader = Reloader(self._settings, state.use_live_settings, fronts, self._read_settings, self._on_reloaded)
+            reloader = Reloader(
+                self._settings,
+                state.use_live_settings,
+                models.use_settings,
+                fronts,
+                self._read_settings,
+                self._on_reloaded,
+            )
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.reload)
             calm_collector()
             tasks = [asyncio.create_task(self._announce(state)), asyncio.create_task(self._on_stop(state, fronts))]
@@ -172,7 +184,8 @@ class Server:
             dataclasses.replace(model, config=replace(model.config, server__port=port)) for model in self._models
         )
         self._config = self._models[0].config
-        self._settings = replace(self._settings, server__port=port)
+        settings = replace(self._settings.config, server__port=port)
+        self._settings = ServerSettings(settings, {model.name: model.config for model in self._models})
 
     def _connect(self) -> dict[str, EngineClient]:
         """A client for each model; that of the first model that is loaded at start has an engine."""
@@ -198,11 +211,16 @@ class Server:
             self._models,
             clients,
             start=lambda model: start_engine(model.config),
-            announce=fronts.announce,
+            announce=lambda event: self._tell_fronts(fronts, event),
             on_only_model_lost=self._end_with,
         )
         supervisor.begin(self._engines[0] if self._engines else None)
         return supervisor
+
+    def _tell_fronts(self, fronts: Fronts, event: dict[str, Any]) -> None:
+        fronts.announce(event)
+        if event["event"] == "keep_alive" and self._front is not None:
+            self._front.models.find(event["model"]).keep_alive_s = event["seconds"]
 
     def _obey(self, models: ModelSupervisor, order: dict[str, Any]) -> None:
         """Do what another front asks for."""
@@ -257,12 +275,14 @@ class Server:
     def _list_server(self) -> None:
         """Make the server known to `millrace ps`, `stop` and `reload`."""
         names = ", ".join(model.name for model in self._models)
-        self._announcement.write(names, server_url(self._config), self._device, self._settings)
+        settings = self._settings
+        self._announcement.write(names, server_url(self._config), self._device, settings.config, settings.models)
 
-    def _read_settings(self) -> Config:
-        return read_settings(self._announcement.settings_file, self._announcement.options)
+    def _read_settings(self) -> ServerSettings:
+        announcement = self._announcement
+        return read_settings(announcement.settings_file, announcement.options, announcement.sources)
 
-    def _on_reloaded(self, settings: Config) -> None:
+    def _on_reloaded(self, settings: ServerSettings) -> None:
         self._settings = settings
         if self._is_ready:
             self._list_server()

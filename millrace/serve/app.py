@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from millrace.config import Config, with_live_changes
+from millrace.config import Config
 from millrace.errors import ConfigError, EngineUnavailable
 from millrace.host.time_slice import request_short_slices
 from millrace.link.client import EngineClient
@@ -31,6 +31,7 @@ from millrace.serve.served_models import ServedModel, ServedModels
 from millrace.serve.state import FrontState, ModelText
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
+from millrace.settings_changes import with_live_changes
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.text.chat.template import load_chat_template
@@ -247,7 +248,6 @@ def load_state(
         model_name=first.name,
         metrics=FrontMetrics({model.name: clients[model.name] for model in models}, parse_objectives(observe.slos)),
         sampling_defaults=text.sampling_defaults,
-        model_facts=text.facts,
         keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
         quotas=Quotas(directory, max(1, server.fronts), client.front_index),
         audit=AuditLog(observe.audit_log) if observe.audit_log else None,
@@ -287,7 +287,6 @@ def read_text(config: Config) -> ModelText:
         tokenizer,
         load_chat_template(files, tokenizer, config.model.chat_template),
         sampling_defaults(files, config.model.generation_defaults),
-        {"family": str(files.config.get("model_type", "unknown")), "format": files.kind},
     )
 
 

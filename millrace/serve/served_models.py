@@ -6,17 +6,25 @@ A model's tokenizer and template are read when a request first names it, in a th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Generic, Literal, TypeVar
 
-from millrace.errors import ModelNotFound
+from millrace.errors import MillraceError, ModelNotFound
 from millrace.link.client import EngineClient
+from millrace.sources.file_facts import FileFacts, file_facts
 
 State = TypeVar("State")
 Status = Literal["loaded", "loading", "unloaded", "failed"]
 MAX_NAMES_SHOWN = 20
+
+
+def loading_state(name: str, client: EngineClient) -> str:
+    stage = client.loading
+    done = f" ({stage.what}, {100 * stage.done // stage.total} %)" if stage is not None and stage.total else ""
+    return f"The model {name!r} is still loading{done}"
 
 
 class ServedModel(Generic[State]):
@@ -44,6 +52,7 @@ class ServedModel(Generic[State]):
         self.keep_alive_s = keep_alive_s
         """Seconds after its last request after which it is unloaded; negative: never."""
         self._read = read
+        self._facts: FileFacts | None = None
         self._reading: asyncio.Future[State] | None = None
 
     async def when_read(self) -> State:
@@ -60,6 +69,13 @@ class ServedModel(Generic[State]):
         self._reading = None  # After a failure, such as a file that cannot be read, the next request tries again.
         if not reading.cancelled() and reading.exception() is None:
             self.state = reading.result()
+
+    async def file_facts(self) -> FileFacts:
+        """What the model's files say of it, loaded or not; nothing if they cannot be read."""
+        if self._facts is None and self.source:
+            with contextlib.suppress(MillraceError, OSError, ValueError):
+                self._facts = await asyncio.to_thread(file_facts, self.source)
+        return self._facts or FileFacts()
 
     @property
     def status(self) -> Status:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
-from millrace.config import Config, with_live_changes
+from millrace.config import Config
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineReady
@@ -25,10 +25,11 @@ from millrace.params import NEUTRAL_DEFAULTS, Grammar, SamplingDefaults
 from millrace.serve.database import Store, store_directory
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.model_control import FixedModels, ModelControl
-from millrace.serve.served_models import ServedModel, ServedModels
+from millrace.serve.served_models import ServedModel, ServedModels, loading_state
 from millrace.serve.tenancy.admission import Admission
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
+from millrace.settings_changes import with_live_changes
 from millrace.text.answer_formats import AnswerFormats, choose_formats
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.grammar.compiler import GrammarCompiler
@@ -83,7 +84,6 @@ class ModelText:
     tokenizer: Tokenizer
     template: ChatTemplate
     sampling_defaults: SamplingDefaults
-    facts: dict[str, str]
 
 
 def _text_pool() -> ThreadPoolExecutor:
@@ -150,8 +150,6 @@ class FrontState:
     """Directory with the sockets of this server's processes; None if front and engine share one process."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     started: int = field(default_factory=lambda: int(time.time()))
-    model_facts: dict[str, str] = field(default_factory=dict)
-    """`family` and `format` of the model files, shown to clients."""
     spans: SpanExporter | None = field(init=False)
     """None: spans are not exported."""
     longest_token_bytes: int = 0
@@ -215,7 +213,6 @@ class FrontState:
             tokenizer=text.tokenizer,
             template=text.template,
             sampling_defaults=text.sampling_defaults,
-            model_facts=text.facts,
             model_name=name,
             longest_token_bytes=0,
             shared_store=self.store,
@@ -248,13 +245,8 @@ class FrontState:
                 with contextlib.suppress(EngineUnavailable):  # A more specific error is raised below.
                     await client.wait_ready(self.loading_wait_s)
             if client.ready is None and client.failure is None:
-                raise EngineUnavailable(self._loading_message())
+                raise EngineUnavailable(f"{loading_state(self.model_name, self.client)}; try again in a few seconds.")
         self.require_engine()
-
-    def _loading_message(self) -> str:
-        stage = self.client.loading
-        done = f" ({stage.what}, {100 * stage.done // stage.total} %)" if stage is not None and stage.total else ""
-        return f"The model {self.model_name!r} is still loading{done}; try again in a few seconds."
 
     def require_engine(self) -> EngineReady:
         """The engine's limits. Raises `EngineUnavailable` if nothing can be generated now."""
@@ -266,7 +258,7 @@ class FrontState:
         # A model that was unloaded since this request waited for it is loaded again when the request is submitted.
         limits = client.limits if client.is_unloaded else client.ready
         if limits is None:
-            raise EngineUnavailable(self._loading_message())
+            raise EngineUnavailable(f"{loading_state(self.model_name, self.client)}; try again in a few seconds.")
         return limits
 
     def not_ready_because(self) -> str | None:

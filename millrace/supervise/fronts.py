@@ -18,8 +18,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from millrace.config import Config, as_dict, with_live_changes
+from millrace.config import Config, as_dict
 from millrace.model_settings import ModelSettings
+from millrace.settings_changes import with_live_changes
 
 log = logging.getLogger("millrace.serve")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from millrace.supervise.managed_model import ManagedModel
 from millrace.supervise.memory_share import config_beside
 
 if TYPE_CHECKING:
+    from millrace.config import Config
     from millrace.link.client import EngineClient
     from millrace.supervise.engine_process import EngineHandle
 
@@ -99,6 +101,19 @@ class ModelSupervisor:
             model.keep_alive_s = seconds
             model.keep_alive_changed.set()
             self._announce({"event": "keep_alive", "model": name, "seconds": seconds})
+
+    def use_settings(self, settings: Mapping[str, Config]) -> None:
+        """Take over the live settings of models, by name: the keep-alive time, unless a client has set another."""
+        for name, config in settings.items():
+            model, seconds = self._models[name], config.model.keep_alive_s
+            before = model.settings.config.model.keep_alive_s
+            if seconds == before:
+                continue
+            model.settings = dataclasses.replace(model.settings, config=config)
+            if model.keep_alive_s == before:
+                model.keep_alive_s = seconds
+                model.keep_alive_changed.set()
+                self._announce({"event": "keep_alive", "model": name, "seconds": seconds})
 
     # ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _begin_loading(self, name: str, engine: EngineHandle | None = None) -> None:

@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from millrace.config import Config, as_dict, cache_dir, load_config
+from millrace.config import Config, as_dict, cache_dir, from_dict, load_config
 from millrace.errors import NotFound
+from millrace.model_settings import settings_of_models
+from millrace.settings_changes import ServerSettings
+from millrace.sources.default_name import default_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +33,24 @@ class RunningServer:
     """Settings that its command line gave, by key."""
     settings_file: str
     """Absolute path; empty if its command line named none."""
+    sources: list[str] = field(default_factory=list)
+    """Models that its command line named."""
+    models: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)
+    """The settings of each model as they are in effect, by name."""
 
-    def read_settings(self) -> Config:
+    def running_settings(self) -> ServerSettings:
+        models = {name: from_dict(settings) for name, settings in self.models.items()}
+        return ServerSettings(from_dict(self.settings), models)
+
+    def read_settings(self) -> ServerSettings:
         """The settings that it would reload now."""
-        return read_settings(self.settings_file, self.options)
+        return read_settings(self.settings_file, self.options, self.sources)
 
 
-def read_settings(settings_file: str, options: Mapping[str, object]) -> Config:
-    return load_config(Path(settings_file) if settings_file else None, options).config
+def read_settings(settings_file: str, options: Mapping[str, object], sources: Sequence[str]) -> ServerSettings:
+    loaded = load_config(Path(settings_file) if settings_file else None, options)
+    models = settings_of_models(loaded, sources, default_name)
+    return ServerSettings(loaded.config, {model.name: model.config for model in models})
 
 
 def running_servers() -> list[RunningServer]:
@@ -68,10 +81,12 @@ def choose_server(which: str) -> RunningServer:
 
 
 @contextlib.contextmanager
-def announced(options: Mapping[str, object], settings_file: Path | None) -> Iterator[Announcement]:
+def announced(
+    options: Mapping[str, object], settings_file: Path | None, sources: Sequence[str] = ()
+) -> Iterator[Announcement]:
     """Gives the object with which a server makes itself known; forgets the server at the end."""
     file = str(settings_file.resolve()) if settings_file is not None else ""
-    announcement = Announcement(_folder() / f"{os.getpid()}.json", options, file, time.time())
+    announcement = Announcement(_folder() / f"{os.getpid()}.json", options, file, time.time(), tuple(sources))
     try:
         yield announcement
     finally:
@@ -84,11 +99,15 @@ class Announcement:
     options: Mapping[str, object]
     settings_file: str
     since: float
+    sources: tuple[str, ...] = ()
 
-    def write(self, model: str, url: str, device: str, config: Config) -> None:
+    def write(
+        self, model: str, url: str, device: str, config: Config, models: Mapping[str, Config] | None = None
+    ) -> None:
         """A server also runs where this file cannot be written; `millrace ps` then does not list it."""
         pid = os.getpid()
-        settings = (as_dict(config), dict(self.options), self.settings_file)
+        own = {name: as_dict(settings) for name, settings in (models or {}).items()}
+        settings = (as_dict(config), dict(self.options), self.settings_file, list(self.sources), own)
         server = RunningServer(pid, _started_ticks(pid), self.since, model, url, device, *settings)
         partial = self.path.with_suffix(".partial")
         with contextlib.suppress(OSError):

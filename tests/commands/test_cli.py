@@ -17,7 +17,7 @@ from helpers.fake_openai import FakeServer, running
 from millrace.cli import COMMANDS, command_parser, main, top_help
 from millrace.config import Config, all_settings, load_config
 from millrace.errors import NotFound
-from millrace.terminal.running_servers import announced, choose_server, running_servers
+from millrace.terminal.running_servers import announced, choose_server, read_settings, running_servers
 
 
 def millrace(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
@@ -354,6 +354,32 @@ def test_reload_previews_what_changes_live_and_what_needs_a_restart(
     assert capsys.readouterr().out.splitlines() == [
         "server.body_limit_mb: 32 → 8 (now)",
         "server.batch_lines: 64 → 3 (needs a restart)",
+    ]
+
+
+def test_reload_previews_the_settings_of_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "my.toml"
+    file.write_text("[models.chat]\nsource='a'\n[models.code]\nsource='b'\nkv_gib=2\n[models.old]\nsource='c'\n")
+    settings = read_settings(str(file), {}, [])
+    with announced({}, file) as announcement:
+        announcement.write("chat, code, old", "http://127.0.0.1:1", "cpu", settings.config, settings.models)
+        assert main(["reload", "--dry-run"]) == 0
+        assert capsys.readouterr().out == "Nothing changed.\n"
+        file.write_text(
+            "[memory]\nfraction=0.5\n[models.chat]\nsource='a'\nkeep_alive_s=60\n[models.code]\nsource='b'\nkv_gib=3\n"
+            "[models.new]\nsource='d'\n"
+        )
+        assert main(["reload", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "models.chat.keep_alive_s: -1.0 → 60.0 (now)",
+        "models.chat.fraction: 0.0 → 0.5 (needs a restart)",
+        "models.code.kv_gib: 2.0 → 3.0 (needs a restart)",
+        "models.code.fraction: 0.0 → 0.5 (needs a restart)",
+        "models.old: 'served' → 'not served' (needs a restart)",
+        "models.new: 'not served' → 'served' (needs a restart)",
     ]
 
 

@@ -19,6 +19,7 @@ from millrace.errors import BadRequest, EngineUnavailable
 from millrace.link.client import EngineClient
 from millrace.params import NEUTRAL_DEFAULTS
 from millrace.serve.describe.sampler import take_sample
+from millrace.serve.generate import early_stream
 from millrace.serve.ollama.keep_alive import keep_alive_s
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import FrontState, ModelText
@@ -63,7 +64,7 @@ def served() -> Iterator[tuple[Front, Control, list[int]]]:
 
             def read() -> FrontState:
                 readings.append(1)
-                text = ModelText(byte_tokenizer(), ChatTemplate({"default": TEMPLATE}, {}), NEUTRAL_DEFAULTS, {})
+                text = ModelText(byte_tokenizer(), ChatTemplate({"default": TEMPLATE}, {}), NEUTRAL_DEFAULTS)
                 return front.state.of_model(front.state.config, OTHER, client, text)
 
             state = front.state
@@ -257,3 +258,72 @@ def test_a_model_that_nobody_needs_raises_no_alert(served: tuple[Front, Control,
     status, answer = ask(front, "GET", f"/v1/steps?model={OTHER}")
     assert (status, answer["error"]["message"]) == (503, f"The model {OTHER!r} is unloaded, so it runs no steps.")
     assert ask(front, "GET", f"/v1/stats?model={OTHER}")[1]["now"]["status"] == "unloaded"
+
+
+STREAMS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "data: [DONE]"),
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": 20}, "data: [DONE]"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}, "event: message_stop"),
+    ("/v1/responses", {"input": "Hi"}, "event: response.completed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "end"), STREAMS)
+def test_a_stream_tells_that_its_model_is_being_loaded(
+    served: tuple[Front, Control, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    end: str,
+) -> None:
+    front, _, _ = served
+    complete(front, OTHER)
+    loaded = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})[1]
+    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.03)
+    ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    waited = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})[1]
+    assert waited.startswith(f": The model {OTHER!r} is still loading")
+    shown = "\n\n".join(frame for frame in waited.split("\n\n") if not frame.startswith(":"))
+    assert end in shown
+    assert shown.count("\n\n") == loaded.count("\n\n"), "the same frames, the first of them included"
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path, body, _ in STREAMS])
+def test_a_stream_whose_model_fails_to_load_ends_with_the_error(
+    served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    front, _, _ = served
+    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
+    ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    client = front.state.models.find(OTHER).client
+    monkeypatch.setattr(client, "on_wanted", lambda: front.loop.call_later(0.1, client.give_up, "It does not fit."))
+    status, text = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})
+    assert status == 200
+    assert text.startswith(": The model")
+    assert "It does not fit." in text.rpartition("data: {")[2]
+    before = front.state.metrics.counts.errors
+    assert ask(front, "POST", path, {"model": OTHER, **body})[0] == 503, "without a stream: a plain error"
+    assert front.state.metrics.counts.errors == before + 1
+
+
+def test_a_loading_model_that_takes_too_long_is_a_bounded_wait(
+    served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, _, _ = served
+    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
+    ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    client = front.state.models.find(OTHER).client
+    monkeypatch.setattr(client, "on_wanted", lambda: None)
+    state = front.state
+    other = front.state.models.find(OTHER).state
+    assert other is not None
+    monkeypatch.setattr(state, "loading_wait_s", 0.1)
+    monkeypatch.setattr(other, "loading_wait_s", 0.1)
+    status, text = ask(front, "POST", "/v1/completions", {"model": OTHER, "prompt": "Hi", "stream": True})
+    assert (status, "is still loading; try again" in text, text.endswith("data: [DONE]\n\n")) == (200, True, True)
+    status, answer = ask(front, "POST", "/v1/completions", {"model": OTHER, "prompt": "Hi"})
+    assert (status, answer["error"]["message"]) == (
+        503,
+        f"The model {OTHER!r} is still loading; try again in a few seconds.",
+    )
+    front.call(lambda: client.give_up("stopped"))

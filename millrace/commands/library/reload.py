@@ -7,7 +7,8 @@ import json
 import os
 import signal
 
-from millrace.config import adopt_environment, changes, from_dict
+from millrace.config import adopt_environment
+from millrace.settings_changes import server_changes
 from millrace.supervise.reload import as_started
 from millrace.terminal.running_servers import choose_server
 
@@ -30,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     server = choose_server(args.which)
     adopt_environment(server.pid)
-    running = from_dict(server.settings)
-    found = changes(running, as_started(server.read_settings(), running))
+    running = server.running_settings()
+    found = server_changes(running, as_started(server.read_settings(), running))
     for change in found:
-        record = {"key": change.key, "before": change.before, "after": change.after, "live": change.is_live}
+        record = {"key": change.shown_key, "before": change.before, "after": change.after, "live": change.is_live}
         print(json.dumps(record) if args.json else str(change))
     if not found and not args.json:
         print("Nothing changed.")

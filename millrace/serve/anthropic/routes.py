@@ -6,6 +6,7 @@ from aiohttp import web
 
 from millrace.serve.anthropic.schemas import CountTokensAnswer
 from millrace.serve.anthropic.translate import count_input_tokens, prepare_message
+from millrace.serve.anthropic.write import stream_error
 from millrace.serve.generate.respond import respond
 from millrace.serve.http.body import read_body
 from millrace.serve.http.json_answer import json_answer
@@ -16,7 +17,7 @@ PATHS = "/v1/messages"
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    return await respond(request, prepare_message)
+    return await respond(request, prepare_message, stream_error)
 
 
 async def count_tokens(request: web.Request) -> web.Response:

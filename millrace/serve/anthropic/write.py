@@ -41,6 +41,10 @@ _ERROR_TYPES = {
 }
 
 
+def stream_error(error: MillraceError) -> bytes:
+    return b"event: error\ndata: %b\n\n" % error_body(error)
+
+
 def error_body(error: MillraceError) -> bytes:
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return encode(AnthropicErrorAnswer("error", ErrorBody(error.message, kind, error.param, error.code)))
@@ -120,7 +124,7 @@ class MessageWriter:
         return _event("message_delta", delta=delta, usage=_usage(usage)) + _event("message_stop")
 
     def error_frames(self, error: MillraceError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % error_body(error)
+        return stream_error(error)
 
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from millrace.errors import MillraceError
 from millrace.serve.generate.choosing.beam_job import make_job
+from millrace.serve.generate.early_stream import WriteError, begin_while_loading
 from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import Job
@@ -26,25 +27,47 @@ FLUSH_GRACE_S = 30.0
 request_log = logging.getLogger("millrace.requests")
 
 
-async def respond(
-    request: web.Request, prepare: Prepare, *, media_type: str = SERVER_SENT_EVENTS
-) -> web.StreamResponse:
+async def respond(request: web.Request, prepare: Prepare, write_error: WriteError) -> web.StreamResponse:
     """Read the body, translate it and answer it."""
-    state, received = request.app[STATE], time.monotonic()
-    work = await prepare(state, await read_body(request, state.body_limit_bytes), received, owner_of(request))
-    return await answer(request, work, received, media_type=media_type)
+    received = time.monotonic()
+    data = await read_body(request, request.app[STATE].body_limit_bytes)
+    return await respond_to(request, data, prepare, received, write_error)
+
+
+async def respond_to(
+    request: web.Request, data: bytes, prepare: Prepare, received: float, write_error: WriteError
+) -> web.StreamResponse:
+    """Translate a body and answer it. A stream whose model is being loaded begins early; then `write_error` makes the
+    frames of errors that come before the answer's own."""
+    early = await begin_while_loading(request, data, write_error)
+    if early is None:
+        return await answer(request, await prepare(request.app[STATE], data, received, owner_of(request)), received)
+    try:
+        if early.out.has_ended:
+            return early.out.sent_response()
+        work = await prepare(request.app[STATE], data, received, owner_of(request))
+        return await answer(request, work, received, out=early.out)
+    except MillraceError as error:
+        return await early.end_with(request, error)
+    finally:
+        early.out.close()
 
 
 async def answer(
-    request: web.Request, work: Work, received: float, *, media_type: str = SERVER_SENT_EVENTS
+    request: web.Request,
+    work: Work,
+    received: float,
+    *,
+    media_type: str = SERVER_SENT_EVENTS,
+    out: EventStream | None = None,
 ) -> web.StreamResponse:
-    state = work.state
+    """`out`: a stream that the caller has begun and closes."""
+    state, begun = work.state, out
     await check_grammar(state, work.generation, owner_of(request))
     generation, reservation = enter(state, request, work.generation, received)
-    out: EventStream | None = None
     job: Job | None = None
     try:
-        if generation.stream:
+        if generation.stream and out is None:
             limit_bytes = state.config.server.stream_buffer_kb * 1024
             out = EventStream(
                 request,
@@ -61,7 +84,7 @@ async def answer(
         body = await whole_answer(work, job)
         return web.Response(body=body, headers=headers, content_type="application/json")
     finally:
-        if out is not None:
+        if out is not None and out is not begun:
             out.close()
         is_started = job is not None and job.is_started
         reservation.release(job.usage().total_tokens if job is not None and is_started else 0)

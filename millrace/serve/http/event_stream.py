@@ -102,6 +102,7 @@ class EventStream:
         """`frames` precede the first frame sent. `holders` are asked for held text after a pause. `on_slow` is called
         with the number of unread bytes when a slow client is disconnected."""
         self._preamble = frames
+        self.direct = False  # Until the preamble has been sent.
         self._holders = holders
         self._on_slow = on_slow
 
@@ -114,6 +115,15 @@ class EventStream:
             self.hold(len(frames))
             return
         self._emit(frames)
+
+    def send_comment(self, text: str) -> None:
+        """Before the first frame of a stream of server-sent events: clients skip it."""
+        self.send(b": %b\n\n" % " ".join(text.split()).encode())
+        self.direct = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended
 
     def end(self, frames: bytes) -> None:
         """Send the last frames and finish the HTTP body."""
@@ -172,8 +182,8 @@ class EventStream:
         return AlreadySent(keep_alive=self._keep_alive)
 
     def _emit(self, frames: bytes) -> None:
-        if self._head:
-            frames = self._preamble + frames
+        if self._preamble:
+            frames, self._preamble = self._preamble + frames, b""
         # An empty chunk would end the body.
         data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked and frames else frames
         if self._ended and self._chunked:

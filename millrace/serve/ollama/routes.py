@@ -123,7 +123,7 @@ async def _load(
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def tags(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return json_answer(request, OllamaModels([_model(state, model) for model in state.models]))
+    return json_answer(request, OllamaModels([await _model(state, model) for model in state.models]))
 
 
 async def loaded(request: web.Request) -> web.Response:
@@ -133,7 +133,7 @@ async def loaded(request: web.Request) -> web.Response:
 
 
 async def _loaded(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:
-    shown, ready = _model(state, model), model.client.ready
+    shown, ready = await _model(state, model), model.client.ready
     if ready is not None:
         on_gpu = ready.device.startswith("cuda")
         shown.context_length, shown.size_vram = ready.max_context, shown.size if on_gpu else 0
@@ -152,7 +152,7 @@ async def show(request: web.Request) -> web.Response:
     if name is None:
         raise BadRequest("'model' is required.", param="model", code="missing_field")
     state = await state_of_model(name, state)
-    model, ready = _model(state, state.models.find(state.model_name)), state.client.limits
+    model, ready = await _model(state, state.models.find(state.model_name)), state.client.limits
     info: dict[str, str | int | float | bool | None] = {"general.architecture": model.details.family}
     if ready is not None:
         info[f"{model.details.family}.context_length"] = ready.max_context
@@ -168,7 +168,7 @@ async def show(request: web.Request) -> web.Response:
             model.details,
             info,
             _capabilities(state),
-            _at(state),
+            model.modified_at,
         ),
     )
 
@@ -187,15 +187,17 @@ async def version(request: web.Request) -> web.Response:
     return json_answer(request, OllamaVersion(__version__))
 
 
-def _model(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:
-    ready, facts = model.client.limits, model.state.model_facts if model.state is not None else {}
-    size = ready.memory_plan.get("weights", 0) if ready is not None else 0
-    digest = hashlib.sha256((ready.fingerprint if ready is not None else "").encode()).hexdigest()
-    family = str(facts.get("family", "unknown"))
-    kind, dtype = str(facts.get("format", "unknown")), ready.dtype if ready is not None else ""
-    parameters = _size_label(ready.num_parameters) if ready is not None else ""
-    details = OllamaDetails("", kind, family, [family], parameters, dtype)
-    return OllamaModel(model.name, model.name, _at(state), size, digest, details)
+async def _model(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:
+    """From the model's files, so that it shows the same whether or not it is loaded."""
+    facts, ready = await model.file_facts(), model.client.limits
+    size = facts.num_bytes or (ready.memory_plan.get("weights", 0) if ready is not None else 0)
+    num_parameters = facts.num_parameters or (ready.num_parameters if ready is not None else 0)
+    quantisation = facts.quantisation or (ready.dtype if ready is not None else "")
+    digest = facts.digest or hashlib.sha256(model.name.encode()).hexdigest()
+    family = facts.family
+    details = OllamaDetails("", facts.format, family, [family], _size_label(num_parameters), quantisation)
+    at = _time(facts.modified) if facts.modified else _at(state)
+    return OllamaModel(model.name, model.name, at, size, digest, details)
 
 
 def _size_label(num_parameters: int) -> str:
@@ -206,4 +208,8 @@ def _size_label(num_parameters: int) -> str:
 
 
 def _at(state: FrontState) -> str:
-    return datetime.fromtimestamp(state.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _time(state.started)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from millrace.errors import MillraceError
 from millrace.serve.generate.respond import respond
+from millrace.serve.http.error_bodies import error_body
+from millrace.serve.http.event_stream import DONE
 from millrace.serve.openai.translate_chat import prepare_chat
 from millrace.serve.openai.translate_completions import prepare_completion
 
 
+def stream_error(error: MillraceError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n" + DONE
+
+
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await respond(request, prepare_chat)
+    return await respond(request, prepare_chat, stream_error)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    return await respond(request, prepare_completion)
+    return await respond(request, prepare_completion, stream_error)

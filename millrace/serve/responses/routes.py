@@ -7,12 +7,12 @@ import time
 import msgspec
 from aiohttp import web
 
-from millrace.errors import BadRequest
-from millrace.serve.generate.respond import answer
+from millrace.errors import BadRequest, MillraceError
+from millrace.serve.generate.respond import respond_to
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
-from millrace.serve.http.json_answer import json_answer
+from millrace.serve.http.json_answer import encode, json_answer
 from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.responses.event_log import follow
 from millrace.serve.responses.schemas import (
@@ -48,8 +48,13 @@ async def create(request: web.Request) -> web.StreamResponse:
         queued = await _queue(work.state, data, body, owner, work.generation.answer_id)
         request.app[BACKGROUND].wake()
         return await _follow(request, queued.id, owner, -1) if body.stream else json_answer(request, queued)
-    work = await prepare_response(state, data, received, owner)
-    return await answer(request, work, received)
+    return await respond_to(request, data, prepare_response, received, stream_error)
+
+
+def stream_error(error: MillraceError) -> bytes:
+    """An `error` event, for a stream without a response."""
+    said = {"code": error.code, "message": error.message, "param": error.param}
+    return b"event: error\ndata: %b\n\n" % encode({"type": "error", "sequence_number": 0, **said})
 
 
 def _check_background(body: ResponsesRequest) -> None:
