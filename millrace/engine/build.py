@@ -28,6 +28,7 @@ from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
+from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.device.device import Device, available_memory, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
@@ -130,6 +131,7 @@ def build_engine(
         drafts=_drafts(config, plan),
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
+        shapes=make_shape_choice(runner.shapes),
     )
     ready = msgspec.structs.replace(
         _ready(config, files, spec, precision, device, plan),

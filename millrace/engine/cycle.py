@@ -168,6 +168,19 @@ class Cycle:
             self._confirm_oldest()
         return progressed
 
+    def warm_next(self) -> bool:
+        """Compile a kernel or capture a graph in advance, when idle. False if there is nothing left to warm up."""
+        runner, captures = self._runner, self._scheduler.captures
+        if not runner.is_built:
+            runner.build_next()
+            return True
+        for head in runner.take_missed():
+            captures.want(head)
+        plan = captures.next()
+        if plan is not None and not runner.capture(plan):
+            captures.stop()
+        return plan is not None
+
     # -- launch ----------------------------------------------------------------------------------------------------
 
     @property

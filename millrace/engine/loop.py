@@ -82,7 +82,6 @@ class Engine:
         model's steps; None if unknown. `has_figures`: False counts no more than reports need."""
         self._scheduler = scheduler
         self._constrained = constrained
-        self._runner = runner
         self._device = device
         self._channel = channel
         self._clock = clock
@@ -223,8 +222,7 @@ class Engine:
             return BLOCKED_WAIT_S
         if self._constrained is not None and self._constrained.is_compiling:
             return COMPILING_WAIT_S
-        if not self._runner.is_warm:
-            self._runner.warm_next()
+        if self._cycle.warm_next():
             return 0.0
         return self._idle()
 
@@ -347,7 +345,7 @@ class Engine:
             step_seconds=times.step_s,
             plan_seconds=times.plan_s,
             host_seconds=self._host_seconds,
-            graphs_left=self._runner.num_cold,
+            graphs_left=scheduler.captures.num_left,
             waiting_by_class=tuple(scheduler.waiting.num_by_class),
             waiting_tokens=tuple(scheduler.waiting.tokens_by_class),
             aged_by_class=scheduler.waiting.num_aged(self._stats_at),
@@ -371,7 +369,7 @@ class Engine:
             step_rows=figures.step_rows,
             prefill_tokens=figures.prefill_tokens,
             decode_tokens=figures.decode_tokens,
-            padded_tokens=self._runner.padded_tokens,
+            padded_tokens=figures.padded_tokens,
             drafted_tokens=figures.drafted_tokens,
             accepted_tokens=figures.accepted_tokens,
             cached_tokens=ledger.cached_tokens,

@@ -7,12 +7,13 @@ import numpy as np
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
+from millrace.plan.shapes.choice import ShapeChoice, StepSizes
 from millrace.plan.step import Admission, Bools, Int32s, Int64s, StepPlan
 
 
 class Composer:
-    def __init__(self, seating: Seating, in_flight: StepsInFlight) -> None:
-        self._seating, self._rows, self._in_flight = seating, seating.rows, in_flight
+    def __init__(self, seating: Seating, in_flight: StepsInFlight, shapes: ShapeChoice) -> None:
+        self._seating, self._rows, self._in_flight, self._shapes = seating, seating.rows, in_flight, shapes
         self._has_groups = seating.groups.num_groups > 1
         self._repeated: RepeatedDecode | None = None
         self._epoch = 0
@@ -43,6 +44,19 @@ class Composer:
             rows.slack[singles] += drafts
             drafts = np.concatenate([drafts, np.zeros(len(chunks), np.int32)]) if chunks else drafts
         admitted = self._admissions(chunks, singles)
+        shared_blocks = 0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0]))
+        scored = self._scored(table_rows, starts)
+        shape, captures = self._shapes.choose(
+            StepSizes(
+                starts,
+                counts,
+                longest=max(chunks.values()) if chunks else 1,
+                shared_blocks=shared_blocks,
+                drafts=drafts,
+                all_draw=not chunks or bool(samples.all()),
+                scores_prompts=scored is not None,
+            )
+        )
         self._epoch += 1
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = StepPlan(
@@ -54,13 +68,16 @@ class Composer:
             block_rows=block_rows,
             block_cols=block_cols,
             block_ids=block_ids,
+            shape=shape,
             admitted=admitted,
             released=self._seating.take_releases(),
             appended=self._seating.take_appended(),
-            shared_blocks=0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0])),
+            shared_blocks=shared_blocks,
             block_groups=block_groups if self._has_groups else None,
             draft_places=drafts,
             masked=self._masked(table_rows, samples),
+            scored=scored,
+            captures=captures,
             epoch=self._epoch,
         )
         self._in_flight.launch(plan)
@@ -73,6 +90,8 @@ class Composer:
         starts = before.starts + 1
         rows.computed[order] = starts + 1
         rows.known[order] = starts + 2
+        shared_blocks = self._seating.shared_blocks(int(order[0]))
+        shape, captures = self._shapes.repeat(before.shape, len(order), shared_blocks)
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = StepPlan(
             step_no=self._in_flight.next_step,
@@ -83,9 +102,11 @@ class Composer:
             block_rows=block_rows,
             block_cols=block_cols,
             block_ids=block_ids,
-            shared_blocks=self._seating.shared_blocks(int(order[0])),
+            shape=shape,
+            shared_blocks=shared_blocks,
             block_groups=block_groups if self._has_groups else None,
             masked=before.masked,
+            captures=captures,
             epoch=self._epoch,
         )
         self._in_flight.launch(plan)
@@ -102,6 +123,14 @@ class Composer:
             return None
         masked: Bools = self._rows.constrained[table_rows] & samples
         return masked if masked.any() else None
+
+    def _scored(self, table_rows: Int64s, starts: Int32s) -> Bools | None:
+        rows = self._rows
+        if not rows.num_scored:
+            return None
+        # The last prompt token scores nothing: what follows it is drawn.
+        scored: Bools = rows.scored[table_rows] & (starts < rows.num_prompt[table_rows] - 1)
+        return scored if scored.any() else None
 
 
 def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int64s, Int32s]:

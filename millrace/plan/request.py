@@ -83,6 +83,11 @@ class Request:
         return len(self.prompt)
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if its prompt tokens get log-probabilities."""
+        return self.row_params.params.prompt_logprobs is not None
+
+    @property
     def rank(self) -> int:
         """Order among running requests; lower goes first."""
         return self.ticket + self.priority * MAX_OVERTAKES

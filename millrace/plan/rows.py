@@ -46,6 +46,8 @@ class Rows:
         """`Request.yields`."""
         self.num_known_at_admission = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
+        self.scored = np.zeros(capacity, np.bool_)
+        """`Request.scores_prompt`."""
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
         self.tail = np.zeros((capacity, block_size), np.int32)
         """Confirmed tokens of the last, partly filled block."""
@@ -55,6 +57,8 @@ class Rows:
         self.requests: list[Request | None] = [None] * capacity
         self.num_constrained = 0
         """Active rows with a grammar."""
+        self.num_scored = 0
+        """Active rows with prompt log-probabilities."""
         self.num_timed = 0
         """Active rows with a deadline."""
         self.num_with_ends = 0
@@ -142,6 +146,8 @@ class Rows:
         self.constrained[row] = request.constrained
         self.num_constrained += request.constrained
         self.can_draft[row] = request.can_draft and not request.constrained
+        self.scored[row] = request.scores_prompt
+        self.num_scored += request.scores_prompt
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
         if request.end_token_ids:
@@ -167,6 +173,7 @@ class Rows:
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
         self.num_timed -= request.deadline < math.inf
         self.num_constrained -= request.constrained
+        self.num_scored -= request.scores_prompt
         if request.end_token_ids:
             self.num_with_ends -= 1
             self.end_tokens[row] = NO_TOKEN

@@ -36,6 +36,7 @@ from millrace.plan.request import Request, end_of
 from millrace.plan.row_choice import RowChoice
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
+from millrace.plan.shapes.choice import ExactShapes, ShapeChoice
 from millrace.plan.step import BlockCopies, Ended, Int32s, Int64s, ReleaseReason, StepOutcome, StepPlan
 from millrace.plan.victim import cheapest_victim
 
@@ -77,7 +78,9 @@ class Scheduler:
         groups: KvGroups = ONE_GROUP,
         drafts: DraftSettings = NO_DRAFTS,
         host_tier: HostTierSettings = NO_HOST_TIER,
+        shapes: ShapeChoice | None = None,
     ) -> None:
+        """`shapes`: by default every step runs at its own size."""
         self.block_size = block_size
         self.budget = StepBudget(token_budget, mixed_budget, target)
         host_index = HostIndex(host_tier.num_slots) if host_tier.num_slots and prefix_cache else None
@@ -91,7 +94,9 @@ class Scheduler:
             self.host_tier = HostTier(host_tier, host_index, self.pool, self.prefix, most_per_step)
         self._in_flight = StepsInFlight()
         self._seating = Seating(self.rows, self.pool, self.prefix, groups, self._in_flight)
-        self._composer = Composer(self._seating, self._in_flight)
+        shapes = shapes if shapes is not None else ExactShapes()
+        self.captures = shapes.captures
+        self._composer = Composer(self._seating, self._in_flight, shapes)
         self._drafts = DraftPlaces(drafts, self._seating)
         policy = policy if policy is not None else FirstCome()
         self.shares = FairShares()

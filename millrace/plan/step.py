@@ -23,6 +23,64 @@ NO_EPOCH = -1
 """Epoch of a plan that repeats no other and that no other repeats."""
 
 ReleaseReason = FinishReason | Literal["preempted"]
+Variant = Literal["greedy", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes that a step runs at, on every rank: padded to a shape with a graph, or exact."""
+
+    tokens: int
+    rows: int
+    tiles: int
+    """Tiles of queries for attention. Decode shapes have none, except in deterministic mode."""
+    is_decode: bool
+    """One token per row, or `places`."""
+    long_from: int = 0
+    """Rows at least this long use cuDNN attention instead of tiles; 0 for none."""
+    shares_prefix: bool = False
+    """Decode shapes: all rows begin with the same blocks, whose keys are read once for many rows."""
+    has_decode_rows: bool = True
+    """True if there may be rows with a single query; if not, padding is tiled even if it is one token."""
+    context: int = 0
+    """Shapes of one long row: its tokens computed before this step."""
+    last_only: bool = False
+    """The last layer computes only each row's last token; hidden states are then indexed by row."""
+    parts: int = 1
+    """Split KV, only without decode rows: number of parts of each tile's context."""
+    places: int = 0
+    """Decode shapes with drafts: tokens of each row, which starts where the device knows; 0 = one token of each, and
+    the host knows where."""
+    is_exact: bool = False
+    """The step's own size, without padding: it runs uncaptured."""
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Of decode shapes."""
+        return max(1, self.places)
+
+
+def exact_shape(counts: Int32s, num_drafts: int = 0) -> StepShape:
+    """The shape of a step that runs at its own size. `num_drafts`: most drafts that it verifies."""
+    num_rows = len(counts)
+    num_tokens = sum(counts.tolist()) if num_rows < FEW else int(counts.sum())
+    return StepShape(num_tokens + num_drafts, num_rows, 0, is_decode=num_tokens == num_rows, is_exact=True)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The size of a head: how many states it draws from, and how."""
+
+    states: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """Capture a graph of this shape, on a step of padding only. Sent between steps, in order, so that every rank has
+    the same graphs. A runner that cannot capture it runs the shape uncaptured."""
+
+    shape: StepShape | HeadShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +135,8 @@ class StepPlan:
     """Block-table updates since the last plan: block_tables[group, block_rows, block_cols] = block_ids."""
     block_cols: Int32s
     block_ids: Int32s
+    shape: StepShape
+    """The sizes that every rank runs the step at."""
     admitted: tuple[Admission, ...] = ()
     released: tuple[Release, ...] = ()
     appended: tuple[Appended, ...] = ()
@@ -88,6 +148,10 @@ class StepPlan:
     """Places for drafts of each row, beyond its `counts`; None if the step verifies no drafts."""
     masked: Bools | None = None
     """True for drawing rows whose next token a grammar restricts: the draw waits for their masks. None if none has."""
+    scored: Bools | None = None
+    """True for rows whose prompt tokens in this step get log-probabilities. None if none has."""
+    captures: bool = False
+    """True if a graph of `shape` is captured with this step: the shape ran before and has none."""
     epoch: int = NO_EPOCH
     """Grows with every change of the step's rows. A plan with the epoch of the plan before decodes the same rows in the
     same order, with no admission or release: each row computes the token it drew in the step before, so whatever

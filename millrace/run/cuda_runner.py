@@ -1,8 +1,8 @@
 """The GPU runner: executes a StepPlan with one copy in, graph replays for its body and its heads, and one copy out.
 
-Nothing in it waits for the GPU, and the copies run beside the neighbouring steps. A step is padded to a bucket, whose
-work (`graphs/step_work.py`) is replayed as a graph; each head group of its draw is another. A step that fits no bucket
-runs the same code uncaptured at its exact size.
+Nothing in it waits for the GPU, and the copies run beside the neighbouring steps. A step is padded to the shape in its
+plan, whose work (`graphs/step_work.py`) is replayed as a graph; each head group of its draw is another. A step of exact
+shape runs the same code uncaptured.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ from torch import Tensor
 from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
+from millrace.ops.attention.context_rule import context_parts
 from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_take_long_rows
 from millrace.ops.tuning.load import num_multiprocessors
-from millrace.plan.step import NO_EPOCH, BlockCopies, StepPlan
+from millrace.plan.shapes.order import build_order, first_request_parts
+from millrace.plan.shapes.table import SPLIT_TOKENS, ShapeFacts, ShapeTable
+from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, StepPlan, StepShape, Variant
 from millrace.run.device.block_copier import BlockCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
-from millrace.run.drafting.device_drafts import DeviceDrafts, places_for
-from millrace.run.graphs.buckets import Buckets
+from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
-from millrace.run.graphs.warm_up import Part, WarmUp, build_order, capture_order, first_request_parts, placed_parts
-from millrace.run.packet.step_packet import Bucket, PacketWriter, max_of, min_of
+from millrace.run.graphs.warm_up import WarmUp
+from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.runner import StepResult, copy_to_host
 from millrace.run.sampling.device_sampler import DeviceSampler
-from millrace.run.sampling.draw_plan import DrawPlan, Head, Variant, plan_draws
+from millrace.run.sampling.draw_plan import DrawPlan, plan_draws
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.masks import Masks, check_masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.table.request_table import RequestTable
-
-MIN_SHARING_ROWS, MIN_SHARED_TOKENS = 16, 256
-"""Minimum rows and shared-prefix tokens for which the shared-prefix kernels are worth their extra launch."""
-
 
 HIDDEN_PER_SPLIT_ROW = 5
 """With fewer greedy rows than hidden_size / HIDDEN_PER_SPLIT_ROW, one head for all rows is faster: a second head reads
@@ -55,7 +53,7 @@ class Forwarded:
     """What a forward pass leaves for its draw, apart from the hidden states on the device."""
 
     draws: DrawPlan
-    bucket: Bucket
+    shape: StepShape
     prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
@@ -114,32 +112,34 @@ class CudaRunner:
         self._drafts: DeviceDrafts | None = None
         if speculate != "off":
             self._drafts = DeviceDrafts(device, max_rows=max_rows + 1, max_context=max_context)
-        self._max_rows, self._can_place_drafts = max_rows, not tile_decode_rows
         has_windows = any(window is not None for window in spec.windows)
-        self.padded_tokens = 0
-        """In all steps so far."""
-        self._buckets = Buckets(
-            max_rows=max_rows,
-            token_budget=token_budget,
-            queries_per_tile=per_tile,
-            tile_decode_rows=tile_decode_rows,
-            split_heads=0 if has_windows else spec.num_kv_heads,
-            num_multiprocessors=num_multiprocessors(torch_device),
-        )
-        self._can_share_prefix = not tile_decode_rows and not has_windows
-        self._takes_long_rows = (
+        takes_long_rows = (
             not tile_decode_rows
             and token_budget >= CUDNN_MIN_QUERIES
             and not has_windows
             and can_take_long_rows(torch_device, decoder.dtype, spec.head_dim, spec.attention_softcap)
         )
+        self.shapes = ShapeFacts(
+            max_rows=max_rows,
+            token_budget=token_budget,
+            queries_per_tile=per_tile,
+            block_size=block_size,
+            tile_decode_rows=tile_decode_rows,
+            max_context=max_blocks * block_size,
+            max_parts=() if has_windows else _max_parts(per_tile, spec.num_kv_heads, torch_device),
+            can_share_prefix=not tile_decode_rows and not has_windows,
+            takes_long_rows=takes_long_rows,
+            has_drafts=speculate != "off",
+            can_capture=graphs,
+        )
+        self._shape_table = ShapeTable(self.shapes)
         self._work = StepWork(
             decoder,
             self._kv,
             self._table,
             self._sampler,
             self._writer,
-            smallest=self._buckets.decode(1),
+            smallest=self._shape_table.decode(1),
             block_size=block_size,
             max_rows=max_rows,
             max_context=max_context,
@@ -153,23 +153,16 @@ class CudaRunner:
         """The draw plan of the last step."""
         self._epoch = NO_EPOCH
         """Of the last step's plan."""
-        self._graphs = GraphCache(self._buckets.decode_sizes, enabled=graphs)
-        to_capture = self._all_parts(max_blocks * block_size) if graphs else []
+        self._graphs = GraphCache(self._shape_table.decode_sizes, enabled=graphs)
+        self._missed: dict[HeadShape, None] = {}
+        """Heads that had to use a fallback."""
         self._warm_up = WarmUp(
             self._work,
             self._graphs,
-            to_capture=to_capture,
-            to_build=build_order(self._buckets, to_capture) if graphs else [],
-            first=first_request_parts(self._buckets),
+            to_build=build_order(self._shape_table),
+            first=first_request_parts(self._shape_table),
             build_pool=build_pool,
         )
-
-    def _all_parts(self, max_context: int) -> list[Part]:
-        """Everything to capture during warm-up, in order."""
-        usual = capture_order(self._buckets, sharing_from=MIN_SHARING_ROWS if self._can_share_prefix else None)
-        max_states = self._max_rows if self._can_place_drafts else 0
-        placed = placed_parts(self._buckets, max_states) if self._drafts is not None else []
-        return placed + usual + (self._buckets.chunks(max_context) if self._takes_long_rows else [])
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
         if self._copier is None:
@@ -177,15 +170,18 @@ class CudaRunner:
         return self._copier.copy(copies)
 
     @property
-    def is_warm(self) -> bool:
+    def is_built(self) -> bool:
         return self._warm_up.is_done
 
-    @property
-    def num_cold(self) -> int:
-        return self._warm_up.num_cold
+    def build_next(self) -> None:
+        self._warm_up.build_next()
 
-    def warm_next(self) -> None:
-        self._warm_up.warm_next()
+    def capture(self, plan: CapturePlan) -> bool:
+        return self._warm_up.capture(plan.shape)
+
+    def take_missed(self) -> list[HeadShape]:
+        missed, self._missed = list(self._missed), {}
+        return missed
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         self.forward(plan)
@@ -208,18 +204,15 @@ class CudaRunner:
         draws, work = self._draw_plan(plan, repeats), self._work
         records = self._sampler.records(plan)
         plan = self._table.send_excess_blocks(plan, UPDATES_IN_PACKET)
-        bucket, exact = self._bucket_for(plan, 1 if repeats else max_of(plan.counts))
-        if bucket.is_decode:
-            bucket = self._with_graph(bucket)
-        self.padded_tokens += max(0, bucket.tokens - (len(plan.rows) if repeats else plan.num_tokens))
-        work.send(plan, bucket, draws, records)
-        if plan.draft_places is not None and not bucket.places:
-            work.place_drafts(bucket)
-        if exact:
-            hidden = work.body(bucket, long_rows=_long_rows(plan, bucket.long_from), drawn_only=False)
+        shape = plan.shape
+        work.send(plan, shape, draws, records)
+        if plan.draft_places is not None and not shape.places:
+            work.place_drafts(shape)
+        if shape.is_exact:
+            hidden = work.body(shape, long_rows=_long_rows(plan, shape.long_from), drawn_only=False)
         else:
-            hidden = self._graphs.run(bucket, partial(work.body, bucket))
-        return Forwarded(draws, bucket, self._score_prompts(plan, hidden))
+            hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
+        return Forwarded(draws, shape, self._score_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
         host = copy_to_host(result, *self._work.drawn_on_host(len(result.tokens)))
@@ -230,15 +223,15 @@ class CudaRunner:
         return replace(host, counts=view)
 
     def _draw(self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None) -> StepResult:
-        draws, bucket, work = forwarded.draws, forwarded.bucket, self._work
+        draws, shape, work = forwarded.draws, forwarded.shape, self._work
         check_masks(masks, draws.masked)
         if masks is not None:
             work.send_masks(masks)
         logits: Tensor | None = None
         for variant, count in draws.groups:
-            head = self._head(variant, count * bucket.tokens_per_row)
+            head = self._head(variant, count * shape.tokens_per_row)
             logits = self._graphs.run(head, partial(work.head, head))
-        places = bucket.tokens_per_row
+        places = shape.tokens_per_row
         drawn, logprobs = work.drawn(len(draws.due) * places), None
         if len(draws.shaped):
             self._draw_shaped(plan, draws, drawn, places)
@@ -247,7 +240,7 @@ class CudaRunner:
         result = StepResult(plan.step_no, drawn, logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
         if self._drafts is None or not len(draws.due):
             return result
-        self._graphs.run(Accept.of(bucket), partial(work.accept_drafts, bucket))
+        self._graphs.run(Accept.of(shape), partial(work.accept_drafts, shape))
         if plan.draft_places is None:
             return result
         # On a CPU the device's memory is the host's, and nothing is copied.
@@ -261,22 +254,14 @@ class CudaRunner:
         tokens = self._sampler.draw_shaped(plan.rows[due], (plan.starts + plan.counts)[due])
         drawn[self._device.upload(draws.shaped * places)] = tokens.to(drawn.dtype)
 
-    def _with_graph(self, bucket: Bucket) -> Bucket:
-        """The decode bucket whose graph to run. After a fallback, the right one is captured when the engine is idle."""
-        decode = partial(self._buckets.decode, shares_prefix=bucket.shares_prefix, places=bucket.places)
-        size = self._graphs.choose_size(bucket.rows, decode)
-        if size == bucket.rows:
-            return bucket
-        self._warm_up.capture_next(bucket)
-        return decode(size)
-
-    def _head(self, variant: Variant, num_states: int) -> Head:
-        """The head whose graph to run, with the same fallback."""
-        wanted = self._buckets.decode(num_states).rows
-        size = self._graphs.choose_size(wanted, lambda size: Head(size, variant))
-        if size != wanted:
-            self._warm_up.capture_next(Head(wanted, variant))
-        return Head(size, variant)
+    def _head(self, variant: Variant, num_states: int) -> HeadShape:
+        """The head whose graph to run. After a fallback, the right one is captured when the engine is idle."""
+        wanted = HeadShape(self._shape_table.decode(num_states).rows, variant)
+        size = self._graphs.choose_size(wanted.states, lambda size: HeadShape(size, variant))
+        if size == wanted.states:
+            return wanted
+        self._missed[wanted] = None
+        return HeadShape(size, variant)
 
     def _draw_plan(self, plan: StepPlan, repeats: bool) -> DrawPlan:
         last = self._draws
@@ -288,57 +273,7 @@ class CudaRunner:
 
     def _is_worth_splitting(self, num_greedy: int) -> bool:
         min_rows = self._decoder.spec.hidden_size / HIDDEN_PER_SPLIT_ROW
-        return num_greedy >= min_rows and self._decoder.draws(self._buckets.decode(num_greedy).rows)
-
-    def _bucket_for(self, plan: StepPlan, longest: int) -> tuple[Bucket, bool]:
-        """(bucket, is_exact). Steps that are rare or fit no bucket run uncaptured at their exact size. `longest`: most
-        tokens of a row."""
-        num_rows = len(plan.rows)
-        scores_prompts = self._table.scores_prompts(plan.rows)
-        if plan.draft_places is not None and longest == 1 and plan.samples.all():
-            return self._buckets.decode(num_rows, places=self._places(plan)), False
-        if longest == 1 and not scores_prompts:
-            return self._buckets.decode(num_rows, shares_prefix=self._shares_prefix(plan)), False
-        num_tokens = plan.num_tokens
-        long_from = self._long_from(plan, longest)
-        if long_from and num_rows == 1 and not scores_prompts:
-            return self._buckets.chunk(int(plan.starts[0])), False
-        tiles = self._writer.num_tiles(plan.counts, long_from)
-        if not long_from and not scores_prompts:
-            has_decode_rows, context = min_of(plan.counts) == 1, max_of(plan.starts)
-            bucket = self._buckets.mixed(num_tokens, num_rows, tiles, has_decode_rows=has_decode_rows, context=context)
-            if bucket is not None:
-                return self._unsplit_if_cold(bucket), False
-        last_only = not scores_prompts and self._buckets.last_only(num_tokens, num_rows)
-        exact = Bucket(num_tokens, num_rows, tiles, is_decode=False, long_from=long_from, last_only=last_only)
-        return exact, True
-
-    def _places(self, plan: StepPlan) -> int:
-        """Places of each row of a step in which every row decodes."""
-        assert plan.draft_places is not None
-        wanted = 1 + max_of(plan.draft_places) if self._can_place_drafts else 1
-        return places_for(wanted, self._buckets.decode(len(plan.rows)).rows, self._max_rows)
-
-    def _long_from(self, plan: StepPlan, longest: int) -> int:
-        """Minimum number of tokens of a row that uses cuDNN attention; 0 for none. Only full chunks that follow full
-        chunks: cuDNN needs 0.1 to 0.4 s of preparation per pair of lengths, and these few pairs are warmed up."""
-        budget = self._token_budget
-        if not self._takes_long_rows or longest != budget:
-            return 0
-        context = int(plan.starts[plan.counts.argmax()])
-        return 0 if context % budget or self._warm_up.is_cold(self._buckets.chunk(context)) else budget
-
-    def _unsplit_if_cold(self, bucket: Bucket) -> Bucket:
-        """Falls back to an unsplit context until the split graph has been captured: compiling its kernels now would
-        take far longer than the split saves."""
-        return replace(bucket, parts=1) if bucket.parts > 1 and self._warm_up.is_cold(bucket) else bucket
-
-    def _shares_prefix(self, plan: StepPlan) -> bool:
-        return (
-            self._can_share_prefix
-            and len(plan.rows) >= MIN_SHARING_ROWS
-            and self._writer.shared_tokens(plan) >= MIN_SHARED_TOKENS
-        )
+        return num_greedy >= min_rows and self._decoder.draws(self._shape_table.decode(num_greedy).rows)
 
     def _score(self, draws: DrawPlan, logits: Tensor, drawn: Tensor, places: int) -> LogprobColumns:
         """`logits`: those of the full group, whose states are the last ones of its head. Scored rows have no drafts:
@@ -348,11 +283,17 @@ class CudaRunner:
         return score(logits[index[0]], drawn.long()[index[1]], max(1, int(draws.num_logprobs.max())))
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
-        if not self._table.scores_prompts(plan.rows):
+        if plan.scored is None:
             return ()
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
         return score_prompts(plan, query_starts, self._table, self._decoder, hidden)
+
+
+def _max_parts(queries_per_tile: int, num_kv_heads: int, device: torch.device) -> tuple[int, ...]:
+    """Parts of a context by number of tiles, see `ShapeFacts`."""
+    most_tiles, num_programs = -(-SPLIT_TOKENS // queries_per_tile), num_multiprocessors(device)
+    return tuple(context_parts(tiles, num_kv_heads, num_programs) for tiles in range(1, most_tiles + 1))
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:

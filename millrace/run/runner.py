@@ -17,7 +17,8 @@ from torch import Tensor
 from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.rows import plain_rows
-from millrace.plan.step import BlockCopies, Bools, Int32s, Int64s, StepPlan
+from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.step import BlockCopies, Bools, CapturePlan, HeadShape, Int32s, Int64s, StepPlan
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import OrderedCopier
 from millrace.run.device.device import Device, Pending
@@ -94,27 +95,28 @@ class AnyRunner(Protocol):
         """Start copies between the KV pool and host memory. The result is the number of seconds that they took."""
 
     @property
-    def is_warm(self) -> bool:
-        """True once warm-up is complete."""
+    def shapes(self) -> ShapeFacts | None:
+        """What the choice of step shapes must know. None: steps run at their own size."""
 
     @property
-    def num_cold(self) -> int:
-        """Number of buckets still to warm up."""
+    def is_built(self) -> bool:
+        """True once all kernels are compiled that are compiled in advance."""
 
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens of padding in all steps so far."""
+    def build_next(self) -> None:
+        """Have one more kernel compiled. Call it when idle."""
 
-    def warm_next(self) -> None:
-        """Warm up one bucket: some tens of milliseconds. Call it when idle."""
+    def capture(self, plan: CapturePlan) -> bool:
+        """Capture a graph: some tens of milliseconds, when idle. False if no graph can be captured."""
+
+    def take_missed(self) -> list[HeadShape]:
+        """Heads that ran in a larger graph than theirs since the last call."""
 
 
 class Runner:
     """Runs every step at its own size; needs no warm-up."""
 
-    is_warm = True
-    num_cold = 0
-    padded_tokens = 0
+    shapes = None
+    is_built = True
 
     def __init__(
         self,
@@ -188,8 +190,14 @@ class Runner:
             raise AssertionError("there is no host memory for KV blocks")
         return self._copier.copy(copies)
 
-    def warm_next(self) -> None:
+    def build_next(self) -> None:
         pass
+
+    def capture(self, plan: CapturePlan) -> bool:
+        return False
+
+    def take_missed(self) -> list[HeadShape]:
+        return []
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._update(plan)
@@ -233,7 +241,7 @@ class Runner:
         positions = np.repeat(plan.starts + plan.counts - draws, draws) + places_of(draws) + 1
         if not len(plan.rows):
             return DrawStates(self._no_states, rows, positions, (), verified)
-        scores_prompts = bool((self._table.num_prompt_logprobs[plan.rows] >= 0).any())
+        scores_prompts = plan.scored is not None
         if self._native is not None and not scores_prompts:
             hidden = self._native.forward(plan, draws)
             return DrawStates(hidden, rows, positions, (), verified)

@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from millrace.plan.step import NO_EPOCH, BlockCopies, Int32s, Int64s, StepPlan
+from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, Int64s, StepPlan, StepShape
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
 from millrace.run.sampling.masks import Masks
@@ -62,6 +63,8 @@ class Repeated(msgspec.Struct, frozen=True, tag="repeat"):
     block_ids: Int32s
     block_groups: Int32s | None
     shared_blocks: int
+    shape: StepShape
+    captures: bool
 
 
 class Masked(msgspec.Struct, frozen=True, tag="masks"):
@@ -76,11 +79,16 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
     counts: Int32s | None
 
 
+class Captured(msgspec.Struct, frozen=True, tag="capture"):
+    shape: StepShape | None = None
+    head: HeadShape | None = None
+
+
 class Copied(msgspec.Struct, frozen=True, tag="copies"):
     copies: BlockCopies
 
 
-Record = RunnerSetup | Planned | Repeated | Masked | Drawn | Copied
+Record = RunnerSetup | Planned | Repeated | Masked | Drawn | Captured | Copied
 
 
 def _encode_array(value: Any) -> bytes:
@@ -120,12 +128,16 @@ class StepLog:
         repeats, self._last = plan.repeats(self._last), plan.epoch
         if repeats:
             blocks = (plan.block_rows, plan.block_cols, plan.block_ids, plan.block_groups)
-            self._write(Repeated(plan.step_no, *blocks, plan.shared_blocks))
+            self._write(Repeated(plan.step_no, *blocks, plan.shared_blocks, plan.shape, plan.captures))
         else:
             self._write(Planned(plan))
 
     def masks(self, plan: StepPlan, masks: Masks) -> None:
         self._write(Masked(plan.step_no, masks.index, masks.bits))
+
+    def capture(self, plan: CapturePlan) -> None:
+        part = plan.shape
+        self._write(Captured(head=part) if isinstance(part, HeadShape) else Captured(shape=part))
 
     def copies(self, copies: BlockCopies) -> None:
         self._write(Copied(copies))
@@ -168,19 +180,22 @@ class LoggedRunner:
         return self._runner.copy(copies)
 
     @property
-    def is_warm(self) -> bool:
-        return self._runner.is_warm
+    def shapes(self) -> ShapeFacts | None:
+        return self._runner.shapes
 
     @property
-    def num_cold(self) -> int:
-        return self._runner.num_cold
+    def is_built(self) -> bool:
+        return self._runner.is_built
 
-    @property
-    def padded_tokens(self) -> int:
-        return self._runner.padded_tokens
+    def build_next(self) -> None:
+        self._runner.build_next()
 
-    def warm_next(self) -> None:
-        self._runner.warm_next()
+    def capture(self, plan: CapturePlan) -> bool:
+        self._steps.capture(plan)
+        return self._runner.capture(plan)
+
+    def take_missed(self) -> list[HeadShape]:
+        return self._runner.take_missed()
 
 
 class _LoggedDraw:
@@ -225,6 +240,9 @@ def _repeat(last: StepPlan, record: Repeated) -> StepPlan:
         block_ids=record.block_ids,
         block_groups=record.block_groups,
         shared_blocks=record.shared_blocks,
+        shape=record.shape,
+        captures=record.captures,
+        scored=None,
         admitted=(),
         released=(),
         appended=(),

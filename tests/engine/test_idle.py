@@ -38,7 +38,7 @@ class Channel:
 def test_an_idle_engine_polls_then_reports_then_blocks(poll_s: float) -> None:
     channel = Channel()
     scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=8)
-    runner: Any = SimpleNamespace(is_warm=True, num_cold=0, padded_tokens=0)
+    runner: Any = SimpleNamespace(is_built=True, take_missed=list)
     device: Any = SimpleNamespace(kind="cpu", poll_s=poll_s, probe=None)
     now = 100.0
     engine = Engine(scheduler, runner, device, channel, clock=lambda: now)

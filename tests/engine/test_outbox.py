@@ -96,7 +96,7 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
     scheduler = Scheduler(num_blocks=64, block_size=4, max_running=8, token_budget=64)
 
     class Runner:
-        is_warm, num_cold, padded_tokens = True, 0, 0
+        is_built = True
 
         def forward(self, plan: StepPlan) -> None: ...
 

@@ -15,7 +15,7 @@ from millrace.bench.errors import BenchError
 from millrace.bench.micro.replay import replay_log
 from millrace.config import RunConfig
 from millrace.params import Grammar, RowParams
-from millrace.plan.step import Admission, Appended, Int32s, Release, StepPlan
+from millrace.plan.step import Admission, Appended, Int32s, Release, StepPlan, StepShape, exact_shape
 from millrace.run.runner import StepResult
 from millrace.run.step_log import Copied, Drawn, Masked, Planned, RunnerSetup, StepLog, decode, encode, read_log
 
@@ -45,6 +45,7 @@ def a_plan(step_no: int, epoch: int) -> StepPlan:
         block_rows=ints(1),
         block_cols=ints(2),
         block_ids=ints(8),
+        shape=exact_shape(ints(1, 1), 2),
         admitted=(Admission(1, 2**50, tokens, 2, RowParams(params, (0, 9)), limit=40, num_computed=1),),
         released=(Release(0, 3, "preempted"),),
         appended=(Appended(1, 4, tokens),),
@@ -76,7 +77,15 @@ def test_repeated_plans_are_short_and_read_back_whole(tmp_path: Path) -> None:
     log = StepLog(file, SETUP)
     first = a_plan(0, 1)
     second = dataclasses.replace(
-        first, step_no=1, starts=first.starts + 1, block_ids=ints(5), admitted=(), released=(), appended=()
+        first,
+        step_no=1,
+        starts=first.starts + 1,
+        block_ids=ints(5),
+        shape=StepShape(4, 4, 0, is_decode=True, places=2),
+        captures=True,
+        admitted=(),
+        released=(),
+        appended=(),
     )
     log.plan(first)
     size = file.stat().st_size

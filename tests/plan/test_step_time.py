@@ -8,7 +8,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from millrace.plan.step import NO_EPOCH, StepPlan
+from millrace.plan.step import NO_EPOCH, StepPlan, exact_shape
 from millrace.plan.step_time import NUM_FIRST, OBSERVE_EVERY, StepRates, StepTimeModel
 
 SLOW = StepRates(0.019, 0.008, 0.007, 2e-6, 3e-6)
@@ -28,6 +28,7 @@ def a_step(starts: list[int], counts: list[int], *, is_repeated: bool = False) -
         NONE,
         NONE,
         NONE,
+        exact_shape(np.array(counts, np.int32)),
         epoch=1 if is_repeated else NO_EPOCH,
     )
 

@@ -31,15 +31,15 @@ from millrace.ops.triton.attention.qkv import PrepareQkvKernel
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-from millrace.plan.step import StepPlan
+from millrace.plan.shapes import table
+from millrace.plan.shapes.choice import PaddedShapes, ShapeChoice, make_shape_choice
+from millrace.plan.step import HeadShape, StepPlan, StepShape
 from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.device.kv_pool import KvFormat
-from millrace.run.graphs import buckets
 from millrace.run.packet import decode_rows, step_packet
 from millrace.run.runner import Runner
-from millrace.run.sampling.draw_plan import Head
 from millrace.run.sampling.masks import Masks, words_per_mask
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
@@ -80,12 +80,17 @@ def requests(count: int, seed: int, params: list[SamplingParams]) -> list[Reques
 
 
 def drive(
-    runner: Runner | CudaRunner, asked: list[Request], mixed_budget: int = 24, later: Sequence[Request] = ()
+    runner: Runner | CudaRunner,
+    asked: list[Request],
+    mixed_budget: int = 24,
+    later: Sequence[Request] = (),
+    shapes: ShapeChoice | None = None,
 ) -> tuple[dict[int, list[int]], list[float]]:
     """Run all requests to their end with two steps in flight; returns tokens by request and all log-probabilities.
     Requests in `later` are submitted when the others have ended."""
     limits = {"token_budget": BUDGET, "mixed_budget": mixed_budget}
-    scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, **limits)
+    shapes = shapes or make_shape_choice(runner.shapes)
+    scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, shapes=shapes, **limits)
     for request in asked:
         scheduler.submit(request)
     tokens: dict[int, list[int]] = {request.id: [] for request in (*asked, *later)}
@@ -109,6 +114,14 @@ def drive(
                 if columns is not None:
                     scores += columns.logprobs.tolist() + columns.top_logprobs.flatten().tolist()
     return tokens, scores
+
+
+def warm_up(runner: CudaRunner, shapes: ShapeChoice) -> None:
+    """Capture all that is left to capture, as an idle engine does."""
+    for head in runner.take_missed():
+        shapes.captures.want(head)
+    while (plan := shapes.captures.next()) is not None:
+        assert runner.capture(plan)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -244,28 +257,19 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     """A few tokens after a cached prefix use split KV, once its graph is captured."""
     if interpreted:
         want_few_programs(monkeypatch)
-    monkeypatch.setattr(buckets, "SPLIT_CONTEXT", 8)
+    monkeypatch.setattr(table, "SPLIT_CONTEXT", 8)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
     runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype="packed", **SIZES)
-    monkeypatch.setattr(runner._warm_up, "is_cold", lambda _bucket: False)
-    steps: list[tuple[StepPlan, int]] = []
-    choose = runner._bucket_for
-
-    def noted(plan: StepPlan, longest: int) -> tuple[step_packet.Bucket, bool]:
-        bucket, exact = choose(plan, longest)
-        steps.append((plan, bucket.parts))
-        return bucket, exact
-
-    monkeypatch.setattr(runner, "_bucket_for", noted)
+    steps: list[StepPlan] = []
+    forward = runner._forward
+    monkeypatch.setattr(runner, "_forward", lambda plan: steps.append(plan) or forward(plan))
     with quick_interpreter() if interpreted else nullcontext():
         found, _ = drive(runner, [turn(0, 20, True)], later=[turn(1, 25, True)])
         expected, _ = drive(runner, [turn(1, 25, False)])
     assert found[1] == expected[1]
-    in_parts = [plan for plan, parts in steps if parts > 1]
+    in_parts = [plan for plan in steps if plan.shape.parts > 1]
     assert [(plan.num_tokens, plan.starts.tolist()) for plan in in_parts] == [(5, [20])]
-    monkeypatch.setattr(runner._warm_up, "is_cold", lambda bucket: bucket in runner._buckets.all_split())
-    assert choose(in_parts[0], 5)[0].parts == 1
 
 
 def with_kernels(decoder: Decoder) -> Decoder:
@@ -287,9 +291,10 @@ def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Monkey
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
     fast._graphs.is_capturing = True
+    shapes = PaddedShapes(dataclasses.replace(fast.shapes, can_capture=True))
     expected, _ = drive(plain, requests(2, 3, asked))
     with quick_interpreter():
-        assert drive(fast, requests(2, 3, asked))[0] == expected
+        assert drive(fast, requests(2, 3, asked), shapes=shapes)[0] == expected
     assert not fast._graphs.is_capturing
 
 
@@ -315,7 +320,7 @@ def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
         drive(fast, [turn(0, BUDGET + 10, True)])
     assert {draws for draws, _ in steps} == {True, False}
     for draws, keys in steps:
-        assert [type(key) for key in keys] == [step_packet.Bucket, *([Head] if draws else [])]
+        assert [type(key) for key in keys] == [StepShape, *([HeadShape] if draws else [])]
 
 
 def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +371,12 @@ class Grammar:
 def drive_masked(runner: Runner | CudaRunner, asked: list[Request], grammar: Grammar) -> dict[int, list[int]]:
     """Like `drive`, one step at a time; every second table row is masked."""
     scheduler = Scheduler(
-        num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=BUDGET
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        max_running=ROWS,
+        token_budget=BUDGET,
+        mixed_budget=BUDGET,
+        shapes=make_shape_choice(runner.shapes),
     )
     for request in asked:
         scheduler.submit(request)
@@ -402,7 +412,12 @@ def test_masks_must_be_those_that_the_plan_announced() -> None:
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     runner = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
     scheduler = Scheduler(
-        num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=BUDGET
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        max_running=ROWS,
+        token_budget=BUDGET,
+        mixed_budget=BUDGET,
+        shapes=make_shape_choice(runner.shapes),
     )
     for request in requests(1, 3, [GREEDY]):
         scheduler.submit(request)
@@ -428,13 +443,13 @@ def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest
         monkeypatch.setattr(cuda_runner, "CUDNN_MIN_QUERIES", worth_it)
         decoder = decoder_for("qwen3_heads_of_64", place, True, torch.bfloat16)
         runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES)
-        while not runner.is_warm:
-            runner.warm_next()
+        shapes = make_shape_choice(runner.shapes)
+        warm_up(runner, shapes)
         scores: list[float] = []
         for index, prompt in enumerate(prompts):  # one after the other: whole chunks
             asked = Request(id=index, prompt=prompt, max_tokens=2, row_params=RowParams(params, ()))
-            scores += drive(runner, [asked])[1][:6]  # of the first token; later tokens may differ
-        captured = [key for key in runner._graphs.captured if isinstance(key, step_packet.Bucket)]
+            scores += drive(runner, [asked], shapes=shapes)[1][:6]  # of the first token; later tokens may differ
+        captured = [key for key in runner._graphs.captured if isinstance(key, StepShape)]
         return scores, {bucket.context for bucket in captured if bucket.long_from}
 
     (scores, contexts), (tiled_scores, none) = run(BUDGET), run(10 * BUDGET)
@@ -467,18 +482,18 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
     monkeypatch.setattr(fast._graphs, "capture", fake_capture)
     fast._graphs.is_capturing = True
     expected, _ = drive(plain, requests(5, 4, KINDS[kind]))
+    shapes = PaddedShapes(dataclasses.replace(fast.shapes, can_capture=True))
+    shapes.captures._waiting.clear()
     with quick_interpreter():
-        given = {fast._buckets.decode(4), Head(4, "greedy"), Head(4, "full")}
+        given = {shapes._table.decode(4), HeadShape(4, "greedy"), HeadShape(4, "full")}
         for part in given:
-            fast._warm_up.capture_next(part)
-            fast.warm_next()
-        assert fast.is_warm
-        assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected
-        missed = fast._warm_up._missed - given
-        assert Head(2, "greedy" if kind == "greedy" else "full") in missed
+            shapes.captures.want(part)
+        warm_up(fast, shapes)
+        assert set(fast._graphs.captured) == given
+        assert drive(fast, requests(5, 4, KINDS[kind]), shapes=shapes)[0] == expected
+        missed = {*shapes.captures._waiting, *fast._missed}
+        assert {HeadShape(2, "greedy" if kind == "greedy" else "full"), shapes._table.decode(2)} <= missed
         assert not missed & set(fast._graphs.captured)
-        assert not fast.is_warm
-        while not fast.is_warm:
-            fast.warm_next()
+        warm_up(fast, shapes)
         assert missed <= set(fast._graphs.captured)
-        assert drive(fast, requests(5, 4, KINDS[kind]))[0] == expected
+        assert drive(fast, requests(5, 4, KINDS[kind]), shapes=shapes)[0] == expected

@@ -26,11 +26,12 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
+from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.order import placed_shapes
+from millrace.plan.shapes.table import ShapeFacts, ShapeTable
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.drafting.device_drafts import places_for
 from millrace.run.graphs.step_work import Accept
-from millrace.run.graphs.warm_up import placed_parts
 from millrace.run.packet import step_packet
 from millrace.run.runner import Runner
 
@@ -72,7 +73,13 @@ class Drive:
     def __init__(self, runner: Runner | CudaRunner, drafts: DraftSettings) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=24, drafts=drafts
+            num_blocks=BLOCKS,
+            block_size=BLOCK,
+            max_running=ROWS,
+            token_budget=BUDGET,
+            mixed_budget=24,
+            drafts=drafts,
+            shapes=make_shape_choice(runner.shapes),
         )
         self.counts: list[int] = []
         self.num_mixed = 0
@@ -130,11 +137,13 @@ def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeyp
     want_few_programs(monkeypatch)
     fast = CudaRunner(decoder_for(place, True), CpuDevice(1), token_budget=BUDGET, speculate="ngram", **SIZES)
     ran: list[object] = []
-    monkeypatch.setattr(fast._graphs, "run", lambda key, work: ran.append(key) or work())
-    one, two = (fast._buckets.decode(1, places=places) for places in (1, 2))
-    assert {one, two} <= set(placed_parts(fast._buckets, ROWS))
-    assert all(part.rows * part.places <= ROWS for part in placed_parts(fast._buckets, ROWS))
-    assert {part.places for part in placed_parts(fast._buckets, 0)} == {1}
+    monkeypatch.setattr(fast._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())
+    table = fast._shape_table
+    one, two = (table.decode(1, places=places) for places in (1, 2))
+    assert {one, two} <= set(placed_shapes(table))
+    assert all(part.rows * part.places <= ROWS for part in placed_shapes(table))
+    tiled = ShapeTable(dataclasses.replace(fast.shapes, tile_decode_rows=True))
+    assert {part.places for part in placed_shapes(tiled)} == {1}
     with quick_interpreter():
         for part in (one, two):
             fast._warm_up._capture(part)
@@ -142,5 +151,6 @@ def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeyp
 
 
 def test_places_are_enough_or_as_many_as_fit() -> None:
-    assert [places_for(wanted, 4, 256) for wanted in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
-    assert [places_for(4, rows, 256) for rows in (1, 64, 65, 128, 129, 256, 300)] == [4, 4, 2, 2, 1, 1, 1]
+    table = ShapeTable(ShapeFacts(max_rows=256, token_budget=256, queries_per_tile=8, block_size=BLOCK))
+    assert [table.places(wanted, 4) for wanted in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
+    assert [table.places(4, rows) for rows in (1, 64, 65, 128, 129, 256)] == [4, 4, 2, 2, 1, 1]

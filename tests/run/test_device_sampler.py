@@ -15,7 +15,7 @@ from millrace.config import RunConfig
 from millrace.errors import RequestFailed
 from millrace.ops.triton.sampling.draw import Cut, MaskLines
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Release, StepPlan
+from millrace.plan.step import Admission, Release, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.draw_plan import DrawPlan, Variant
@@ -40,7 +40,7 @@ def _quick() -> Iterator[None]:
 def plan_of(admitted: list[Admission], released: list[Release] | None = None) -> StepPlan:
     return StepPlan(
         step_no=0, rows=NOTHING, starts=NOTHING, counts=NOTHING, samples=np.zeros(0, np.bool_),
- block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING,
+ block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING, shape=exact_shape(NOTHING),
         admitted=tuple(admitted), released=tuple(released or ()),
     )  # fmt: skip
 

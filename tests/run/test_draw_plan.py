@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Bools, StepPlan
+from millrace.plan.step import Admission, Bools, StepPlan, exact_shape
 from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan, plan_draws
 from millrace.run.sampling.row_params import RowParamTable
 
@@ -32,7 +32,7 @@ def draws_of(
     plan = StepPlan(
         step_no=0, rows=chosen, starts=np.full_like(chosen, start), counts=np.ones_like(chosen),
         samples=np.ones(len(rows), np.bool_) if samples is None else samples,
-        block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING, masked=masked,
+        block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING, shape=exact_shape(NOTHING), masked=masked,
     )  # fmt: skip
     return plan_draws(plan, table, lambda _num_greedy: splits)
 

@@ -14,9 +14,10 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
+from millrace.plan.shapes.order import capture_order
+from millrace.plan.step import StepShape
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import open_device
-from millrace.run.packet.step_packet import Bucket
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +42,8 @@ def kernels_of(runner: CudaRunner, decoder: Decoder) -> set[str]:
 
     kernels: set[str] = set()
     with dry_run(kernels.add):
-        for part in runner._warm_up._to_capture:
-            if isinstance(part, Bucket):
+        for part in capture_order(runner._shape_table):
+            if isinstance(part, StepShape):
                 runner._work.send(None, part)
                 runner._work.body(part, decoder)
     return kernels

@@ -14,7 +14,7 @@ from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.runner import Runner
 
@@ -46,6 +46,7 @@ def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tupl
         block_rows=block_rows,
         block_cols=block_cols,
         block_ids=block_ids,
+        shape=exact_shape(columns[2]),
         admitted=admitted,
     )
 

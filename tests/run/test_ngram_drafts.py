@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millrace.params import DEFAULT_ROW_PARAMS
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.drafting.drafted_rows import DraftedRows
 from millrace.run.drafting.drafter import DraftAsk, Drafter
 from millrace.run.drafting.drafters import Drafters
@@ -73,6 +73,7 @@ def plan_of(
         NONE,
         NONE,
         NONE,
+        exact_shape(ones),
         admitted,
         draft_places=None if places is None else np.array(places, np.int32),
     )

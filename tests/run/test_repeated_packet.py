@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Int32s, StepPlan
+from millrace.plan.shapes.table import ShapeFacts, ShapeTable
+from millrace.plan.step import Admission, Int32s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
-from millrace.run.graphs.buckets import Buckets
 from millrace.run.packet import decode_rows
-from millrace.run.packet.step_packet import Bucket, PacketLayout, PacketWriter, Section
+from millrace.run.packet.step_packet import PacketLayout, PacketWriter, Section
 from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.table.request_table import RequestTable
 
@@ -41,7 +41,9 @@ class Decoding:
         self.rng = np.random.default_rng(seed)
         self.writer = PacketWriter(block_size=BLOCK, tile_decode_rows=tile_decode_rows, **SIZES)
         self.tile_decode_rows = tile_decode_rows
-        self.buckets = Buckets(token_budget=1024, tile_decode_rows=tile_decode_rows, **SIZES)
+        self.shapes = ShapeTable(
+            ShapeFacts(token_budget=1024, block_size=BLOCK, tile_decode_rows=tile_decode_rows, **SIZES)
+        )
         self.table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
         # Few distinct lengths: equal rows are as likely as one much longer than the rest.
         self.choice = self.rng.choice(LENGTHS, self.rng.integers(1, 5))
@@ -86,27 +88,28 @@ class Decoding:
         return StepPlan(
             step_no=0, rows=rows, starts=starts, counts=ones, samples=ones > 0,
  block_rows=block_rows, block_cols=block_cols, block_ids=block_ids,
-            admitted=admitted, epoch=self.epoch, shared_blocks=int(self.rng.choice([0, 40], p=[0.9, 0.1])),
+            shape=exact_shape(ones), admitted=admitted, epoch=self.epoch,
+            shared_blocks=int(self.rng.choice([0, 40], p=[0.9, 0.1])),
         )  # fmt: skip
 
     def pad(self) -> None:
         """Write a step that is all padding, as used to capture graphs."""
-        self.writer.write(None, self.table, self.buckets.decode(len(self.rows) or 1), self.buffers[0])
+        self.writer.write(None, self.table, self.shapes.decode(len(self.rows) or 1), self.buffers[0])
 
     def send(self, plan: StepPlan, repeats: bool) -> None:
         self.table.update_host(plan)
         shares_prefix = plan.shared_blocks > 0 and not self.tile_decode_rows
-        bucket = replace(self.buckets.decode(len(plan.rows)), shares_prefix=shares_prefix)
+        shape = replace(self.shapes.decode(len(plan.rows)), shares_prefix=shares_prefix)
         records = self.rng.integers(0, 99, (len(plan.admitted), RECORD_WORDS)).astype(np.int32)
         packet, expected = self.buffers[self.num_steps % 4], np.full(6000, 555, np.int32)
         if not repeats or self.rng.random() < 0.05:
             self.draws = draws_of(self.rng.random(len(plan.rows)) < self.rng.choice([0.0, 0.3, 1.0]))
         draws = self.draws
         self.num_grouped += repeats and draws.order is not None
-        used = self.writer.write(plan, self.table, bucket, packet, draws, records, self.num_steps)
+        used = self.writer.write(plan, self.table, shape, packet, draws, records, self.num_steps)
         forgetful = PacketWriter(block_size=BLOCK, tile_decode_rows=self.tile_decode_rows, **SIZES)
-        assert used == forgetful.write(plan, self.table, bucket, expected, draws, records, self.num_steps)
-        self.compare(forgetful.layout(bucket), packet, expected, used)
+        assert used == forgetful.write(plan, self.table, shape, expected, draws, records, self.num_steps)
+        self.compare(forgetful.layout(shape), packet, expected, used)
         self.num_steps += 1
         self.num_repeated += repeats
 
@@ -162,17 +165,17 @@ def test_a_template_is_used_only_for_repeated_steps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(decode_rows.np, "argsort", counted)
     writer = PacketWriter(block_size=BLOCK, tile_decode_rows=False, **SIZES)
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
-    bucket, packet = Bucket(16, 16, 0, is_decode=True), np.zeros(6000, np.int32)
+    shape, packet = StepShape(16, 16, 0, is_decode=True), np.zeros(6000, np.int32)
     rows, none = np.arange(10, dtype=np.int32), np.zeros(0, np.int32)
     ones = np.ones_like(rows)
     plan = StepPlan(
         step_no=0, rows=rows, starts=500 + rows, counts=ones, samples=ones > 0,
- block_rows=none, block_cols=none, block_ids=none,
+ block_rows=none, block_cols=none, block_ids=none, shape=exact_shape(ones),
     )  # fmt: skip
     draws = draws_of(rows > 99)
     for step, epoch in enumerate([1, 1, 1, 2, 2]):
         moved = replace(plan, starts=plan.starts + step, epoch=epoch)
-        writer.write(moved, table, bucket, packet, draws)
+        writer.write(moved, table, shape, packet, draws)
     assert len(sorted_times) == 2
-    writer.write(moved, table, bucket, packet, draws_of(rows > 5))
+    writer.write(moved, table, shape, packet, draws_of(rows > 5))
     assert len(sorted_times) == 3, "other head groups, another packet"

@@ -17,7 +17,7 @@ from transformers import (
 
 from millrace.config import RunConfig
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.noise import uniforms
@@ -48,6 +48,7 @@ class SamplerUnderTest:
             block_rows=nothing,
             block_cols=nothing,
             block_ids=nothing,
+            shape=exact_shape(nothing),
             admitted=(admission,),
         )
         self.table.update(plan)

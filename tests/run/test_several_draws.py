@@ -23,7 +23,7 @@ from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import open_device
 from millrace.run.device.kv_pool import KvFormat
@@ -131,7 +131,10 @@ def admit(runner: Runner) -> NativeStep:
     block_groups, rows, columns = np.asarray(places, np.int32).T.copy()
     ids = 1 + np.random.default_rng(7).permutation(len(places)).astype(np.int32)
     none, no_rows = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-    plan = StepPlan(0, none, none, none, no_rows, rows, columns, ids, admitted=admitted, block_groups=block_groups)
+    shape = exact_shape(none)
+    plan = StepPlan(
+        0, none, none, none, no_rows, rows, columns, ids, shape, admitted=admitted, block_groups=block_groups
+    )
     runner._table.update(plan)
     runner._sampler.update(plan)
     return runner.native_step

@@ -15,7 +15,7 @@ from run.test_sampler import SamplerUnderTest
 
 from millrace.errors import ConfigError
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Release, StepPlan
+from millrace.plan.step import Admission, Release, StepPlan, exact_shape
 from millrace.run.sampling.cuts import draw_from
 from millrace.run.sampling.processors import load_processor
 from millrace.run.sampling.repetition import MAX_MATCH, match_lengths, penalise_recent, penalise_repeats
@@ -201,7 +201,7 @@ def test_rows_without_options_are_not_touched() -> None:
 
 def _plan(admitted: tuple[Admission, ...] = (), released: tuple[Release, ...] = ()) -> StepPlan:
     none = np.zeros(0, np.int32)
-    return StepPlan(0, none, none, none, np.zeros(0, np.bool_), none, none, none, admitted, released)
+    return StepPlan(0, none, none, none, np.zeros(0, np.bool_), none, none, none, exact_shape(none), admitted, released)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.runner import Runner
@@ -58,6 +58,7 @@ def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: boo
         block_rows=np.asarray([row for row, _ in columns], np.int32),
         block_cols=np.asarray([column for _, column in columns], np.int32),
         block_ids=np.asarray(ids, np.int32),
+        shape=exact_shape(np.asarray(counts, np.int32)),
         admitted=tuple(Admission(row, row, texts[row], len(texts[row]), params) for row in rows) if admitted else (),
     )
 

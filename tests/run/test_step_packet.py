@@ -7,16 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from millrace.ops.attention.context_rule import context_parts
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SHARED_UNIT
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Int32s, Int64s, StepPlan
+from millrace.plan.shapes.table import ShapeFacts, ShapeTable
+from millrace.plan.step import Admission, Int32s, Int64s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
-from millrace.run.graphs.buckets import Buckets
-from millrace.run.packet.step_packet import ALIGN, Bucket, PacketLayout, PacketWriter
+from millrace.run.packet.step_packet import ALIGN, PacketLayout, PacketWriter
 from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 MAX_ROWS, BLOCK, PER_TILE, VOCAB = 24, 16, 8, 1000
+PARTS = tuple(context_parts(tiles, 8) for tiles in range(1, 9))
 NOTHING = np.zeros(0, np.int32)
 
 
@@ -38,7 +40,7 @@ def a_plan(rng: np.random.Generator, num_rows: int, longest: int, table: Request
         block_rows=rng.integers(0, MAX_ROWS, blocks).astype(np.int32),
         block_cols=rng.integers(0, 4, blocks).astype(np.int32),
         block_ids=rng.integers(1, 99, blocks).astype(np.int32),
-        admitted=tuple(admitted), shared_blocks=int(rng.integers(0, 40)),
+        shape=exact_shape(counts), admitted=tuple(admitted), shared_blocks=int(rng.integers(0, 40)),
     )  # fmt: skip
     table.update_host(plan)
     return plan
@@ -68,28 +70,28 @@ def check_heads(layout: PacketLayout, packet: Int32s, plan: StepPlan, draws: Dra
         assert layout.sample_positions.of(packet)[own].tolist() == ends[rows].tolist()
         assert layout.sample_index.of(packet)[own].tolist() == tokens.tolist()
     states = layout.sample_states.of(packet)
-    assert ((states >= 0) & (states < layout.bucket.tokens)).all(), "the body gathers padding too"
+    assert ((states >= 0) & (states < layout.shape.tokens)).all(), "the body gathers padding too"
     lines = [draws.masked.tolist().index(token) if token in draws.masked else NO_MASK for token in draws.full.tolist()]
     assert layout.mask_lines.of(packet).tolist() == [NO_MASK] * (middle - len(lines)) + lines
 
 
-def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Bucket, tile_decode_rows: bool) -> None:
-    layout, packet = writer.layout(bucket), np.full(20_000, 777, np.int32)
+def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, shape: StepShape, tile_decode_rows: bool) -> None:
+    layout, packet = writer.layout(shape), np.full(20_000, 777, np.int32)
     records = np.arange(3 * 32, dtype=np.int32).reshape(3, 32)
     draws = some_draws(np.random.default_rng(plan.num_tokens), plan)
-    used = writer.write(plan, table, bucket, packet, draws, records, mask_address=3 << 40)
+    used = writer.write(plan, table, shape, packet, draws, records, mask_address=3 << 40)
     assert layout.mask_address.of(packet).view(np.int64)[0] == 3 << 40
     num_rows, ends, total = len(plan.rows), plan.starts + plan.counts, plan.num_tokens
-    padding = bucket.tokens - total
-    lengths = [*plan.counts.tolist(), *([1] * padding if bucket.is_decode else [padding])]
-    lengths += [0] * (bucket.rows - len(lengths))
-    lengths = lengths[: bucket.rows]
+    padding = shape.tokens - total
+    lengths = [*plan.counts.tolist(), *([1] * padding if shape.is_decode else [padding])]
+    lengths += [0] * (shape.rows - len(lengths))
+    lengths = lengths[: shape.rows]
     assert layout.query_starts.of(packet).tolist() == [0, *np.cumsum(lengths).tolist()]
-    assert layout.table_rows.of(packet).tolist() == plan.rows.tolist() + [MAX_ROWS] * (bucket.rows - num_rows)
-    assert layout.starts.of(packet).tolist() == plan.starts.tolist() + [0] * (bucket.rows - num_rows)
+    assert layout.table_rows.of(packet).tolist() == plan.rows.tolist() + [MAX_ROWS] * (shape.rows - num_rows)
+    assert layout.starts.of(packet).tolist() == plan.starts.tolist() + [0] * (shape.rows - num_rows)
     assert layout.seq_lens.of(packet).tolist() == ends.tolist() + [length or 1 for length in lengths[num_rows:]]
-    if not bucket.is_decode:
-        assert layout.token_rows.of(packet).tolist() == np.repeat(np.arange(bucket.rows), lengths).tolist()
+    if not shape.is_decode:
+        assert layout.token_rows.of(packet).tolist() == np.repeat(np.arange(shape.rows), lengths).tolist()
     tokens = []
     for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
         given = table.tokens[row][start : start + count].tolist()
@@ -98,13 +100,13 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
     tiles = [
         [row, first]
         for row, length in enumerate(lengths)
-        if length > (0 if tile_decode_rows or not bucket.has_decode_rows else 1)
-        and (not bucket.long_from or length < bucket.long_from)
+        if length > (0 if tile_decode_rows or not shape.has_decode_rows else 1)
+        and (not shape.long_from or length < shape.long_from)
         for first in range(0, length, PER_TILE)
     ]
-    if bucket.tiles:
-        listed = tiles if bucket.is_decode else tiles[::-1]
-        assert layout.tiles.of(packet).reshape(-1, 2).tolist() == listed + [[-1, -1]] * (bucket.tiles - len(tiles))
+    if shape.tiles:
+        listed = tiles if shape.is_decode else tiles[::-1]
+        assert layout.tiles.of(packet).reshape(-1, 2).tolist() == listed + [[-1, -1]] * (shape.tiles - len(tiles))
     if layout.decode_rows.length:
         columns = layout.decode_rows.of(packet).reshape(LIST_COLUMNS, -1)
         single = [row for row, length in enumerate(lengths) if length == 1]
@@ -113,8 +115,8 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
         assert sorted(listed[0].tolist()) == layout.query_starts.of(packet)[single].tolist()
         assert sorted(listed[1].tolist()) == sorted(layout.table_rows.of(packet)[single].tolist())
         assert listed[2].tolist() == sorted(seq_lens[single].tolist(), reverse=True)
-    last = np.arange(num_rows) if bucket.last_only else np.cumsum(plan.counts) - 1
-    if bucket.last_only:
+    last = np.arange(num_rows) if shape.last_only else np.cumsum(plan.counts) - 1
+    if shape.last_only:
         assert layout.last_tokens.of(packet).tolist() == (np.cumsum(lengths) - 1).tolist()
     check_heads(layout, packet, plan, draws, last)
     assert layout.shared_len.of(packet)[0] == plan.shared_blocks * BLOCK // SHARED_UNIT * SHARED_UNIT
@@ -134,22 +136,21 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, bucket: Buc
 def test_a_packet_matches_its_plan(longest: int, tile_decode_rows: bool) -> None:
     rng = np.random.default_rng(longest + tile_decode_rows)
     sizes = {"max_rows": MAX_ROWS, "queries_per_tile": PER_TILE, "tile_decode_rows": tile_decode_rows}
-    writer, buckets = PacketWriter(block_size=BLOCK, **sizes), Buckets(token_budget=1024, **sizes)
+    writer = PacketWriter(block_size=BLOCK, **sizes)
+    shapes = ShapeTable(ShapeFacts(token_budget=1024, block_size=BLOCK, **sizes))
     for num_rows in (1, 2, 7, 8, 9, 20, 24):
         table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
         plan = a_plan(rng, num_rows, longest, table)
         if longest == 1:
-            check(writer, plan, table, buckets.decode(num_rows), tile_decode_rows)
+            check(writer, plan, table, shapes.decode(num_rows), tile_decode_rows)
             continue
-        tiles = writer.num_tiles(plan.counts)
-        check(writer, plan, table, Bucket(plan.num_tokens, num_rows, tiles, is_decode=False), tile_decode_rows)
-        tiles = writer.num_tiles(plan.counts, 5)
-        exact = Bucket(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5, last_only=True)
+        tiles = shapes.num_tiles(plan.counts)
+        check(writer, plan, table, StepShape(plan.num_tokens, num_rows, tiles, is_decode=False), tile_decode_rows)
+        tiles = shapes.num_tiles(plan.counts, 5)
+        exact = StepShape(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5, last_only=True)
         check(writer, plan, table, exact, tile_decode_rows)
         has_decode_rows = bool(plan.counts.min() == 1)
-        padded = buckets.mixed(
-            plan.num_tokens, num_rows, writer.num_tiles(plan.counts), has_decode_rows=has_decode_rows
-        )
+        padded = shapes.mixed(plan.num_tokens, num_rows, shapes.num_tiles(plan.counts), has_decode_rows=has_decode_rows)
         assert padded is not None
         check(writer, plan, table, padded, tile_decode_rows)
 
@@ -158,49 +159,49 @@ def test_a_padding_only_step_and_one_that_does_not_fit() -> None:
     writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_decode_rows=False)
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
     packet = np.full(4096, 777, np.int32)
-    layout = writer.layout(bucket := Bucket(16, 5, 9, is_decode=False))
-    assert writer.write(None, table, bucket, packet, drawn_start=36) == layout.updates_start
+    layout = writer.layout(shape := StepShape(16, 5, 9, is_decode=False))
+    assert writer.write(None, table, shape, packet, drawn_start=36) == layout.updates_start
     assert layout.drawn_start.of(packet)[0] == 36
     assert layout.query_starts.of(packet).tolist() == [0, 16, 16, 16, 16, 16]
     assert layout.seq_lens.of(packet).tolist() == [16, 1, 1, 1, 1]
     assert layout.num_records.of(packet)[0] == layout.num_updates.of(packet)[0] == 0
     with pytest.raises(ValueError, match="row records do not fit"):
-        writer.write(None, table, bucket, packet[: layout.updates_start + 8], records=np.zeros((1, 32), np.int32))
+        writer.write(None, table, shape, packet[: layout.updates_start + 8], records=np.zeros((1, 32), np.int32))
 
 
 def test_few_tokens_after_a_long_context_use_split_kv() -> None:
     """Prompts without a long context, steps with decode rows and steps with many rows do not."""
-    sizes = {"max_rows": 64, "token_budget": 8192, "queries_per_tile": 32}
-    plain, buckets = (Buckets(**sizes, tile_decode_rows=False, split_heads=heads) for heads in (0, 8))
-    assert {bucket.tokens: bucket.parts for bucket in buckets.all_split()} == {16: 8, 32: 8, 64: 8, 128: 4, 256: 2}
-    assert buckets.all_mixed() == plain.all_mixed()
+    sizes = {"max_rows": 64, "token_budget": 8192, "queries_per_tile": 32, "block_size": BLOCK}
+    plain, shapes = (ShapeTable(ShapeFacts(**sizes, max_parts=parts)) for parts in ((), PARTS))
+    assert {shape.tokens: shape.parts for shape in shapes.all_split()} == {16: 8, 32: 8, 64: 8, 128: 4, 256: 2}
+    assert shapes.all_mixed() == plain.all_mixed()
     for tokens in (9, 64, 200, 256, 257, 2000):
         tiles = -(-tokens // 32)
-        short, long = (buckets.mixed(tokens, 1, tiles, has_decode_rows=False, context=size) for size in (511, 512))
+        short, long = (shapes.mixed(tokens, 1, tiles, has_decode_rows=False, context=size) for size in (511, 512))
         assert short == plain.mixed(tokens, 1, tiles, has_decode_rows=False)
         assert long is not None
         assert replace(long, parts=1) == short
-        assert (long.parts > 1) == (long in buckets.all_split()) == (tokens <= 256)
+        assert (long.parts > 1) == (long in shapes.all_split()) == (tokens <= 256)
     for rows, has_decode_rows in ((1, True), (4, False), (20, False)):
-        found = buckets.mixed(100, rows, 24, has_decode_rows=has_decode_rows, context=4000)
+        found = shapes.mixed(100, rows, 24, has_decode_rows=has_decode_rows, context=4000)
         assert found == plain.mixed(100, rows, 24, has_decode_rows=has_decode_rows)
     assert not plain.all_split()
-    tiled = Buckets(**sizes, tile_decode_rows=True, split_heads=8)
+    tiled = ShapeTable(ShapeFacts(**sizes, tile_decode_rows=True, max_parts=PARTS))
     assert not tiled.all_split()
     assert tiled.mixed(64, 1, 2, has_decode_rows=False, context=4000) == tiled.mixed(64, 1, 2, has_decode_rows=False)
 
 
 @pytest.mark.parametrize(("token_budget", "max_rows"), [(8192, 512), (8192, 256), (700, 96), (40, 6), (16, 16)])
-def test_every_step_that_the_budget_allows_has_a_bucket(token_budget: int, max_rows: int) -> None:
-    buckets = Buckets(max_rows=max_rows, token_budget=token_budget, queries_per_tile=PER_TILE, tile_decode_rows=False)
+def test_every_step_that_the_budget_allows_has_a_shape(token_budget: int, max_rows: int) -> None:
+    shapes = ShapeTable(ShapeFacts(max_rows, token_budget, PER_TILE, BLOCK))
     for num_decode_rows in sorted({0, 1, 5, 31, 32, 100, max_rows - 1}):
         if num_decode_rows >= max_rows:
             continue
         for chunk in (2, token_budget // 2, token_budget):
             tokens, tiles = num_decode_rows + chunk, -(-chunk // PER_TILE)
-            bucket = buckets.mixed(tokens, num_decode_rows + 1, tiles, has_decode_rows=num_decode_rows > 0)
-            assert bucket is not None
-            assert bucket.tokens >= tokens
-            assert bucket.tokens <= token_budget + max_rows
-            assert bucket.rows > num_decode_rows + 1 or bucket.tokens == tokens
-            assert bucket in buckets.all_mixed()
+            shape = shapes.mixed(tokens, num_decode_rows + 1, tiles, has_decode_rows=num_decode_rows > 0)
+            assert shape is not None
+            assert shape.tokens >= tokens
+            assert shape.tokens <= token_budget + max_rows
+            assert shape.rows > num_decode_rows + 1 or shape.tokens == tokens
+            assert shape in shapes.all_mixed()

@@ -14,12 +14,13 @@ from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
 from millrace.config import Quantization, RunConfig, Speculation
 from millrace.models.load import load_decoder
+from millrace.plan.step import CapturePlan
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
 from millrace.run.sampling.masks import Masks
-from millrace.run.step_log import Copied, Drawn, Masked, Planned, Record, RunnerSetup, read_log
+from millrace.run.step_log import Captured, Copied, Drawn, Masked, Planned, Record, RunnerSetup, read_log
 from millrace.sources.resolve import resolve_model
 
 
@@ -58,6 +59,10 @@ def replay(records: list[Record], runner: AnyRunner) -> Replay:
     drawn = {each.step_no: each for each in records if isinstance(each, Drawn)}
     done, began = Replay(), time.perf_counter()
     for record in records:
+        if isinstance(record, Captured):
+            part = record.shape or record.head
+            assert part is not None, "a capture has a shape or a head"
+            runner.capture(CapturePlan(part))
         if isinstance(record, Copied):
             runner.copy(record.copies).wait()
         if not isinstance(record, Planned):

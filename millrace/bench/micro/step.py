@@ -19,7 +19,7 @@ from millrace.models.load import has_quantised_weights, load_decoder
 from millrace.models.native_stack import KINDS
 from millrace.models.spec.families import spec_from_config
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import CpuDevice
 from millrace.run.device.kv_pool import resolve_kv_dtype
@@ -144,15 +144,17 @@ def _plan(
     shared by all rows, which is safe because their tokens are equal."""
     rows = np.arange(num_rows, dtype=np.int32)
     block_ids = 1 + np.arange(num_rows * blocks, dtype=np.int32).reshape(num_rows, blocks)
+    counts = np.full(num_rows, count, np.int32)
     block_ids[:, :num_shared] = block_ids[:1, :num_shared]
     return StepPlan(
         step_no=0,
         rows=rows,
         starts=np.full(num_rows, start, np.int32),
-        counts=np.full(num_rows, count, np.int32),
+        counts=counts,
         samples=np.ones(num_rows, np.bool_),
         block_rows=np.repeat(rows, blocks),
         block_cols=np.tile(np.arange(blocks, dtype=np.int32), num_rows),
         block_ids=block_ids.reshape(-1),
+        shape=exact_shape(counts),
         admitted=admitted,
     )

@@ -42,7 +42,7 @@ class StepFigures:
         """Of the last step's plan."""
         self.output_tokens = 0
         self.step_rows = 0
-        self.prefill_tokens = self.decode_tokens = 0
+        self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
         self.drafted_tokens = self.accepted_tokens = 0
         self.bytes_read = self.flops = 0.0
 
@@ -62,6 +62,7 @@ class StepFigures:
         if repeats:
             self._count_work(num_rows, self._context + num_rows, self._context + num_rows)
             self.decode_tokens += num_rows
+            self.padded_tokens += plan.shape.tokens - num_rows
         elif num_rows:
             self._count_composition(plan)
         if plan.draft_places is not None:
@@ -79,6 +80,8 @@ class StepFigures:
         num_tokens = int(counts.sum())
         self.decode_tokens += num_single
         self.prefill_tokens += num_tokens - num_single
+        num_places = 0 if plan.draft_places is None else int(plan.draft_places.sum())
+        self.padded_tokens += max(0, plan.shape.tokens - num_tokens - num_places)
         ends = plan.starts + counts
         # A chunk from s to e attends to (s + 1) + … + e tokens.
         pairs = int((counts * (plan.starts + ends + 1)).sum()) // 2

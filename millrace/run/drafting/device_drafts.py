@@ -13,9 +13,6 @@ from millrace.ops.triton.drafts import DraftColumns
 from millrace.plan.step import StepPlan
 from millrace.run.device.device import Device
 
-PLACES = (1, 2, 4, 8)
-"""Places of a row in decode buckets with drafts: its last token and up to seven drafts."""
-
 
 class DeviceDrafts:
     def __init__(self, device: Device, *, max_rows: int, max_context: int) -> None:
@@ -39,10 +36,3 @@ class DeviceDrafts:
         numbers = [(admission.row, len(admission.tokens), admission.limit) for admission in admitted]
         rows, known, limit = self._device.upload(np.array(numbers, np.int32).T.copy())
         columns.known[rows.long()], columns.limit[rows.long()] = known, limit
-
-
-def places_for(wanted: int, rows: int, max_states: int) -> int:
-    """Places of each row in a step with `rows` rows, padding included: enough for `wanted` tokens of each, or as many
-    as the step may draw from."""
-    fitting = [places for places in PLACES if places == 1 or places * rows <= max_states]
-    return next((places for places in fitting if places >= wanted), fitting[-1])

@@ -123,7 +123,12 @@ class DraftedRows:
         self._table.num_admitted[plan.rows] = np.maximum(self._known[plan.rows], starts + counts)
         drawing = np.flatnonzero(keeps[plan.samples])
         true_plan = replace(
-            plan, rows=plan.rows[keeps], starts=starts[keeps], counts=counts[keeps], samples=plan.samples[keeps]
+            plan,
+            rows=plan.rows[keeps],
+            starts=starts[keeps],
+            counts=counts[keeps],
+            samples=plan.samples[keeps],
+            scored=None if plan.scored is None else plan.scored[keeps],
         )
         return VerifiedStep(true_plan, draws[keeps], drawing, int(plan.samples.sum()))
 

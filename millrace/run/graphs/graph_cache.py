@@ -1,5 +1,5 @@
-"""CUDA graphs by key. Work runs uncaptured the first time, which compiles its kernels; the second time it is captured,
-and from then on replayed."""
+"""CUDA graphs by key. Work runs uncaptured the first time, which compiles its kernels; later it is captured, and from
+then on replayed. Plans say when the body of a step is captured; other work is captured the second time it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.run.graphs.graph_fallback import GraphFallback
+from millrace.plan.shapes.fallback import GraphFallback
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,16 @@ class GraphCache:
         self.captured: dict[object, Captured] = {}
 
     def run(self, key: object, work: Work) -> Tensor:
+        """Run work that is captured the second time."""
+        captures = key in self._seen
+        self._seen.add(key)
+        return self.run_planned(key, work, captures=captures)
+
+    def run_planned(self, key: object, work: Work, *, captures: bool) -> Tensor:
+        """Replay the work's graph. Without one, capture it first if `captures`, else run uncaptured."""
         captured = self.captured.get(key)
-        if captured is None and self.is_capturing:
-            if key in self._seen:
-                captured = self.capture(key, work)
-            self._seen.add(key)
+        if captured is None and captures and self.is_capturing:
+            captured = self.capture(key, work)
         if captured is None:
             return work()
         captured.graph.replay()

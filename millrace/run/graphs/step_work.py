@@ -1,4 +1,4 @@
-"""What a GPU step does, for each bucket: the work that is captured as graphs.
+"""What a GPU step does, for each shape: the work that is captured as graphs.
 
 The body turns the packet into the hidden states of the rows that draw; the head turns those into tokens. Both read and
 write buffers that never move, so either can be captured.
@@ -22,15 +22,16 @@ from millrace.ops.triton.drafts import AcceptedTokens, DraftedStep, accept_draft
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
-from millrace.plan.step import Int32s, StepPlan
-from millrace.run.drafting.device_drafts import PLACES, DeviceDrafts
+from millrace.plan.shapes.table import PLACES
+from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
+from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.packet.decode_rows import num_words
 from millrace.run.packet.lookup_tables import token_tables
 from millrace.run.packet.mask_ring import MaskRing
 from millrace.run.packet.packet_ring import PacketRing, TokenRing
-from millrace.run.packet.step_packet import ALIGN, Bucket, PacketWriter, Section
+from millrace.run.packet.step_packet import ALIGN, PacketWriter, Section
 from millrace.run.sampling.device_sampler import DeviceSampler
-from millrace.run.sampling.draw_plan import DrawPlan, Head
+from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.sampling.masks import Masks, words_per_mask
 from millrace.run.table.request_table import RequestTable
 
@@ -42,12 +43,12 @@ UPDATES_IN_PACKET = 1 << 15
 class Accept:
     """Key of the graph that accepts drafts."""
 
-    bucket: Bucket | None
-    """None for steps with one place for each row: their graph reads nothing that depends on the bucket."""
+    shape: StepShape | None
+    """None for steps with one place for each row: their graph reads nothing that depends on the shape."""
 
     @classmethod
-    def of(cls, bucket: Bucket) -> Accept:
-        return cls(bucket if bucket.places > 1 else None)
+    def of(cls, shape: StepShape) -> Accept:
+        return cls(shape if shape.places > 1 else None)
 
 
 class StepWork:
@@ -59,7 +60,7 @@ class StepWork:
         sampler: DeviceSampler,
         writer: PacketWriter,
         *,
-        smallest: Bucket,
+        smallest: StepShape,
         block_size: int,
         max_rows: int,
         max_context: int,
@@ -67,7 +68,7 @@ class StepWork:
         tile_decode_rows: bool,
         drafts: DeviceDrafts | None = None,
     ) -> None:
-        """`smallest`: any bucket; it gives the packet layout of the sections that the head reads."""
+        """`smallest`: any shape; it gives the packet layout of the sections that the head reads."""
         device, spec = kv[0].device, decoder.spec
         self.decoder, self.smallest = decoder, smallest
         self._kv, self._table, self._sampler, self._writer = kv, table, sampler, writer
@@ -95,13 +96,13 @@ class StepWork:
         self._row_numbers = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
 
     def send(
-        self, plan: StepPlan | None, bucket: Bucket, draws: DrawPlan | None = None, records: Int32s | None = None
+        self, plan: StepPlan | None, shape: StepShape, draws: DrawPlan | None = None, records: Int32s | None = None
     ) -> None:
         """Write and send the step's packet; without a plan it holds only padding."""
         packet, turn = self._ring.next(), self._ring.turn
         drawn_start, num_masked = self._drawn.start(turn), 0 if draws is None else len(draws.masked)
         masks = self._masks.address(turn, num_masked) if num_masked else 0
-        self._ring.send(self._writer.write(plan, self._table, bucket, packet, draws, records, drawn_start, masks))
+        self._ring.send(self._writer.write(plan, self._table, shape, packet, draws, records, drawn_start, masks))
 
     def send_masks(self, masks: Masks) -> None:
         """Send the masks of the last step sent; they are read by its head."""
@@ -124,7 +125,7 @@ class StepWork:
 
     def body(
         self,
-        bucket: Bucket,
+        shape: StepShape,
         decoder: Decoder | None = None,
         long_rows: tuple[LongRow, ...] | None = None,
         *,
@@ -132,20 +133,20 @@ class StepWork:
     ) -> Tensor:
         """From the packet to hidden states; those to draw from are gathered for the head. Without `drawn_only` the
         hidden states of all tokens, or of each row's last one, are computed and returned. `long_rows`: by default the
-        bucket's."""
+        shape's."""
         decoder = decoder or self.decoder
-        layout, packet = self._writer.layout(bucket), self._packet
+        layout, packet = self._writer.layout(shape), self._packet
 
         def part(section: Section) -> Tensor:
             return packet[section.start : section.start + section.length]
 
-        if bucket.places:
-            self.place_drafts(bucket)
-        rows = self._rows(bucket, part, long_rows)
-        batch = self._gathered(bucket, part, rows)
-        if bucket.last_only:
+        if shape.places:
+            self.place_drafts(shape)
+        rows = self._rows(shape, part, long_rows)
+        batch = self._gathered(shape, part, rows)
+        if shape.last_only:
             batch.last = self._last_tokens(rows, part(layout.last_tokens))
-        max_drawn = min(bucket.rows if bucket.last_only else bucket.tokens, self._max_rows)
+        max_drawn = min(shape.rows if shape.last_only else shape.tokens, self._max_rows)
         both = slice(layout.middle - max_drawn, layout.middle + max_drawn)
         index, out = part(layout.sample_states)[both], self._draw_states[both]
         if drawn_only:
@@ -156,31 +157,31 @@ class StepWork:
         return hidden
 
     def _rows(
-        self, bucket: Bucket, part: Callable[[Section], Tensor], long_rows: tuple[LongRow, ...] | None
+        self, shape: StepShape, part: Callable[[Section], Tensor], long_rows: tuple[LongRow, ...] | None
     ) -> TiledRows:
-        layout, has_decode_rows = self._writer.layout(bucket), bucket.has_decode_rows and not self._tile_decode_rows
+        layout, has_decode_rows = self._writer.layout(shape), shape.has_decode_rows and not self._tile_decode_rows
         is_listed = has_decode_rows and layout.decode_rows.length > 0
         return TiledRows(
             part(layout.query_starts),
             part(layout.seq_lens),
             self._table.block_tables,
             table_rows=part(layout.table_rows),
-            tiles=part(layout.tiles).view(-1, 2) if bucket.tiles else None,
+            tiles=part(layout.tiles).view(-1, 2) if shape.tiles else None,
             has_decode_rows=has_decode_rows,
-            long_rows=_bucket_long_rows(bucket) if long_rows is None else long_rows,
-            shared_len=part(layout.shared_len) if bucket.shares_prefix else None,
+            long_rows=_shape_long_rows(shape) if long_rows is None else long_rows,
+            shared_len=part(layout.shared_len) if shape.shares_prefix else None,
             decode_rows=part(layout.decode_rows).view(LIST_COLUMNS, -1) if is_listed else None,
-            context_parts=bucket.parts,
-            queries_per_row=bucket.tokens_per_row,
+            context_parts=shape.parts,
+            queries_per_row=shape.tokens_per_row,
         )
 
-    def place_drafts(self, bucket: Bucket) -> None:
+    def place_drafts(self, shape: StepShape) -> None:
         """Correct the packet by what only the device knows: where rows start, and their drafts. Part of the body of
-        buckets with places; other steps call it before their body."""
+        shapes with places; other steps call it before their body."""
         assert self._drafts is not None
-        place_drafts(self._drafted(bucket), self._drafts.columns)
+        place_drafts(self._drafted(shape), self._drafts.columns)
 
-    def accept_drafts(self, bucket: Bucket) -> Tensor:
+    def accept_drafts(self, shape: StepShape) -> Tensor:
         """After all heads: keep what was drawn up to the first wrong draft. `counts` gives access to how much."""
         assert self._drafts is not None
         layout, packet = self._head_layout, self._packet
@@ -194,17 +195,17 @@ class StepWork:
             counts_start=start_of_both,
             last_tokens=self._table.last_tokens,
         )
-        accept_drafts(self._drafted(bucket), self._drafts.columns, tokens)
+        accept_drafts(self._drafted(shape), self._drafts.columns, tokens)
         return self._counts.on_device
 
-    def _drafted(self, bucket: Bucket) -> DraftedStep:
-        layout = self._writer.layout(bucket)
+    def _drafted(self, shape: StepShape) -> DraftedStep:
+        layout = self._writer.layout(shape)
 
         def part(section: Section) -> Tensor:
             return self._packet[section.start : section.start + section.length]
 
         return DraftedStep(
-            places=bucket.tokens_per_row,
+            places=shape.tokens_per_row,
             table_rows=part(layout.table_rows),
             max_drafts=part(layout.max_drafts),
             starts=part(layout.starts),
@@ -216,9 +217,9 @@ class StepWork:
             listed=part(layout.decode_rows).view(LIST_COLUMNS, -1) if layout.decode_rows.length else None,
         )
 
-    def _gathered(self, bucket: Bucket, part: Callable[[Section], Tensor], rows: TiledRows) -> ForwardBatch:
+    def _gathered(self, shape: StepShape, part: Callable[[Section], Tensor], rows: TiledRows) -> ForwardBatch:
         """The model inputs, which the step's first kernels gather from the packet and the request table."""
-        layout, table, size = self._writer.layout(bucket), self._table, bucket.tokens
+        layout, table, size = self._writer.layout(shape), self._table, shape.tokens
         token_ids, positions, offsets = self._token_ids[:size], self._positions[:size], self._offsets[:size]
         block_ids = self._block_ids[:, :size]
         updates = Updates(
@@ -258,7 +259,7 @@ class StepWork:
         query_starts = self._row_numbers[: len(index) + 1]
         return LastTokens(index, TiledRows(query_starts, rows.seq_lens, rows.block_tables, rows.table_rows))
 
-    def head(self, head: Head) -> Tensor:
+    def head(self, head: HeadShape) -> Tensor:
         """Draw a token from each hidden state of a group; `drawn` gives access to the tokens. Returns the logits
         [states, vocab], or [0, vocab] if the head draws without computing them."""
         layout, packet = self._head_layout, self._packet
@@ -282,5 +283,5 @@ class StepWork:
         return logits
 
 
-def _bucket_long_rows(bucket: Bucket) -> tuple[LongRow, ...]:
-    return (LongRow(0, 0, bucket.tokens, bucket.context),) if bucket.long_from and bucket.rows == 1 else ()
+def _shape_long_rows(shape: StepShape) -> tuple[LongRow, ...]:
+    return (LongRow(0, 0, shape.tokens, shape.context),) if shape.long_from and shape.rows == 1 else ()

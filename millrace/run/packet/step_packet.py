@@ -1,4 +1,4 @@
-"""The packet: all that the host sends to the GPU for one step, as one int32 array laid out for the step's bucket.
+"""The packet: all that the host sends to the GPU for one step, as one int32 array laid out for the step's shape.
 
 Padding is ordinary work on data that no request owns: a padding token is token 0 of a row whose block table holds only
 the scratch block. A decode step is padded with one-token rows; any other step with one row that has all padding tokens.
@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.ops.attention.decode_rule import SHARED_UNIT
-from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
+from millrace.plan.step import Bools, Int32s, Int64s, StepPlan, StepShape
 from millrace.run.packet.decode_rows import MIN_LISTED_ROWS, advance_decode_rows, num_words, write_decode_rows
 from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 ALIGN = 16
-"""Sections start at multiples of this many words, so that kernels see the same alignment in every bucket."""
+"""Sections start at multiples of this many words, so that kernels see the same alignment in every shape."""
 KEPT_LAYOUTS = 1024
 FEW_ROWS = 8
 """Up to this many rows a Python loop beats NumPy calls."""
@@ -31,37 +31,6 @@ Integers = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """The sizes that a step is padded to. Decode buckets have one token per row, and tiles only in deterministic
-    mode."""
-
-    tokens: int
-    rows: int
-    tiles: int
-    is_decode: bool
-    long_from: int = 0
-    """Rows at least this long use cuDNN attention instead of tiles; 0 for none."""
-    shares_prefix: bool = False
-    """Decode buckets: all rows begin with the same blocks, whose keys are read once for many rows."""
-    has_decode_rows: bool = True
-    """True if there may be rows with a single query; if not, padding is tiled even if it is one token."""
-    context: int = 0
-    """Buckets of one long row: its tokens computed before this step."""
-    last_only: bool = False
-    """The last layer computes only each row's last token; hidden states are then indexed by row."""
-    parts: int = 1
-    """Split KV, only without decode rows: number of parts of each tile's context."""
-    places: int = 0
-    """Decode buckets with drafts: tokens of each row, which starts where the device knows; 0 = one token of each, and
-    the host knows where."""
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Of decode buckets."""
-        return max(1, self.places)
-
-
-@dataclass(frozen=True, slots=True)
 class Section:
     start: int
     length: int
@@ -71,7 +40,7 @@ class Section:
 
 
 class PacketLayout:
-    """The sections of a bucket's packet. Those up to `mask_lines` are at the same place in every bucket.
+    """The sections of a shape's packet. Those up to `mask_lines` are at the same place in every shape.
 
     The sections that heads read have `middle` entries for each head group: those of the full group end at `middle`,
     those of the greedy group begin there. So the used entries are contiguous, whichever groups there are, and a head
@@ -80,8 +49,8 @@ class PacketLayout:
     The fixed part is followed by the block-table updates, three words each, and, aligned, the records of new rows.
     """
 
-    def __init__(self, bucket: Bucket, max_rows: int, has_drafts: bool = False) -> None:
-        self.bucket = bucket
+    def __init__(self, shape: StepShape, max_rows: int, has_drafts: bool = False) -> None:
+        self.shape = shape
         self._end = 0
         self.num_updates = self._take(1)
         self.num_records = self._take(1)
@@ -99,23 +68,23 @@ class PacketLayout:
         """Where each token goes, counted from `drawn_start`: tokens are in plan order, whatever their group."""
         self.mask_lines = self._take(self.middle)
         """Full group only: line of each state's mask, NO_MASK for none."""
-        self.table_rows = self._take(bucket.rows)
-        self.starts = self._take(bucket.rows)
-        self.query_starts = self._take(bucket.rows + 1)
-        self.seq_lens = self._take(bucket.rows)
-        self.max_drafts = self._take(bucket.rows if has_drafts else 0)
+        self.table_rows = self._take(shape.rows)
+        self.starts = self._take(shape.rows)
+        self.query_starts = self._take(shape.rows + 1)
+        self.seq_lens = self._take(shape.rows)
+        self.max_drafts = self._take(shape.rows if has_drafts else 0)
         """Drafts that each row may have; -1 for rows whose start the host knows."""
-        self.tokens_in = self._take(bucket.tokens)
-        self.token_rows = self._take(bucket.tokens if not bucket.is_decode or bucket.places > 1 else 0)
-        self.tiles = self._take(2 * bucket.tiles)
-        self.last_tokens = self._take(bucket.rows if bucket.last_only else 0)
-        has_list = bucket.has_decode_rows and not bucket.shares_prefix and bucket.rows >= MIN_LISTED_ROWS
-        has_list = has_list and not bucket.places
-        self.decode_rows = self._take(num_words(bucket.rows) if has_list else 0)
+        self.tokens_in = self._take(shape.tokens)
+        self.token_rows = self._take(shape.tokens if not shape.is_decode or shape.places > 1 else 0)
+        self.tiles = self._take(2 * shape.tiles)
+        self.last_tokens = self._take(shape.rows if shape.last_only else 0)
+        has_list = shape.has_decode_rows and not shape.shares_prefix and shape.rows >= MIN_LISTED_ROWS
+        has_list = has_list and not shape.places
+        self.decode_rows = self._take(num_words(shape.rows) if has_list else 0)
         """The list of decode rows, see `decode_rows.py`."""
         self.updates_start = self._end
-        self.decode_tiles = np.arange(2 * bucket.tiles if bucket.is_decode else 0, dtype=np.int32) // 2
-        """Tiles of a decode bucket in deterministic mode: one per row, from its first query."""
+        self.decode_tiles = np.arange(2 * shape.tiles if shape.is_decode else 0, dtype=np.int32) // 2
+        """Tiles of a decode shape in deterministic mode: one per row, from its first query."""
         self.decode_tiles[1::2] = 0
         self.blank = self._blank(max_rows)
         """The part before `tokens_in` with padding rows only. It is written first; real rows then overwrite it."""
@@ -130,13 +99,13 @@ class PacketLayout:
         self.sample_rows.of(blank)[:] = -1
         self.mask_lines.of(blank)[:] = NO_MASK
         self.table_rows.of(blank)[:] = max_rows
-        per_row = self.bucket.tokens_per_row
+        per_row = self.shape.tokens_per_row
         self.seq_lens.of(blank)[:] = per_row  # a row without queries may still be read for its last token
         self.max_drafts.of(blank)[:] = -1
-        if self.bucket.is_decode:
-            self.query_starts.of(blank)[:] = np.arange(self.bucket.rows + 1) * per_row
+        if self.shape.is_decode:
+            self.query_starts.of(blank)[:] = np.arange(self.shape.rows + 1) * per_row
         else:
-            self.query_starts.of(blank)[1:] = self.bucket.tokens
+            self.query_starts.of(blank)[1:] = self.shape.tokens
         return blank
 
 
@@ -190,25 +159,19 @@ class PacketWriter:
         self._block_size = block_size
         self._queries_per_tile = queries_per_tile
         self._tile_decode_rows = tile_decode_rows
-        self._layouts: dict[Bucket, PacketLayout] = {}
+        self._layouts: dict[StepShape, PacketLayout] = {}
         self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
         """First query of each tile of a row."""
         self._template: _Template | None = None
         """Template of the last packet, if the next step may repeat it."""
 
-    def layout(self, bucket: Bucket) -> PacketLayout:
-        layout = self._layouts.get(bucket)
+    def layout(self, shape: StepShape) -> PacketLayout:
+        layout = self._layouts.get(shape)
         if layout is None:
             if len(self._layouts) >= KEPT_LAYOUTS:  # each uncaptured step adds a layout
                 self._layouts.clear()
-            layout = self._layouts[bucket] = PacketLayout(bucket, self._max_rows, self._has_drafts)
+            layout = self._layouts[shape] = PacketLayout(shape, self._max_rows, self._has_drafts)
         return layout
-
-    def num_tiles(self, counts: Int32s, long_from: int = 0) -> int:
-        if len(counts) <= FEW_ROWS:
-            return sum(num_tiles for _, num_tiles in self._tiles_of(counts.tolist(), long_from))
-        tiled = counts[self._is_tiled(counts, long_from)]
-        return int((-(-tiled // self._queries_per_tile)).sum())
 
     def _is_tiled(self, counts: Int32s, long_from: int) -> Bools:
         """True for rows whose queries are tiled."""
@@ -228,7 +191,7 @@ class PacketWriter:
         self,
         plan: StepPlan | None,
         table: RequestTable,
-        bucket: Bucket,
+        shape: StepShape,
         packet: Int32s,
         draws: DrawPlan | None = None,
         records: Int32s | None = None,
@@ -237,7 +200,7 @@ class PacketWriter:
     ) -> int:
         """Fill the packet and return the number of words used. Without a plan the step holds only padding; without
         `draws` no row draws. `records` [n, words]: one for each row that the step admits."""
-        layout, template = self.layout(bucket), self._template
+        layout, template = self.layout(shape), self._template
         if plan is not None and template is not None and template.fits(plan, layout, draws):
             template.write(plan.starts, packet)
         else:
@@ -256,7 +219,7 @@ class PacketWriter:
         packet: Int32s,
     ) -> _Template | None:
         """Write the fixed part; returns a template of it if the next step may repeat this one."""
-        bucket = layout.bucket
+        shape = layout.shape
         packet[: len(layout.blank)] = layout.blank
         if plan is None:
             rows = starts = counts = np.zeros(0, np.int32)
@@ -266,19 +229,19 @@ class PacketWriter:
         _put(packet, layout.table_rows, rows)
         _put(packet, layout.starts, starts)
         _put(packet, layout.seq_lens, ends)
-        if bucket.is_decode:
-            total = len(rows) * bucket.tokens_per_row
+        if shape.is_decode:
+            total = len(rows) * shape.tokens_per_row
             layout.tiles.of(packet)[:] = layout.decode_tiles
-            if bucket.places > 1:
-                layout.token_rows.of(packet)[:] = np.arange(bucket.rows).repeat(bucket.places)
+            if shape.places > 1:
+                layout.token_rows.of(packet)[:] = np.arange(shape.rows).repeat(shape.places)
         else:
             total = self._write_queries(layout, counts, packet)
-        first, last = layout.tokens_in.start, layout.tokens_in.start + bucket.tokens
+        first, last = layout.tokens_in.start, layout.tokens_in.start + shape.tokens
         packet[first : first + total] = ON_DEVICE
         packet[first + total : last] = 0
         query_starts = layout.query_starts.of(packet)
         last_tokens = query_starts[1:] - 1
-        if bucket.last_only:
+        if shape.last_only:
             _put(packet, layout.last_tokens, last_tokens)
         order = _write_decode_rows(layout, packet, counts) if layout.decode_rows.length else None
         if plan is None:
@@ -288,9 +251,9 @@ class PacketWriter:
             _put(packet, layout.max_drafts, np.where(plan.samples & (counts == 1), plan.draft_places, -1))
         if draws is None or not len(draws.due):
             return None
-        states = np.arange(len(rows)) if bucket.last_only or bucket.places > 1 else last_tokens[: len(rows)]
+        states = np.arange(len(rows)) if shape.last_only or shape.places > 1 else last_tokens[: len(rows)]
         _write_samples(layout, packet, draws, (states, rows, ends))
-        repeatable = bucket.is_decode and not bucket.places and len(draws.due) == len(rows)
+        repeatable = shape.is_decode and not shape.places and len(draws.due) == len(rows)
         return _Template(layout, packet, len(rows), draws, order, plan.epoch) if repeatable else None
 
     def shared_tokens(self, plan: StepPlan) -> int:
@@ -299,21 +262,21 @@ class PacketWriter:
 
     def _write_queries(self, layout: PacketLayout, counts: Int32s, packet: Int32s) -> int:
         """Write query starts, token rows and tiles of a step with chunks; returns the number of real tokens."""
-        bucket, num_rows = layout.bucket, len(counts)
+        shape, num_rows = layout.shape, len(counts)
         total = _write_query_starts(packet, layout.query_starts.start + 1, counts)
-        padding = bucket.tokens - total
+        padding = shape.tokens - total
         if padding:
             packet[layout.seq_lens.start + num_rows] = padding
         at = layout.token_rows.start
         packet[at : at + total] = 0 if num_rows == 1 else np.arange(num_rows, dtype=np.int32).repeat(counts)
-        packet[at + total : at + bucket.tokens] = num_rows
-        if bucket.tiles:
+        packet[at + total : at + shape.tokens] = num_rows
+        if shape.tiles:
             self._write_tiles(layout, counts, padding, packet)
         return total
 
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
         """(row, first query) of each tile, padding included, the last tiles first; the rest is -1."""
-        tiles, long_from, tile_all = layout.tiles.of(packet), layout.bucket.long_from, not layout.bucket.has_decode_rows
+        tiles, long_from, tile_all = layout.tiles.of(packet), layout.shape.long_from, not layout.shape.has_decode_rows
         if len(counts) <= FEW_ROWS:
             at = 0
             for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, decode_rows=tile_all)[::-1]:
@@ -360,26 +323,26 @@ def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
 
 def _write_decode_rows(layout: PacketLayout, packet: Int32s, counts: Int32s) -> Int64s | None:
     """List the decode rows, a padding row of one token included; returns their order, see `write_decode_rows`."""
-    if layout.bucket.is_decode:
+    if layout.shape.is_decode:
         return _list_all_rows(layout, packet)
-    single = np.flatnonzero(np.append(counts, layout.bucket.tokens - int(counts.sum())) == 1)
-    return _list_decode_rows(layout, packet, single[single < layout.bucket.rows])
+    single = np.flatnonzero(np.append(counts, layout.shape.tokens - int(counts.sum())) == 1)
+    return _list_decode_rows(layout, packet, single[single < layout.shape.rows])
 
 
 def _list_all_rows(layout: PacketLayout, packet: Int32s) -> Int64s | None:
-    """List all rows of a decode bucket, padding included."""
+    """List all rows of a decode shape, padding included."""
     return _list_decode_rows(layout, packet, slice(None))
 
 
 def _list_decode_rows(layout: PacketLayout, packet: Int32s, single: slice | Integers) -> Int64s | None:
     columns = (layout.query_starts, layout.table_rows, layout.seq_lens)
-    tokens, table_rows, lengths = (section.of(packet)[: layout.bucket.rows][single] for section in columns)
+    tokens, table_rows, lengths = (section.of(packet)[: layout.shape.rows][single] for section in columns)
     return write_decode_rows(layout.decode_rows.of(packet), tokens, table_rows, lengths)
 
 
 def _group_entries(section: Section, layout: PacketLayout, draws: DrawPlan) -> Section:
     """The part of a head section that this step uses: the full group up to the middle, the greedy group after it."""
-    per_row = layout.bucket.tokens_per_row
+    per_row = layout.shape.tokens_per_row
     return Section(section.start + layout.middle - len(draws.full) * per_row, len(draws.due) * per_row)
 
 
@@ -394,7 +357,7 @@ def _write_samples(
     index = np.arange(len(draws.due)) if order is None else order
     lines = draws.mask_lines() if len(draws.masked) else None
     states, rows, positions = columns
-    if (places := layout.bucket.places) > 1:
+    if (places := layout.shape.places) > 1:
         # A state for each place. The device sets positions, and leaves out unused places.
         every = np.arange(places)
         states, index = (((values * places)[:, None] + every).ravel() for values in (states, index))
@@ -406,14 +369,6 @@ def _write_samples(
         _group_entries(section, layout, draws).of(packet)[:] = values
     if lines is not None:
         layout.mask_lines.of(packet)[layout.middle - len(lines) :] = lines
-
-
-def min_of(counts: Int32s) -> int:
-    return min(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.min())
-
-
-def max_of(counts: Int32s) -> int:
-    return max(counts.tolist()) if len(counts) <= FEW_ROWS else int(counts.max())
 
 
 def _write_updates(layout: PacketLayout, plan: StepPlan | None, table: RequestTable, packet: Int32s) -> int:

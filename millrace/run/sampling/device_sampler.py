@@ -18,9 +18,9 @@ from millrace.ops.triton.row_records import IN_PROMPT, MAX_ENDS, ROW_DTYPE, ROW_
 from millrace.ops.triton.sampling.draw import Cut, MaskLines, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
 from millrace.params import SamplingParams
-from millrace.plan.step import Admission, Int32s, StepPlan
+from millrace.plan.step import Admission, Int32s, StepPlan, Variant
 from millrace.run.device.device import Device
-from millrace.run.sampling.draw_plan import DrawPlan, Variant
+from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.sampling.row_params import RowParamTable
 from millrace.run.sampling.shaped_rows import ShapedRows
 from millrace.run.table.request_table import RequestTable

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import Int32s, Int64s, StepPlan, Variant
 from millrace.run.sampling.row_params import RowParamTable
 
-Variant = Literal["greedy", "full"]
-VARIANTS: tuple[Variant, ...] = ("greedy", "full")
 NO_MASK = -1
 
 _NONE = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Key of a head's graph: how many states it draws from, and how."""
-
-    states: int
-    variant: Variant
 
 
 @dataclass(frozen=True, slots=True)

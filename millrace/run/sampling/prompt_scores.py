@@ -27,14 +27,14 @@ class PromptLogprobs:
 def score_prompts(
     plan: StepPlan, query_starts: Int32s, table: RequestTable, decoder: Decoder, hidden: Tensor
 ) -> tuple[PromptLogprobs, ...]:
+    if plan.scored is None:
+        return ()
     scored = []
-    for index in np.flatnonzero(table.num_prompt_logprobs[plan.rows] >= 0).tolist():
+    for index in np.flatnonzero(plan.scored).tolist():
         row = int(plan.rows[index])
-        num_top = int(table.num_prompt_logprobs[row])
+        num_top = table.params[row].params.prompt_logprobs or 0
         start = int(plan.starts[index])
         end = min(start + int(plan.counts[index]), int(table.num_prompt[row]) - 1)
-        if end <= start:
-            continue
         first = int(query_starts[index])
         targets = torch.from_numpy(table.tokens[row][start + 1 : end + 1].astype(np.int64))
         columns = _score(decoder, hidden[first : first + end - start], targets.to(hidden.device), max(1, num_top))

@@ -32,10 +32,6 @@ class RequestTable:
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
         self.request_ids = np.zeros(max_rows, np.int64)
-        self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
-        """Number of top tokens requested per prompt position; -1 for no prompt log-probabilities."""
-        self._scored: set[int] = set()
-        """Rows with prompt log-probabilities; usually empty, which makes the check cheap."""
         self.params: list[RowParams] = [RowParams(SamplingParams())] * max_rows
 
     def update(self, plan: StepPlan) -> None:
@@ -76,9 +72,6 @@ class RequestTable:
         self.tokens[row] = admission.tokens
         self.request_ids[row] = admission.request_id
         self.params[row] = admission.row_params
-        num_top = admission.row_params.params.prompt_logprobs
-        self.num_prompt_logprobs[row] = -1 if num_top is None else num_top
-        (self._scored.discard if num_top is None else self._scored.add)(row)
 
     def _append(self, appended: Appended) -> None:
         row, end = appended.row, appended.start + len(appended.tokens)
@@ -89,7 +82,3 @@ class RequestTable:
             self.tokens[row] = grown
         self.tokens[row][appended.start : end] = appended.tokens
         self.num_admitted[row] = end
-
-    def scores_prompts(self, rows: Int32s) -> bool:
-        """True if any of these rows requests prompt log-probabilities."""
-        return bool(self._scored) and not self._scored.isdisjoint(rows.tolist())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.run.graphs import graph_fallback
-from millrace.run.graphs.graph_fallback import GraphFallback
+from millrace.plan.shapes import fallback as graph_fallback
+from millrace.plan.shapes.fallback import GraphFallback
 
 SIZES = (1, 2, 4, 8, 16, 24, 32)
 
