@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,7 +117,8 @@ def test_rows_with_logprobs_bias_or_penalties_are_not_run_natively() -> None:
     drawn_by(runner, steps[:1])
     assert runner.native_step is not None
     taken = [row for row in range(ROWS) if runner.native_step.can_run(plan_of(1, [(row, 0, 1, True)]))]
-    assert taken == [5]
+    assert taken == [4, 5]
+    assert not runner.native_step.can_run(replace(plan_of(1, [(4, 0, 1, True)]), scored=np.array([True])))
 
 
 def test_an_id_outside_the_vocabulary_is_an_error() -> None:

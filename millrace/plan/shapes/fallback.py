@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 
 MAX_PADDING = 2
-"""Maximum rows of the larger graph, as a multiple of the step's own bucket."""
+"""Maximum rows of the larger graph, as a multiple of the step's own shape."""
 PATIENCE = 256
 """Steps that run in a fallback graph before their own is captured under load."""
 

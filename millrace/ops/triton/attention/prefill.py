@@ -3,7 +3,7 @@
 The kernels read the same paged cache as decode attention and share its online softmax. The query heads of one KV head
 are packed into one tile, so each key and value is loaded once for all of them. Sizes that change from step to step are
 read on the device: the grid is an upper bound and programs without work return at once, so a captured graph serves
-every step of its bucket.
+every step of its shape.
 """
 
 from __future__ import annotations
