@@ -206,6 +206,10 @@ class PlanConfig:
     step_log: str = setting(
         "", "ever growing file of all steps, with their token ids, for `millrace bench replay`; one per model"
     )
+    drafter: str = setting(
+        "",
+        "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads",
+    )
     max_drafts: int = setting(3, "guessed tokens per request and step", minimum=1, maximum=7)
 
 

@@ -11,11 +11,12 @@ import torch
 
 from millrace.config import Config, allowed_processors
 from millrace.engine.constrained import ConstrainedRequests
+from millrace.engine.drafter import find_drafter
 from millrace.engine.figures.step_figures import StepWork
 from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
-from millrace.engine.memory_plan import MemoryPlan, make_memory_plan
+from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel
@@ -56,8 +57,8 @@ def build_engine(
 
     files = resolve_model(config.model.source, progress=on_loading)
     spec = spec_from_config(files.config)
-    check_speculation(config.plan.speculate)
     device = open_device(config.run)
+    check_speculation(config.plan.speculate, device.kind)
     precision = choose_precision(config.model, device, has_quantised_weights(files))
     dtype = precision.dtype
     check_quantization(precision.quantization, device.torch_device, dtype)
@@ -69,6 +70,7 @@ def build_engine(
         deterministic=config.run.deterministic,
     )
     limits = _limits(device)
+    drafter = find_drafter(config, files, spec, precision.quantization, on_loading)
     plan = make_memory_plan(
         config,
         spec,
@@ -79,6 +81,7 @@ def build_engine(
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
         host_free_bytes=available_memory(),
+        drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, device.torch_device),
     )
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
     decoder = load_decoder(
@@ -102,6 +105,7 @@ def build_engine(
         kv_dtype=kv_dtype,
         build_pool=build_pool,
         speculate=config.plan.speculate,
+        drafter=None if drafter is None else drafter.load(decoder),
         host_slots=host_tier.num_slots,
         max_copied=host_tier.max_blocks,
     )
@@ -163,6 +167,7 @@ def _setup(
         token_budget=plan.token_budget,
         host_slots=host_tier.num_slots,
         max_copied=host_tier.max_blocks,
+        drafter=config.plan.drafter,
     )
 
 

@@ -43,8 +43,23 @@ keeps the rest of its memory for other programs."""
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterMemory:
+    """What a drafter that is a model needs beside the target."""
+
+    weights_bytes: int = 0
+    block_token_bytes: int = 0
+    """Keys and values of one token: a part of every block."""
+    spec: ModelSpec | None = None
+    """Its size as a decoder, if it is one: for its activations."""
+
+
+NO_DRAFTER = DrafterMemory()
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     weights_bytes: int
+    """Of the target alone."""
     activation_bytes: int
     kv_bytes: int
     kv_dtype: KvFormat
@@ -62,14 +77,19 @@ class MemoryPlan:
     """KV blocks that host memory holds beside the pool."""
     copy_batch_bytes: int = 0
     """Size of a batch of copies between the pool and host memory."""
+    drafter: DrafterMemory = NO_DRAFTER
     notes: tuple[str, ...] = ()
     """What was chosen automatically, why, and the settings that change it."""
 
     def parts(self) -> dict[str, int]:
         """Bytes by part, with readable names. The KV pool's name includes its dtype unless it is the model's."""
         kv_dtype = "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
-        parts = {
-            "weights": self.weights_bytes,
+        if self.drafter.block_token_bytes:
+            kv_dtype += ", the drafter's included"
+        parts = {"weights": self.weights_bytes}
+        if self.drafter.weights_bytes:
+            parts["weights of the drafter"] = self.drafter.weights_bytes
+        parts |= {
             "activations, worst step": self.activation_bytes,
             f"KV pool, {self.kv_tokens:,} tokens{kv_dtype}": self.kv_bytes,
         }
@@ -90,6 +110,7 @@ def make_memory_plan(
     kv_dtype: KvFormat = "full",
     step_flops: float = 0.0,
     host_free_bytes: int = 0,
+    drafter: DrafterMemory = NO_DRAFTER,
 ) -> MemoryPlan:
     """`step_flops` is the FLOP/s that whole steps reach on a GPU (`DeviceLimits`); 0 if unknown. `host_free_bytes`:
     free memory of the machine, of which a GPU uses what `kv_host_gib` says; on a CPU all is one memory."""
@@ -98,8 +119,10 @@ def make_memory_plan(
     token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running, step_flops)
     max_context = _max_context(config, spec)
     activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
+    if drafter.spec is not None:
+        activation_bytes += _worst_step_bytes(drafter.spec, max_running, token_budget, dtype, device_kind)
     groups, block_size = KvGroups(spec.kv_groups.windows), config.plan.block_size
-    block_bytes = bytes_per_token(spec, dtype, kv_dtype) * block_size
+    block_bytes = (bytes_per_token(spec, dtype, kv_dtype) + drafter.block_token_bytes) * block_size
     batch_bytes, host_slots = 0, _host_slots(config, block_bytes)
     if host_slots:
         batch_bytes = max(block_bytes, CPU_COPY_BATCH if device_kind == "cpu" else CUDA_COPY_BATCH)
@@ -108,9 +131,10 @@ def make_memory_plan(
         else:
             _free_beside_host_blocks(config, host_free_bytes)
             activation_bytes += 2 * batch_bytes  # a buffer for each direction
-    fixed = weights_bytes + activation_bytes
+    all_weights = weights_bytes + drafter.weights_bytes
+    fixed = all_weights + activation_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
-        raise _too_big(spec, dtype, weights_bytes, activation_bytes, free_bytes)
+        raise _too_big(spec, dtype, all_weights, activation_bytes, free_bytes)
     most_useful = max_running * groups.blocks_for(max_context, block_size)
     if device_kind == "cpu" and not config.memory.fraction:
         most_useful = min(most_useful, groups.blocks_for(max(CPU_KV_TOKENS, max_context), block_size))
@@ -138,6 +162,7 @@ def make_memory_plan(
         block_bytes=block_bytes,
         host_slots=host_slots,
         copy_batch_bytes=batch_bytes,
+        drafter=drafter,
         notes=tuple(_notes(config, device_kind, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
 

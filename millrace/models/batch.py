@@ -33,6 +33,16 @@ class DrawnStates:
     """[n, hidden]: written with them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """States inside the model that a drafter reads: the residual after some numbers of layers, below all of them."""
+
+    layers: npt.NDArray[np.int64]
+    """Contiguous."""
+    out: Tensor
+    """[T, taps, hidden], contiguous: written with them."""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """T tokens in n ragged rows."""
@@ -54,5 +64,7 @@ class ForwardBatch:
     """[T, hidden]: the tokens' embeddings, if already looked up; overwritten."""
     angles: Sequence[Tensor] | None = None
     """Per rope float32 [T, rotary_dim]: the positions' angles, if already looked up."""
+    taps: Taps | None = None
+    """States to write beside the result; None for none."""
     decodes: npt.NDArray[np.bool_] | None = None
     """[T], contiguous, CPU only: True for tokens after their request's prompt; None if there are none."""

@@ -74,7 +74,8 @@ class _Inputs(Structure):
         ("groups", c_int64),
         *((name, c_void_p) for name in ("last_tokens", "last_starts", "last_lens", "last_tables")),
         *((name, c_int64) for name in ("lasts", "last_rows")),
-        ("decodes", c_void_p),
+        *((name, c_void_p) for name in ("decodes", "tap_layers", "taps")),
+        ("num_taps", c_int64),
     )
 
 
@@ -89,6 +90,8 @@ class ForwardStep(Structure):
         *((name, c_void_p) for name in ("out", "state_rows", "state_positions", "nanoseconds")),
         *((name, c_int64) for name in ("num_rows", "groups", "table_rows", "table_width")),
         *((name, c_int64) for name in ("num_blocks", "block_size", "kv_dtype")),
+        *((name, c_void_p) for name in ("tap_layers", "taps")),
+        ("num_taps", c_int64),
     )
 
 
@@ -152,7 +155,7 @@ class NativeStack:
         layers = (_Layer * spec.num_layers)(*(_layer(layer) for layer in weights.layers))
         self._stack = library.with_gil.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
         self.hidden_size, self.vocab_size, self.dtype = spec.hidden_size, spec.vocab_size, dtype
-        self._num_groups = spec.kv_groups.num_groups
+        self.num_groups = spec.kv_groups.num_groups
         self._native = library.without_gil
         self._angles = angles
         self._angle_tables: list[Tensor] = []
@@ -168,12 +171,12 @@ class NativeStack:
         `nanoseconds`, int64."""
         rows = plain_rows(batch.rows)
         lens, tables = rows.seq_lens, rows.block_tables
-        if tables.shape[0] != self._num_groups:
-            raise ValueError(f"the batch has block tables of {tables.shape[0]} KV groups, the model {self._num_groups}")
+        if tables.shape[0] != self.num_groups:
+            raise ValueError(f"the batch has block tables of {tables.shape[0]} KV groups, the model {self.num_groups}")
         columns = (batch.block_ids, batch.offsets, rows.query_starts, lens, tables, batch.positions)
         parts = [part.contiguous() for part in columns]
         residual = residual.contiguous()
-        last = batch.last
+        last, taps = batch.last, batch.taps
         last_columns = []
         if last is not None:
             last_parts = (last.rows.query_starts, last.rows.seq_lens, last.rows.block_tables)
@@ -198,6 +201,7 @@ class NativeStack:
             -1 if last is None else len(last.index),
             0 if last is None else len(last.rows.seq_lens),
             None if batch.decodes is None else batch.decodes.ctypes.data,
+            *((None, None, 0) if taps is None else (taps.layers.ctypes.data, taps.out.data_ptr(), len(taps.layers))),
         )
         self._check(self._native.stack_run(self._stack, ctypes.byref(inputs)))
         return out

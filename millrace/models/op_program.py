@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from millrace.models.angles import Angles
@@ -82,6 +83,9 @@ class OpProgram:
 
         hidden = ops.rms_norm(residual, layers[0].input_norm, self._eps, quantise=layers[0].qkv.takes_fp8)
         for index, layer in enumerate(layers):
+            if batch.taps is not None:
+                for tap in np.flatnonzero(batch.taps.layers == index).tolist():
+                    batch.taps.out[:, tap] = residual
             qkv = apply_by_span(layer.qkv, hidden, spans)
             angles = None if layer.rope is None else rows[layer.rope]
             own_kv, block_ids = kv[layer.kv_index], batch.block_ids[layer.kv_group]

@@ -7,6 +7,7 @@ from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import KvFormat
+from millrace.run.drafting.models import DrafterModel
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.runner import AnyRunner, Runner
 
@@ -24,6 +25,7 @@ def make_runner(
     kv_dtype: KvFormat = "full",
     build_pool: KernelBuildPool | None = None,
     speculate: Speculation = "off",
+    drafter: DrafterModel | None = None,
     host_slots: int = 0,
     max_copied: int = 1,
 ) -> AnyRunner:
@@ -37,6 +39,7 @@ def make_runner(
             max_context=max_context,
             kv_dtype=kv_dtype,
             speculate=speculate,
+            drafter=drafter,
             host_slots=host_slots,
         )
     from millrace.run.cuda_runner import CudaRunner  # needs Triton

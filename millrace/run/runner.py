@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from millrace.config import Speculation
+from millrace.models.batch import Taps
 from millrace.models.decoder import Decoder
-from millrace.ops.attention.rows import plain_rows
 from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import BlockCopies, Bools, CapturePlan, HeadShape, Int32s, Int64s, StepPlan
+from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
-from millrace.run.device.block_copier import OrderedCopier
+from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.drafting.drafted_rows import DraftedRows, RowDrafts, VerifiedStep
+from millrace.run.drafting.drafter import Drafter
 from millrace.run.drafting.drafters import make_drafters
+from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, read_layers
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
@@ -129,9 +132,11 @@ class Runner:
         max_context: int,
         kv_dtype: KvFormat = "full",
         speculate: Speculation = "off",
+        drafter: DrafterModel | None = None,
         host_slots: int = 0,
     ) -> None:
-        """`host_slots`: KV blocks that host memory holds beside the pool."""
+        """`drafter`: for the kinds of `speculate` that are models. `host_slots`: KV blocks that host memory holds
+        beside the pool."""
         self._decoder = decoder
         self._device = device
         self._block_size = block_size
@@ -143,7 +148,16 @@ class Runner:
             device=device.torch_device,
             kv_dtype=kv_dtype,
         )
-        self._copier = OrderedCopier(self._kv, host_slots, device) if host_slots else None
+        self._draft_kv = allocate_drafter_kv(
+            drafter,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=decoder.dtype,
+            device=device.torch_device,
+            kv_dtype=kv_dtype,
+        )
+        pools = [kv for kv in (self._kv, self._draft_kv) if kv]
+        self._copier = JointCopier([OrderedCopier(kv, host_slots, device) for kv in pools]) if host_slots else None
         max_blocks = min(num_blocks, -(-max_context // block_size))
         num_groups = decoder.spec.kv_groups.num_groups
         self._table = RequestTable(device, max_rows=max_rows, max_blocks=max_blocks, num_groups=num_groups)
@@ -153,7 +167,12 @@ class Runner:
         stack = decoder.native_stack
         if stack is not None and stack.can_run_whole_steps:
             self._native = NativeStep(stack, self._kv, self._table, self._sampler, max_rows=max_rows)
-        drafters = make_drafters(speculate)
+        model: Drafter | None = None
+        if drafter is not None:
+            parts = (decoder, self._draft_kv, self._table, self._sampler, device)
+            model = make_model_drafter(drafter, *parts, block_size=block_size, max_rows=max_rows)
+        self._read_layers = read_layers(drafter)
+        drafters = make_drafters(speculate, model)
         self._drafted = DraftedRows(self._table, max_rows, drafters) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
         self._forwarded: Callable[[], DrawStates] | None = None
@@ -218,6 +237,7 @@ class Runner:
         assert self._native is not None
         tokens = self._native(plan)
         if self._drafted is not None:
+            self._drafted.feed(plan, plan.samples.astype(np.int32))
             self._drafted.append(plan.rows[plan.samples], tokens.numpy())
         return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
 
@@ -228,6 +248,8 @@ class Runner:
         return self._states(plan)
 
     def _update(self, plan: StepPlan) -> None:
+        if self._drafted is not None:
+            self._drafted.leave(plan)
         self._table.update(plan)
         self._sampler.update(plan)
 
@@ -241,19 +263,39 @@ class Runner:
         positions = np.repeat(plan.starts + plan.counts - draws, draws) + places_of(draws) + 1
         if not len(plan.rows):
             return DrawStates(self._no_states, rows, positions, (), verified)
+        hidden, all_states, prompt_logprobs = self._compute(plan, draws)
+        if self._drafted is not None:
+            self._drafted.feed(plan, draws, all_states)
+        return DrawStates(hidden, rows, positions, prompt_logprobs, verified)
+
+    def _compute(self, plan: StepPlan, draws: Int32s) -> tuple[Tensor, Tensor | None, tuple[PromptLogprobs, ...]]:
+        """The hidden states of the last `draws` tokens of each row, and what a feature drafter reads of all tokens."""
         scores_prompts = plan.scored is not None
+        taps, needs_all = self._taps(plan.num_tokens)
+        query_starts = np.zeros(len(plan.rows) + 1, np.int32)
+        np.cumsum(plan.counts, out=query_starts[1:])
+        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if self._native is not None and not scores_prompts:
-            hidden = self._native.forward(plan, draws)
-            return DrawStates(hidden, rows, positions, (), verified)
-        batch = gather_inputs(plan, self._table, self._device, self._block_size)
-        query_starts = np.asarray(plain_rows(batch.rows).query_starts_host, np.int32)
+            hidden = self._native.forward(plan, plan.counts if needs_all else draws, taps)
+        else:
+            batch = gather_inputs(plan, self._table, self._device, self._block_size)
+            batch.taps = taps
+            if draws.sum() < plan.num_tokens and not needs_all and not scores_prompts and int(draws.max()) <= 1:
+                batch.last = last_tokens(batch, plan.samples.nonzero()[0], self._device)
+            hidden = self._decoder.forward(batch, self._kv)
+            prompt_logprobs = score_prompts(plan, query_starts, self._table, self._decoder, hidden)
+        all_states = hidden if needs_all else None if taps is None else taps.out.flatten(1)
         due = np.repeat(query_starts[1:] - draws, draws) + places_of(draws)
-        if len(due) < plan.num_tokens and not scores_prompts and int(draws.max()) <= 1:
-            batch.last = last_tokens(batch, plan.samples.nonzero()[0], self._device)
-        hidden = self._decoder.forward(batch, self._kv)
-        prompt_logprobs = score_prompts(plan, query_starts, self._table, self._decoder, hidden)
         states = hidden if len(due) == len(hidden) else hidden[self._device.upload(due).long()]
-        return DrawStates(states, rows, positions, prompt_logprobs, verified)
+        return states, all_states, prompt_logprobs
+
+    def _taps(self, num_tokens: int) -> tuple[Taps | None, bool]:
+        """What a feature drafter reads: states inside the target, or those of all tokens after its final norm."""
+        layers, decoder = self._read_layers, self._decoder
+        if layers is None or not len(layers):
+            return None, layers is not None
+        shape = (num_tokens, len(layers), decoder.spec.hidden_size)
+        return Taps(layers, torch.empty(shape, dtype=decoder.dtype, device=decoder.device)), False
 
     def _draw(self, plan: StepPlan, states: DrawStates, masks: Masks | None) -> StepResult:
         verified = states.verified

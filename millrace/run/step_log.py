@@ -48,6 +48,7 @@ class RunnerSetup(msgspec.Struct, frozen=True, tag="setup"):
     token_budget: int
     host_slots: int
     max_copied: int
+    drafter: str = ""
 
 
 class Planned(msgspec.Struct, frozen=True, tag="plan"):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM, SamplingParams
+from millrace.config import DEFAULT_MODEL
 from millrace.params import Grammar
 from millrace.plan.scheduler import Scheduler
 
@@ -88,7 +89,8 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
         patch.setattr(Scheduler, "append_forced", lambda *_: 0)
         expected = [[answers_of(llm, [request])[0] for request in requests] for requests in rounds]
     num_hits = num_forced = 0
-    for limits in ({"kv_tokens": 400, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3}):
+    own_draft = {"speculate": "draft", "drafter": DEFAULT_MODEL}
+    for limits in ({"kv_tokens": 400, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3} | own_draft):
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         with LLM(dtype="float32", kv_dtype=kv_dtype, **settings) as llm:
             for requests, alone in zip((*rounds, rounds[0]), (*expected, expected[0]), strict=True):

@@ -12,7 +12,8 @@ import torch
 
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
-from millrace.config import Quantization, RunConfig, Speculation
+from millrace.config import Config, ModelConfig, PlanConfig, Quantization, RunConfig, Speculation
+from millrace.engine.drafter import find_drafter
 from millrace.models.load import load_decoder
 from millrace.plan.step import CapturePlan
 from millrace.run.device.device import Device, open_device
@@ -80,14 +81,22 @@ def replay(records: list[Record], runner: AnyRunner) -> Replay:
 
 
 def _make_runner(setup: RunnerSetup, device: Device) -> AnyRunner:
+    files, speculate = resolve_model(setup.model), msgspec.convert(setup.speculate, Speculation)
+    quantization = msgspec.convert(setup.quantization, Quantization)
     decoder = load_decoder(
-        resolve_model(setup.model),
+        files,
         device=device.torch_device,
         dtype=getattr(torch, setup.dtype),
         deterministic=setup.deterministic,
-        quantization=msgspec.convert(setup.quantization, Quantization),
+        quantization=quantization,
         seed=setup.seed,
     )
+    config = Config(
+        model=ModelConfig(source=setup.model, seed=setup.seed),
+        plan=PlanConfig(speculate=speculate, drafter=setup.drafter),
+        run=RunConfig(deterministic=setup.deterministic),
+    )
+    drafter = find_drafter(config, files, decoder.spec, quantization)
     return make_runner(
         decoder,
         device,
@@ -97,7 +106,8 @@ def _make_runner(setup: RunnerSetup, device: Device) -> AnyRunner:
         max_context=setup.max_context,
         token_budget=setup.token_budget,
         kv_dtype=msgspec.convert(setup.kv_dtype, KvFormat),
-        speculate=msgspec.convert(setup.speculate, Speculation),
+        speculate=speculate,
+        drafter=None if drafter is None else drafter.load(decoder),
         host_slots=setup.host_slots,
         max_copied=setup.max_copied,
     )

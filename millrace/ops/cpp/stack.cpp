@@ -46,6 +46,7 @@ bool Stack::run(Inputs in) {
     for (int64_t i = 0; i < s.layers; i++) {
         const LayerDesc& layer = layers[i];
         bool last = i + 1 == s.layers;
+        tap(in, i);
         project(in, i, angles, x, projected, timer);
         if (last && in.lasts >= 0) {
             if (!in.lasts) return true;
@@ -109,6 +110,17 @@ void Stack::keep_last(Inputs& in, void* projected) {
     }
     in.query_starts = in.last_starts, in.seq_lens = in.last_lens, in.tables = in.last_tables;
     in.tokens = in.lasts, in.rows = in.last_rows;
+}
+
+// Copies the residual after `layer` layers, if a drafter reads it.
+void Stack::tap(const Inputs& in, int64_t layer) const {
+    int64_t bytes = s.hidden * item();
+    for (int64_t i = 0; i < in.num_taps; i++) {
+        if (in.tap_layers[i] != layer) continue;
+        for (int64_t token = 0; token < in.tokens; token++)
+            memcpy(static_cast<char*>(in.taps) + (token * in.num_taps + i) * bytes, row_at(in.residual, token, s.hidden),
+                   bytes);
+    }
 }
 
 void Stack::multiply(const LinearDesc* layer, const void* x, void* out) const {

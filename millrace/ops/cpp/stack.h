@@ -48,6 +48,10 @@ struct Inputs {
     const int32_t *last_starts, *last_lens, *last_tables;
     int64_t lasts, last_rows;
     const uint8_t* decodes;  // [tokens]: whether the token comes after its row's prompt; null if none does
+    // States for a drafter: `taps` [tokens, num_taps, hidden] is written with the residual after so many layers.
+    const int64_t* tap_layers;  // [num_taps]
+    void* taps;
+    int64_t num_taps;
 };
 
 enum Kind { QKV, PREPARE, ATTENTION, OUT, GATE_UP, GATED, DOWN, NORM, HEAD, DRAW, OTHER, KINDS };
@@ -140,6 +144,7 @@ struct Stack {
     bool gather_angles(const Inputs& in, const float** angles);
     void find_shared(const Inputs& in);
     void keep_last(Inputs& in, void* projected);
+    void tap(const Inputs& in, int64_t layer) const;
     void multiply(const LinearDesc* layer, const void* x, void* out) const;
     void norm(void* x, const float* weight, int64_t rows) const;
     void add_norm(const void* x, void* residual, const float* weight, void* out, int64_t rows) const;

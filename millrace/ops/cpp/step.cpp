@@ -22,6 +22,9 @@ struct ForwardStep {
     int32_t *state_rows, *state_positions;
     int64_t* nanoseconds;  // or null
     int64_t num_rows, groups, table_rows, table_width, num_blocks, block_size, kv_dtype;
+    const int64_t* tap_layers;  // see `Inputs`
+    void* taps;
+    int64_t num_taps;
 };
 
 struct DrawStep {
@@ -106,6 +109,7 @@ class Gather {
         in.table_width = (longest + f.block_size - 1) / f.block_size;
         in.num_blocks = f.num_blocks, in.block_size = f.block_size, in.kv_dtype = f.kv_dtype;
         in.angles = f.angles, in.kv = f.kv, in.out = f.out, in.nanoseconds = f.nanoseconds;
+        in.tap_layers = f.tap_layers, in.taps = f.taps, in.num_taps = f.num_taps;
     }
 
     bool allocate() {

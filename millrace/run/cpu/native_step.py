@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.models.batch import Taps
 from millrace.models.native_stack import KINDS, DrawStep, ForwardStep, NativeStack
 from millrace.ops.head.draw import checked_masks
 from millrace.plan.step import Bools, Int32s, StepPlan
@@ -26,6 +27,7 @@ class NativeStep:
     def __init__(
         self, stack: NativeStack, kv: Sequence[Tensor], table: RequestTable, sampler: Sampler, *, max_rows: int
     ) -> None:
+        """The model's KV groups are the table's first ones."""
         self._stack, self._kv, self._table, self._sampler = stack, kv, table, sampler
         self._columns = np.zeros((4, max_rows), np.int32)
         self._states = np.zeros((2, max_rows), np.int32)
@@ -51,7 +53,7 @@ class NativeStep:
             prompts=self._table.num_prompt.ctypes.data,
             last_tokens=self._table.last_tokens.data_ptr(),
             tables=tables.data_ptr(),
-            groups=tables.shape[0],
+            groups=self._stack.num_groups,
             table_rows=tables.shape[1],
             table_width=tables.shape[2],
         )
@@ -87,14 +89,20 @@ class NativeStep:
         self._stack.step(body, head, int((plan.starts + plan.counts).max()))
         return drawn
 
-    def forward(self, plan: StepPlan, draws: Int32s | None = None) -> Tensor:
+    def forward(self, plan: StepPlan, draws: Int32s | None = None, taps: Taps | None = None) -> Tensor:
         """Hidden states [n, hidden] of the rows that draw, in plan order: of the last `draws` tokens of each row, by
         default of the last token."""
         draws_of = plan.samples if draws is None else draws
-        return self.forward_rows(plan.rows, plan.starts, plan.counts, draws_of, self._host_tokens(plan))
+        return self.forward_rows(plan.rows, plan.starts, plan.counts, draws_of, self._host_tokens(plan), taps)
 
     def forward_rows(
-        self, rows: Int32s, starts: Int32s, counts: Int32s, draws: Int32s | Bools, tokens: Int32s | None
+        self,
+        rows: Int32s,
+        starts: Int32s,
+        counts: Int32s,
+        draws: Int32s | Bools,
+        tokens: Int32s | None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Compute `counts` tokens of each row, from `starts` on. Hidden states [sum of draws, hidden] of the last
         `draws` tokens of each row, at most `counts`. `tokens`, contiguous: ids, ON_DEVICE for a row's last drawn token;
@@ -108,6 +116,9 @@ class NativeStep:
         body.num_rows, body.out = len(rows), hidden.data_ptr()
         body.tokens = None if tokens is None else tokens.ctypes.data
         body.nanoseconds = self._counters()
+        body.num_taps = 0 if taps is None else len(taps.layers)
+        if taps is not None:
+            body.tap_layers, body.taps = taps.layers.ctypes.data, taps.out.data_ptr()
         self._stack.forward(body, int((starts + counts).max()))
         return hidden
 

@@ -98,6 +98,27 @@ class StreamCopier:
         return _EventPending(began, done, blocks)
 
 
+class JointCopier:
+    """Copies the same blocks of several pools: those of a model and of its drafter, if it has one."""
+
+    def __init__(self, copiers: Sequence[BlockCopier]) -> None:
+        self._copiers = copiers
+
+    def copy(self, copies: BlockCopies) -> Pending[float]:
+        return _JointPending([copier.copy(copies) for copier in self._copiers])
+
+
+class _JointPending:
+    def __init__(self, parts: Sequence[Pending[float]]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> float:
+        return sum([part.wait() for part in self._parts])
+
+
 class _Lane:
     """The stream of one direction, and its buffer: batches of one direction follow each other on the stream."""
 

@@ -49,6 +49,14 @@ def resolve_kv_dtype(
     return requested
 
 
+def format_or_full(kv_dtype: KvFormat, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> KvFormat:
+    """The target's format for a drafter too, if the drafter's heads allow it."""
+    try:
+        return resolve_kv_dtype(kv_dtype, spec, dtype=dtype, device=device)
+    except ConfigError:
+        return "full"
+
+
 def _packed_objection(spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool) -> str:
     if device.type != "cuda":
         return "is for a GPU, but the model would run on the CPU. Set --kv-dtype auto, or int8, which is smaller."

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.drafting.drafter import DraftAsk, RowProgress
+from millrace.run.drafting.drafter import DraftAsk, RowProgress, RowTokens
 from millrace.run.drafting.drafters import PREDICTION, Drafters
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
@@ -96,6 +96,24 @@ class DraftedRows:
             self._tokens[row][appended.start : end] = appended.tokens
             self._known[row] = end
             self._drafters.confirm([RowProgress(row, self._tokens[row][:end], num_new, 0, 0)])
+
+    def leave(self, plan: StepPlan) -> None:
+        """Call it before the table is updated. The last token of a row has not been computed."""
+        rows = [gone.row for gone in plan.released if self._table.request_ids[gone.row] == gone.request_id]
+        if rows:
+            self._drafters.leave([RowTokens(row, self._tokens[row][: self._known[row] - 1]) for row in rows])
+
+    def feed(self, plan: StepPlan, draws: Int32s, states: Tensor | None = None) -> None:
+        """The target's forward pass has computed the plan's tokens, with `states` if drafters need them. `draws`: how
+        many of each row's tokens draw."""
+        if states is not None:
+            self._drafters.take_states(plan.rows, plan.starts, plan.counts, states)
+        columns = zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), draws.tolist(), strict=True)
+        rows = []
+        for row, start, count, num_draws in columns:
+            is_prompt = num_draws != count
+            rows.append(RowTokens(row, self._tokens[row][: start + (count if is_prompt else 1)], is_prompt))
+        self._drafters.feed(rows)
 
     def expand(self, plan: StepPlan) -> VerifiedStep:
         """Propose drafts for the plan's places, and leave out rows that are past their limit."""

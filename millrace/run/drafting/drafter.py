@@ -44,11 +44,22 @@ class RowProgress:
     """How many of them were accepted."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """The tokens of a row that the target has computed, or computes in this step."""
+
+    row: int
+    tokens: Int32s
+    """A view: valid during the call."""
+    is_prompt: bool = True
+    """False for a row that decodes."""
+
+
 class Drafter(Protocol):
     """Called in step order, on the thread that runs the steps. Only `propose` must be written."""
 
     needs_hidden: bool = False
-    """True if `take_hidden` needs the states of every step, so that no step may run without giving them."""
+    """True if `take_hidden` or `take_states` needs the states of every step: no step may run without giving them."""
 
     def admit(self, admission: Admission) -> None:
         """A request gets a row; whatever was known about the row before is void. Happens again for the same request
@@ -70,4 +81,17 @@ class Drafter(Protocol):
     def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
         """`hidden` [n, hidden size]: the states that a step draws from, before its tokens are known. `rows`: the table
         row of each; `positions`: that of the token to be drawn from it. States of rejected drafts are among them."""
+        return
+
+    def feed(self, rows: Sequence[RowTokens]) -> None:
+        """All rows of a step, after the target's forward pass."""
+        return
+
+    def leave(self, rows: Sequence[RowTokens]) -> None:
+        """These rows end or are preempted. Their blocks are still theirs during the call."""
+        return
+
+    def take_states(self, rows: Int32s, starts: Int32s, counts: Int32s, states: Tensor) -> None:
+        """`states` [tokens, width]: what a feature drafter reads of the target, for all tokens of a step: `counts` of
+        each table row, from position `starts` on."""
         return

@@ -10,7 +10,7 @@ from torch import Tensor
 from millrace.config import Speculation
 from millrace.errors import ConfigError
 from millrace.plan.step import Admission, Int32s
-from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
+from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress, RowTokens
 from millrace.run.drafting.ngram import NgramDrafter
 from millrace.run.drafting.prediction import PredictionDrafter
 from millrace.run.drafting.suffix import SuffixDrafter
@@ -18,7 +18,7 @@ from millrace.run.drafting.suffix import SuffixDrafter
 PREDICTION = "prediction"
 """Source of drafts that the client sent with its request."""
 TEXT_DRAFTERS: tuple[Speculation, ...] = ("ngram", "suffix")
-_UNBUILT: tuple[Speculation, ...] = ("draft", "medusa", "eagle")
+MODEL_DRAFTERS: tuple[Speculation, ...] = ("draft", "medusa", "eagle")
 _NONE = np.zeros(0, np.int32)
 
 
@@ -76,19 +76,31 @@ class Drafters:
             if own:
                 drafter.confirm(own)
 
+    def feed(self, rows: Sequence[RowTokens]) -> None:
+        for drafter in self._by_name.values():
+            drafter.feed(rows)
+
+    def leave(self, rows: Sequence[RowTokens]) -> None:
+        for drafter in self._by_name.values():
+            drafter.leave(rows)
+
+    def take_states(self, rows: Int32s, starts: Int32s, counts: Int32s, states: Tensor) -> None:
+        for drafter in self._by_name.values():
+            drafter.take_states(rows, starts, counts, states)
+
     def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
         for drafter in self._by_name.values():
             drafter.take_hidden(hidden, rows, positions)
 
 
-def make_drafters(speculate: Speculation) -> Drafters | None:
-    """None if the engine proposes no drafts."""
+def make_drafters(speculate: Speculation, model: Drafter | None = None) -> Drafters | None:
+    """None if the engine proposes no drafts. `model`: the drafter that is a model, if there is one."""
     if speculate == "off":
         return None
-    check_speculation(speculate)
-    return Drafters(
-        {"suffix": SuffixDrafter(), "ngram": NgramDrafter()}, "suffix" if speculate == "auto" else speculate
-    )
+    drafters: dict[str, Drafter] = {"suffix": SuffixDrafter(), "ngram": NgramDrafter()}
+    if model is not None:
+        drafters[speculate] = model
+    return Drafters(drafters, "suffix" if speculate == "auto" else speculate)
 
 
 def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...]:
@@ -101,8 +113,6 @@ def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...
     return tuple(name for name in named if name != "auto")
 
 
-def check_speculation(speculate: Speculation) -> None:
-    if speculate in _UNBUILT:
-        raise ConfigError(
-            f"--speculate {speculate} is not available yet; use suffix, ngram, auto or off.", param="speculate"
-        )
+def check_speculation(speculate: Speculation, device_kind: str) -> None:
+    if speculate in MODEL_DRAFTERS and device_kind == "cuda":
+        raise ConfigError(f"--speculate {speculate} runs on a CPU only; use ngram, auto or off.", param="speculate")

@@ -84,7 +84,7 @@ class Sampler:
         else:
             own_index = torch.from_numpy(shaped).to(logits.device)
             own = logits[own_index] if len(shaped) else None
-            tokens = self._choose(logits, rows, positions)
+            tokens = self.choose(logits, rows, positions)
             if own is not None:
                 tokens[own_index] = self._shaped.draw(own, rows[shaped], positions[shaped])
         if drafts is None:
@@ -127,7 +127,9 @@ class Sampler:
         device = logits.device
         logits[index].index_add_(0, torch.tensor(token_ids, device=device), torch.tensor(biases, device=device))
 
-    def _choose(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
+    def choose(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
+        """Temperature, cuts and the draw: int64, a token for each row of the logits, which may be overwritten. They may
+        be those of a draft model, with another number of tokens."""
         columns = self.row_params
         if self._draw_native is not None:
             limits = (columns.temperature[rows], columns.top_k[rows], columns.top_p[rows], columns.min_p[rows])
@@ -145,7 +147,7 @@ class Sampler:
     def _draw_random(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
         columns = self.row_params
         scaled = logits / self._column(columns.temperature[rows])
-        top_k = columns.top_k[rows]
+        top_k = np.minimum(columns.top_k[rows], logits.shape[1])
         if top_k.any():
             keep_top_k(scaled, self._column(top_k), int(top_k.max()))
         if (columns.min_p[rows] > 0).any():

@@ -104,6 +104,10 @@ class Tokenizer:
         """The token's bytes as text, with U+FFFD for incomplete characters."""
         return self.table.bytes_of(token_id).decode("utf-8", "replace")
 
+    def tokens(self) -> dict[int, str]:
+        """Every token by its id, as the vocabulary spells it."""
+        return {index: token for token, index in self._backend.get_vocab(with_added_tokens=True).items()}
+
     def token_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)

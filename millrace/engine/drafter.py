@@ -1,0 +1,168 @@
+"""Finds the drafter that a config names, checks that it fits the target before anything is allocated, and loads it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from millrace.config import Config, Quantization
+from millrace.engine.memory_plan import DrafterMemory
+from millrace.errors import ConfigError
+from millrace.models.decoder import Decoder
+from millrace.models.drafters.load import DrafterFiles, load_drafter, open_drafter
+from millrace.models.load import build_decoder, has_quantised_weights, weight_bytes
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.model_spec import ModelSpec
+from millrace.run.device.kv_pool import KvFormat, bytes_per_token, format_or_full
+from millrace.run.drafting.drafters import MODEL_DRAFTERS
+from millrace.run.drafting.models import DrafterModel
+from millrace.sources.resolve import ModelFiles, Progress, resolve_model
+
+PARAM = "plan.drafter"
+
+
+class DrafterSource(Protocol):
+    """A drafter whose files were found and fit the target. Nothing is loaded yet."""
+
+    def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory: ...
+
+    def load(self, target: Decoder) -> DrafterModel:
+        """On the target's device, in its dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelSource(DrafterSource):
+    config: Config
+    quantization: Quantization
+    files: ModelFiles
+    spec: ModelSpec
+    """All layers in one KV group: its keys and values are in the blocks of the target's first group."""
+
+    def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
+        own_format = format_or_full(kv_dtype, self.spec, dtype=dtype, device=device)
+        weights_bytes = weight_bytes(self.files, dtype, self.quantization, device)
+        return DrafterMemory(weights_bytes, bytes_per_token(self.spec, dtype, own_format), self.spec)
+
+    def load(self, target: Decoder) -> Decoder:
+        from millrace.models.weights import open_weights  # local: imports the readers of all formats
+
+        config = self.config
+        return build_decoder(
+            self.spec,
+            open_weights(self.files, seed=config.model.seed),
+            device=target.device,
+            dtype=target.dtype,
+            deterministic=config.run.deterministic,
+            quantization=self.quantization,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSource(DrafterSource):
+    """Medusa heads or a feature drafter."""
+
+    files: DrafterFiles
+    is_deterministic: bool
+
+    def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
+        tensors, decoder = self.files.tensors, self.files.spec.decoder
+        weights_bytes = sum(math.prod(tensors.shape(name)) for name in tensors.names()) * dtype.itemsize
+        if decoder is None:
+            return DrafterMemory(weights_bytes)
+        own_format = format_or_full(kv_dtype, decoder, dtype=dtype, device=device)
+        return DrafterMemory(weights_bytes, bytes_per_token(decoder, dtype, own_format), decoder)
+
+    def load(self, target: Decoder) -> DrafterModel:
+        return load_drafter(self.files, target, deterministic=self.is_deterministic)
+
+
+def find_drafter(
+    config: Config, target: ModelFiles, spec: ModelSpec, quantization: Quantization, progress: Progress | None = None
+) -> DrafterSource | None:
+    """The drafter that `--speculate` and `--drafter` name; None if drafts come from text alone."""
+    kind, name = config.plan.speculate, config.plan.drafter
+    if kind not in MODEL_DRAFTERS:
+        if name:
+            raise ConfigError(
+                f"plan.drafter is {name}, but plan.speculate is {kind}, which drafts without a model."
+                f" Set --speculate {', '.join(MODEL_DRAFTERS[:-1])} or {MODEL_DRAFTERS[-1]}, or remove --drafter.",
+                param=PARAM,
+            )
+        return None
+    if not name:
+        what = "a smaller model with the same tokens" if kind == "draft" else f"{kind} heads trained for the model"
+        raise ConfigError(f"plan.speculate is {kind}, which needs {what}. Set --drafter.", param=PARAM)
+    if kind != "medusa":
+        _check_windows(config, spec)
+    if kind == "draft":
+        return _draft_model(config, target, quantization, progress)
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = resolve_model(name, progress=progress, offline=config.model.offline).path
+    files = open_drafter(folder, spec)
+    _check_kind(config, files, spec)
+    return HeadSource(files, config.run.deterministic)
+
+
+def _draft_model(
+    config: Config, target: ModelFiles, quantization: Quantization, progress: Progress | None
+) -> DraftModelSource:
+    name = config.plan.drafter
+    files = resolve_model(name, progress=progress, offline=config.model.offline)
+    _check_tokens(name, files, target)
+    if quantization == "int8" and not has_quantised_weights(files):
+        quantization = "none"
+    return DraftModelSource(config, quantization, files, replace(spec_from_config(files.config), has_kv_groups=False))
+
+
+def _check_kind(config: Config, files: DrafterFiles, spec: ModelSpec) -> None:
+    found = "eagle" if files.spec.kind == "eagle3" else files.spec.kind
+    if found != config.plan.speculate:
+        raise ConfigError(
+            f"plan.speculate is {config.plan.speculate}, but {files.folder} is a drafter of the format"
+            f" {files.spec.format}. Set --speculate {found}, or name another --drafter.",
+            param=PARAM,
+        )
+    beyond = [layer for layer in files.spec.target_layers if layer >= spec.num_layers]
+    if beyond:
+        raise ConfigError(
+            f"plan.drafter is {files.folder}, which reads the model's state after layer {beyond[0]}; states before the"
+            f" last of its {spec.num_layers} layers are supported. Name another --drafter.",
+            param=PARAM,
+        )
+
+
+def _check_windows(config: Config, spec: ModelSpec) -> None:
+    if spec.kv_groups.windows[0] is not None:
+        raise ConfigError(
+            f"plan.speculate is {config.plan.speculate}, but every layer of {config.model.source} has a window: blocks"
+            " behind it are freed, and the drafter needs them. Use --speculate medusa or ngram.",
+            param="plan.speculate",
+        )
+
+
+def _check_tokens(name: str, files: ModelFiles, target: ModelFiles) -> None:
+    """The same tokens with the same ids. The sizes of the vocabularies may differ by padding."""
+    from millrace.text.tokenizers.load import load_tokenizer  # local: imports tokenizers
+    from millrace.text.tokenizers.same_tokens import first_difference
+
+    if files.path == target.path:
+        return
+    difference = first_difference(load_tokenizer(target), load_tokenizer(files))
+    if difference is not None:
+        token_id, own, other = difference
+        raise ConfigError(
+            f"plan.drafter is {name}, whose tokens are not those of {target.name}: token {token_id} is"
+            f" {_shown(own)} in {target.name} and {_shown(other)} in {name}. A draft model must have the same"
+            " tokenizer; take a smaller model of the same family.",
+            param=PARAM,
+        )
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token)

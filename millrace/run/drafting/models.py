@@ -1,0 +1,46 @@
+"""Drafters that are models: what each kind needs of the pool and of the target."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millrace.models.decoder import Decoder
+from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
+from millrace.models.spec.model_spec import ModelSpec
+from millrace.run.device.kv_pool import KvFormat, allocate_kv, format_or_full
+
+DrafterModel = Decoder | EagleDrafter | MedusaDrafter
+"""A draft model, a feature drafter, or Medusa heads."""
+
+
+def kv_spec_of(model: DrafterModel) -> ModelSpec | None:
+    """The layers whose keys and values are kept; None for Medusa heads."""
+    return model.spec if isinstance(model, Decoder) else model.spec.decoder
+
+
+def allocate_drafter_kv(
+    model: DrafterModel | None,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: KvFormat,
+) -> list[Tensor]:
+    """The drafter's part of every block; empty if it has none."""
+    spec = None if model is None else kv_spec_of(model)
+    if spec is None:
+        return []
+    own_format = format_or_full(kv_dtype, spec, dtype=dtype, device=device)
+    return allocate_kv(
+        spec, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, kv_dtype=own_format
+    )
+
+
+def read_layers(model: DrafterModel | None) -> npt.NDArray[np.int64] | None:
+    """After how many layers of the target the drafter reads its states, at every token; empty: after the final norm.
+    None for drafters that read no states, or only those that tokens are drawn from."""
+    return np.array(model.spec.target_layers, np.int64) if isinstance(model, EagleDrafter) else None

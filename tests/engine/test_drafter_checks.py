@@ -1,0 +1,64 @@
+"""Which drafters an engine takes: checked before anything is allocated, refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_models import VOCAB, config_of, make_reference
+
+from millrace.config import Config, PlanConfig
+from millrace.engine.drafter import DraftModelSource, find_drafter
+from millrace.errors import ConfigError
+from millrace.models.spec.families import spec_from_config
+from millrace.sources.resolve import ModelFiles, resolve_model
+
+
+def model_in(folder: Path, case: str = "llama", **changes: Any) -> ModelFiles:
+    """A model with random weights and a tokenizer of bytes and numbers."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of(make_reference(case)) | changes), encoding="utf-8")
+    return resolve_model(f"random:{folder}")
+
+
+def find(target: ModelFiles, **settings: Any) -> Any:
+    config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), **settings))
+    return find_drafter(config, target, spec_from_config(target.config), "none")
+
+
+def test_a_draft_model_with_a_padded_vocabulary_fits(tmp_path: Path) -> None:
+    target = model_in(tmp_path / "target")
+    model_in(tmp_path / "draft", num_hidden_layers=1)
+    found = find(target, speculate="draft", drafter=f"random:{tmp_path / 'draft'}")
+    assert isinstance(found, DraftModelSource)
+    assert found.spec.num_layers == 1
+    assert not found.spec.has_kv_groups
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculate": "draft"}, "needs a smaller model with the same tokens. Set --drafter"),
+        ({"speculate": "ngram", "drafter": "x"}, "plan.speculate is ngram, which drafts without a model"),
+        ({"speculate": "off", "drafter": "x"}, "plan.speculate is off"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find(model_in(tmp_path / "target"), **settings)
+
+
+def test_other_tokens_are_refused_with_the_first_that_differs(tmp_path: Path) -> None:
+    target = model_in(tmp_path / "target")
+    model_in(tmp_path / "draft", vocab_size=VOCAB + 300)
+    with pytest.raises(ConfigError, match=f"token {VOCAB} is missing in random-target and .* in random:"):
+        find(target, speculate="draft", drafter=f"random:{tmp_path / 'draft'}")
+
+
+def test_a_target_whose_layers_all_have_a_window_is_refused(tmp_path: Path) -> None:
+    target = model_in(tmp_path / "target", "mistral_window")
+    with pytest.raises(ConfigError, match="every layer of .* has a window"):
+        find(target, speculate="draft", drafter=f"random:{tmp_path / 'target'}")
