@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import EagleDrafter
-from millrace.plan.step import Int32s, StepPlan
+from millrace.plan.step import Int32s, StepPlan, exact_shape
 from millrace.run.device.device import Device
 from millrace.run.drafting.chain import DraftInputs, DraftPass, DraftStates
 from millrace.run.sampling.sampler import Sampler
@@ -40,7 +40,7 @@ class DraftTable:
         for row, start, part in zip(rows.tolist(), starts.tolist(), parts, strict=True):
             self._table.tokens[row] = np.concatenate([np.zeros(start, np.int32), part])
         self._table.num_admitted[rows] = starts + counts
-        plan = StepPlan(0, rows, starts, counts, np.ones(len(rows), np.bool_), _NONE, _NONE, _NONE)
+        plan = StepPlan(0, rows, starts, counts, np.ones(len(rows), np.bool_), _NONE, _NONE, _NONE, exact_shape(counts))
         return gather_inputs(plan, self._table, self._device, self._block_size)
 
     def last(self, inputs: DraftInputs, states: Tensor) -> Tensor:
