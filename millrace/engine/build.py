@@ -142,7 +142,7 @@ def build_engine(
         device_bytes_per_s=limits.bytes_per_s,
         device_flops=limits.flops,
     )
-    constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size), spec.vocab_size)
+    constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size))
     work = step_work(spec, plan.weights_bytes, kv_token_bytes)
     has_figures = config.observe.figures
     engine = Engine(scheduler, runner, device, channel, constrained=constrained, work=work, has_figures=has_figures)

@@ -9,14 +9,12 @@ from millrace.engine.thinking import ThinkingLimits
 from millrace.link.messages import GrammarStats
 from millrace.plan.request import Request
 from millrace.plan.step import Int64s, StepOutcome
-from millrace.run.sampling.masks import Masks, words_per_mask
+from millrace.run.sampling.masks import Masks, Uint32s
 
 
 class ConstrainedRequests:
-    def __init__(self, grammars: Grammars, num_logits: int) -> None:
-        """`num_logits`: the width of the model's logits."""
+    def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._num_words = words_per_mask(num_logits)
         self._thinking = ThinkingLimits()
         self._held: dict[int, Request] = {}
         """Requests whose grammar is being compiled."""
@@ -71,10 +69,10 @@ class ConstrainedRequests:
         self._grammars.consume(request_ids, tokens)
         self._thinking.consume(request_ids, tokens)
 
-    def masks(self, states: Int64s, request_ids: Int64s) -> Masks | None:
-        bits = np.empty((len(states), self._num_words), np.uint32)
-        self._grammars.fill(request_ids.tolist(), bits)
-        self._thinking.restrict(request_ids.tolist(), bits)
+    def masks(self, states: Int64s, request_ids: Int64s, bits: Uint32s) -> Masks:
+        ids = request_ids.tolist()
+        self._grammars.fill(ids, bits)
+        self._thinking.restrict(ids, bits)
         return Masks(states, bits)
 
     def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +26,7 @@ from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, Int64s, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
-from millrace.run.sampling.masks import Masks
+from millrace.run.sampling.masks import Masks, Uint32s
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,9 @@ class MaskSource(Protocol):
     def consume(self, outcome: StepOutcome) -> None:
         """These tokens were drawn. Requests without a grammar are ignored."""
 
-    def masks(self, states: Int64s, request_ids: Int64s) -> Masks | None:
-        """The masks of these requests, whose tokens are drawn from these of the step's states."""
+    def masks(self, states: Int64s, request_ids: Int64s, bits: Uint32s) -> Masks:
+        """The masks of these requests, whose tokens are drawn from these of the step's states, in `bits`. Another
+        thread can run meanwhile."""
 
     def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
         """The requests whose mask, just computed, allows one token only, each with the tokens that must come next."""
@@ -125,17 +128,21 @@ class Cycle:
         masks: MaskSource | None = None,
         depth: int = DEPTH,
         min_jump: int = 1,
+        max_jump_rows: int = sys.maxsize,
         slow_step_s: float = math.inf,
     ) -> None:
-        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save.
-        `slow_step_s`: after a step this long, the next one is planned only when the last one has ended."""
+        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save;
+        it is done in steps of at most `max_jump_rows` rows. `slow_step_s`: after a step this long, the next one is
+        planned only when the last one has ended."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
         self._clock, self._probe, self._masks, self._depth = clock, probe, masks, depth
         self._launched: deque[Launched] = deque()
         self._copying = BlockCopying(scheduler, runner, clock)
         self._confirmed_at = 0.0
-        self._min_jump, self._slow_step_s = min_jump, slow_step_s
+        self._min_jump, self._max_jump_rows, self._slow_step_s = min_jump, max_jump_rows, slow_step_s
         self._last_device_s = 0.0
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        """Plans a step while this thread waits for masks. It starts with the first such step."""
         self.num_jumped = 0
         """Tokens that were appended without a draw."""
         self.times = Times()
@@ -188,15 +195,21 @@ class Cycle:
         return bool(self._launched) and self._launched[-1].pending is None
 
     def _launch_next(self) -> bool:
+        return self._launch_planned(self._plan_next())
+
+    def _plan_next(self) -> StepPlan | None:
         started = self._clock()
         plan = self._scheduler.plan(started)
         self.times.plan_s += self._clock() - started
-        self._tell_ended(started)
+        return plan
+
+    def _launch_planned(self, plan: StepPlan | None) -> bool:
+        planned = self._clock()
+        self._tell_ended(planned)
         self._copying.start()
         if plan is None:
             return False
-        planned = self._clock()
-        self._launch(plan, started)
+        self._launch(plan, planned)
         launched = self._clock()
         self.times.launch_s += launched - planned
         self._scheduler.run_deferred()
@@ -217,14 +230,33 @@ class Cycle:
         if plan.masked is None or self._masks is None:
             launched.pending = self._runner.draw(plan, None)
             return
-        began = self._clock()
-        states = np.flatnonzero(plan.masked[plan.samples])
         request_ids = self._scheduler.rows.request_ids[plan.rows[plan.masked]]
-        masks = self._masks.masks(states, request_ids)
-        self.times.mask_s += self._clock() - began
+        masks = self._masks_of(plan, request_ids, self._masks)
         launched.pending = self._runner.draw(plan, masks)
-        if masks is not None:  # While the device draws: the next plan needs it, this draw does not.
+        if len(plan.rows) <= self._max_jump_rows:  # While the device draws: the next plan needs it, this draw does not.
             self._append_forced(self._masks.forced(masks, request_ids))
+
+    def _masks_of(self, plan: StepPlan, request_ids: Int64s, source: MaskSource) -> Masks:
+        began = self._clock()
+        assert plan.masked is not None
+        states = np.flatnonzero(plan.masked[plan.samples])
+        masks = source.masks(states, request_ids, self._runner.mask_memory(len(states)))
+        self.times.mask_s += self._clock() - began
+        return masks
+
+    def _draw_and_launch_next(self, launched: Launched) -> None:
+        """Queue the draw of a step, and the step that follows it."""
+        if len(launched.plan.rows) <= self._max_jump_rows:
+            self._draw(launched)
+            self._launch_next()  # It may begin after forced tokens.
+            return
+        # The next step is planned in a thread: computing masks leaves the interpreter to it.
+        planned = self._planner.submit(self._plan_next)
+        try:
+            self._draw(launched)
+        finally:
+            plan = planned.result()
+        self._launch_planned(plan)
 
     def _append_forced(self, forced: list[tuple[int, list[int]]]) -> None:
         """Rows continue after the tokens that their grammars force. The step launched last draws the first of them."""
@@ -261,8 +293,7 @@ class Cycle:
         try:
             if self._has_undrawn and len(self._launched) == 1:
                 # The device computes its forward pass: queue what follows before sending tokens.
-                self._draw(self._launched[0])
-                self._launch_next()
+                self._draw_and_launch_next(self._launched[0])
         finally:
             self._listener.on_tokens(done)
         sent = self._clock()

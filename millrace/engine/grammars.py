@@ -26,7 +26,8 @@ from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
 
 if TYPE_CHECKING:
-    from millrace.text.grammar.environment import CompiledGrammar, GrammarEnvironment
+    from millrace.text.grammar.compiled import CompiledGrammar
+    from millrace.text.grammar.environment import GrammarEnvironment
     from millrace.text.grammar.matcher import Matcher
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 COMPILE_LIMIT_S = 30.0
 """Includes loading the vocabulary for the first grammar. The front has compiled the grammar before, within less."""
 MAX_MASK_THREADS = 8
+MIN_PARALLEL = 16
+"""Tokens of a step that are followed in threads."""
 SLOW_MASKS_S = 0.02
 """After masks of a step that took longer, those of the next step are timed one by one."""
 SLOW_MASK_S = 0.004
@@ -68,6 +71,9 @@ class Grammars:
         """Requests whose grammar has been compiled. Compile threads append; appending is atomic."""
         self._pending: dict[int, tuple[Future[CompiledGrammar | Unusable], float]] = {}
         """By request id: the result to come, and until when it is waited for."""
+        self._growing: set[CompiledGrammar] = set()
+        self._grown: deque[CompiledGrammar] = deque()
+        """Those with a new lexer. Compile threads append."""
         self._matchers: dict[int, Matcher] = {}
         self._slow_s: dict[int, float] = {}
         """CPU time of slow masks by request."""
@@ -109,6 +115,7 @@ class Grammars:
 
     def take_ready(self, now: float) -> list[int]:
         """Requests that have become ready since the last call. Never blocks."""
+        self._spread()
         ready = []
         while self._compiled:
             request_id = self._compiled.popleft()
@@ -127,7 +134,7 @@ class Grammars:
     def close(self, request_id: int) -> None:
         """Forget a request. Unknown ids are ignored."""
         self._pending.pop(request_id, None)
-        self._matchers.pop(request_id, None)
+        self._drop(request_id)
         self._slow_s.pop(request_id, None)
 
     def shut_down(self) -> None:
@@ -156,7 +163,21 @@ class Grammars:
             self._fail(request_id, result.message)
             return False
         self._matchers[request_id] = result.matcher()
+        self._grow(result)
         return True
+
+    def _grow(self, compiled: CompiledGrammar) -> None:
+        """Let masks of answers with the same grammar be computed in parallel."""
+        if compiled.is_crowded and compiled not in self._growing:
+            self._growing.add(compiled)
+            self._compiler.run(compiled.grow, lambda: self._grown.append(compiled))
+
+    def _spread(self) -> None:
+        while self._grown:
+            compiled = self._grown.popleft()
+            self._growing.discard(compiled)
+            compiled.spread()
+            self._grow(compiled)
 
     def _fail_late(self, now: float) -> None:
         for request_id in [request_id for request_id, (_, until) in self._pending.items() if now > until]:
@@ -168,7 +189,12 @@ class Grammars:
     def _fail(self, request_id: int, message: str) -> None:
         self._num_failed += 1
         self._failed.append(Failure(request_id, message))
-        self._matchers.pop(request_id, None)
+        self._drop(request_id)
+
+    def _drop(self, request_id: int) -> None:
+        matcher = self._matchers.pop(request_id, None)
+        if matcher is not None:
+            matcher.release()
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
@@ -178,19 +204,31 @@ class Grammars:
         if not self._matchers:
             return
         began = time.monotonic()
-        for request_id, token in zip(request_ids, tokens, strict=True):
-            matcher = self._matchers.get(request_id)
-            if matcher is not None:
-                try:
-                    matcher.consume((token,))
-                except GrammarError as error:
+        found = [(one, token) for one, token in zip(request_ids, tokens, strict=True) if one in self._matchers]
+        is_once = len({request_id for request_id, _ in found}) == len(found)
+        if len(found) >= MIN_PARALLEL and is_once and self._environment is not None:
+            matchers = [self._matchers[request_id] for request_id, _ in found]
+            errors = self._environment.consume(matchers, [token for _, token in found])
+            for (request_id, _), error in zip(found, errors, strict=True):
+                if error is not None:
                     self._fail(request_id, str(error))
+        else:
+            for request_id, token in found:
+                self._consume_one(request_id, token)
         self._consume_seconds += time.monotonic() - began
+
+    def _consume_one(self, request_id: int, token: int) -> None:
+        matcher = self._matchers.get(request_id)
+        if matcher is not None:
+            try:
+                matcher.consume((token,))
+            except GrammarError as error:
+                self._fail(request_id, str(error))
 
     def fill(self, request_ids: Sequence[int], out: Uint32s) -> None:
         """Fill row i of `out` with the allowed next tokens of request i: bit `t % 32` of word `t // 32` for token t.
 
-        A request that has failed may draw any token: its draw is discarded.
+        A request that has failed may draw any token: its draw is discarded. Other threads can run meanwhile.
         """
         began = time.monotonic()
         found = [(row, self._matchers.get(request_id)) for row, request_id in enumerate(request_ids)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 
@@ -61,6 +62,8 @@ BLOCKED_WAIT_S = 0.05
 MIN_JUMP, CUDA_MIN_JUMP = 1, 3
 """Draws that must be saved before tokens forced by a grammar are appended at once. On a GPU such a step is a mixed one,
 which takes longer than a decode step."""
+CUDA_MAX_JUMP_ROWS = 16
+"""In larger batches on a GPU nothing is appended: all rows would wait for the longer step, and one gains."""
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
 
@@ -104,6 +107,7 @@ class Engine:
             probe=device.probe,
             masks=constrained,
             min_jump=CUDA_MIN_JUMP if is_cuda else MIN_JUMP,
+            max_jump_rows=CUDA_MAX_JUMP_ROWS if is_cuda else sys.maxsize,
             slow_step_s=math.inf if is_cuda else SLOW_STEP_S,
         )
         self._stopping = False

@@ -37,7 +37,7 @@ from millrace.run.runner import StepResult, copy_to_host
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.draw_plan import DrawPlan, plan_draws
 from millrace.run.sampling.logprobs import LogprobColumns, score
-from millrace.run.sampling.masks import Masks, check_masks
+from millrace.run.sampling.masks import Masks, Uint32s, check_masks, new_masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.table.request_table import RequestTable
 
@@ -190,6 +190,11 @@ class CudaRunner:
     def forward(self, plan: StepPlan) -> None:
         self._forwarded = self._device.queue(lambda: self._forward(plan))
 
+    def mask_memory(self, count: int) -> Uint32s:
+        if self._device.kind != "cuda":  # The forward pass may not have begun.
+            return new_masks(count, self._decoder.spec.vocab_size)
+        return self._work.mask_memory(count)
+
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         forwarded = self._forwarded
         assert forwarded is not None, "a draw follows the forward pass of its step"
@@ -265,7 +270,7 @@ class CudaRunner:
 
     def _draw_plan(self, plan: StepPlan, repeats: bool) -> DrawPlan:
         last = self._draws
-        if repeats and plan.masked is None and last is not None and last.is_reusable:
+        if repeats and last is not None and last.is_reusable:
             return last
         self._draws = draws = plan_draws(plan, self._sampler.row_params, self._is_worth_splitting)
         self._sampler.keep_raw_logits(plan.rows[draws.due], draws)

@@ -29,7 +29,7 @@ from millrace.run.drafting.drafter import Drafter
 from millrace.run.drafting.drafters import make_drafters
 from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, read_layers
 from millrace.run.sampling.logprobs import LogprobColumns
-from millrace.run.sampling.masks import Masks
+from millrace.run.sampling.masks import Masks, Uint32s, new_masks
 from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
@@ -90,6 +90,9 @@ class AnyRunner(Protocol):
 
     def forward(self, plan: StepPlan) -> None:
         """Queue the forward pass of a step. Its draw must be queued before the next forward pass."""
+
+    def mask_memory(self, count: int) -> Uint32s:
+        """Memory for the masks of the step whose forward pass was queued last: [count, words], not initialised."""
 
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         """Queue the draw of the step whose forward pass was queued last."""
@@ -189,6 +192,9 @@ class Runner:
             self._whole = self._device.launch(lambda: self._execute(plan), copy_to_host)
         else:
             self._forwarded = self._device.queue(lambda: self._forward(plan))
+
+    def mask_memory(self, count: int) -> Uint32s:
+        return new_masks(count, self._decoder.spec.vocab_size)
 
     def draw(self, plan: StepPlan, masks: Masks | None = None) -> Pending[StepResult]:
         whole, forwarded = self._whole, self._forwarded

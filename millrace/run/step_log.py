@@ -23,7 +23,7 @@ from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, Int64s, StepPlan, StepShape
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
-from millrace.run.sampling.masks import Masks
+from millrace.run.sampling.masks import Masks, Uint32s
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +170,9 @@ class LoggedRunner:
     def forward(self, plan: StepPlan) -> None:
         self._steps.plan(plan)
         self._runner.forward(plan)
+
+    def mask_memory(self, count: int) -> Uint32s:
+        return self._runner.mask_memory(count)
 
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         if masks is not None:

@@ -32,7 +32,7 @@ from millrace.run.packet.packet_ring import PacketRing, TokenRing
 from millrace.run.packet.step_packet import ALIGN, PacketWriter, Section
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.draw_plan import DrawPlan
-from millrace.run.sampling.masks import Masks, words_per_mask
+from millrace.run.sampling.masks import Masks, Uint32s, words_per_mask
 from millrace.run.table.request_table import RequestTable
 
 UPDATES_IN_PACKET = 1 << 15
@@ -103,6 +103,10 @@ class StepWork:
         drawn_start, num_masked = self._drawn.start(turn), 0 if draws is None else len(draws.masked)
         masks = self._masks.address(turn, num_masked) if num_masked else 0
         self._ring.send(self._writer.write(plan, self._table, shape, packet, draws, records, drawn_start, masks))
+
+    def mask_memory(self, count: int) -> Uint32s:
+        """Host memory for masks of the last step sent."""
+        return self._masks.host(self._ring.turn, count)
 
     def send_masks(self, masks: Masks) -> None:
         """Send the masks of the last step sent; they are read by its head."""

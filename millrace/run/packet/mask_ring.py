@@ -8,12 +8,12 @@ buffers can be replaced.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from millrace.run.device.side_stream import SideStream
 from millrace.run.packet.packet_ring import RING
+from millrace.run.sampling.masks import Uint32s
 
 MIN_LINES = 16
 
@@ -33,10 +33,16 @@ class MaskRing:
             self._grow(turn, count)
         return self._on_device[turn].data_ptr()
 
-    def send(self, turn: int, bits: npt.NDArray[np.uint32]) -> None:
+    def host(self, turn: int, count: int) -> Uint32s:
+        """The turn's host buffer, which `address` made large enough."""
+        lines: Uint32s = self._host[turn][:count].numpy().view(np.uint32)
+        return lines
+
+    def send(self, turn: int, bits: Uint32s) -> None:
         """Copy the masks to the turn's device buffer, before any work queued later on the steps' stream."""
         host, target = self._host[turn][: len(bits)], self._on_device[turn][: len(bits)]
-        host.numpy()[:] = bits.view(np.int32)
+        if bits.ctypes.data != host.data_ptr():
+            host.numpy()[:] = bits.view(np.int32)
         if self._side is None:
             target.copy_(host)
             return

@@ -71,7 +71,7 @@ def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Calla
     scored = (num_logprobs >= 0).nonzero()[0]
     full, greedy = _groups(needs | early, worth_splitting)
     # Once its rows are past their minimum length, a step may turn out to need no logits.
-    is_reusable = plan.masked is None and bool(needs.any() or not early.any())
+    is_reusable = bool(needs.any() or not early.any())
     shaped = row_params.is_shaped[rows].nonzero()[0]
     return DrawPlan(due, full, greedy, masked, scored, num_logprobs[scored], shaped, is_reusable)
 

@@ -12,10 +12,16 @@ from torch import Tensor
 from millrace.plan.step import Int64s
 
 TOKENS_PER_WORD = 32
+Uint32s = npt.NDArray[np.uint32]
 
 
 def words_per_mask(vocab_size: int) -> int:
     return -(-vocab_size // TOKENS_PER_WORD)
+
+
+def new_masks(count: int, vocab_size: int) -> Uint32s:
+    """Memory for masks, not initialised."""
+    return np.empty((count, words_per_mask(vocab_size)), np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class Masks:
 
     index: Int64s
     """Indices of these tokens among those that the step draws, ascending."""
-    bits: npt.NDArray[np.uint32]
+    bits: Uint32s
     """[n, words_per_mask(vocab)]: bit t % 32 of word t // 32 is 1 if token t may be drawn."""
 
     def of(self, draws: Int64s) -> Masks | None:

@@ -78,6 +78,15 @@ class GrammarCompiler(Generic[_T]):
         self._remember(key, future)
         return future
 
+    def run(self, work: Callable[[], None], done: Callable[[], None]) -> None:
+        """Do other work in the same threads, then call `done` there, unless it failed."""
+
+        def both() -> None:
+            work()
+            done()
+
+        self._threads.submit(both)
+
     def _run(self, grammar: Grammar) -> _T | Unusable:
         try:
             return self._build(grammar)

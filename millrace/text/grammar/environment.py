@@ -10,6 +10,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from millrace.errors import ModelError
 from millrace.params import Grammar
 from millrace.sources.resolve import ModelFiles
+from millrace.text.grammar.compiled import CompiledGrammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.matcher import Matcher, Uint32s
 from millrace.text.grammar.problems import sentence_of
@@ -18,19 +19,6 @@ from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 NUM_PROBES = 3
-
-
-class CompiledGrammar:
-    """A grammar that is ready to be followed by any number of answers."""
-
-    def __init__(self, first: LLMatcher, num_words: int, end_token_ids: tuple[int, ...]) -> None:
-        self._first = first
-        self._num_words = num_words
-        self._end_token_ids = end_token_ids
-
-    def matcher(self) -> Matcher:
-        """A matcher at the beginning of an answer."""
-        return Matcher(self._first.deep_copy(), self._num_words, self._end_token_ids)
 
 
 class GrammarEnvironment:
@@ -51,17 +39,22 @@ class GrammarEnvironment:
         self._end_token_ids = ends
         self.num_words = (num_ids + 31) // 32
         """32-bit words in a mask over all ids."""
-        self._threads = LLExecutor(num_threads)
+        self._num_threads, self._threads = num_threads, LLExecutor(num_threads)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         source = guidance_source(grammar)
         if grammar.after:
             source = starting_after(source, grammar.after)
-        first = LLMatcher(self._tokens, source, log_level=0, limits=limits())
-        if first.is_error():
-            raise GrammarError(sentence_of(first.get_error(), grammar.noun))
-        compiled = CompiledGrammar(first, self.num_words, self._end_token_ids)
-        self._probe(compiled.matcher(), grammar.noun)
+
+        def build() -> LLMatcher:
+            return LLMatcher(self._tokens, source, log_level=0, limits=limits())
+
+        compiled = CompiledGrammar(build, self.num_words, self._end_token_ids, self._num_threads)
+        if compiled.first.is_error():
+            raise GrammarError(sentence_of(compiled.first.get_error(), grammar.noun))
+        probe = compiled.matcher()
+        self._probe(probe, grammar.noun)
+        probe.release()
         return compiled
 
     def _probe(self, matcher: Matcher, noun: str) -> None:
@@ -81,12 +74,29 @@ class GrammarEnvironment:
 
     def fill_masks(self, matchers: Sequence[Matcher], out: Uint32s) -> list[GrammarError | None]:
         """Fill row i of `out` with the mask of matcher i, in parallel threads. An error leaves its row undefined."""
-        if out.shape[1] == self.num_words and out.flags.c_contiguous:
-            pairs = [(matcher.inner, index) for index, matcher in enumerate(matchers)]
-            self._threads.unsafe_compute_mask_ptr(pairs, out.ctypes.data, out.strides[0], len(out))
-            num_words = np.count_nonzero(out, axis=1).tolist()
-            return [matcher.error(words > 0) for matcher, words in zip(matchers, num_words, strict=True)]
-        return [_fill_one(matcher, row) for matcher, row in zip(matchers, out, strict=True)]
+        if out.shape[1] != self.num_words or not out.flags.c_contiguous:
+            return [_fill_one(matcher, row) for matcher, row in zip(matchers, out, strict=True)]
+        # Each thread takes a contiguous part: those that share a lexer should not wait for each other.
+        pairs = [(matcher.inner, index) for index, matcher in enumerate(matchers)]
+        pairs.sort(key=lambda pair: id(matchers[pair[1]].lexer))
+        self._threads.unsafe_compute_mask_ptr(pairs, out.ctypes.data, out.strides[0], len(out))
+        # A mask without a token is an error to llguidance.
+        return [matcher.error(True) if matcher.inner.is_error() else None for matcher in matchers]
+
+    def consume(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[GrammarError | None]:
+        """Advance matcher i, each of which occurs once, by token i, in parallel threads."""
+        errors: list[GrammarError | None] = [None] * len(matchers)
+        pairs = list(enumerate(zip(matchers, tokens, strict=True)))
+        pairs = [(index, pair) for index, pair in pairs if not pair[0].ends(pair[1])]
+        if not pairs:
+            return errors
+        done = self._threads.consume_token_par([(matcher.inner, token) for _, (matcher, token) in pairs])
+        for (index, (matcher, token)), is_consumed in zip(pairs, done, strict=True):
+            if is_consumed:
+                matcher.note(token)
+            else:
+                errors[index] = GrammarError(matcher.problem)
+        return errors
 
 
 def _fill_one(matcher: Matcher, row: Uint32s) -> GrammarError | None:

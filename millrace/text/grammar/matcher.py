@@ -12,25 +12,69 @@ from millrace.text.grammar.compiler import GrammarError
 
 Uint32s = npt.NDArray[np.uint32]
 
+MAX_REPLAYED = 64
+"""An answer with as many tokens stays with its lexer."""
+
+
+class Lexer:
+    """The part of a compiled grammar that its matchers share, behind a lock."""
+
+    def __init__(self, first: LLMatcher) -> None:
+        self.first = first
+        """At the beginning of an answer."""
+        self.matchers: set[Matcher] = set()
+        """Those in use."""
+
 
 class Matcher:
     """Used by one thread at a time. An error is final: every later call raises it again."""
 
-    __slots__ = ("_end_token_ids", "_num_words", "inner")
+    __slots__ = ("_consumed", "_end_token_ids", "_num_words", "inner", "lexer")
 
-    def __init__(self, inner: LLMatcher, num_words: int, end_token_ids: tuple[int, ...]) -> None:
-        self.inner = inner
+    def __init__(self, lexer: Lexer, num_words: int, end_token_ids: tuple[int, ...]) -> None:
+        self.lexer = lexer
+        self.inner = lexer.first.deep_copy()
         """For llguidance's calls that take several matchers."""
         self._num_words = num_words
         self._end_token_ids = end_token_ids
+        self._consumed: list[int] = []
+        """Tokens so far, as long as they are few."""
+        lexer.matchers.add(self)
+
+    def release(self) -> None:
+        """The answer has ended."""
+        self.lexer.matchers.discard(self)
+
+    @property
+    def can_move(self) -> bool:
+        return len(self._consumed) < MAX_REPLAYED and not self.inner.is_error()
+
+    def move_to(self, lexer: Lexer) -> None:
+        """Follow the answer with another lexer of the same grammar from here on."""
+        moved = lexer.first.deep_copy()
+        if not moved.consume_tokens(self._consumed):
+            return
+        self.release()
+        self.lexer, self.inner = lexer, moved
+        lexer.matchers.add(self)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Advance by tokens of the answer, end tokens included."""
         for token in tokens:
-            if token in self._end_token_ids and self.is_done:
-                continue  # llguidance allows every end token here, but may not consume it.
+            if self.ends(token):
+                continue
             if not self.inner.consume_token(token):
                 raise GrammarError(self.problem)
+            self.note(token)
+
+    def ends(self, token: int) -> bool:
+        """True if the token ends a complete answer: llguidance allows every end token, but may not consume it."""
+        return token in self._end_token_ids and self.is_done
+
+    def note(self, token: int) -> None:
+        """The token was consumed."""
+        if len(self._consumed) < MAX_REPLAYED:
+            self._consumed.append(token)
 
     def fill_mask(self, row: Uint32s) -> None:
         """Set bit `i % 32` of word `i // 32` for each token `i` that may come next, and clear all others.

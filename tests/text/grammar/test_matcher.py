@@ -121,6 +121,42 @@ def test_rows_are_filled_together_as_one_by_one(environment: GrammarEnvironment,
             assert np.array_equal(alone, row)
 
 
+def test_answers_move_to_new_lexers(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    compiled = environment.compile(OBJECT)
+    begun = ['{"a": [1', "{", '{"b": "text', '{"c"']
+    matchers = [compiled.matcher() for _ in begun]
+    for matcher, text in zip(matchers, begun, strict=True):
+        matcher.consume(default_tokenizer.encode(text, add_special=False))
+    before = [allowed(matcher, environment.num_words).tolist() for matcher in matchers]
+    assert compiled.is_crowded
+    compiled.grow()
+    compiled.spread()
+    sizes = sorted(len(lexer.matchers) for lexer in {matcher.lexer for matcher in matchers})
+    assert sizes == [2, 2]
+    assert not compiled.is_crowded, "there are as many lexers as threads"
+    assert [allowed(matcher, environment.num_words).tolist() for matcher in matchers] == before
+    for matcher in matchers:
+        matcher.release()
+    assert all(not matcher.lexer.matchers for matcher in matchers)
+
+
+def test_tokens_are_consumed_together_as_one_by_one(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer
+) -> None:
+    compiled = environment.compile(of({"enum": [1, "a"]}))
+    (one,), (quote,), (wrong,) = (default_tokenizer.encode(text, add_special=False) for text in ("1", '"', "x"))
+    matchers = [compiled.matcher() for _ in range(4)]
+    matchers[3].consume([one])
+    end = default_tokenizer.end_token_ids[0]
+    errors = environment.consume(matchers, [one, quote, wrong, end])
+    assert [error is None for error in errors] == [True, True, False, True]
+    assert matchers[0].is_done
+    alone = compiled.matcher()
+    alone.consume([quote])
+    both = [allowed(matcher, environment.num_words).tolist() for matcher in (alone, matchers[1])]
+    assert both[0] == both[1]
+
+
 def test_an_error_concerns_its_matcher_only(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
     compiled = environment.compile(OBJECT)
     wrong, right = compiled.matcher(), compiled.matcher()
