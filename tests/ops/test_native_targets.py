@@ -30,6 +30,17 @@ def test_a_processor_gets_the_best_kernels_that_it_can_run(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_wheel")
+@pytest.mark.parametrize(
+    ("features", "name"), [({"i8mm", "bf16", "sve"}, "armv8.6"), ({"i8mm"}, "armv8.2"), (set(), "armv8.2")]
+)
+def test_an_arm_processor_gets_matrix_products_if_it_has_all_of_them(features: set[str], name: str) -> None:
+    found = prebuilt_target(frozenset({"asimd", "asimddp", "asimdhp", *features}), "aarch64")
+    assert found is not None
+    assert found.name == name
+    assert prebuilt_target(frozenset({"asimd", *features}), "aarch64") is None
+
+
+@pytest.mark.usefixtures("_wheel")
 def test_an_old_processor_gets_none() -> None:
     assert prebuilt_target(frozenset({"sse2", "avx"}), "x86_64") is None
 

@@ -27,6 +27,7 @@ F32, BF16 = torch.float32, torch.bfloat16
         ("cpu", XEON, {"dtype": "bfloat16"}, True, (BF16, "none")),
         ("cpu", XEON, {"quantization": "none"}, True, (F32, "none")),
         ("cpu", {"asimddp"}, {}, True, (F32, "int8")),
+        ("cpu", {"asimd"}, {}, True, (F32, "none")),
         ("cpu", {"asimddp", "bf16", "i8mm"}, {}, True, (F32, "int8")),
         ("cpu", AMX, {}, True, (BF16, "none")),
         ("cpu", AMX, {"quantization": "int8"}, True, (F32, "int8")),
@@ -43,6 +44,7 @@ def test_precision(
     expected: tuple[torch.dtype, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "has_fast_int8", lambda: bool(features & {"avx512f", "asimddp"}))
     for owner in (device_module, module):
         monkeypatch.setattr(owner, "processor_features", lambda: frozenset(features))
     device: Any = SimpleNamespace(kind=kind)

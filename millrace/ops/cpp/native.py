@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
@@ -170,6 +171,12 @@ def native_origin() -> str:
     return f"none: {found}; torch is used instead" if isinstance(found, str) else found.origin
 
 
+def has_fast_int8() -> bool:
+    """True if there are kernels, and they multiply integers with instructions made for it."""
+    found = _native_or_reason()
+    return isinstance(found, Native) and int8_kernel() != "portable"
+
+
 def int8_kernel() -> str:
     """Name of the instructions that multiply integers."""
     return str(native().with_gil.int8_kernel().decode())
@@ -248,31 +255,33 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, sources: list[Path], scratch: Path) -> Path:
-    objects = [scratch / "-".join(source.relative_to(SOURCES).with_suffix(".o").parts) for source in sources]
-    running = [
-        subprocess.Popen(
-            [compiler, *FLAGS, "-I", str(SOURCES), "-c", str(source), "-o", str(target)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for source, target in zip(sources, objects, strict=True)
-    ]
-    try:
-        for process in running:
-            _check(process.wait(COMPILE_TIMEOUT_S), process.communicate()[1], compiler)
-    except subprocess.TimeoutExpired as error:
-        raise NativeUnavailable(
-            f"needs kernels that {compiler} did not compile within {COMPILE_TIMEOUT_S} s"
-        ) from error
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    """One compiler per core at a time: more would only need more memory. The largest files first."""
+    ordered = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
+    objects = [scratch / "-".join(source.relative_to(SOURCES).with_suffix(".o").parts) for source in ordered]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compile") as pool:
+        done = [pool.submit(_compile_one, compiler, *pair) for pair in zip(ordered, objects, strict=True)]
+        try:
+            for future in done:
+                future.result()
+        except NativeUnavailable:
+            pool.shutdown(cancel_futures=True)
+            raise
     target = scratch / "kernels.so"
     link = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(target)]
     linked = subprocess.run(link, check=False, capture_output=True, timeout=COMPILE_TIMEOUT_S)
     _check(linked.returncode, linked.stderr, compiler)
     return target
+
+
+def _compile_one(compiler: str, source: Path, target: Path) -> None:
+    command = [compiler, *FLAGS, "-I", str(SOURCES), "-c", str(source), "-o", str(target)]
+    try:
+        result = subprocess.run(command, check=False, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(
+            f"needs kernels that {compiler} did not compile within {COMPILE_TIMEOUT_S} s"
+        ) from error
+    _check(result.returncode, result.stderr, compiler)
 
 
 def _check(code: int, errors: bytes, compiler: str) -> None:

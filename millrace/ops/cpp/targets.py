@@ -29,6 +29,7 @@ _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+_ARM = frozenset({"asimddp", "asimdhp"})
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 
 BF16_FEATURES: Final = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
@@ -44,7 +45,8 @@ TARGETS: Final = (
     Target("avx512", "x86_64", ("-march=x86-64-v4",), _V4),
     Target("avx2-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
     Target("avx2", "x86_64", ("-march=x86-64-v3",), _V3),
-    Target("armv8.2", "aarch64", ("-march=armv8.2-a+fp16+dotprod",), frozenset({"asimddp", "asimdhp"})),
+    Target("armv8.6", "aarch64", ("-march=armv8.2-a+fp16+dotprod+i8mm+bf16",), _ARM | {"i8mm", "bf16"}),
+    Target("armv8.2", "aarch64", ("-march=armv8.2-a+fp16+dotprod",), _ARM),
 )
 """The best first."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from millrace.config import ModelConfig, Quantization
+from millrace.ops.cpp.native import has_fast_int8
 from millrace.ops.cpp.targets import AMX_FEATURES, processor_features
 from millrace.run.device.device import Device, fast_dtype
 
@@ -35,6 +36,6 @@ def choose_precision(settings: ModelConfig, device: Device, has_quantised_weight
 
 
 def prefers_int8(device: Device) -> bool:
-    """Whether products of integers are the fastest for quantised weights: on a CPU, unless it has AMX, whose bfloat16
-    kernels unpack them for less."""
-    return device.kind == "cpu" and not processor_features() & AMX_FEATURES
+    """Whether products of integers are the fastest for quantised weights: on a CPU with instructions for them, unless
+    it has AMX, whose bfloat16 kernels unpack them for less."""
+    return device.kind == "cpu" and not processor_features() & AMX_FEATURES and has_fast_int8()

@@ -11,6 +11,8 @@
 
 #if defined(__AVX2__)
 #include "int8/int8_x86.h"
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#include "int8/int8_arm.h"
 #else
 #include "int8/int8_portable.h"
 

@@ -33,6 +33,26 @@ inline Rounded round_tile(const float* x, int8_t* out) {
     return {scale, {_mm512_reduce_add_epi32(left), _mm512_reduce_add_epi32(right)}};
 }
 
+#elif defined(__aarch64__)
+
+inline Rounded round_tile(const float* x, int8_t* out) {
+    float32x4_t v[8], most = vdupq_n_f32(0);
+    for (int i = 0; i < 8; i++) v[i] = vld1q_f32(x + 4 * i), most = vmaxq_f32(most, vabsq_f32(v[i]));
+    float largest = vmaxvq_f32(most);  // NaN if there is one
+    bool finite = largest < INFINITY;
+    float inverse = finite && largest > 0 ? 127.0f / largest : 0.0f;
+    Rounded result{finite ? largest / 127.0f : NAN, {0, 0}};
+    for (int half = 0; half < 2; half++) {
+        int16x4_t narrow[4];
+        for (int i = 0; i < 4; i++) narrow[i] = vqmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(v[4 * half + i], inverse)));
+        int8x16_t bytes = vcombine_s8(vqmovn_s16(vcombine_s16(narrow[0], narrow[1])),
+                                      vqmovn_s16(vcombine_s16(narrow[2], narrow[3])));
+        vst1q_s8(out + 16 * half, bytes);
+        result.halves[half] = vaddlvq_s8(bytes);
+    }
+    return result;
+}
+
 #else
 
 inline Rounded round_tile(const float* x, int8_t* out) {

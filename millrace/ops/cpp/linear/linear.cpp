@@ -65,10 +65,14 @@ inline float32x4_t multiply_add(float32x4_t sum, uint32x4_t weights, uint32x4_t 
 }
 
 inline float32x4_t multiply_add(float32x4_t sum, uint32x4_t pairs, uint32x4_t input, bf16) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return vbfdotq_f32(sum, vreinterpretq_bf16_u32(pairs), vreinterpretq_bf16_u32(input));
+#else
     const uint32x4_t upper = vdupq_n_u32(0xffff0000u);
     sum = vfmaq_f32(sum, vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16)), vreinterpretq_f32_u32(vshlq_n_u32(input, 16)));
     return vfmaq_f32(sum, vreinterpretq_f32_u32(vandq_u32(pairs, upper)),
                      vreinterpretq_f32_u32(vandq_u32(input, upper)));
+#endif
 }
 
 // ROWS rows of a block of STRIDE rows, against one panel.

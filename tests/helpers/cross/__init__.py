@@ -1,0 +1,1 @@
+"""Kernels compiled for a foreign processor and called under an emulator."""
