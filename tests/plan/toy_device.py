@@ -10,6 +10,7 @@ them: the device knows how far they are, and the host learns it a step later.
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 
 import numpy as np
 
@@ -25,14 +26,34 @@ def next_token(state: int, vocab: int) -> int:
     return (state >> 7) % vocab
 
 
-def lone_run(prompt: list[int], max_tokens: int, end_tokens: tuple[int, ...], min_tokens: int, vocab: int):
+def allowed_tokens(state: int, vocab: int) -> list[int]:
+    """The toy grammar: a function of the whole prefix, too. After a third of them one token is forced."""
+    if (state >> 5) % 3 == 0:
+        return [(state >> 13) % vocab]
+    return [token for token in range(vocab) if (state >> token) % 2] or [0]
+
+
+def draw_token(state: int, vocab: int, allowed: list[int] | None) -> int:
+    """The next token, or the first allowed one after it."""
+    token = next_token(state, vocab)
+    return token if allowed is None else min(allowed, key=lambda other: (other - token) % vocab)
+
+
+def lone_run(
+    prompt: list[int],
+    max_tokens: int,
+    end_tokens: tuple[int, ...],
+    min_tokens: int,
+    vocab: int,
+    constrained: bool = False,
+):
     """What a request must generate in any batch: (tokens without the end token, reason)."""
     state = 0
     for token in prompt:
         state = digest(state, token)
     out: list[int] = []
     while True:
-        token = next_token(state, vocab)
+        token = draw_token(state, vocab, allowed_tokens(state, vocab) if constrained else None)
         if token in end_tokens and len(out) >= min_tokens:
             return out, "stop"
         out.append(token)
@@ -61,6 +82,8 @@ class ToyDevice:
         self.limits = [0] * max_rows
         self.fail_on: set[int] = set()
         self.request_of: dict[int, int] = {}
+        self.ended: Container[int] = ()
+        """Requests that the host has ended. Steps in flight may still have their rows."""
         self.rng = random.Random(seed)
         self.num_accepted = 0
         self.host: dict[int, list[tuple[int, int] | None]] = {}
@@ -85,8 +108,9 @@ class ToyDevice:
     def _write_block(self, block: int, content: list[tuple[int, int] | None]) -> None:
         self.slots[block * self.block_size : (block + 1) * self.block_size] = content
 
-    def run(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray | None]:
-        """The tokens of the drawing rows and, with draft places, how many each row drew."""
+    def run(self, plan: StepPlan, masks: dict[int, list[int]] | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+        """The tokens of the drawing rows and, with draft places, how many each row drew. `masks`: the tokens that some
+        of the plan's rows may draw, by index in the plan."""
         for admission in plan.admitted:
             self.tables[admission.row] = {}
             self.tokens[admission.row] = admission.tokens.tolist()
@@ -118,16 +142,20 @@ class ToyDevice:
                     continue
             state = self._compute(row, start, count)
             if plan.samples[index]:
-                own = self._draw(row, state, places)
+                own = self._draw(row, state, places, None if masks is None else masks.get(index))
                 drawn += own
                 counts.append(len(own))
         return np.asarray(drawn, np.int32), None if plan.draft_places is None else np.asarray(counts, np.int32)
 
-    def _draw(self, row: int, state: int, places: int) -> list[int]:
+    def _draw(self, row: int, state: int, places: int, allowed: list[int] | None) -> list[int]:
         """One token, and one more for each draft that is right, up to the limit."""
+        if self.request_of[row] in self.ended:
+            allowed = None  # its draw is discarded, and its last token may be missing in the mask
+        assert allowed is None or allowed == allowed_tokens(state, self.vocab), "the mask is of another prefix"
+        assert allowed is None or not places
         own: list[int] = []
         for place in range(places + 1):
-            token = next_token(state, self.vocab)
+            token = draw_token(state, self.vocab, allowed)
             own.append(token)
             self.tokens[row].append(token)
             is_right = self.rng.random() < 0.7

@@ -1,0 +1,349 @@
+"""The real cycle over a toy device, for random schedules: every request gets the tokens of a lone run.
+
+Grammars restrict some rows, and their masks come late: after the tokens of the step before, while the next forward pass
+is queued. Others have drafts. There are one or several KV groups, copies that take several turns and fail, shapes with
+graphs, cancellations, and a request that makes its steps fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace.engine.cycle import Confirmed, Cycle
+from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.groups import KvGroups
+from millrace.plan.kv.host_tier import HostTierSettings
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler
+from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.step import BlockCopies, CapturePlan, Ended, Int64s, StepOutcome, StepPlan, StepShape
+from millrace.run.runner import StepResult
+from millrace.run.sampling.masks import Masks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
+from toy_device import ToyDevice, allowed_tokens, digest, lone_run
+
+VOCAB = 11
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps and copies fail by the hundred."""
+    caplog.set_level(logging.CRITICAL, "millrace")
+
+
+class ToyGrammars:
+    """Masks of the constrained requests, from the tokens that the host knows."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, int] = {}
+        self.num_masks = 0
+
+    def open(self, request: Request) -> None:
+        self.states[request.id] = _state(request.prompt.tolist())
+
+    def consume(self, outcome: StepOutcome) -> None:
+        for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+            if request_id in self.states:
+                self.states[request_id] = digest(self.states[request_id], token)
+
+    def masks(self, states: Int64s, request_ids: Int64s, bits: Any = None) -> Masks:
+        self.num_masks += len(states)
+        allowed = [allowed_tokens(self.states[one], VOCAB) for one in request_ids.tolist()]
+        words = [sum(1 << token for token in tokens) for tokens in allowed]
+        return Masks(states, np.array(words, np.uint32)[:, None])
+
+    def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
+        return [(one, list(self._forced(self.states[one]))) for one in request_ids.tolist()]
+
+    def _forced(self, state: int) -> Iterator[int]:
+        for _ in range(20):
+            allowed = allowed_tokens(state, VOCAB)
+            if len(allowed) > 1:
+                return
+            yield allowed[0]
+            state = digest(state, allowed[0])
+
+
+def _state(tokens: list[int]) -> int:
+    state = 0
+    for token in tokens:
+        state = digest(state, token)
+    return state
+
+
+class ToyRunner:
+    """Runs steps on the toy device when somebody waits for them, in order."""
+
+    is_built = True
+
+    def __init__(self, device: ToyDevice, rng: random.Random, shapes: ShapeFacts | None) -> None:
+        self.device, self.rng, self.shapes = device, rng, shapes
+        self.forwarded: StepPlan | None = None
+        self.queued: list[ToyStep] = []
+        self.captured: set[object] = set()
+        self.max_polls, self.failures = rng.choice([1, 4, 20]), rng.choice([0.0, 0.3])
+
+    def mask_memory(self, count: int) -> np.ndarray:
+        return np.empty((count, 1), np.uint32)
+
+    def forward(self, plan: StepPlan) -> None:
+        assert self.forwarded is None, "the draw of the step before is missing"
+        self.forwarded = plan
+        self.check_shape(plan)
+
+    def check_shape(self, plan: StepPlan) -> None:
+        shape = plan.shape
+        places = 0 if plan.draft_places is None or not shape.places else int(plan.draft_places.max())
+        assert shape.tokens >= plan.num_tokens
+        assert shape.rows >= len(plan.rows)
+        assert not shape.places or shape.places > places or shape.rows * 2 * shape.places > self.device_rows
+        assert not shape.is_decode or plan.num_tokens == len(plan.rows)
+        if plan.captures:
+            assert shape not in self.captured
+            assert not shape.is_exact
+            self.captured.add(shape)
+
+    @property
+    def device_rows(self) -> int:
+        return len(self.device.tables)
+
+    def draw(self, plan: StepPlan, masks: Masks | None) -> ToyStep:
+        assert self.forwarded is plan
+        self.forwarded = None
+        assert (masks is None) == (plan.masked is None)
+        self.queued.append(ToyStep(self, plan, masks))
+        return self.queued[-1]
+
+    def copy(self, copies: BlockCopies) -> ToyCopy:
+        self.device.begin_copies(copies)
+        return ToyCopy(self.device, copies, self.rng.randrange(self.max_polls), self.rng.random() < self.failures)
+
+    def build_next(self) -> None: ...
+
+    def take_missed(self) -> list[Any]:
+        return []
+
+    def capture(self, plan: CapturePlan) -> bool:
+        assert plan.shape not in self.captured
+        self.captured.add(plan.shape)
+        return True
+
+
+class ToyStep:
+    def __init__(self, runner: ToyRunner, plan: StepPlan, masks: Masks | None) -> None:
+        self.runner, self.plan, self.masks = runner, plan, masks
+        self.result: tuple[np.ndarray, np.ndarray | None] | None = None
+
+    def run(self) -> None:
+        allowed = None
+        if self.masks is not None:
+            due = np.flatnonzero(self.plan.samples)
+            assert self.plan.masked is not None
+            assert due[self.masks.index].tolist() == np.flatnonzero(self.plan.masked).tolist()
+            lists = [[token for token in range(VOCAB) if word >> token & 1] for word in self.masks.bits[:, 0].tolist()]
+            allowed = dict(zip(due[self.masks.index].tolist(), lists, strict=True))
+        self.result = self.runner.device.run(self.plan, allowed)
+
+    def wait(self) -> StepResult:
+        while self.result is None:
+            self.runner.queued.pop(0).run()
+        tokens, counts = self.result
+        none = np.zeros(0, np.int64)
+        return StepResult(
+            self.plan.step_no, torch.from_numpy(tokens), None, none, none.astype(np.int32), (), counts=counts
+        )
+
+    def done(self) -> bool:
+        return self.result is not None
+
+
+class ToyCopy:
+    def __init__(self, device: ToyDevice, copies: BlockCopies, polls: int, failed: bool) -> None:
+        self.device, self.copies, self.polls, self.failed = device, copies, polls, failed
+
+    def done(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def wait(self) -> float:
+        self.device.end_copies(self.copies, self.failed)
+        if self.failed:
+            raise RuntimeError("the copy failed")
+        return 0.001
+
+
+class World:
+    """Also the cycle's listener."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        windows = rng.choice([(None,), (None, 5), (9, None, 4)])
+        max_running, num_blocks, block_size = rng.randrange(1, 7), rng.choice([24, 60]), rng.choice([1, 3, 8])
+        budget = rng.choice([2, max_running + 3, 40])
+        self.device = ToyDevice(num_blocks, block_size, max_running, VOCAB, windows, seed=rng.randrange(1000))
+        facts = ShapeFacts(max_running, budget, 4, block_size, has_drafts=True, can_capture=True)
+        self.runner = ToyRunner(self.device, rng, rng.choice([None, facts]))
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_running=max_running,
+            token_budget=budget,
+            expected_output=1.0,
+            groups=KvGroups(windows),
+            drafts=DraftSettings(rng.choice([0, 3]), max_places=max_running),
+            host_tier=HostTierSettings(rng.choice([0, 20]), block_bytes=1, batch_bytes=3),
+            shapes=make_shape_choice(self.runner.shapes),
+        )
+        self.grammars, self.now = ToyGrammars(), 0.0
+        self.cycle = Cycle(
+            self.scheduler,
+            self.runner,
+            self,
+            clock=self.clock,
+            probe=lambda: None,
+            masks=self.grammars,
+            depth=rng.choice([1, 2, 2, 3]),
+        )
+        self.capacity = (num_blocks // len(windows) - 1) * block_size
+        self.share_constrained = rng.choice([0.0, 0.5, 1.0])
+        self.requests: dict[int, Request] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+        self.device.ended = self.ended
+        self.shared = [rng.randrange(VOCAB) for _ in range(30)]
+        self.num_undrawn = self.num_failed = 0
+
+    def clock(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+    def on_launched(self, plan: StepPlan, now: float) -> None:
+        self.num_undrawn += self.runner.forwarded is not None
+
+    def on_tokens(self, done: Confirmed) -> None:
+        outcome = done.outcome
+        for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
+            assert request_id not in self.ended
+            self.outputs[request_id].append(token)
+        self.on_ended(outcome.ended, done.at)
+
+    def on_step_done(self, done: Confirmed) -> None:
+        self.scheduler.pool.check()
+
+    def on_ended(self, ended: tuple[Ended, ...], now: float) -> None:
+        for event in ended:
+            assert event.request_id not in self.ended
+            self.ended[event.request_id] = event.reason
+
+    def submit(self) -> None:
+        rng, request_id = self.rng, len(self.requests)
+        shared = self.shared[: rng.randrange(30)] if rng.random() < 0.6 else []
+        prompt = shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
+        if len(prompt) >= self.capacity:
+            return
+        request = Request(
+            id=request_id,
+            prompt=np.asarray(prompt, np.int32),
+            max_tokens=rng.randrange(1, min(self.capacity - len(prompt), 30) + 1),
+            end_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 1]))),
+            constrained=rng.random() < self.share_constrained,
+        )
+        self.requests[request_id], self.outputs[request_id] = request, []
+        if request.constrained:
+            self.grammars.open(request)
+        self.scheduler.submit(request)
+
+    def advance(self) -> None:
+        try:
+            if not self.cycle.advance() and self.runner.shapes is not None:
+                self.cycle.warm_next()
+        except RuntimeError as error:
+            self.num_failed += 1
+            self.runner.queued.clear()
+            self.runner.forwarded = None
+            culprit = self.cycle.recover(error)
+            if culprit is not None:
+                assert culprit.request_id in self.device.fail_on
+                self.scheduler.abort(culprit.request_id, "error", "poison")
+
+    def run(self) -> None:
+        if self.rng.random() < 0.2:
+            self.device.fail_on = {self.rng.randrange(8)}
+        for _ in range(self.rng.randrange(5, 30)):
+            for _ in range(self.rng.choice([0, 0, 1, 3])):
+                self.submit()
+            alive = [one for one in self.requests if one not in self.ended]
+            if alive and self.rng.random() < 0.05:
+                self.scheduler.abort(self.rng.choice(alive))
+            self.advance()
+        for _ in range(20_000):
+            if not self.scheduler.has_work and not self.cycle.num_launched:
+                return
+            self.advance()
+        raise AssertionError("starved")
+
+    def check_end(self) -> None:
+        assert set(self.ended) == set(self.requests)
+        for request_id, request in self.requests.items():
+            expected, reason = lone_run(
+                request.prompt.tolist(), request.max_tokens, request.end_token_ids, 0, VOCAB, request.constrained
+            )
+            if self.ended[request_id] in ("stop", "length"):
+                assert (self.outputs[request_id], self.ended[request_id]) == (expected, reason)
+            else:
+                assert self.ended[request_id] == "abort" or request_id in self.device.fail_on
+                assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32))
+def test_every_request_gets_the_tokens_of_a_lone_run(seed: int) -> None:
+    world = World(seed)
+    world.run()
+    world.check_end()
+
+
+def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs() -> None:
+    """The property above is only worth something if they do."""
+    undrawn = masks = jumped = accepted = loaded = copies_failed = failed = captured = beside = dropped = 0
+    for seed in range(40):
+        world = World(seed)
+        world.run()
+        world.check_end()
+        undrawn += world.num_undrawn
+        masks += world.grammars.num_masks
+        jumped += world.cycle.num_jumped
+        accepted += world.device.num_accepted
+        beside += world.device.num_accepted if world.grammars.num_masks else 0
+        dropped += int(world.scheduler.rows.num_dropped.sum())
+        failed += world.num_failed
+        captured += sum(isinstance(shape, StepShape) for shape in world.runner.captured)
+        if world.scheduler.host_tier is not None:
+            loaded += world.scheduler.host_tier.tokens_loaded
+            copies_failed += world.scheduler.host_tier.copies_failed
+    found = {
+        "draws that waited for masks": undrawn,
+        "masks": masks,
+        "jumps": jumped,
+        "drafts": accepted,
+        "drafts beside masks": beside,
+        "blocks behind windows": dropped,
+        "tokens loaded": loaded,
+        "copies that failed": copies_failed,
+        "steps that failed": failed,
+        "graphs": captured,
+    }
+    assert all(count > 10 for count in found.values()), found
