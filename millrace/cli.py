@@ -14,6 +14,7 @@ from types import ModuleType
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.terminal.colour import RED, coloured
+from millrace.terminal.folding import folded
 from millrace.terminal.foreign_names import COMMANDS as SYNONYMS
 from millrace.terminal.parser import CommandParser, UsageError
 from millrace.version import __version__
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(top_help(), end="")
+        print(folded(top_help()), end="")
         return 0 if arguments else EXIT_USAGE
     if arguments[0] in ("-V", "--version"):
         print(f"millrace {__version__}")

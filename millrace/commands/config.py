@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import sys
 
 from millrace.config import Config
 from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults, SamplingParams
 from millrace.sources.known_models import find_known
 from millrace.sources.sampling_defaults import from_tables, sampling_defaults
+from millrace.terminal.folding import folded, terminal_width
 from millrace.terminal.model_download import is_downloaded
 from millrace.terminal.settings_options import add_model, add_settings, load_settings
 from millrace.terminal.settings_table import records, table_lines, toml_lines
@@ -35,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(records(loaded)))
         return 0
-    lines = toml_lines(loaded) if args.toml else table_lines(loaded, _width())
+    lines = toml_lines(loaded) if args.toml else table_lines(loaded, terminal_width())
     print("\n".join(lines))
     if not args.toml:
-        print(f"\n{sampling_line(loaded.config)}")
+        print(folded(f"\n{sampling_line(loaded.config)}"))
     return 0
 
 
@@ -66,8 +65,3 @@ def _sampling_defaults(config: Config) -> SamplingDefaults | None:
     from millrace.sources.resolve import resolve_model
 
     return sampling_defaults(resolve_model(source), choice)
-
-
-def _width() -> int | None:
-    """Terminal columns to wrap help texts to; None (no wrapping) if the output is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

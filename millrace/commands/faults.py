@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ examples:
 
 Each run starts its own server. The exit code is 1 if a check failed."""
 
+Say = Callable[[str], None]
+"""Reports what a run found."""
 _SMALL_POOL = ("--kv-tokens", "4096", "--max-context", "512")
 """KV pages become resident when first used; a large pool would look like a leak."""
 _SERVER_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -51,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--factor", type=float, default=2.0, metavar="X", help="load of overload, times the capacity (default: 2)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the faults (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 async def _with_server(args: argparse.Namespace) -> int:
     from millrace.bench.local_server import LocalServer
 
-    actions: dict[str, Callable[[argparse.Namespace, str, int], Awaitable[list[str]]]] = {
+    actions: dict[str, Callable[[argparse.Namespace, str, int, Say], Awaitable[list[str]]]] = {
         "disconnects": _disconnects,
         "fuzz": _fuzz,
         "kill-engine": _kill,
@@ -74,40 +78,44 @@ async def _with_server(args: argparse.Namespace) -> int:
     }
     with LocalServer(_SERVER_OPTIONS[args.what]) as server:
         await server.wait_ready()
-        failures = await actions[args.what](args, server.url, server.pid)
+        said: list[str] = []
+        failures = await actions[args.what](args, server.url, server.pid, said.append if args.json else print)
+    if args.json:
+        print(json.dumps({"fault": args.what, "seconds": args.seconds, "report": said, "failures": failures}))
+        return 1 if failures else 0
     for line in failures:
         print(f"FAILED: {line}")
     print(f"{len(failures)} checks failed." if failures else "All checks passed.")
     return 1 if failures else 0
 
 
-async def _disconnects(args: argparse.Namespace, url: str, pid: int) -> list[str]:
+async def _disconnects(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
     from millrace.faults.disconnects import churn
 
     result = await churn(url, pid, args.clients, args.seconds, args.seed)
-    print(
+    say(
         f"Requests: {result.abandoned} abandoned by their client, {result.completed} read to the end,"
         f" {result.refused} refused."
     )
-    return _leaks(result.readings, args.seconds)
+    return _leaks(result.readings, args.seconds, say)
 
 
-async def _fuzz(args: argparse.Namespace, url: str, pid: int) -> list[str]:
+async def _fuzz(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
     from millrace.faults.fuzz import fuzz
 
     result = await fuzz(url, pid, args.seconds, args.seed)
     counts = ", ".join(f"{count} × {status}" for status, count in sorted(result.statuses.items()))
-    print(f"{result.sent} mutated requests: {counts}.")
-    return [*result.faults, *_leaks(result.readings, args.seconds)]
+    say(f"{result.sent} mutated requests: {counts}.")
+    return [*result.faults, *_leaks(result.readings, args.seconds, say)]
 
 
-async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
+async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
     from millrace.faults.kills import kill_repeatedly
 
     part = "engine" if args.what == "kill-engine" else "front"
     result = await kill_repeatedly(url, pid, "engine" if part == "engine" else "front", args.seconds)
     times = sorted(result.recovery_s)
-    print(
+    say(
         f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event,"
         f" {result.refused} got an error status, {result.cut} cut off, {result.completed} completed."
         f" Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
@@ -115,15 +123,15 @@ async def _kill(args: argparse.Namespace, url: str, pid: int) -> list[str]:
     return [f"{result.cut} streams ended without an error"] if part == "engine" and result.cut else []
 
 
-async def _overload(args: argparse.Namespace, url: str, pid: int) -> list[str]:
+async def _overload(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
     from millrace.faults.overload import overload
 
     capacity, results = await overload(url, args.seconds, args.factor, concurrency=16)
-    print(f"Capacity {capacity:.1f} requests/s; offered {args.factor:g} times that for {args.seconds:g} s.")
+    say(f"Capacity {capacity:.1f} requests/s; offered {args.factor:g} times that for {args.seconds:g} s.")
     for one in results:
         retry = f", Retry-After {min(one.retry_after_s)} to {max(one.retry_after_s)} s" if one.retry_after_s else ""
         shed = 100 * one.shed / max(1, one.offered)
-        print(
+        say(
             f"  {one.name:12} offered {one.offered:5}, served {one.served:5}, rejected {shed:4.0f}%{retry};"
             f" TTFT p50 {one.ttft(50):.2f} s, p99 {one.ttft(99):.2f} s; {one.failed} failed"
         )
@@ -136,12 +144,12 @@ async def _overload(args: argparse.Namespace, url: str, pid: int) -> list[str]:
     return failures
 
 
-def _leaks(readings: IdleReadings | None, seconds: float) -> list[str]:
+def _leaks(readings: IdleReadings | None, seconds: float, say: Say) -> list[str]:
     from millrace.faults.leak_check import LONG_RUN_S
 
     assert readings is not None
     before, half, after = readings.before, readings.half, readings.after
-    print(
+    say(
         f"Idle after warm-up, half and all of the run: memory {before.memory_mib:.0f}, {half.memory_mib:.0f},"
         f" {after.memory_mib:.0f} MiB; open files {before.open_files}, {half.open_files}, {after.open_files}."
         f" At the end: {after.used_blocks:.0f} KV blocks in use, {after.requests:.0f} requests."

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.terminal.folding import folded
 from millrace.terminal.parser import UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="see, explain and cancel the requests of all tenants; unload, download and delete models",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON; list: one line per tenant")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,16 +78,23 @@ def _add(args: argparse.Namespace) -> None:
     keys = (*tenant.keys, DIGEST_PREFIX + digest_of(key).hex())
     tenants[args.tenant] = msgspec.structs.replace(tenant, keys=keys)
     _write(args.file, tenants)
-    print(f"{key}\nStore this key now: it is not shown again. {args.file} keeps only its hash.")
+    if args.json:
+        print(json.dumps({"tenant": args.tenant, "key": key, "hash": keys[-1].removeprefix(DIGEST_PREFIX)}))
+    else:
+        print(f"{key}\nStore this key now: it is not shown again. {args.file} keeps only its hash.")
 
 
 def _list(args: argparse.Namespace) -> None:
     from millrace.serve.tenancy.keyring import DIGEST_PREFIX, read_tenants
 
     for name, tenant in read_tenants(args.file).items():
+        if args.json:
+            own = [key.removeprefix(DIGEST_PREFIX) for key in tenant.keys]
+            print(json.dumps({"tenant": name, "hashes": own, **{field: getattr(tenant, field) for field in _FIELDS}}))
+            continue
         hashes = ", ".join(key.removeprefix(DIGEST_PREFIX)[:12] + "…" for key in tenant.keys) or "no keys"
         limits = ", ".join(f"{field} {getattr(tenant, field)}" for field in _FIELDS)
-        print(f"{name}: {hashes}; {limits}")
+        print(folded(f"{name}: {hashes}; {limits}"))
 
 
 def _remove(args: argparse.Namespace) -> None:
@@ -106,7 +116,10 @@ def _remove(args: argparse.Namespace) -> None:
     name, key = found[0]
     tenants[name] = msgspec.structs.replace(tenants[name], keys=tuple(k for k in tenants[name].keys if k != key))
     _write(args.file, tenants)
-    print(f"Revoked key {key[7:19]}… of tenant '{name}'.")
+    if args.json:
+        print(json.dumps({"tenant": name, "revoked": key.removeprefix(DIGEST_PREFIX)}))
+    else:
+        print(f"Revoked key {key[7:19]}… of tenant '{name}'.")
 
 
 def _write(file: Path, tenants: dict[str, Tenant]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
+import json
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from millrace.errors import ConfigError
+from millrace.terminal.folding import folded, terminal_width
 from millrace.terminal.settings_options import add_settings, load_settings
 
 if TYPE_CHECKING:
@@ -28,19 +28,31 @@ _MIN_WHY_WIDTH = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON line per version")
     add_settings(parser, sections=("model", "run"))
 
 
 def run(args: argparse.Namespace) -> int:
-
     from millrace.run.device.device import open_device
     from millrace.run.device.precision import choose_precision
 
     config = load_settings(args).config
     device = open_device(config.run)
     precision = choose_precision(config.model, device, has_quantised_weights=True)
-    print_ops(device.torch_device, precision.dtype, config.run.deterministic, precision.quantization == "int8")
+    choice = (device.torch_device, precision.dtype, config.run.deterministic, precision.quantization == "int8")
+    if args.json:
+        _print_json(*choice)
+    else:
+        print_ops(*choice)
     return 0
+
+
+def _print_json(device: torch.device, dtype: torch.dtype, deterministic: bool, int8: bool) -> None:
+    op = ""
+    for name, mark, version, invariant, why in _rows(device, dtype, deterministic, int8):
+        op = name or op
+        record = {"op": op, "version": version, "in_use": mark == "*", "batch_invariant": invariant == "yes"}
+        print(json.dumps({**record, "why": why}))
 
 
 def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = False, int8: bool = False) -> None:
@@ -48,9 +60,9 @@ def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = Fa
     weights round activations to INT8."""
     from millrace.ops.base.version import dtype_name
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = terminal_width()
     mode = (", INT8 products of quantised weights" if int8 else "") + (", deterministic" if deterministic else "")
-    print(f"ops on {device.type} in {dtype_name(dtype)}{mode}; * marks the version in use\n")
+    print(folded(f"ops on {device.type} in {dtype_name(dtype)}{mode}; * marks the version in use\n"))
     for line in table_lines(device, dtype, deterministic, width, int8):
         print(line)
     if device.type == "cpu":

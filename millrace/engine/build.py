@@ -17,6 +17,7 @@ from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
+from millrace.engine.processor_limits import processor_limits
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel
@@ -137,10 +138,11 @@ def build_engine(
         host_tier=host_tier,
         shapes=make_shape_choice(runner.shapes),
     )
+    measured = processor_limits(dtype) if device.kind == "cpu" else limits
     ready = msgspec.structs.replace(
         _ready(config, files, spec, precision, device, plan),
-        device_bytes_per_s=limits.bytes_per_s,
-        device_flops=limits.flops,
+        device_bytes_per_s=measured.bytes_per_s,
+        device_flops=measured.flops,
     )
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size))
     work = step_work(spec, plan.weights_bytes, kv_token_bytes)

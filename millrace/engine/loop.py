@@ -378,6 +378,7 @@ class Engine:
             accepted_tokens=figures.accepted_tokens,
             cached_tokens=ledger.cached_tokens,
             evictions=pool.num_evicted,
+            evicted_for_arrivals=pool.num_evicted_for_arrivals,
             yields=scheduler.num_yields,
             bytes_read=figures.bytes_read,
             flops=figures.flops,

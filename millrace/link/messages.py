@@ -232,6 +232,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Prompt tokens of ended requests that were found in the prefix cache."""
     evictions: int = 0
     """KV blocks evicted from the prefix cache."""
+    evicted_for_arrivals: int = 0
+    """Those of them that made room for blocks from host memory; the others did for new tokens."""
     yields: int = 0
     """Preemptions in favour of a more urgent request; the other `preemptions` were for lack of KV blocks."""
     bytes_read: float = 0.0

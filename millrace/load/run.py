@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -15,6 +16,8 @@ from millrace.load.workload import LoadRequest
 
 DRAIN_S = 120.0
 """How long requests may take after the last one was sent."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+"""Of a client in a closed loop whose request was refused."""
 
 
 @dataclass(slots=True)
@@ -27,6 +30,11 @@ class Progress:
     events: int = 0
 
 
+def is_refusal(record: Record) -> bool:
+    """True if the server could not be reached or asked to come later."""
+    return bool(record.error) and record.status in (0, 429, 502, 503, 504)
+
+
 @dataclass(slots=True)
 class Runner:
     endpoint: Endpoint
@@ -36,7 +44,7 @@ class Runner:
 
     async def open_loop(self, requests: Iterator[LoadRequest], start: float) -> None:
         """Send each request at its intended time, whatever happens to those before. `start` is on `time.monotonic`."""
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[Record | None]] = set()
         async with self._session() as session:
             for request in requests:
                 await asyncio.sleep(max(0.0, start + request.at_s - time.monotonic()))
@@ -46,13 +54,20 @@ class Runner:
             await self._drain(tasks)
 
     async def closed_loop(self, requests: Iterator[LoadRequest], concurrency: int, start: float, until: float) -> None:
-        """`concurrency` clients, each of which sends its next request when the last was answered, until this time."""
+        """`concurrency` clients, each of which sends its next request when the last was answered, until this time. A
+        client that was refused pauses first, longer each time: a server that is gone is not hammered."""
         async with self._session() as session:
 
             async def client() -> None:
                 await asyncio.sleep(max(0.0, start - time.monotonic()))
+                pause_s = FIRST_PAUSE_S
                 while time.monotonic() < until:
-                    await self._converse(session, next(requests), start, time.monotonic() - start)
+                    last = await self._converse(session, next(requests), start, time.monotonic() - start)
+                    if last is None or not is_refusal(last):
+                        pause_s = FIRST_PAUSE_S
+                        continue
+                    await asyncio.sleep(min(pause_s, max(0.0, until - time.monotonic())))
+                    pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
             await self._drain({asyncio.create_task(client()) for _ in range(concurrency)}, until=until)
 
@@ -61,7 +76,7 @@ class Runner:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 16)
 
-    async def _drain(self, tasks: set[asyncio.Task[None]], until: float = 0.0) -> None:
+    async def _drain(self, tasks: Collection[asyncio.Task[Any]], until: float = 0.0) -> None:
         if tasks:
             remaining = self.drain_s + max(0.0, until - time.monotonic())
             _, open_tasks = await asyncio.wait(set(tasks), timeout=remaining)
@@ -71,7 +86,9 @@ class Runner:
 
     async def _converse(
         self, session: aiohttp.ClientSession, request: LoadRequest, start: float, intended_s: float
-    ) -> None:
+    ) -> Record | None:
+        """Returns the record of the last turn."""
+        record = None
         messages = [{"role": "system", "content": request.system}] if request.system else []
         for turn, (text, max_tokens) in enumerate(zip(request.turns, request.max_tokens, strict=True)):
             messages.append({"role": "user", "content": text})
@@ -90,9 +107,10 @@ class Runner:
             self.progress.ended += 1
             self.progress.failed += bool(record.error)
             if record.error:
-                return
+                break
             messages.append({"role": "assistant", "content": answer})
             intended_s = time.monotonic() - start  # The next turn is due when the answer is there.
+        return record
 
     def _on_event(self) -> None:
         self.progress.events += 1

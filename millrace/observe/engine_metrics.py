@@ -62,10 +62,14 @@ def _limits(ready: EngineReady) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily("millrace_kv_capacity_tokens", "Capacity of the KV pool in tokens.", value=ready.kv_tokens)
     if ready.device_flops:
-        yield GaugeMetricFamily("millrace_device_flops", "Peak FLOP/s of the device.", value=ready.device_flops)
+        yield GaugeMetricFamily(
+            "millrace_device_flops", "FLOP/s of the device (CPU: measured).", value=ready.device_flops
+        )
     if ready.device_bytes_per_s:
         yield GaugeMetricFamily(
-            "millrace_device_bytes_per_second", "Memory bandwidth of the device.", value=ready.device_bytes_per_s
+            "millrace_device_bytes_per_second",
+            "Bandwidth of the device (CPU: measured).",
+            value=ready.device_bytes_per_s,
         )
 
 
@@ -156,6 +160,12 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     reasons.add_metric(["memory"], stats.preemptions - stats.yields)
     reasons.add_metric(["priority"], stats.yields)
     yield reasons
+    evicted = CounterMetricFamily(
+        "millrace_engine_evictions_by_reason", "KV blocks evicted from the prefix cache, by reason.", labels=["reason"]
+    )
+    evicted.add_metric(["new_tokens"], stats.evictions - stats.evicted_for_arrivals)
+    evicted.add_metric(["arrival"], stats.evicted_for_arrivals)
+    yield evicted
     finished = CounterMetricFamily("millrace_engine_finished", "Ended sequences, by finish reason.", labels=["reason"])
     for reason, count in stats.finished.items():
         finished.add_metric([reason], count)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from millrace.observe.device_use import device_use
 from millrace.observe.engine_metrics import EngineView, engine_metrics, tenant_metrics
 from millrace.observe.model_figures import ByModel, ModelFigures
 from millrace.observe.slo.metrics import slo_metrics
@@ -79,6 +80,9 @@ class FrontMetrics:
         )
         self.fronts_up.set(1)
         self._engine_registry.register(ByModel(self.models, lambda model: engine_metrics(model.engine)))
+        self._engine_registry.register(
+            ByModel(self.models, lambda model: device_use(model.history.all(), model.engine.ready))
+        )
         self._engine_registry.register(ByModel(self.models, lambda model: slo_metrics(model.slos)))
         self._tenant_registry = CollectorRegistry()
         self._tenant_registry.register(ByModel(self.models, lambda model: tenant_metrics(model.engine)))

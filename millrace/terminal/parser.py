@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from millrace.errors import ConfigError
+from millrace.terminal.folding import folded
 from millrace.terminal.foreign_names import ADVICE, translated
 
 
@@ -96,6 +97,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, 110)
         super().__init__(prog, max_help_position=30, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return folded(super()._fill_text(text, width, indent), width)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:

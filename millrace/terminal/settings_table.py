@@ -19,7 +19,10 @@ def table_lines(loaded: LoadedConfig, width: int | None) -> Iterator[str]:
     ]
     header = ("key", "value", "source", "help")
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(3)]
-    room = None if width is None else max(width - sum(widths) - 6, _MIN_HELP_WIDTH)
+    room = None if width is None else width - sum(widths) - 6
+    if width is not None and room is not None and room < _MIN_HELP_WIDTH:
+        yield from _narrow_lines(rows, width)
+        return
     section = ""
     for row in (header, *rows):
         if section and row[0].partition(".")[0] != section:
@@ -29,6 +32,17 @@ def table_lines(loaded: LoadedConfig, width: int | None) -> Iterator[str]:
         folded = textwrap.wrap(row[3], room) if room else [row[3]]
         yield f"{start}  {folded[0]}"
         yield from (" " * (len(start) + 2) + rest for rest in folded[1:])
+
+
+def _narrow_lines(rows: list[tuple[str, str, str, str]], width: int) -> Iterator[str]:
+    """For terminals without room for columns: each setting on a line, its meaning below."""
+    section = ""
+    for key, value, source, text in rows:
+        if section and key.partition(".")[0] != section:
+            yield ""
+        section = key.partition(".")[0]
+        yield from textwrap.wrap(f"{key} = {value}  ({source})", width, subsequent_indent="    ")
+        yield from textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
 
 
 def toml_lines(loaded: LoadedConfig) -> Iterator[str]:

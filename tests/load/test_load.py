@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,15 @@ def test_closed_loop_keeps_its_clients_busy_and_turns_follow_each_other(front: F
     assert len(front.engine.received) - before >= len(records)
     ends = {(r.number, r.turn): r.intended_s + r.e2e_s for r in records}
     assert all(r.intended_s >= ends[r.number, 0] - 0.001 for r in records if r.turn == 1)
+
+
+def test_a_closed_loop_does_not_hammer_a_server_that_is_gone() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    records = asyncio.run(run_load(Endpoint(url, "gone"), Pattern(1.0, concurrency=2), Workload(settings())))
+    assert all(record.error for record in records)
+    assert 4 <= len(records) <= 10, "0.1 s, 0.2 s, 0.4 s …"
 
 
 def test_latency_counts_from_the_intended_time(front: Front) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
+from millrace.terminal.folding import folded
 from millrace.terminal.server_options import add_server, ask_server
 
 USAGE = "millrace cost [--url URL] [--price X] [--json] | millrace cost --bill AUDIT_LOG [options]"
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        print("\n".join(_lines(report)))
+        print(folded("\n".join(_lines(report))))
     return 0
 
 

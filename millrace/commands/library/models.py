@@ -10,6 +10,7 @@ from millrace.sources.catalogue import entries
 from millrace.sources.estimate import memory_of
 from millrace.sources.known_models import KNOWN_MODELS
 from millrace.sources.library import catalogue_bytes, find_local, is_cached
+from millrace.terminal.folding import folded
 from millrace.terminal.table import print_table
 
 USAGE = "millrace models [WORD] [--json]"
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         for row in rows
     ]
     print_table([header, *cells], right=(1, 2))
-    print("\n`millrace run NAME` downloads and starts one; `millrace ls` lists what is downloaded.")
+    print(folded("\n`millrace run NAME` downloads and starts one; `millrace ls` lists what is downloaded."))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from millrace.sources.library import remove
 
@@ -15,10 +16,12 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="name as `millrace ls` shows it")
+    parser.add_argument("--json", action="store_true", help="one JSON line per model")
 
 
 def run(args: argparse.Namespace) -> int:
     for name in args.models:
         removed, freed = remove(name)
-        print(f"Deleted {removed}: {freed / 1e6:,.0f} MB are free again.", flush=True)
+        said = f"Deleted {removed}: {freed / 1e6:,.0f} MB are free again."
+        print(json.dumps({"name": removed, "bytes": freed}) if args.json else said, flush=True)
     return 0

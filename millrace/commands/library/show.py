@@ -10,6 +10,7 @@ from millrace.sources.catalogue import find_entry
 from millrace.sources.estimate import estimate_lines
 from millrace.sources.library import catalogue_bytes, is_downloaded
 from millrace.sources.names import expand_alias, has_gpu, parse_name
+from millrace.terminal.folding import folded
 
 USAGE = "millrace show MODEL [--json]"
 EXAMPLES = """\
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         shown = ", ".join(f"{key} {x:g}" for key, x in value.items()) if isinstance(value, dict) else value
         print(f"{name:<{width}}  {shown:,}" if isinstance(shown, int) else f"{name:<{width}}  {shown}")
     if facts["bytes"]:
-        print("\n" + "\n".join(estimate_lines(args.model, int(facts["bytes"]))))
+        print(folded("\n" + "\n".join(estimate_lines(args.model, int(facts["bytes"])))))
     return 0
 
 

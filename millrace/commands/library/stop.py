@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "which", nargs="?", default="", metavar="MODEL", help="model or process id, as `millrace ps` shows"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON line per server")
     parser.add_argument("--all", action="store_true", help="stop every server of yours")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the end (default: 60)"
@@ -35,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.timeout
     for server in chosen:
         _wait(server, deadline)
-        print(f"Stopped {server.model} (process {server.pid}).", flush=True)
+        said = f"Stopped {server.model} (process {server.pid})."
+        print(json.dumps({"model": server.model, "pid": server.pid}) if args.json else said, flush=True)
     return 0
 
 

@@ -31,6 +31,7 @@ class BlockPool:
         self.num_lost = 0
         """Dirty blocks that were evicted."""
         self.num_evicted = 0
+        self.num_evicted_for_arrivals = 0
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks that are not dirty."""
@@ -237,7 +238,9 @@ class BlockPool:
 
     def take_held(self, count: int) -> list[int]:
         """Allocate blocks for contents that arrive from host memory."""
+        before = self.num_evicted
         blocks = self.take_many(count)
+        self.num_evicted_for_arrivals += self.num_evicted - before
         for block in blocks:
             self._refs[block] = 0
             self._holds[block] = 1

@@ -159,6 +159,10 @@ def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any
         "steps": engine.step_no,
         "preemptions": {"memory": engine.preemptions - engine.yields, "priority": engine.yields},
         "evictions": engine.evictions,
+        "evictions_by_reason": {
+            "new_tokens": engine.evictions - engine.evicted_for_arrivals,
+            "arrival": engine.evicted_for_arrivals,
+        },
     }
 
 

@@ -1,0 +1,94 @@
+"""How fast this processor reads memory and multiplies matrices: measured at the first starts, then read from a file.
+
+A busy machine measures too little, so the best of the first `MAX_TRIES` starts is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from millrace.config import cache_dir
+
+MAX_TRIES = 3
+READ_BYTES = 1 << 27
+SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorLimits:
+    bytes_per_s: float = 0.0
+    flops: float = 0.0
+    num_tries: int = 0
+
+
+def processor_limits(dtype: torch.dtype) -> ProcessorLimits:
+    """With the threads that torch uses now. A file that cannot be written costs a fraction of a second per start."""
+    path, key = cache_dir() / "processor_limits.json", _key(dtype)
+    known = _read(path)
+    found = known.get(key, ProcessorLimits())
+    if found.num_tries < MAX_TRIES:
+        measured = _measure(dtype)
+        found = ProcessorLimits(
+            max(found.bytes_per_s, measured.bytes_per_s), max(found.flops, measured.flops), found.num_tries + 1
+        )
+        _write(path, {**known, key: found})
+    return found
+
+
+def _key(dtype: torch.dtype) -> str:
+    return f"{_processor_name()}, {torch.get_num_threads()} threads, {dtype}"
+
+
+def _processor_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _measure(dtype: torch.dtype) -> ProcessorLimits:
+    data = torch.ones(READ_BYTES // 4)
+    read_s = min(_seconds(data.sum) for _ in range(3))
+    # Without instructions for 16 bits, torch multiplies them more slowly than float32, and our kernels do not.
+    product_s = min(_product_s(one) for one in {dtype, torch.float32})
+    return ProcessorLimits(READ_BYTES / read_s, 2 * SIZE**3 / product_s)
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    matrix = torch.ones(SIZE, SIZE, dtype=dtype)
+    return min(_seconds(lambda: matrix @ matrix) for _ in range(3))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _read(path: Path) -> dict[str, ProcessorLimits]:
+    try:
+        return {key: ProcessorLimits(**one) for key, one in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(path: Path, known: dict[str, ProcessorLimits]) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    records = {
+        key: {"bytes_per_s": one.bytes_per_s, "flops": one.flops, "num_tries": one.num_tries}
+        for key, one in known.items()
+    }
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(records), encoding="utf-8")
+        partial.replace(path)

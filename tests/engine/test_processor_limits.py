@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.engine import processor_limits as module
+from millrace.engine.processor_limits import MAX_TRIES, ProcessorLimits, processor_limits
+
+
+def test_the_best_of_the_first_starts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = [ProcessorLimits(5.0, 1.0), ProcessorLimits(9.0, 3.0), ProcessorLimits(7.0, 4.0)]
+    monkeypatch.setattr(module, "_measure", lambda dtype: measured.pop(0))
+    found = [processor_limits(torch.float32) for _ in range(MAX_TRIES + 2)]
+    assert [(one.bytes_per_s, one.flops) for one in found] == [(5, 1), (9, 3), (9, 4), (9, 4), (9, 4)]
+    (tmp_path / "millrace" / "processor_limits.json").write_text("broken")
+    measured.append(ProcessorLimits(2.0, 2.0))
+    assert processor_limits(torch.float32).bytes_per_s == 2.0, "a broken file is measured anew"
+
+
+def test_limits_are_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ_BYTES", 1 << 22)
+    monkeypatch.setattr(module, "SIZE", 128)
+    found = module._measure(torch.bfloat16)
+    assert 1e7 < found.bytes_per_s < 1e13
+    assert 1e7 < found.flops < 1e15

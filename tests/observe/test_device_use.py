@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from serve.front_under_test import Front, running_front, saying
+
+from millrace.observe.device_use import device_use
+from millrace.observe.history import FrontCounts, Sample
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running_front(saying("hello")) as running:
+        yield running
+
+
+def test_shares_of_the_limits_over_the_last_seconds(front: Front) -> None:
+    stats, ready = front.call(front.engine._stats), front.state.client.ready
+    assert ready is not None
+    ready = msgspec.structs.replace(ready, device_bytes_per_s=1000.0, device_flops=0.0)
+
+    def at(second: float, read: float, step: int = 5) -> Sample:
+        return Sample(second, msgspec.structs.replace(stats, bytes_read=read, step_no=step), FrontCounts())
+
+    samples = [at(0.0, 0.0), at(100.0, 1e6), at(105.0, 1.002e6), at(110.0, 1.005e6)]
+    found = {family.name: family.samples[0].value for family in device_use(samples, ready)}
+    assert found == {"millrace_engine_memory_bandwidth_ratio": pytest.approx(0.5)}, "of the last 10 s"
+    assert list(device_use([at(100.0, 1e6, step=9), at(101.0, 5.0, step=1)], ready)) == [], "the engine restarted"
+    assert list(device_use([Sample(100.0, None, FrontCounts())], ready)) == list(device_use(samples, None)) == []
