@@ -18,7 +18,7 @@ import torch
 
 from millrace.config import cache_dir
 
-MAX_TRIES = 3
+MAX_TRIES = 8
 READ_BYTES = 1 << 27
 SIZE = 1024
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from millrace.config import LoadedConfig
 from millrace.terminal.sampling_options import AnswerStats, SamplingFields
@@ -15,9 +15,13 @@ class Backend(Protocol):
     model_name: str
     last: AnswerStats
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Generator[str]: ...
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], fields: SamplingFields) -> Generator[str]: ...
 
     def stream_text(self, prompt: str, fields: SamplingFields) -> Generator[str]: ...
+
+    def takes_images(self) -> bool:
+        """False if the model cannot see; True also where a server does not say."""
+        ...
 
     def close(self) -> None: ...
 

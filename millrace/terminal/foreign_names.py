@@ -36,7 +36,7 @@ SWITCHES = {
 """Options without a value: understood as ours."""
 
 ADVICE = {
-    "--api-key": "A server reads its keys from a file: `millrace keys create` makes one, --keys-file names it.",
+    "--api-key": "A server reads its keys from a file: `millrace keys add` makes one, --keys-file names it.",
     "--tensor-parallel-size": "A model runs on one GPU here; use a smaller or quantised model (--quantization fp8).",
     "--tp-size": "A model runs on one GPU here; use a smaller or quantised model (--quantization fp8).",
     "--pipeline-parallel-size": "A model runs on one GPU here; use a smaller or quantised model.",

@@ -26,11 +26,14 @@ class LocalBackend:
         self.model_name = self._llm.ready.model_name
         self.last = AnswerStats()
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Generator[str]:
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], fields: SamplingFields) -> Generator[str]:
         yield from self._stream(self._llm.encode_chat([dict(message) for message in messages]), fields)
 
     def stream_text(self, prompt: str, fields: SamplingFields) -> Generator[str]:
         yield from self._stream(self._llm.tokenizer.encode(prompt), fields)
+
+    def takes_images(self) -> bool:
+        return False  # Models in this process read text only.
 
     def close(self) -> None:
         self._llm.close()

@@ -34,11 +34,24 @@ class RemoteBackend:
         self.model_name = model or self._first_model()
         self.last = AnswerStats()
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], fields: SamplingFields) -> Generator[str]:
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], fields: SamplingFields) -> Generator[str]:
         yield from self._stream("/v1/chat/completions", {"messages": list(messages), **fields})
 
     def stream_text(self, prompt: str, fields: SamplingFields) -> Generator[str]:
         yield from self._stream("/v1/completions", {"prompt": prompt, **fields})
+
+    def takes_images(self) -> bool:
+        try:
+            connection, response = self._request("POST", "/api/show", {"model": self.model_name})
+        except MillraceError:
+            return True  # A server without this endpoint: it answers the message, or says what is wrong.
+        try:
+            capabilities = json.loads(response.read()).get("capabilities")
+        except (ValueError, AttributeError):
+            return True
+        finally:
+            connection.close()
+        return not isinstance(capabilities, list) or "vision" in capabilities
 
     def close(self) -> None:
         pass

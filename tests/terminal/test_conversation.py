@@ -161,3 +161,28 @@ def test_markers_become_colours() -> None:
 def test_wide_characters_wrap_at_the_width() -> None:
     lines = shown("汉" * 40, width=20).strip().split("\n")
     assert {len(line) for line in lines} == {10}
+
+
+def test_an_image_goes_with_the_next_message_only(tmp_path: Path) -> None:
+    picture, text = tmp_path / "a.png", tmp_path / "a.txt"
+    picture.write_bytes(b"\x89PNG")
+    text.write_text("x")
+    conversation = Conversation()
+    assert run_slash(f"/image {picture}", conversation, {}, "m", "").image == str(picture)
+    assert "not an image" in conversation.attach(text)
+    assert "Cannot read" in conversation.attach(tmp_path / "none.png")
+    assert conversation.attach(picture) == "a.png goes with your next message."
+    conversation.add_user_message("What is this?")
+    conversation.add_answer("A picture.")
+    conversation.add_user_message("Sure?")
+    first, _, last = conversation.messages
+    assert [part["type"] for part in first["content"]] == ["image_url", "text"]
+    assert first["content"][0]["image_url"]["url"] == "data:image/png;base64,iVBORw=="
+    assert last["content"] == "Sure?"
+    saved = tmp_path / "saved.json"
+    conversation.save(saved)
+    again = Conversation()
+    again.load(saved)
+    assert again.turns == conversation.turns
+    conversation.save(tmp_path / "saved.md")
+    assert "(image)\nWhat is this?" in (tmp_path / "saved.md").read_text()

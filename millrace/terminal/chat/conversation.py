@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
+import mimetypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from millrace.errors import MillraceError
 from millrace.terminal.sampling_options import check_fields
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""Content is text, or a list of parts in OpenAI's form where images are attached."""
+MAX_IMAGE_BYTES = 20 << 20
 _SETTABLE: dict[str, Callable[[str], float]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
     **dict.fromkeys(("top_k", "seed", "max_tokens"), int),
@@ -28,6 +33,7 @@ HELP = '''\
 /save FILE           save the conversation, as JSON if FILE ends in .json,
                      else as text
 /load FILE           continue a conversation that was saved as JSON
+/image FILE          attach an image to the next message, for models that see
 /stats               show tokens and times of the last answer
 /exit                exit (also Ctrl-D, or Ctrl-C twice)
 Ctrl-C stops an answer. Pasted lines are one message. For several lines, begin
@@ -38,6 +44,8 @@ and end with """ or end a line with \\ to continue on the next one.'''
 class Conversation:
     system: str = ""
     turns: list[Message] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    """Data URLs that the next message carries."""
 
     @property
     def messages(self) -> list[Message]:
@@ -45,7 +53,23 @@ class Conversation:
         return first + self.turns
 
     def add_user_message(self, text: str) -> None:
-        self.turns.append({"role": "user", "content": text})
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        self.images.clear()
+        self.turns.append({"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text})
+
+    def attach(self, path: Path) -> str:
+        """Attach an image to the next message. Returns what to say."""
+        kind = mimetypes.guess_type(path.name)[0] or ""
+        if not kind.startswith("image/"):
+            return f"{path} is not an image by its name; use a .png, .jpg, .gif or .webp file."
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            return f"Cannot read {path}: {error.strerror}."
+        if len(data) > MAX_IMAGE_BYTES:
+            return f"{path} has {len(data) / 1e6:.0f} MB; the maximum is {MAX_IMAGE_BYTES / 1e6:.0f} MB."
+        self.images.append(f"data:{kind};base64,{base64.b64encode(data).decode()}")
+        return f"{path.name} goes with your next message."
 
     def add_answer(self, text: str) -> None:
         """Add an answer, whole or partial. An empty one removes the user message instead."""
@@ -70,7 +94,7 @@ class Conversation:
         if path.suffix == ".json":
             text = json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n"
         else:
-            text = "\n".join(f"## {m['role']}\n\n{m['content']}\n" for m in self.messages)
+            text = "\n".join(f"## {m['role']}\n\n{_text_of(m['content'])}\n" for m in self.messages)
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -87,7 +111,7 @@ class Conversation:
             return f"{path} is not JSON. /load reads what /save FILE.json wrote."
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             return f"{path} is not a list of messages with role and content."
-        self.system = "\n".join(m["content"] for m in messages if m["role"] == "system")
+        self.system = "\n".join(_text_of(m["content"]) for m in messages if m["role"] == "system")
         self.turns = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "system"]
         return f"Loaded {len(self.turns)} messages from {path}."
 
@@ -96,16 +120,23 @@ def _is_message(value: object) -> bool:
     return (
         isinstance(value, dict)
         and value.get("role") in ("system", "user", "assistant")
-        and isinstance(value.get("content"), str)
+        and isinstance(value.get("content"), str | list)
     )
+
+
+def _text_of(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part.get("type") == "text" else "(image)" for part in content)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What to do after a slash command: print `text`, open `model`, generate the answer again, or leave."""
+    """What to do after a slash command: print `text`, open `model`, attach `image`, answer again, or leave."""
 
     text: str = ""
     model: str = ""
+    image: str = ""
     answer_again: bool = False
     leave: bool = False
 
@@ -125,6 +156,7 @@ def run_slash(line: str, conversation: Conversation, fields: dict[str, object], 
         "/regenerate": lambda: _regenerate(conversation),
         "/load": lambda: Reply(conversation.load(Path(argument).expanduser()) if argument else "Usage: /load FILE"),
         "/save": lambda: Reply(conversation.save(Path(argument).expanduser()) if argument else "Usage: /save FILE"),
+        "/image": lambda: Reply(image=argument) if argument else Reply("Usage: /image FILE"),
         "/stats": lambda: Reply(stats or "No answer yet."),
         "/exit": lambda: Reply(leave=True),
         "/quit": lambda: Reply(leave=True),

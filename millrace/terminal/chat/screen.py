@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from millrace.errors import MillraceError
 from millrace.terminal.backend import Backend
@@ -78,9 +79,17 @@ class ChatScreen:
             self._say(reply.text)
         if reply.model:
             self._switch(reply)
+        if reply.image:
+            self._attach(Path(reply.image).expanduser())
         if reply.answer_again:
             self._answer()
         return not reply.leave
+
+    def _attach(self, path: Path) -> None:
+        if self.backend.takes_images():
+            self._say(self._conversation.attach(path))
+        else:
+            self._say(f"{self.backend.model_name} takes no images, so {path.name} is not attached.", colour=RED)
 
     def _switch(self, reply: Reply) -> None:
         """Open another model; the conversation goes on with it. If that fails, the present one stays."""
