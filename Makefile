@@ -13,6 +13,7 @@ ARGS  ?=
 TESTS ?=
 WORKERS ?= 2
 CLIENTS_PORT ?= 8765
+NODE_PACKAGES := ai@6.0.326 zod@4.6.7 @ai-sdk/openai@3.0.139 @ai-sdk/openai-compatible@2.0.87 @ai-sdk/anthropic@3.0.138
 # How much `make fuzz` sends.
 SIZE ?= 100
 
@@ -40,11 +41,16 @@ test-gpu: setup-dev ## Run the tests that need a GPU: kernels, whole models, gra
 	@$(BIN)/python -m pytest -m gpu -n auto --maxprocesses 12 --dist loadfile $(TESTS)
 	@echo "The GPU agrees. Next: millrace bench gpu"
 
-test-clients: setup-dev fetch ## Agent frameworks against a running server, with packages of their own
+test-clients: setup-dev fetch ## Clients and agent frameworks against a running server, with packages of their own
 	@test -x .venv-clients/bin/pytest || (python3 -m venv .venv-clients && .venv-clients/bin/python -m pip install -q -r requirements-clients.txt)
+	@test -x .venv-clients-openai2/bin/pytest || (python3 -m venv .venv-clients-openai2 && .venv-clients-openai2/bin/python -m pip install -q -r requirements-clients-openai2.txt)
+	@! command -v npm > /dev/null || test -d .venv-clients/node/node_modules/ai || \
+		npm install --silent --no-save --prefix .venv-clients/node $(NODE_PACKAGES) || echo "npm install failed: the Vercel AI SDK is not tested"
 	@$(BIN)/millrace serve --port $(CLIENTS_PORT) & server=$$!; trap "kill $$server" EXIT; \
 		for _ in $$(seq 120); do curl -sf http://127.0.0.1:$(CLIENTS_PORT)/ready > /dev/null && break; sleep 1; done; \
-		MILLRACE_URL=http://127.0.0.1:$(CLIENTS_PORT) .venv-clients/bin/pytest -c /dev/null -p no:cacheprovider tests/clients $(TESTS)
+		export MILLRACE_URL=http://127.0.0.1:$(CLIENTS_PORT) MILLRACE_NODE=$(CURDIR)/.venv-clients/node; \
+		.venv-clients/bin/pytest -c /dev/null --confcutdir tests/clients -p no:cacheprovider tests/clients $(TESTS) && \
+		.venv-clients-openai2/bin/pytest -c /dev/null --confcutdir tests/clients -p no:cacheprovider tests/clients $(TESTS)
 
 test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold them to transformers
 	@$(BIN)/millrace fetch --all

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from millrace.errors import MillraceError, Overloaded
 from millrace.host.cores import usable_cores
 from millrace.link.messages import GrammarStats
-from millrace.params import Grammar
+from millrace.params import FinishReason, Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
 
@@ -53,6 +53,8 @@ class Failure:
 
     request_id: int
     message: str
+    reason: FinishReason = "refused"
+    """What the request asks for cannot be done, or ("error") the server failed."""
 
 
 class Grammars:
@@ -108,7 +110,7 @@ class Grammars:
         try:
             future = self._compiler.submit(grammar, scope)
         except Overloaded as error:
-            self._fail(request_id, error.message)
+            self._fail(request_id, error.message, "error")
             return
         self._pending[request_id] = (future, now + COMPILE_LIMIT_S)
         future.add_done_callback(lambda _: self._compiled.append(request_id))
@@ -156,7 +158,7 @@ class Grammars:
         if error is not None:
             log.error("a grammar could not be compiled", exc_info=error)
             reason = error.message if isinstance(error, MillraceError) else repr(error)
-            self._fail(request_id, f"The grammar could not be compiled: {reason}")
+            self._fail(request_id, f"The grammar could not be compiled: {reason}", "error")
             return False
         result = future.result()
         if isinstance(result, Unusable):
@@ -186,9 +188,9 @@ class Grammars:
                 request_id, f"The grammar was not compiled within {COMPILE_LIMIT_S:g} s; simplify it or try again."
             )
 
-    def _fail(self, request_id: int, message: str) -> None:
+    def _fail(self, request_id: int, message: str, reason: FinishReason = "refused") -> None:
         self._num_failed += 1
-        self._failed.append(Failure(request_id, message))
+        self._failed.append(Failure(request_id, message, reason))
         self._drop(request_id)
 
     def _drop(self, request_id: int) -> None:

@@ -173,7 +173,7 @@ class Engine:
         for request in constrained.take_ready(self._clock()) if constrained.is_compiling else ():
             self._scheduler.submit(request)
         for failure in constrained.take_failed():
-            self._abort(failure.request_id, "error", failure.message)
+            self._abort(failure.request_id, failure.reason, failure.message)
 
     # -- told by the cycle -----------------------------------------------------------------------------------------
 

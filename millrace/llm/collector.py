@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from millrace.errors import MillraceError, RequestFailed
+from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.llm.outputs import Choice, StreamPart
@@ -67,6 +67,9 @@ class Collector:
 
     def on_finish(self, finish: Finish) -> None:
         self.cached_tokens = finish.cached_tokens
+        if finish.reason == "refused":
+            self._fail(BadRequest(finish.message, param="grammar", code="invalid_schema"))
+            return
         if finish.reason in ("error", "abort", "deadline") and self._text.stopped_by is None:
             self._fail(RequestFailed(finish.message or f"The request ended early: {finish.reason}."))
             return

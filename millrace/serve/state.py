@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from aiohttp import web
 
@@ -21,7 +20,7 @@ from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
 from millrace.observe.model_figures import ModelFigures
 from millrace.observe.tracing.exporter import SpanExporter
-from millrace.params import NEUTRAL_DEFAULTS, Grammar, SamplingDefaults
+from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
 from millrace.serve.database import Store, store_directory
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.model_control import FixedModels, ModelControl
@@ -32,11 +31,9 @@ from millrace.serve.tenancy.quotas import Quotas
 from millrace.settings_changes import with_live_changes
 from millrace.text.answer_formats import AnswerFormats, choose_formats
 from millrace.text.chat.template import ChatTemplate
+from millrace.text.grammar.check_pool import CheckPool
 from millrace.text.grammar.compiler import GrammarCompiler
 from millrace.text.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from millrace.text.grammar.check import GrammarCheck
 
 TEXT_THREADS = 2
 
@@ -90,24 +87,9 @@ def _text_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=TEXT_THREADS, thread_name_prefix="text")
 
 
-class _LateCheck:
-    """Imports llguidance, which takes up to 0.4 s, with the first grammar."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._check: GrammarCheck | None = None
-
-    def __call__(self, grammar: Grammar) -> None:
-        from millrace.text.grammar.check import GrammarCheck
-
-        with self._lock:
-            if self._check is None:
-                self._check = GrammarCheck()
-        self._check.check(grammar)
-
-
 def _grammar_check() -> GrammarCompiler[None]:
-    return GrammarCompiler(_LateCheck())
+    pool = CheckPool()
+    return GrammarCompiler(pool, on_close=pool.close)
 
 
 @dataclass(slots=True)

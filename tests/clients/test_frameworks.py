@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import urllib.request
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -23,13 +24,6 @@ class Weather(pydantic.BaseModel):
 
     city: str = pydantic.Field(max_length=20)
     days: int = pydantic.Field(ge=1, le=9)
-
-
-@pytest.fixture(scope="session")
-def model() -> str:
-    with urllib.request.urlopen(f"{URL}/v1/models", timeout=10) as answer:
-        name: str = json.load(answer)["data"][0]["id"]
-        return name
 
 
 def test_instructor(model: str) -> None:
@@ -58,6 +52,38 @@ def test_langchain(model: str) -> None:
     assert gathered.tool_calls[0]["args"] == call["args"]
 
 
+@pytest.mark.parametrize("package", ["langchain_anthropic.ChatAnthropic", "langchain_ollama.ChatOllama"])
+def test_langchain_in_other_dialects(model: str, package: str) -> None:
+    module, _, name = package.partition(".")
+    kind = getattr(pytest.importorskip(module), name)
+    if name == "ChatAnthropic":
+        llm = kind(model_name=model, base_url=URL, api_key="any", temperature=0, max_tokens=150, timeout=60, stop=None)
+        [call] = llm.bind_tools([Weather], tool_choice="Weather").invoke(ASKED).tool_calls
+        assert call["name"] == "Weather"
+    else:
+        llm = kind(model=model, base_url=URL, temperature=0, num_predict=150)
+    method = "json_schema" if name == "ChatOllama" else "function_calling"
+    assert isinstance(llm.with_structured_output(Weather, method=method).invoke(ASKED), Weather)
+
+
+def test_langchain_tool_loop(model: str) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    for responses in (False, True):
+        llm = langchain.ChatOpenAI(
+            base_url=f"{URL}/v1", api_key="any", model=model, temperature=0, max_tokens=150, use_responses_api=responses
+        )
+        messages: list[Any] = [HumanMessage(ASKED)]
+        for _ in range(2):
+            answer = llm.bind_tools([Weather], tool_choice="Weather").invoke(messages)
+            messages += [answer, *(ToolMessage("sunny", tool_call_id=call["id"]) for call in answer.tool_calls)]
+            assert len(answer.tool_calls) == 1
+        assert llm.invoke(messages).text
+        pieces = list(llm.with_structured_output(Weather, method="json_schema").stream(ASKED))
+        assert isinstance(pieces[-1], Weather)
+
+
 def test_pydantic_ai(model: str) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
@@ -67,6 +93,16 @@ def test_pydantic_ai(model: str) -> None:
     llm = models.OpenAIChatModel(model, provider=provider)
     agent = pydantic_ai.Agent(llm, output_type=Weather, model_settings={"temperature": 0})
     assert isinstance(agent.run_sync(ASKED).output, Weather)
+
+    async def streamed() -> Any:
+        async with agent.run_stream(ASKED) as result:
+            pieces = [piece async for piece in result.stream_output()]
+            assert pieces
+            return await result.get_output()
+
+    assert isinstance(asyncio.run(streamed()), Weather)
+    native = pydantic_ai.Agent(llm, output_type=pydantic_ai.NativeOutput(Weather), model_settings={"temperature": 0})
+    assert isinstance(native.run_sync(ASKED).output, Weather)
 
 
 def test_openai_agents(model: str) -> None:
@@ -137,6 +173,8 @@ def test_llama_index(model: str) -> None:
     tool = tools.FunctionTool.from_defaults(get_weather)
     answer = llm.chat_with_tools([tool], user_msg=ASKED, tool_required=True, allow_parallel_tool_calls=False)
     assert llm.get_tool_calls_from_response(answer)[0].tool_name == "get_weather"
+    *_, last = llm.stream_chat_with_tools([tool], user_msg=ASKED, tool_required=True, allow_parallel_tool_calls=False)
+    assert llm.get_tool_calls_from_response(last)[0].tool_kwargs.keys() == {"city"}
     assert isinstance(llm.as_structured_llm(Weather).complete(ASKED).raw, Weather)
 
 
@@ -157,3 +195,27 @@ def test_litellm(model: str) -> None:
         )
         [call] = answer.choices[0].message.tool_calls
         Weather.model_validate_json(call.function.arguments)
+        chunks = list(
+            litellm.completion(
+                model=prefix + model,
+                api_base=base,
+                api_key="any",
+                messages=messages,
+                tools=[tool],
+                tool_choice=named,
+                max_tokens=100,
+                stream=True,
+            )
+        )
+        whole = litellm.stream_chunk_builder(chunks)
+        Weather.model_validate_json(whole.choices[0].message.tool_calls[0].function.arguments)
+
+
+def test_vercel_ai_sdk(model: str) -> None:
+    """`MILLRACE_NODE` names a folder in which the packages are installed."""
+    node, folder = shutil.which("node"), os.environ.get("MILLRACE_NODE", "")
+    if node is None or not Path(folder, "node_modules", "ai").is_dir():
+        pytest.skip("Node or the packages are not installed")
+    script = shutil.copy(Path(__file__).with_name("vercel.mjs"), folder)  # Node looks for packages beside the script.
+    ran = subprocess.run([node, script, URL, model], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

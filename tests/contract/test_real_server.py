@@ -246,6 +246,15 @@ def test_deadlines(server: RealServer) -> None:
     assert last["error"]["code"] == "deadline_exceeded"
 
 
+def test_a_grammar_that_only_the_vocabulary_shows_to_be_wrong_is_refused(server: RealServer) -> None:
+    """Its special token exists in no vocabulary. Nothing of a stream has been sent by then."""
+    for is_streamed in (False, True):
+        body = chat(structured_outputs={"grammar": "start: <|nosuch|>"}, stream=is_streamed)
+        reply = post(server.port, "/v1/chat/completions", body)
+        assert (reply.status, reply.error["param"]) == (400, "structured_outputs.grammar")
+        assert "<|nosuch|>" in reply.error["message"]
+
+
 def test_requests_of_every_kind(server: RealServer) -> None:
     """Random valid parameters, many at a time: each answer conforms to its schema."""
     draw = random.Random(3)

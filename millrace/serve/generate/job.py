@@ -188,6 +188,8 @@ class Job:
                 " larger 'timeout'.",
                 param="timeout",
             )
+        if finish.reason == "refused":
+            return BadRequest(finish.message, param=self.generation.format_field, code="invalid_schema")
         if finish.reason == "cancelled":
             return RequestCancelled(finish.message or "The request was cancelled.")
         if finish.reason == "abort":

@@ -42,9 +42,16 @@ class GrammarCompiler(Generic[_T]):
     """`build` compiles one grammar and raises `GrammarError` if it cannot be used. `submit` belongs to one thread."""
 
     def __init__(
-        self, build: Callable[[Grammar], _T], *, max_cached: int = MAX_CACHED, max_cached_bytes: int = MAX_CACHED_BYTES
+        self,
+        build: Callable[[Grammar], _T],
+        *,
+        max_cached: int = MAX_CACHED,
+        max_cached_bytes: int = MAX_CACHED_BYTES,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_close` ends what `build` uses."""
         self._build = build
+        self._on_close = on_close
         self._max_cached = max_cached
         self._max_cached_bytes = max_cached_bytes
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
@@ -105,6 +112,7 @@ class GrammarCompiler(Generic[_T]):
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._on_close()
 
 
 def _has_failed(future: Future[_T]) -> bool:

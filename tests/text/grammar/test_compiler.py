@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from millrace.errors import BadRequest, Overloaded
 from millrace.params import MAX_GRAMMAR_BYTES, Grammar
 from millrace.text.grammar import compiler as compiler_module
 from millrace.text.grammar.check import GrammarCheck
+from millrace.text.grammar.check_pool import CheckPool
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
 from millrace.text.grammar.problems import sentence_of
 
@@ -114,3 +116,31 @@ def test_errors_are_sentences(schema: str, said: str) -> None:
 
 def test_a_long_error_is_cut() -> None:
     assert len(sentence_of("x" * 5000, "schema")) < 400
+
+
+def test_a_grammar_that_takes_too_long_costs_only_its_sender() -> None:
+    """Two multiples in one number: their least common multiple has a state for each remainder."""
+    pool = CheckPool(limit_s=1.0)
+    multiples = '{"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}'
+    compiler = GrammarCompiler(pool, on_close=pool.close)
+    slow = compiler.submit(Grammar("json_schema", multiples))
+    quick = compiler.submit(Grammar("json_schema", '{"type": "integer"}'))
+    wrong = compiler.submit(Grammar("json_schema", '{"not": {}}'))
+    assert quick.result(60) is None
+    assert wrong.result(60) == Unusable("The schema uses 'not', which is not supported; remove it.")
+    refused = slow.result(60)
+    assert isinstance(refused, Unusable)
+    assert "too much time or memory" in refused.message
+    assert compiler.submit(Grammar("choice", '["a"]')).result(60) is None
+    compiler.close()
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
+    pool = CheckPool(limit_s=60.0)
+    pool(Grammar("json_object"))
+    [process] = pool._idle
+    resource.prlimit(process._process.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    with pytest.raises(GrammarError, match="too much time or memory"):
+        pool(numbered(1, 120_000))
+    pool(numbered(1))
+    pool.close()
