@@ -38,7 +38,7 @@ from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.device.kv_pool import KvFormat
-from millrace.run.packet import decode_rows, step_packet
+from millrace.run.packet import decode_rows, layout
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks, words_per_mask
 
@@ -208,7 +208,7 @@ def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch)
     addition to a full token budget."""
     formats = ("plain", "packed", "fp8")
     change_decode_table(monkeypatch, few=dict.fromkeys(formats, ()), list_from=dict.fromkeys(formats, 0))
-    monkeypatch.setattr(step_packet, "MIN_LISTED_ROWS", 1)
+    monkeypatch.setattr(layout, "MIN_LISTED_ROWS", 1)
     monkeypatch.setattr(decode_rows, "LONG_TOKENS", 8)
     monkeypatch.setattr(decode_rows, "LONG_SHARE", 1.0)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)

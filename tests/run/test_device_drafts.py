@@ -32,7 +32,7 @@ from millrace.plan.shapes.table import ShapeFacts, ShapeTable
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.graphs.step_work import Accept
-from millrace.run.packet import step_packet
+from millrace.run.packet import layout
 from millrace.run.runner import Runner
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 16, 40
@@ -117,7 +117,7 @@ SAMPLED = SamplingParams(temperature=0.4, seed=3, max_tokens=10, ignore_eos=True
 def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:
         want_few_programs(monkeypatch)
-    monkeypatch.setattr(step_packet, "MIN_LISTED_ROWS", listed_from)
+    monkeypatch.setattr(layout, "MIN_LISTED_ROWS", listed_from)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     plain = Runner(decoder_for(torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for(place, True), device, token_budget=BUDGET, speculate="ngram", **SIZES)

@@ -15,7 +15,8 @@ from millrace.plan.shapes.table import ShapeFacts, ShapeTable
 from millrace.plan.step import Admission, Int32s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.packet import decode_rows
-from millrace.run.packet.step_packet import PacketLayout, PacketWriter, Section
+from millrace.run.packet.layout import PacketLayout, Section
+from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.table.request_table import RequestTable
 

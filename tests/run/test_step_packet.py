@@ -13,7 +13,8 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.shapes.table import ShapeFacts, ShapeTable
 from millrace.plan.step import Admission, Int32s, Int64s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
-from millrace.run.packet.step_packet import ALIGN, PacketLayout, PacketWriter
+from millrace.run.packet.layout import ALIGN, PacketLayout
+from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 

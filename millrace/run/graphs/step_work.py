@@ -26,10 +26,11 @@ from millrace.plan.shapes.table import PLACES
 from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.packet.decode_rows import num_words
+from millrace.run.packet.layout import ALIGN, Section
 from millrace.run.packet.lookup_tables import token_tables
 from millrace.run.packet.mask_ring import MaskRing
 from millrace.run.packet.packet_ring import PacketRing, TokenRing
-from millrace.run.packet.step_packet import ALIGN, PacketWriter, Section
+from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.sampling.masks import Masks, Uint32s, words_per_mask
