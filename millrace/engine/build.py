@@ -25,6 +25,7 @@ from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.load import check_quantization, has_quantised_weights, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
+from millrace.ops.cpp.native import native_notes
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
@@ -213,7 +214,7 @@ def _ready(
         dtype=dtype_name,
         device=device.name(),
         memory_plan=plan.parts(),
-        notes=(*plan.notes, *precision.notes),
+        notes=(*plan.notes, *precision.notes, *native_notes(device.torch_device)),
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.kind),
         drafters=offered_drafters(config.plan.speculate, device.kind),

@@ -54,6 +54,8 @@ def test_ops_fall_back_to_torch_and_say_why(monkeypatch: pytest.MonkeyPatch) -> 
         choice = choose(op, cpu, torch.bfloat16, **TYPICAL_SHAPE)
         assert choice.version.name != "native"
         assert reason in choice.reason
+    assert reason in native_module.native_notes(cpu)[0]
+    assert native_module.native_notes(torch.device("cuda")) == ()
     with pytest.raises(Exception, match="needs a C\\+\\+ compiler"):
         choose("attention", cpu, torch.bfloat16, deterministic=True, **TYPICAL_SHAPE)
 

@@ -165,6 +165,14 @@ def _native_or_reason() -> Native | str:
         return f"needs the compiled kernels, which could not be cached or loaded: {error}"
 
 
+def native_notes(device: torch.device) -> tuple[str, ...]:
+    """What a user should know about the kernels of this device."""
+    reason = native_missing(device) if device.type == "cpu" else ""
+    if not reason:
+        return ()
+    return (f"The C++ kernels are not used: Millrace {reason}. Torch computes instead, several times slower.",)
+
+
 def native_origin() -> str:
     """Which kernels are used and why, as a clause, for people."""
     found = _native_or_reason()
