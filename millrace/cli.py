@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP",
     "chat": "chat with a model in the terminal, or with a server",
     "generate": "complete one prompt and print the text",
+    "train-drafter": "train a drafter for speculative decoding from a model's own answers",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
     "top": "watch a running server: rates, latencies, queue, KV memory",
@@ -124,7 +125,7 @@ def module_of(name: str) -> str:
     """Full name of the module of a command."""
     rooms = {"library.": _LIBRARY, "setup.": _SETUP, "figures.": _FIGURES}
     room = next((room for room, names in rooms.items() if name in names), "")
-    return f"millrace.commands.{room}{name}"
+    return f"millrace.commands.{room}{name.replace('-', '_')}"
 
 
 def run_command(module: ModuleType, name: str, arguments: Sequence[str]) -> int:
@@ -153,7 +154,7 @@ def command_parsers() -> dict[str, CommandParser]:
 
 
 def top_help() -> str:
-    return HELP.format(commands="\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items()))
+    return HELP.format(commands="\n".join(f"  {name:<13} {summary}" for name, summary in COMMANDS.items()))
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

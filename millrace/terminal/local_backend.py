@@ -21,7 +21,7 @@ class LocalBackend:
             self._llm = LLM(
                 config.model.source,
                 on_loading=lambda stage: line.show(stage.what, stage.done, stage.total),
-                **_settings(config),
+                **llm_settings(config),
             )
         self.model_name = self._llm.ready.model_name
         self.last = AnswerStats()
@@ -61,7 +61,7 @@ class LocalBackend:
             )
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def llm_settings(config: Config) -> dict[str, Any]:
     """Keyword arguments of `LLM`; server settings do not apply here."""
     return {
         setting.name: getattr(getattr(config, setting.section), setting.name)

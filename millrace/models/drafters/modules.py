@@ -140,6 +140,13 @@ class _Layers(nn.Module):
         self.layers = nn.ModuleList(layers)
 
 
+class _Decoder(_Layers):
+    def __init__(self, spec: ModelSpec, layers: list[_Layer]) -> None:
+        super().__init__(layers)
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.norm = _Norm(spec.hidden_size, spec.norm_eps)
+
+
 class EagleModule(nn.Module):
     """EAGLE and EAGLE-3. Embeddings are given, and so is the LM head unless the drafter has its own."""
 
@@ -243,3 +250,38 @@ class MedusaModule(nn.Module):
     def forward(self, hidden: Tensor) -> list[Tensor]:
         """The target's hidden states [..., hidden] -> one state per head, for that head's LM head."""
         return [head(hidden) for head in self.heads]
+
+
+class DraftModule(nn.Module):
+    """A small decoder of Llama layers, with the names of a Hugging Face checkpoint."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        layers = [_Layer(spec, index, spec.hidden_size, True, False) for index in range(spec.num_layers)]
+        self.model = _Decoder(spec, layers)
+        self.lm_head = None if spec.tied_head else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self._layers = tuple(layers)
+        self.register_buffer("inverse_frequencies", inverse_frequencies(spec.ropes[0]), persistent=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 [B, T] -> hidden states after the final norm [B, T, hidden]."""
+        length = token_ids.shape[1]
+        positions = torch.arange(length, device=token_ids.device).repeat(token_ids.shape[0])
+        angles = rope_angles(positions, self.inverse_frequencies, self.spec.ropes[0].attention_factor)
+        residual = F.embedding(token_ids, self.embedding)
+        for layer in self._layers:
+            residual = layer(layer.normed(residual), residual, angles, ChainKv())
+        out: Tensor = self.model.norm(residual)
+        return out
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.model.embed_tokens.weight
+
+    @property
+    def head(self) -> Tensor:
+        """[vocabulary, hidden]"""
+        return self.embedding if self.lm_head is None else self.lm_head.weight
