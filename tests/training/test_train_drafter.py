@@ -93,7 +93,7 @@ def options_for(kind: TrainedKind, folder: Path, **changes: object) -> TrainOpti
         "draft_vocabulary": 0 if kind == "draft" else 200,
         "num_layers": 2,
         "depth": 3,
-        "epochs": 30.0,
+        "epochs": 10.0,
         "batch_tokens": 512,
         "learning_rate": 3e-3,
         "save_every": 1000,
@@ -108,7 +108,7 @@ def test_every_kind_learns_and_is_written_as_the_loader_reads(
     folder = copy_answers(answered, tmp_path / kind)
     report = train(options_for(kind, folder), model)
     curves = report.curves
-    assert curves.losses[-1] < 0.7 * curves.losses[0] or kind == "draft"
+    assert min(curves.losses[-2:]) < 0.8 * curves.losses[0]
     assert set(report.acceptance) == {"chat", "code"}
     for own in report.acceptance.values():
         assert own.reached[0] >= own.accepted[0] >= own.accepted[1]
@@ -159,5 +159,5 @@ def test_refusals(model: str, answered: Path, tmp_path: Path) -> None:
 
 def test_time_bounds_the_training(model: str, answered: Path, tmp_path: Path) -> None:
     folder = copy_answers(answered, tmp_path / "out")
-    report = train(options_for("medusa", folder, epochs=1e5, minutes=0.01), model)
+    report = train(options_for("medusa", folder, epochs=1e5, minutes=0.005), model)
     assert 1 <= report.num_steps < 10_000

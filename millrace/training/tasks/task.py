@@ -20,7 +20,7 @@ DEPTH_DECAY = 0.8
 class Losses:
     total: Tensor
     tokens: float
-    """Mean cross-entropy of the first drafted position, in nats."""
+    """Mean divergence from the target's probabilities at the first drafted position, in nats."""
     features: float
     """Mean distance to the target's hidden states; 0 for kinds that do not learn them."""
 
@@ -73,10 +73,12 @@ def is_predicted(batch: Batch, ahead: int) -> Tensor:
 
 
 def token_loss(target: Target, vocabulary: Vocabulary, logits: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy between the target's probabilities after `states` [n, hidden] and the drafter's logits
-    [n, draft vocabulary], over the places where the target's `tokens` [n] can be proposed."""
+    """Mean divergence (cross-entropy less the target's entropy, so that 0 is perfect) between the target's
+    probabilities after `states` [n, hidden] and the drafter's logits [n, draft vocabulary], over the places where the
+    target's `tokens` [n] can be proposed."""
     with torch.no_grad():
         wanted = target.soft_targets(states, vocabulary.head)
         weight = (vocabulary.draft_ids(tokens) >= 0).float()
-    each = -(wanted * F.log_softmax(logits.float(), dim=-1)).sum(-1)
+        entropy = torch.special.entr(wanted).sum(-1)
+    each = -(wanted * F.log_softmax(logits.float(), dim=-1)).sum(-1) - entropy
     return (each * weight).sum() / weight.sum().clamp(min=1.0)
