@@ -79,6 +79,7 @@ def token_loss(target: Target, vocabulary: Vocabulary, logits: Tensor, states: T
     with torch.no_grad():
         wanted = target.soft_targets(states, vocabulary.head)
         weight = (vocabulary.draft_ids(tokens) >= 0).float()
-        entropy = torch.special.entr(wanted).sum(-1)
+        entropy: Tensor = torch.special.entr(wanted).sum(-1)
     each = -(wanted * F.log_softmax(logits.float(), dim=-1)).sum(-1) - entropy
-    return (each * weight).sum() / weight.sum().clamp(min=1.0)
+    mean: Tensor = (each * weight).sum() / weight.sum().clamp(min=1.0)
+    return mean
