@@ -1,6 +1,6 @@
 // Causal attention over the paged cache in one pass, with an online softmax.
 //
-// The unit of work is up to 16 query vectors of one row (a decode row has one per head) against tiles of 64 keys. A
+// The unit of work is up to 64 query vectors of one row (a decode row has one per head) against tiles of 64 keys. A
 // query sums over the same tiles in the same order, whatever the block size, chunking or batch. This file is the
 // version with plain vectors and one KV head per unit; attention_amx.cpp is the version for the matrix unit.
 #include "attention/attention.h"
@@ -12,14 +12,19 @@ constexpr int ROWS = 4;  // query vectors held in registers at once
 constexpr int KEY_VECTORS = KEYS / LANES;
 constexpr int64_t MIN_PARALLEL = 1 << 15;  // minimum number of multiplications for which other threads are used
 
+// Query vectors of a unit: many for prompts, so that a tile's keys are transposed for many queries at once.
+constexpr int MAX_QUERIES = 4 * QUERIES;
+
+// Queries, values and sums have rows of `width` floats, the head's size in whole vectors: rows of MAX_HEAD would fall
+// into few sets of the L1 cache.
 struct Scratch {
-    alignas(64) float queries[QUERIES][MAX_HEAD];
+    alignas(64) float queries[MAX_QUERIES * MAX_HEAD];
     alignas(64) float keys[MAX_HEAD][KEYS];  // transposed
-    alignas(64) float values[KEYS][MAX_HEAD];
-    alignas(64) float scores[QUERIES][KEYS];
-    alignas(64) float sums[QUERIES][MAX_HEAD];
-    alignas(64) vf weights[QUERIES];
-    float largest[QUERIES];
+    alignas(64) float values[KEYS * MAX_HEAD];
+    alignas(64) float scores[MAX_QUERIES][KEYS];
+    alignas(64) float sums[MAX_QUERIES * MAX_HEAD];
+    alignas(64) vf weights[MAX_QUERIES];
+    float largest[MAX_QUERIES];
 };
 
 #if defined(__aarch64__)
@@ -52,16 +57,31 @@ void sum_products(float* out, int64_t out_stride, const float* vectors, int64_t 
 #endif
 
 template <typename T, typename C>
-struct Attention : UnitRows<T, C> {
-    using Rows = UnitRows<T, C>;
+struct Attention : UnitRows<T, C, MAX_QUERIES> {
+    using Rows = UnitRows<T, C, MAX_QUERIES>;
     static constexpr bool SCALED = sizeof(C) == 1;
     Scratch& m;
+    const int64_t width;
     TileRows<C> tiles[2];
     TileRows<C>*now = tiles, *next = tiles + 1;
     using Rows::s, Rows::positions, Rows::count;
 
     Attention(const Step& s, const T* queries, const C* kv, T* out, Scratch& scratch)
-        : Rows{s, queries, {s, kv}, out, {}, 0, 0, 0}, m(scratch) {}
+        : Rows{s, queries, {s, kv}, out, {}, 0, 0, 0},
+          m(scratch),
+          width((s.head_dim + LANES - 1) / LANES * LANES) {}
+
+    float* query_at(int64_t i) const { return m.queries + i * width; }
+    float* sums_at(int64_t i) const { return m.sums + i * width; }
+
+    // Float values are read where they are, if no vector reaches beyond their end.
+    bool reads_values_in_place() const {
+#if defined(__aarch64__)
+        return false;
+#else
+        return sizeof(C) == sizeof(float) && width == s.head_dim;
+#endif
+    }
 
     void run(const Unit& unit) {
         this->begin(unit);
@@ -74,7 +94,10 @@ struct Attention : UnitRows<T, C> {
             transpose_keys();
             for (int first = 0; first < count; first += ROWS) score(first);
             for (int i = 0; i < count; i++) weigh(i, tile);
-            convert_values();
+            if (reads_values_in_place())
+                point_to_values();
+            else
+                convert_values();
             for (int first = 0; first < count; first += ROWS) add(first);
         }
         finish(unit);
@@ -84,34 +107,47 @@ struct Attention : UnitRows<T, C> {
     static constexpr int64_t STATE = MAX_HEAD + 2 * LANES;
 
     void clear(const Unit& unit) {
-        memset(m.queries, 0, sizeof m.queries);
-        memset(m.sums, 0, sizeof m.sums);
-        memset(m.scores, 0, sizeof m.scores);
+        int64_t rows = (count + ROWS - 1) / ROWS * ROWS;
+        memset(m.queries, 0, rows * width * sizeof(float));
+        memset(m.sums, 0, rows * width * sizeof(float));
+        memset(m.scores, 0, rows * sizeof m.scores[0]);
         for (int i = 0; i < count; i++) {
             m.largest[i] = -INFINITY;
             m.weights[i] = vf{};
             for (int64_t d = 0; d < s.head_dim; d += LANES)
-                store(&m.queries[i][d], load_upto(this->query(unit, i) + d, s.head_dim - d) * s.scale);
+                store(query_at(i) + d, load_upto(this->query(unit, i) + d, s.head_dim - d) * s.scale);
             if (unit.from) restore_state(i, state_of(s, unit, i, STATE));
         }
     }
 
     void restore_state(int i, const float* state) {
-        memcpy(m.sums[i], state, sizeof m.sums[i]);
+        memcpy(sums_at(i), state, width * sizeof(float));
         m.weights[i] = load(state + MAX_HEAD);
         m.largest[i] = state[MAX_HEAD + LANES];
     }
 
     void save_state(int i, float* state) const {
-        memcpy(state, m.sums[i], sizeof m.sums[i]);
+        memcpy(state, sums_at(i), width * sizeof(float));
         store(state + MAX_HEAD, m.weights[i]);
         state[MAX_HEAD + LANES] = m.largest[i];
     }
 
+    // Whether sixteen float keys follow each other in the cache, in whole vectors.
+    bool are_in_line(int first) const {
+        return sizeof(C) == sizeof(float) && width == s.head_dim &&
+               now->keys[first + LANES - 1] == now->keys[first] + (LANES - 1) * s.head_dim;
+    }
+
     void transpose_keys() {
         vf rows[LANES];
-        for (int64_t d = 0; d < s.head_dim; d += LANES)
-            for (int first = 0; first < KEYS; first += LANES) {
+        for (int first = 0; first < KEYS; first += LANES) {
+            bool in_line = are_in_line(first);
+            for (int64_t d = 0; d < s.head_dim; d += LANES) {
+                if (in_line) {
+                    auto* keys = reinterpret_cast<const uint32_t*>(now->keys[first] + d);
+                    transpose16(keys, s.head_dim, reinterpret_cast<uint32_t*>(&m.keys[d][first]), KEYS);
+                    continue;
+                }
                 for (int k = 0; k < LANES; k++) {
                     rows[k] = load_upto(now->keys[first + k] + d, s.head_dim - d);
                     if (SCALED) rows[k] *= now->key_scales[first + k];
@@ -119,20 +155,22 @@ struct Attention : UnitRows<T, C> {
                 transpose(rows);
                 for (int k = 0; k < LANES; k++) store(&m.keys[d + k][first], rows[k]);
             }
+        }
     }
 
     void score(int first) {
 #if defined(__aarch64__)
         for (int v = 0; v < KEYS; v += LANES)
-            sum_products(&m.scores[first][v], KEYS, &m.keys[0][v], KEYS, m.queries[first], MAX_HEAD, s.head_dim, false);
+            sum_products(&m.scores[first][v], KEYS, &m.keys[0][v], KEYS, query_at(first), width, s.head_dim, false);
 #else
         vf sums[ROWS][KEY_VECTORS] = {};
-        for (int64_t d = 0; d < s.head_dim; d++)
+        const float* queries = query_at(first);
+        for (int64_t d = 0; d < s.head_dim; d++, queries++)
 #pragma GCC unroll 4
             for (int v = 0; v < KEY_VECTORS; v++) {
                 vf keys = load(&m.keys[d][v * LANES]);
 #pragma GCC unroll 4
-                for (int row = 0; row < ROWS; row++) sums[row][v] = fma(keys, m.queries[first + row][d], sums[row][v]);
+                for (int row = 0; row < ROWS; row++) sums[row][v] = fma(keys, queries[row * width], sums[row][v]);
             }
         for (int row = 0; row < ROWS; row++)
             for (int v = 0; v < KEY_VECTORS; v++) store(&m.scores[first + row][v * LANES], sums[row][v]);
@@ -165,15 +203,25 @@ struct Attention : UnitRows<T, C> {
         }
         m.weights[i] = total;
         if (shrink != 1.0f)
-            for (int64_t d = 0; d < s.head_dim; d += LANES) store(&m.sums[i][d], load(&m.sums[i][d]) * shrink);
+            for (int64_t d = 0; d < s.head_dim; d += LANES) store(sums_at(i) + d, load(sums_at(i) + d) * shrink);
+    }
+
+    const float* value_rows[KEYS];
+
+    void point_to_values() {
+        for (int k = 0; k < KEYS; k++) {
+            this->prefetch(*next, k);
+            value_rows[k] = reinterpret_cast<const float*>(now->values[k]);
+        }
     }
 
     void convert_values() {
         for (int k = 0; k < KEYS; k++) {
             this->prefetch(*next, k);
+            value_rows[k] = m.values + k * width;
             for (int64_t d = 0; d < s.head_dim; d += LANES) {
                 vf value = load_upto(now->values[k] + d, s.head_dim - d);
-                store(&m.values[k][d], SCALED ? value * now->value_scales[k] : value);
+                store(m.values + k * width + d, SCALED ? value * now->value_scales[k] : value);
             }
         }
     }
@@ -182,7 +230,7 @@ struct Attention : UnitRows<T, C> {
         int64_t d = 0;
 #if defined(__aarch64__)
         for (; d < s.head_dim; d += LANES)
-            sum_products(&m.sums[first][d], MAX_HEAD, &m.values[0][d], MAX_HEAD, m.scores[first], KEYS, KEYS, true);
+            sum_products(sums_at(first) + d, width, m.values + d, width, m.scores[first], KEYS, KEYS, true);
 #else
         for (; d + 4 * LANES <= s.head_dim; d += 4 * LANES) add_columns<4>(first, d);
         for (; d < s.head_dim; d += LANES) add_columns<1>(first, d);
@@ -193,16 +241,16 @@ struct Attention : UnitRows<T, C> {
     void add_columns(int first, int64_t d) {
         vf sums[ROWS][VECTORS];
         for (int row = 0; row < ROWS; row++)
-            for (int v = 0; v < VECTORS; v++) sums[row][v] = load(&m.sums[first + row][d + v * LANES]);
+            for (int v = 0; v < VECTORS; v++) sums[row][v] = load(sums_at(first + row) + d + v * LANES);
         for (int k = 0; k < KEYS; k++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                vf value = load(&m.values[k][d + v * LANES]);
+                vf value = load(value_rows[k] + d + v * LANES);
 #pragma GCC unroll 4
                 for (int row = 0; row < ROWS; row++) sums[row][v] = fma(value, m.scores[first + row][k], sums[row][v]);
             }
         for (int row = 0; row < ROWS; row++)
-            for (int v = 0; v < VECTORS; v++) store(&m.sums[first + row][d + v * LANES], sums[row][v]);
+            for (int v = 0; v < VECTORS; v++) store(sums_at(first + row) + d + v * LANES, sums[row][v]);
     }
 
     void finish(const Unit& unit) {
@@ -213,7 +261,7 @@ struct Attention : UnitRows<T, C> {
             }
             float scale = 1.0f / sum_lanes(m.weights[i]);
             for (int64_t d = 0; d < s.head_dim; d += LANES)
-                store_upto(this->target(unit, i) + d, load(&m.sums[i][d]) * scale, s.head_dim - d);
+                store_upto(this->target(unit, i) + d, load(sums_at(i) + d) * scale, s.head_dim - d);
         }
     }
 };
@@ -225,14 +273,17 @@ bool is_worth_threads(const Step& s, int64_t num_rows) {
     return work >= MIN_PARALLEL;
 }
 
-// The units of a step, with one KV head each.
+// The units of a step, with one KV head each: large ones if there are several for each thread.
 std::vector<Unit> units_of(const Step& s, int64_t num_rows) {
+    constexpr int64_t UNITS_PER_THREAD = 4;
     std::vector<Unit> units;
+    int64_t groups = (s.query_starts[num_rows] - s.query_starts[0]) * s.heads / QUERIES;
+    int64_t size = QUERIES * std::clamp<int64_t>(groups / (UNITS_PER_THREAD * pool::threads()), 1, MAX_QUERIES / QUERIES);
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t vectors = int64_t(s.query_starts[row + 1] - s.query_starts[row]) * s.group;
-        for (int64_t first = 0; first < vectors; first += QUERIES)
+        for (int64_t first = 0; first < vectors; first += size)
             for (int64_t head = 0; head < s.kv_heads; head++)
-                units.push_back({row, head, 1, first, std::min<int64_t>(QUERIES, vectors - first)});
+                units.push_back({row, head, 1, first, std::min(size, vectors - first)});
     }
     return units;
 }
@@ -243,7 +294,7 @@ void attend(const Step& s, const T* queries, const C* kv, T* out, int64_t num_ro
         static thread_local Scratch scratch;
         Attention<T, C>(s, queries, kv, out, scratch).run(unit);
     };
-    run_levels(s, num_rows, units_of(s, num_rows), 1, Attention<T, C>::STATE, parallel, run);
+    run_levels(s, num_rows, units_of(s, num_rows), MAX_QUERIES / QUERIES, Attention<T, C>::STATE, parallel, run);
 }
 
 template <typename C>

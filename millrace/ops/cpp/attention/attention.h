@@ -82,13 +82,14 @@ struct TileRows {
     int64_t from, to;
 };
 
-template <typename T, typename C>
+// Up to MAX query vectors.
+template <typename T, typename C, int MAX = QUERIES>
 struct UnitRows {
     const Step& s;
     const T* queries;
     const Cache<C> cache;
     T* out;
-    int32_t positions[QUERIES];
+    int32_t positions[MAX];
     int64_t lowest, highest;  // positions that some query of the unit sees: lowest <= k < highest
     int count;                // number of query vectors
 
@@ -101,7 +102,7 @@ struct UnitRows {
 
     void begin(const Unit& unit) {
         count = unit.count();
-        for (int i = 0; i < QUERIES; i++) positions[i] = i < count ? unit.position_of(s, i) : -1;
+        for (int i = 0; i < MAX; i++) positions[i] = i < count ? unit.position_of(s, i) : -1;
         highest = std::min<int64_t>(unit.to, positions[count - 1] + 1);
         lowest = std::max(unit.from, s.window ? positions[0] - s.window + 1 : 0);
     }

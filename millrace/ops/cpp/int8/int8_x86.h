@@ -45,10 +45,13 @@ struct Lanes {
     // a | b & mask
     static Bytes add_bits(Bytes a, Bytes b, Bytes mask) { return _mm512_ternarylogic_epi32(b, mask, a, 0xea); }
     template <int BITS>
-    static Bytes dot(Bytes sum, Bytes weights, Bytes x) {
+    static Bytes dot(Bytes sum, Bytes weights, const int8_t* four) {
 #if defined(__AVX512VNNI__)
-        return _mm512_dpbusd_epi32(sum, weights, x);
+        // One instruction; compilers load the four bytes with another one.
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const char(*)[4])four));
+        return sum;
 #else
+        const __m512i x = spread(four);
         const __m512i ones = _mm512_set1_epi16(1);
         if constexpr (BITS < 8)
             return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, x), ones));
@@ -103,7 +106,8 @@ struct Lanes {
     static Bytes sum(Bytes a, Bytes b) { return _mm256_add_epi32(a, b); }
     static Bytes add_bits(Bytes a, Bytes b, Bytes mask) { return _mm256_or_si256(a, both(b, mask)); }
     template <int BITS>
-    static Bytes dot(Bytes sum, Bytes weights, Bytes x) {
+    static Bytes dot(Bytes sum, Bytes weights, const int8_t* four) {
+        const __m256i x = spread(four);
 #if defined(__AVXVNNI__)
         return _mm256_dpbusd_avx_epi32(sum, weights, x);
 #else
@@ -189,8 +193,8 @@ inline __attribute__((always_inline)) void multiply_lanes(const Panel& panel, co
                 Lanes::Bytes even = Lanes::zero(), odd = Lanes::zero();
 #pragma GCC unroll 4
                 for (int c = 0; c < CHUNKS; c += 2) {
-                    even = Lanes::dot<f.bits>(even, weights[g * CHUNKS + c], Lanes::spread(values + 4 * c));
-                    odd = Lanes::dot<f.bits>(odd, weights[g * CHUNKS + c + 1], Lanes::spread(values + 4 * c + 4));
+                    even = Lanes::dot<f.bits>(even, weights[g * CHUNKS + c], values + 4 * c);
+                    odd = Lanes::dot<f.bits>(odd, weights[g * CHUNKS + c + 1], values + 4 * c + 4);
                 }
                 Lanes::Floats dot = Lanes::to_floats(Lanes::sum(even, odd));
                 float sum = f.groups == 1 ? x.sums[tile * ROWS + row] : x.halves[(2 * tile + g) * ROWS + row];
