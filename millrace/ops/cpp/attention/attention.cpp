@@ -132,9 +132,9 @@ struct Attention : UnitRows<T, C, MAX_QUERIES> {
         state[MAX_HEAD + LANES] = m.largest[i];
     }
 
-    // Whether sixteen float keys follow each other in the cache, in whole vectors.
+    // Whether sixteen float keys follow each other in the cache, in whole vectors: they are of one block and all seen.
     bool are_in_line(int first) const {
-        return sizeof(C) == sizeof(float) && width == s.head_dim &&
+        return sizeof(C) == sizeof(float) && width == s.head_dim && s.block_size % LANES == 0 &&
                now->keys[first + LANES - 1] == now->keys[first] + (LANES - 1) * s.head_dim;
     }
 
