@@ -3,8 +3,8 @@
     python tools/int8_quality.py [MODEL]
 
 Prints, over the fixed text of `millrace bench`, the perplexity with exact float32 products and with `--quantization
-int8`, and how often both would draw the same greedy token after the same tokens. Then it continues some windows greedily with exact
-products and counts on how many of those tokens INT8 products agree.
+int8`, and how often both would draw the same greedy token after the same tokens. Then it continues some windows
+greedily with exact products and counts on how many of those tokens INT8 products agree.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.paged import PagedDriver  # noqa: E402
+from helpers.paged import PagedDriver
 
-from millrace.bench.http.perplexity import TEXT_FILE, cut  # noqa: E402
-from millrace.config import DEFAULT_MODEL  # noqa: E402
-from millrace.models.decoder import Decoder  # noqa: E402
-from millrace.models.load import load_decoder  # noqa: E402
-from millrace.sources.resolve import resolve_model  # noqa: E402
-from millrace.text.tokenizers.load import load_tokenizer  # noqa: E402
+from millrace.bench.http.perplexity import TEXT_FILE, cut
+from millrace.config import DEFAULT_MODEL
+from millrace.models.decoder import Decoder
+from millrace.models.load import load_decoder
+from millrace.sources.resolve import resolve_model
+from millrace.text.tokenizers.load import load_tokenizer
 
 WINDOW, CONTINUED, PROMPT, NEW_TOKENS = 512, 6, 128, 64
 

@@ -20,7 +20,7 @@ def _wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_wheel")
-@pytest.mark.parametrize("name", ["amx", "avx512-bf16", "avx512", "avx2"])
+@pytest.mark.parametrize("name", ["amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2"])
 def test_a_processor_gets_the_best_kernels_that_it_can_run(name: str) -> None:
     features = BY_NAME[name].features | {"other"}
     found = prebuilt_target(features, "x86_64")
