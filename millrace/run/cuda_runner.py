@@ -24,13 +24,15 @@ from millrace.ops.tuning.load import num_multiprocessors
 from millrace.plan.shapes.order import build_order, first_request_parts
 from millrace.plan.shapes.table import SPLIT_TOKENS, ShapeFacts, ShapeTable
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, StepPlan, StepShape, Variant
-from millrace.run.device.block_copier import BlockCopier, OrderedCopier, StreamCopier
+from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
+from millrace.run.drafting.device_chain import DeviceChain
 from millrace.run.drafting.device_drafts import DeviceDrafts
+from millrace.run.drafting.models import allocate_drafter_kv
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
-from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
+from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, Propose, StepWork
 from millrace.run.graphs.warm_up import WarmUp
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.runner import StepResult, copy_to_host
@@ -72,10 +74,12 @@ class CudaRunner:
         kv_dtype: KvFormat = "full",
         build_pool: KernelBuildPool | None = None,
         speculate: Speculation = "off",
+        drafter: Decoder | None = None,
         host_slots: int = 0,
         max_copied: int = 1,
     ) -> None:
-        """`host_slots`: KV blocks that host memory holds beside the pool; `max_copied`: those copied in one batch."""
+        """`drafter`: the draft model. `host_slots`: KV blocks that host memory holds beside the pool; `max_copied`:
+        those copied in one batch."""
         attention, torch_device, spec = decoder.attention, device.torch_device, decoder.spec
         if not isinstance(attention, PagedAttention):
             raise TypeError("CudaRunner needs paged attention")
@@ -89,11 +93,20 @@ class CudaRunner:
             device=torch_device,
             kv_dtype=kv_dtype,
         )
+        self._draft_kv = allocate_drafter_kv(
+            drafter,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=decoder.dtype,
+            device=torch_device,
+            kv_dtype=kv_dtype,
+        )
+        pools = [kv for kv in (self._kv, self._draft_kv) if kv]
         self._copier: BlockCopier | None = None
         if host_slots and torch_device.type == "cuda":
-            self._copier = StreamCopier(self._kv, host_slots, device, max_blocks=max_copied)
+            self._copier = JointCopier([StreamCopier(kv, host_slots, device, max_blocks=max_copied) for kv in pools])
         elif host_slots:
-            self._copier = OrderedCopier(self._kv, host_slots, device)
+            self._copier = JointCopier([OrderedCopier(kv, host_slots, device) for kv in pools])
         # The token budget, plus one token for each decode row beside it.
         max_tokens = token_budget + max_rows
         # A padding row reads as many block-table columns as its tokens need.
@@ -111,13 +124,31 @@ class CudaRunner:
         )
         self._drafts: DeviceDrafts | None = None
         if speculate != "off":
-            self._drafts = DeviceDrafts(device, max_rows=max_rows + 1, max_context=max_context)
+            self._drafts = DeviceDrafts(
+                device, max_rows=max_rows + 1, max_context=max_context, holds_drafts=drafter is not None
+            )
+        self._chain: DeviceChain | None = None
+        if drafter is not None and self._drafts is not None:
+            self._chain = DeviceChain(
+                drafter,
+                self._draft_kv,
+                self._table,
+                self._sampler,
+                self._drafts.columns,
+                max_rows=max_rows,
+                block_size=block_size,
+                queries_per_tile=per_tile,
+                vocab_size=spec.vocab_size,
+            )
         has_windows = any(window is not None for window in spec.windows)
         takes_long_rows = (
             not tile_decode_rows
             and token_budget >= CUDNN_MIN_QUERIES
             and not has_windows
-            and can_take_long_rows(torch_device, decoder.dtype, spec.head_dim, spec.attention_softcap)
+            and all(
+                can_take_long_rows(torch_device, decoder.dtype, own.head_dim, own.attention_softcap)
+                for own in (spec, *(() if drafter is None else (drafter.spec,)))
+            )
         )
         self.shapes = ShapeFacts(
             max_rows=max_rows,
@@ -146,6 +177,7 @@ class CudaRunner:
             max_tokens=max_tokens,
             tile_decode_rows=tile_decode_rows,
             drafts=self._drafts,
+            chain=self._chain,
         )
         self._forwarded: Callable[[], Forwarded] | None = None
         """The last forward pass."""
@@ -208,9 +240,12 @@ class CudaRunner:
         repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
         draws, work = self._draw_plan(plan, repeats), self._work
         records = self._sampler.records(plan)
-        plan = self._table.send_excess_blocks(plan, UPDATES_IN_PACKET)
+        # A draft model needs this step's blocks before the packet's updates are applied.
+        plan = self._table.send_excess_blocks(plan, 0 if self._chain is not None else UPDATES_IN_PACKET)
         shape = plan.shape
         work.send(plan, shape, draws, records)
+        if self._chain is not None and shape.places > 1:
+            self._graphs.run(Propose(shape.rows, shape.places), partial(work.propose_drafts, shape))
         if plan.draft_places is not None and not shape.places:
             work.place_drafts(shape)
         if shape.is_exact:

@@ -44,6 +44,9 @@ def make_runner(
         )
     from millrace.run.cuda_runner import CudaRunner  # needs Triton
 
+    if drafter is not None and not isinstance(drafter, Decoder):
+        raise AssertionError("start-up checks refuse this drafter on a GPU")
+
     return CudaRunner(
         decoder,
         device,
@@ -56,6 +59,7 @@ def make_runner(
         kv_dtype=kv_dtype,
         build_pool=build_pool,
         speculate=speculate,
+        drafter=drafter,
         host_slots=host_slots,
         max_copied=max_copied,
     )

@@ -51,7 +51,7 @@ ADVICE = {
     "--disable-log-requests": "Requests are not logged unless --log-requests is given. Leave it out.",
     "--uvicorn-log-level": "Use --log-level.",
     "--root-path": "Use a reverse proxy that strips the path.",
-    "--speculative-config": "Use --speculate ngram.",
+    "--speculative-config": "Use --speculate and, for drafters that are models, --drafter.",
     "--keepalive": "The model stays loaded while the server runs. Leave it out.",
     "--verbose": "Speed is shown after each answer and by /stats. Leave it out.",
     "--nowordwrap": "Use --plain.",

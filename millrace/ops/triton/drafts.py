@@ -35,6 +35,8 @@ class DraftColumns:
     limit: Tensor
     history: Tensor
     """[rows, longest context]"""
+    holds_drafts: bool = False
+    """True if a drafter writes its drafts to `history`, behind the known tokens; False for n-gram drafts."""
 
 
 @triton.jit
@@ -65,7 +67,8 @@ def _latest_match(history, known, TILE: tl.constexpr):
 
 @triton.jit
 def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows, max_drafts, starts, seq_lens,
-                  tokens_in, PLACES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                  tokens_in, PLACES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
+                  HOLDS_DRAFTS: tl.constexpr):  # fmt: skip
     """One row per program."""
     row = tl.program_id(0)
     drafts = tl.load(max_drafts + row)
@@ -78,10 +81,12 @@ def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows,
     place = tl.arange(0, LANES)
     drafts = tl.minimum(tl.minimum(drafts, PLACES - 1), limit - known - 1)
     first = known
-    if PLACES > 1:  # noqa: SIM102 - known at compile time, unlike the other condition
+    num_found = drafts
+    if PLACES > 1 and not HOLDS_DRAFTS:
         if drafts > 0:
             first = _latest_match(history, known, TILE)
-    used = 1 + tl.maximum(tl.minimum(drafts, known - first), 0)
+        num_found = known - first
+    used = 1 + tl.maximum(tl.minimum(drafts, num_found), 0)
     used = tl.where(known < limit, used, 0)
     at = tl.where(place == 0, known - 1, first + place - 1)
     token = tl.load(history + at, mask=place < used, other=_UNUSED)
@@ -178,7 +183,7 @@ def place_drafts(step: DraftedStep, columns: DraftColumns) -> None:
     _place_kernel[(len(step.table_rows),)](
         columns.known, columns.limit, history, history.stride(0), step.table_rows, step.max_drafts, step.starts,
         step.seq_lens, step.tokens_in, PLACES=step.places, LANES=triton.next_power_of_2(max(2, step.places)), TILE=TILE,
-        num_warps=4,
+        HOLDS_DRAFTS=columns.holds_drafts, num_warps=4,
     )  # fmt: skip
     _state_kernel[(len(step.states),)](
         step.states, step.rows, step.positions, step.max_drafts, step.starts, step.tokens_in, len(step.table_rows),

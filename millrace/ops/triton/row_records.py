@@ -28,6 +28,8 @@ ROW_STRUCT = struct.Struct("<fiffQiifffiqqq56x")
 """The same layout, for packing one record from Python numbers."""
 ROW_WORD = 11
 """Index of the word that holds the table row."""
+ENDS_WORDS, ADDRESS_WORDS = slice(6, 8), slice(12, 18)
+"""Words of the minimum length, and of the addresses."""
 MAX_ENDS = 128
 """Maximum number of end tokens of a row."""
 IN_PROMPT = 1 << 30

@@ -15,13 +15,13 @@ from millrace.run.device.device import Device
 
 
 class DeviceDrafts:
-    def __init__(self, device: Device, *, max_rows: int, max_context: int) -> None:
-        """`max_rows`: table rows, padding's included."""
+    def __init__(self, device: Device, *, max_rows: int, max_context: int, holds_drafts: bool = False) -> None:
+        """`max_rows`: table rows, padding's included. `holds_drafts`: see `DraftColumns`."""
         place = device.torch_device
         known, limit = torch.zeros((2, max_rows), dtype=torch.int32, device=place)
         history = torch.zeros((max_rows, max_context + 1), dtype=torch.int32, device=place)
         self._device = device
-        self.columns = DraftColumns(known, limit, history)
+        self.columns = DraftColumns(known, limit, history, holds_drafts)
 
     def admit(self, plan: StepPlan) -> None:
         for appended in plan.appended:

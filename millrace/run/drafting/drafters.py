@@ -114,5 +114,5 @@ def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...
 
 
 def check_speculation(speculate: Speculation, device_kind: str) -> None:
-    if speculate in MODEL_DRAFTERS and device_kind == "cuda":
-        raise ConfigError(f"--speculate {speculate} runs on a CPU only; use ngram, auto or off.", param="speculate")
+    if speculate in ("medusa", "eagle") and device_kind == "cuda":
+        raise ConfigError(f"--speculate {speculate} runs on a CPU only; use draft, ngram or off.", param="speculate")

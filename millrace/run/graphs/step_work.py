@@ -24,6 +24,7 @@ from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.shapes.table import PLACES
 from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
+from millrace.run.drafting.device_chain import DeviceChain
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.packet.decode_rows import num_words
 from millrace.run.packet.layout import ALIGN, Section
@@ -52,6 +53,14 @@ class Accept:
         return cls(shape if shape.places > 1 else None)
 
 
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Key of the graph in which a drafter that is a model drafts."""
+
+    rows: int
+    places: int
+
+
 class StepWork:
     def __init__(
         self,
@@ -68,6 +77,7 @@ class StepWork:
         max_tokens: int,
         tile_decode_rows: bool,
         drafts: DeviceDrafts | None = None,
+        chain: DeviceChain | None = None,
     ) -> None:
         """`smallest`: any shape; it gives the packet layout of the sections that the head reads."""
         device, spec = kv[0].device, decoder.spec
@@ -90,7 +100,7 @@ class StepWork:
         self._draw_states = torch.zeros((2 * head_layout.middle, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
-        self._drafts = drafts
+        self._drafts, self._chain = drafts, chain
         self._counts = TokenRing(max_rows, device)
         """Tokens that each row keeps, in steps with drafts."""
         self._masks = MaskRing(words_per_mask(spec.vocab_size), device)
@@ -154,6 +164,8 @@ class StepWork:
         max_drawn = min(shape.rows if shape.last_only else shape.tokens, self._max_rows)
         both = slice(layout.middle - max_drawn, layout.middle + max_drawn)
         index, out = part(layout.sample_states)[both], self._draw_states[both]
+        if self._chain is not None and decoder is self.decoder:
+            self._chain.feed(batch)
         if drawn_only:
             batch.drawn = DrawnStates(index, out)
             return decoder.forward(batch, self._kv)
@@ -185,6 +197,16 @@ class StepWork:
         shapes with places; other steps call it before their body."""
         assert self._drafts is not None
         place_drafts(self._drafted(shape), self._drafts.columns)
+
+    def propose_drafts(self, shape: StepShape) -> Tensor:
+        """Before `place_drafts`, with a drafter that is a model: it writes drafts behind the rows' known tokens."""
+        assert self._drafts is not None
+        assert self._chain is not None
+        layout = self._writer.layout(shape)
+        sections = (layout.table_rows, layout.max_drafts)
+        rows, max_drafts = (self._packet[own.start : own.start + own.length] for own in sections)
+        self._chain.propose(rows, max_drafts, shape.tokens_per_row - 1)
+        return self._drafts.columns.history
 
     def accept_drafts(self, shape: StepShape) -> Tensor:
         """After all heads: keep what was drawn up to the first wrong draft. `counts` gives access to how much."""

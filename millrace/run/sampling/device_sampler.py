@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from millrace.errors import RequestFailed
-from millrace.ops.triton.row_records import IN_PROMPT, MAX_ENDS, ROW_DTYPE, ROW_STRUCT, ROW_WORDS, scatter_rows
+from millrace.ops.triton.row_records import (
+    ADDRESS_WORDS,
+    ENDS_WORDS,
+    IN_PROMPT,
+    MAX_ENDS,
+    ROW_DTYPE,
+    ROW_STRUCT,
+    ROW_WORDS,
+    scatter_rows,
+)
 from millrace.ops.triton.sampling.draw import Cut, MaskLines, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
 from millrace.params import SamplingParams
@@ -71,6 +80,8 @@ class DeviceSampler:
         self._last_tokens = table.last_tokens
         self._columns = torch.zeros((max_rows, ROW_WORDS), dtype=torch.int32, device=torch_device)
         self._ends = torch.zeros((max_rows, MAX_ENDS), dtype=torch.int32, device=torch_device)
+        self._draft_tokens = torch.zeros(max_rows, dtype=torch.int64, device=torch_device)
+        """Takes the place of the table's last tokens when drafts are drawn."""
         self._races = torch.full((max_rows,), RACE_START, dtype=torch.int64, device=torch_device)
         self._arrivals = torch.zeros(max_rows, dtype=torch.int32, device=torch_device)
         self._adjusted = VocabBuffers(vocab_size, torch.float32, torch_device)
@@ -143,6 +154,14 @@ class DeviceSampler:
             return
         known = self._columns, self._ends
         draw_full(logits, rows, positions, *known, out_tokens, last_tokens, self._cut, out_start, out_index, masks)
+
+    def draw_drafts(self, logits: Tensor, rows: Tensor, positions: Tensor, out_tokens: Tensor) -> None:
+        """Draw from a drafter's logits [n, its vocabulary] with the rows' temperature, cuts and noise, but without
+        bias, penalties and minimum length. Changes nothing but `out_tokens` [n]. Can be captured."""
+        plain = self._columns.clone()
+        plain[:, ENDS_WORDS] = 0
+        plain[:, ADDRESS_WORDS] = 0
+        draw_full(logits, rows, positions, plain, self._ends, out_tokens, self._draft_tokens, self._cut)
 
     def draw_shaped(self, rows: Int32s, positions: Int32s) -> Tensor:
         """Tokens of shaped rows, int64 [n], after the head has left their adjusted logits in their buffers. They also
