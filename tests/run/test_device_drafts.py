@@ -154,3 +154,38 @@ def test_places_are_enough_or_as_many_as_fit() -> None:
     table = ShapeTable(ShapeFacts(max_rows=256, token_budget=256, queries_per_tile=8, block_size=BLOCK))
     assert [table.places(wanted, 4) for wanted in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
     assert [table.places(4, rows) for rows in (1, 64, 65, 128, 129, 256)] == [4, 4, 2, 2, 1, 1]
+
+
+def other_model() -> Decoder:
+    """Of another shape than the target: other heads, so that its attention has other tiles."""
+    model = make_reference("llama_tied")
+    spec = spec_from_config(config_of(model))
+    decoder = build_decoder(spec, StateDictSource.of(model), device=place, dtype=torch.float32)
+    if not isinstance(decoder.attention, PagedAttention):
+        attention = PagedAttention(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
+        )
+        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
+        decoder.native_stack = None
+    return decoder
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["itself", "another"])
+def test_a_draft_model_changes_no_token(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if interpreted:
+        want_few_programs(monkeypatch)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    plain = Runner(decoder_for(torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    drafter = decoder_for(place, True) if is_own else other_model()
+    fast = CudaRunner(
+        decoder_for(place, True), device, token_budget=BUDGET, speculate="draft", drafter=drafter, **SIZES
+    )
+    # Interpreted, two rows that start together must do.
+    num_rows, length = (2, 6) if interpreted else (3, 14)
+    kinds = [dataclasses.replace(kind, max_tokens=length) for kind in (GREEDY, SAMPLED, GREEDY)[:num_rows]]
+    expected = Drive(plain, DraftSettings()).run(requests(kinds)[:2], requests(kinds)[2:])
+    drive = Drive(fast, DraftSettings(max_drafts=3, max_places=ROWS))
+    with quick_interpreter() if interpreted else nullcontext():
+        assert drive.run(requests(kinds)[:2], requests(kinds)[2:]) == expected
+    if is_own:  # three drafts were right whenever there was room for them
+        assert max(drive.counts) == 4
