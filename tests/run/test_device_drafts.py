@@ -172,6 +172,8 @@ def other_model() -> Decoder:
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["itself", "another"])
 def test_a_draft_model_changes_no_token(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if interpreted and not is_own:
+        pytest.skip("takes minutes interpreted")
     if interpreted:
         want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
