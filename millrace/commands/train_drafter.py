@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from millrace.llm import LLM
     from millrace.terminal.local_backend import llm_settings
     from millrace.terminal.model_download import obtain_model
-    from millrace.terminal.training_bar import TrainingBar
+    from millrace.training.bar import TrainingBar
     from millrace.training.train import train_drafter
 
     config = loaded.config
