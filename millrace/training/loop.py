@@ -65,9 +65,9 @@ class Loop:
         self._order: tuple[int, list[list[int]]] = (-1, [])
 
     def run(self, report: Reporter) -> Curves:
-        options, progress = self._options, self.progress
-        if options.resume:
+        if self._options.resume:
             self._load()
+        options, progress = self._options, self.progress
         report.stage("training", self.num_steps)
         report.advance(progress.step)
         self._task.module.train()
