@@ -12,12 +12,12 @@ import torch
 from millrace.config import Config, allowed_processors
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.drafter import find_drafter
+from millrace.engine.figures.processor_limits import processor_limits
 from millrace.engine.figures.step_figures import StepWork
 from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
-from millrace.engine.processor_limits import processor_limits
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.engine import processor_limits as module
-from millrace.engine.processor_limits import ProcessorLimits, processor_limits
+from millrace.engine.figures import processor_limits as module
+from millrace.engine.figures.processor_limits import ProcessorLimits, processor_limits
 
 
 def test_the_best_of_the_first_starts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
