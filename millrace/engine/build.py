@@ -11,7 +11,7 @@ import torch
 
 from millrace.config import Config, allowed_processors
 from millrace.engine.constrained import ConstrainedRequests
-from millrace.engine.drafter import find_drafter
+from millrace.engine.drafting.find import find_drafter
 from millrace.engine.figures.processor_limits import processor_limits
 from millrace.engine.figures.step_figures import StepWork
 from millrace.engine.fingerprint import weights_digest

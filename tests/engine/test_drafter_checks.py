@@ -11,7 +11,7 @@ import pytest
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace.config import Config, PlanConfig
-from millrace.engine.drafter import DraftModelSource, find_drafter
+from millrace.engine.drafting.find import DraftModelSource, find_drafter
 from millrace.errors import ConfigError
 from millrace.models.spec.families import spec_from_config
 from millrace.sources.resolve import ModelFiles, resolve_model

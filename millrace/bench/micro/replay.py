@@ -13,7 +13,7 @@ import torch
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
 from millrace.config import Config, ModelConfig, PlanConfig, Quantization, RunConfig, Speculation
-from millrace.engine.drafter import find_drafter
+from millrace.engine.drafting.find import find_drafter
 from millrace.models.load import load_decoder
 from millrace.plan.step import CapturePlan
 from millrace.run.device.device import Device, open_device
