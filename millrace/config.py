@@ -210,7 +210,15 @@ class PlanConfig:
         "",
         "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads",
     )
-    max_drafts: int = setting(3, "guessed tokens per request and step", minimum=1, maximum=7)
+    max_drafts: int = setting(
+        7, "maximum guessed tokens per request and step; how many pay is measured", minimum=1, maximum=7
+    )
+    draft_tokens: int = setting(
+        0,
+        "guess always this many tokens per request and step, whether or not they pay; 0 = as measured",
+        minimum=0,
+        maximum=7,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def build_engine(
         policy=make_policy(config.plan.policy),
         static_batching=config.plan.batching == "static",
         aging_s=config.plan.aging_s,
-        drafts=_drafts(config, plan),
+        drafts=_drafts(config, plan, is_gpu=device.kind == "cuda"),
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
         shapes=make_shape_choice(runner.shapes),
@@ -174,11 +174,17 @@ def _setup(
     )
 
 
-def _drafts(config: Config, plan: MemoryPlan) -> DraftSettings:
+def _drafts(config: Config, plan: MemoryPlan, *, is_gpu: bool) -> DraftSettings:
     """A step verifies at most as many tokens as it may have rows: buffers exist for that many."""
     if config.plan.speculate == "off":
         return DraftSettings()
-    return DraftSettings(max_drafts=config.plan.max_drafts, max_places=plan.max_running)
+    fixed = config.plan.draft_tokens
+    return DraftSettings(
+        max_drafts=fixed or config.plan.max_drafts,
+        max_places=plan.max_running,
+        is_fixed=bool(fixed),
+        is_padded=is_gpu,
+    )
 
 
 def step_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> StepWork:

@@ -27,7 +27,9 @@ class Composer:
         """The last plan cannot be repeated: its step was discarded."""
         self._repeated = None
 
-    def compose(self, singles: Int64s, chunks: dict[int, int], drafts: Int32s | None = None) -> StepPlan:
+    def compose(
+        self, singles: Int64s, chunks: dict[int, int], drafts: Int32s | None = None, draft_floor: float = 0.0
+    ) -> StepPlan:
         """`singles` get one token each and, with `drafts`, that many places for drafts; `chunks` are tokens by row."""
         repeated, rows = self._repeated, self._rows
         is_same = not chunks and drafts is None and repeated is not None and len(singles) == len(repeated.order)
@@ -75,6 +77,7 @@ class Composer:
             shared_blocks=shared_blocks,
             block_groups=block_groups if self._has_groups else None,
             draft_places=drafts,
+            draft_floor=draft_floor,
             masked=self._masked(table_rows, samples),
             scored=scored,
             captures=captures,

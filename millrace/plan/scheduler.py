@@ -20,6 +20,7 @@ from millrace.params import FinishReason
 from millrace.plan.admitting import Admitting
 from millrace.plan.budget import StepBudget, StepTarget
 from millrace.plan.composing import Composer
+from millrace.plan.drafting.control import DraftControl
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
@@ -122,6 +123,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._seating)
+
+    @property
+    def draft_control(self) -> DraftControl:
+        return self._drafts.control
 
     @property
     def num_in_flight(self) -> int:
@@ -238,7 +243,8 @@ class Scheduler:
         if len(singles) == 0 and not chunks:
             return None
         self._choice.count_skipped(singles)
-        return self._composer.compose(singles, chunks, self._drafts.take(singles))
+        drafts = self._drafts.take(singles)
+        return self._composer.compose(singles, chunks, drafts, self._drafts.floor if drafts is not None else 0.0)
 
     def _expire(self, now: float) -> None:
         late = self.waiting.expired(now)
@@ -323,6 +329,7 @@ class Scheduler:
         """A completed step occupied the device for this long."""
         if self.budget.times is not None:
             self.budget.times.observe(plan, seconds)
+        self._drafts.observe_time(plan, seconds)
 
     # -- preemption and release ------------------------------------------------------------------------------------
 
@@ -378,11 +385,13 @@ class Scheduler:
             return before.next()
         return make_pending_outcome(plan, self.rows)
 
-    def confirm(self, step_no: int, tokens: Int32s, counts: Int32s | None = None) -> StepOutcome:
+    def confirm(
+        self, step_no: int, tokens: Int32s, counts: Int32s | None = None, num_drafts: Int32s | None = None
+    ) -> StepOutcome:
         """The urgent part of `apply`: which request gets which tokens, and which requests have ended.
 
         `tokens` were drawn by the step's sampling rows, in plan order; `counts` says how many by each row of a step
-        with drafts.
+        with drafts, and `num_drafts` how many drafts each had, if the runner knows.
         """
         self.run_deferred()
         plan = self._in_flight.complete(step_no)
@@ -397,6 +406,7 @@ class Scheduler:
             if counts is None:
                 raise AssertionError("a step with draft places needs the number of tokens per row")
             self._pending = self._last_outcome = None
+            self._drafts.observe(plan, counts, num_drafts)
             drafted = DraftedOutcome(plan, self.rows, counts)
             delivered = drafted.deliver(self.rows, tokens)
             appended = delivered.insert_appended(self.rows) if self.rows.appended else []

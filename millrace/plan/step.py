@@ -146,6 +146,8 @@ class StepPlan:
     """KV group of each block-table update; None if all are of group 0."""
     draft_places: Int32s | None = None
     """Places for drafts of each row, beyond its `counts`; None if the step verifies no drafts."""
+    draft_floor: float = 0.0
+    """Drafts less likely than this to be accepted are not worth their place."""
     masked: Bools | None = None
     """True for drawing rows whose next token a grammar restricts: the draw waits for their masks. None if none has."""
     scored: Bools | None = None

@@ -59,6 +59,8 @@ class StepResult:
 
     places: int = 0
     """If set, each drawing row has so many of the tokens, of which the first `counts` are its own."""
+    num_drafts: Int32s | None = None
+    """With draft places: how many drafts each drawing row had. None: only the device knows."""
     drafted: tuple[RowDrafts, ...] = ()
     """On a CPU: the rows that had drafts."""
 
@@ -226,32 +228,37 @@ class Runner:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._update(plan)
-        if self._drafted is not None:
-            self._drafted.admit(plan)
-        if self._can_run_natively(plan):
-            return self._run_natively(plan)
-        return self._draw(plan, self._states(plan), None)
-
-    def _can_run_natively(self, plan: StepPlan) -> bool:
-        """True if the step is one C++ call."""
         drafted = self._drafted
-        if drafted is not None and (plan.draft_places is not None or drafted.needs_hidden):
-            return False
+        if drafted is None:
+            if self._is_one_call(plan):
+                return StepResult(plan.step_no, self._whole_step(plan), None, _NO_INDEX, _NO_COUNTS, ())
+            return self._draw(plan, self._states(plan, None), None)
+        drafted.admit(plan)
+        if plan.draft_places is None and self._is_one_call(plan) and not drafted.needs_hidden:
+            tokens = self._whole_step(plan)
+            drafted.feed(plan, plan.samples.astype(np.int32))
+            drafted.append(plan.rows[plan.samples], tokens.numpy())
+            return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
+        verified = drafted.expand(plan)
+        if not verified.has_drafts and self._is_one_call(verified.plan) and not drafted.needs_hidden:
+            drawn = Drawn(self._whole_step(verified.plan), None, _NO_INDEX, _NO_COUNTS)
+            drafted.feed(verified.plan, verified.draws)
+            return self._accept(plan, verified, drawn, ())
+        return self._draw(plan, self._states(plan, verified), None)
+
+    def _is_one_call(self, plan: StepPlan) -> bool:
         return self._native is not None and bool(len(plan.rows)) and self._native.can_run(plan)
 
-    def _run_natively(self, plan: StepPlan) -> StepResult:
+    def _whole_step(self, plan: StepPlan) -> Tensor:
         assert self._native is not None
-        tokens = self._native(plan)
-        if self._drafted is not None:
-            self._drafted.feed(plan, plan.samples.astype(np.int32))
-            self._drafted.append(plan.rows[plan.samples], tokens.numpy())
-        return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
+        return self._native(plan)
 
     def _forward(self, plan: StepPlan) -> DrawStates:
         self._update(plan)
-        if self._drafted is not None:
-            self._drafted.admit(plan)
-        return self._states(plan)
+        if self._drafted is None:
+            return self._states(plan, None)
+        self._drafted.admit(plan)
+        return self._states(plan, self._drafted.expand(plan))
 
     def _update(self, plan: StepPlan) -> None:
         if self._drafted is not None:
@@ -259,11 +266,9 @@ class Runner:
         self._table.update(plan)
         self._sampler.update(plan)
 
-    def _states(self, plan: StepPlan) -> DrawStates:
-        verified = None
+    def _states(self, plan: StepPlan, verified: VerifiedStep | None) -> DrawStates:
         draws = plan.samples.astype(np.int32)
-        if self._drafted is not None:
-            verified = self._drafted.expand(plan)
+        if verified is not None:
             plan, draws = verified.plan, verified.draws
         rows = np.repeat(plan.rows, draws)
         positions = np.repeat(plan.starts + plan.counts - draws, draws) + places_of(draws) + 1
@@ -308,21 +313,36 @@ class Runner:
         if masks is not None and verified is not None:
             masks = verified.state_masks(masks)
         drawn = self._draw_tokens(states, masks, self._drafts_before(states))
-        tokens, counts, scored = drawn.tokens, None, drawn.logprob_index
-        places: Int64s | None = None
-        drafted: tuple[RowDrafts, ...] = ()
         if verified is not None and self._drafted is not None:
-            places = verified.places()[scored]
-            scored = verified.drawing_rows()[scored]
             self._drafted.take_hidden(states.hidden, states.rows, states.positions)
-            accepted, counts, drafted = self._drafted.accept(verified, tokens.numpy().astype(np.int32))
-            tokens = torch.from_numpy(accepted)
-            self._sampler.count(np.repeat(plan.rows[plan.samples], counts), tokens)
-            counts = counts if plan.draft_places is not None else None
-        elif len(states.rows):
-            self._table.last_tokens[self._device.upload(states.rows).long()] = tokens
-        parts = (drawn.logprobs, scored, drawn.logprob_counts, states.prompt_logprobs, places)
-        return StepResult(plan.step_no, tokens, *parts, counts=counts, drafted=drafted)
+            return self._accept(plan, verified, drawn, states.prompt_logprobs)
+        if len(states.rows):
+            self._table.last_tokens[self._device.upload(states.rows).long()] = drawn.tokens
+        parts = (drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, states.prompt_logprobs)
+        return StepResult(plan.step_no, drawn.tokens, *parts)
+
+    def _accept(
+        self, plan: StepPlan, verified: VerifiedStep, drawn: Drawn, prompt_logprobs: tuple[PromptLogprobs, ...]
+    ) -> StepResult:
+        """Keep the tokens up to the first wrong draft of each row."""
+        assert self._drafted is not None
+        scored = drawn.logprob_index
+        accepted = self._drafted.accept(verified, drawn.tokens.numpy().astype(np.int32))
+        tokens = torch.from_numpy(accepted.tokens)
+        self._sampler.count(np.repeat(plan.rows[plan.samples], accepted.counts), tokens)
+        has_places = plan.draft_places is not None
+        return StepResult(
+            plan.step_no,
+            tokens,
+            drawn.logprobs,
+            verified.drawing_rows()[scored],
+            drawn.logprob_counts,
+            prompt_logprobs,
+            verified.places()[scored],
+            counts=accepted.counts if has_places else None,
+            num_drafts=accepted.num_drafts if has_places else None,
+            drafted=accepted.drafted,
+        )
 
     def _drafts_before(self, states: DrawStates) -> Int32s | None:
         """The draft before each state, for penalties. None if rows have no drafts."""
@@ -385,5 +405,6 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         view=view,
         counts=result.counts,
         places=result.places,
+        num_drafts=result.num_drafts,
         drafted=result.drafted,
     )

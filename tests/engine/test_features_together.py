@@ -34,7 +34,8 @@ SCHEMA = {
 GRAMMARS = (None, None, Grammar("json_object"), Grammar("json_schema", json.dumps(SCHEMA)))
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "speculate": ("off", "ngram", "suffix", "auto"),
-    "max_drafts": (1, 3, 7),
+    "max_drafts": (3, 7),
+    "draft_tokens": (0, 0, 1, 7),
     "kv_host_gib": (0.0, 0.25),
     "block_size": (5, 16),
     "token_budget": (24, 512),

@@ -21,7 +21,7 @@ def scores(generation) -> list[tuple[int, float]]:
 
 
 def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
-    with LLM(dtype="float32", speculate="ngram", max_drafts=7) as llm:
+    with LLM(dtype="float32", speculate="ngram", draft_tokens=7) as llm:
         plain = llm.generate([PROMPT] * len(KINDS), [params(**kind) for kind in KINDS])
         before = llm._client.stats
         predictions = [tuple(generation.token_ids) for generation in plain]

@@ -119,10 +119,10 @@ def test_any_drafts_give_the_tokens_of_a_run_without(seed: int) -> None:
             assert table.tokens[row][: len(known)].tolist() == known
             seen = table.tokens[row][: start + count].tolist()
             drawn += [next_token(seen[: start + 1 + place]) for place in range(count)]
-        tokens, counts, _ = rows.accept(step, np.array(drawn, np.int32))
+        accepted = rows.accept(step, np.array(drawn, np.int32))
         at = 0
-        for row, count in enumerate(counts.tolist()):
-            outputs[row] += tokens[at : at + count].tolist()
+        for row, count in enumerate(accepted.counts.tolist()):
+            outputs[row] += accepted.tokens[at : at + count].tolist()
             at += count
     for prompt, output, limit in zip(prompts, outputs, limits, strict=True):
         known = list(prompt)

@@ -34,6 +34,10 @@ class VerifiedStep:
     num_drawing: int
     """Drawing rows of the original plan."""
 
+    @property
+    def has_drafts(self) -> bool:
+        return bool(len(self.draws)) and int(self.draws.max()) > 1
+
     def drawing_rows(self) -> Int64s:
         """For each state to draw from: the index of its row among the drawing rows of the original plan."""
         return np.repeat(self.drawing, self.draws[self.plan.samples])
@@ -61,6 +65,18 @@ class RowDrafts:
     """The drafter, or "prediction"."""
     num_drafts: int
     num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedStep:
+    tokens: Int32s
+    """Accepted tokens, row after row."""
+    counts: Int32s
+    """How many each drawing row of the original plan has."""
+    num_drafts: Int32s
+    """Drafts that each of these rows had."""
+    drafted: tuple[RowDrafts, ...]
+    """What became of them."""
 
 
 class DraftedRows:
@@ -131,7 +147,8 @@ class DraftedRows:
             max_drafts = min(int(places[index]), limit - known - 1)
             if max_drafts > 0:
                 indices.append(index)
-                asks.append(DraftAsk(row, self._tokens[row][:known], int(self._table.num_prompt[row]), max_drafts))
+                num_prompt = int(self._table.num_prompt[row])
+                asks.append(DraftAsk(row, self._tokens[row][:known], num_prompt, max_drafts, plan.draft_floor))
         for index, ask, drafts in zip(indices, asks, self._drafters.propose(asks), strict=True):
             known, num_drafts = len(ask.tokens), len(drafts)
             self._tokens[ask.row][known : known + num_drafts] = drafts
@@ -159,10 +176,9 @@ class DraftedRows:
             parts += [_FIRST, self._tokens[row][known : known + num_draws - 1]]
         return np.concatenate(parts) if parts else _NO_TOKENS
 
-    def accept(self, step: VerifiedStep, drawn: Int32s) -> tuple[Int32s, Int32s, tuple[RowDrafts, ...]]:
-        """`drawn`: a token for each draw of the step. Returns the accepted tokens, how many each drawing row of the
-        original plan has, and what became of the drafts."""
-        counts = np.zeros(step.num_drawing, np.int32)
+    def accept(self, step: VerifiedStep, drawn: Int32s) -> AcceptedStep:
+        """`drawn`: a token for each draw of the step."""
+        counts, num_drafts = np.zeros((2, step.num_drawing), np.int32)
         accepted: list[Int32s] = []
         drafted: list[RowDrafts] = []
         progress: list[RowProgress] = []
@@ -179,11 +195,12 @@ class DraftedRows:
             tokens[known : known + count] = own[:count]
             self._known[row] = known + count
             self._table.last_tokens[row] = int(own[count - 1])
-            counts[place] = count
+            counts[place], num_drafts[place] = count, num_draws - 1
             accepted.append(own[:count])
             progress.append(self._progress(row, count, num_draws - 1, drafted))
         self._drafters.confirm(progress)
-        return np.concatenate(accepted) if accepted else drawn[:0], counts, tuple(drafted)
+        tokens = np.concatenate(accepted) if accepted else drawn[:0]
+        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted))
 
     def _progress(self, row: int, num_new: int, num_drafts: int, drafted: list[RowDrafts]) -> RowProgress:
         """What the row's drafter is told. Notes drafts in `drafted`."""

@@ -1,0 +1,106 @@
+"""The controller finds the number of drafts that gives the most tokens per second, and turns drafts off where they
+lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from millrace.plan.drafting.control import DraftControl, StepCosts
+
+PLAIN_S = 0.010
+
+
+class Machine:
+    """Runs steps of a fixed number of rows: drafts are accepted with one probability, given those before."""
+
+    def __init__(
+        self, num_rows: int, acceptance: float, seconds: Callable[[int, int], float], *, is_padded: bool = True
+    ) -> None:
+        self.rows = np.arange(num_rows)
+        self.acceptance, self.seconds = acceptance, seconds
+        self.control = DraftControl(num_rows, 7, is_padded=is_padded)
+        self.rng = np.random.default_rng(1)
+        self.is_padded = is_padded
+
+    def run(self, num_steps: int) -> tuple[float, float, dict[int, int]]:
+        """Tokens, seconds, and steps by number of drafts."""
+        tokens = took = 0.0
+        used: dict[int, int] = {}
+        num_rows = len(self.rows)
+        for _ in range(num_steps):
+            length = self.control.decide(self.rows, self.rows + 100).max_drafts
+            used[length] = used.get(length, 0) + 1
+            is_right = self.rng.random((num_rows, length)) < self.acceptance
+            accepted = np.cumprod(is_right, axis=1).sum(axis=1).astype(np.int32)
+            computed = num_rows * (1 + length)
+            seconds = self.seconds(num_rows, computed) * self.rng.uniform(0.9, 1.1)
+            if length:
+                drafts = np.full(num_rows, length, np.int32)
+                self.control.observe_drafts(self.rows, self.rows + 100, drafts, accepted)
+            self.control.observe_time(num_rows, computed, seconds, has_places=length > 0)
+            tokens += num_rows + float(accepted.sum())
+            took += seconds
+        return tokens, took, used
+
+    def best_rate(self) -> float:
+        num_rows = len(self.rows)
+        rates = []
+        for length in (0, 1, 3, 7):
+            expected = sum(self.acceptance**place for place in range(length + 1))
+            rates.append(num_rows * expected / self.seconds(num_rows, num_rows * (1 + length)))
+        return max(rates)
+
+
+def memory_bound(num_rows: int, computed: int) -> float:
+    """Like a GPU: tokens are almost free up to some number."""
+    return PLAIN_S * max(1.0 + 0.0005 * computed, computed / 200)
+
+
+def compute_bound(num_rows: int, computed: int) -> float:
+    return PLAIN_S * (0.5 + 0.5 * computed)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.8])
+@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
+def test_the_rate_is_that_of_the_best_fixed_length(
+    num_rows: int, acceptance: float, seconds: Callable[[int, int], float]
+) -> None:
+    machine = Machine(num_rows, acceptance, seconds)
+    machine.run(200)
+    tokens, took, _ = machine.run(1200)
+    off = num_rows / seconds(num_rows, num_rows)
+    assert tokens / took > 0.97 * off
+    assert tokens / took > 0.95 * machine.best_rate() or machine.best_rate() < 1.1 * off
+
+
+def test_drafts_that_lose_are_tried_again_seldom_and_come_back() -> None:
+    machine = Machine(128, 0.0, memory_bound)
+    machine.run(500)
+    _, _, used = machine.run(2000)
+    assert used[0] > 1900
+    machine.acceptance = 0.95
+    machine.run(2500)
+    _, _, used = machine.run(500)
+    assert used[1] > 450, "the length with the highest rate at this load"
+    assert machine.control.num_probes > 0
+
+
+def test_rows_of_new_requests_start_from_the_average() -> None:
+    machine = Machine(4, 0.8, memory_bound)
+    machine.run(300)
+    before = machine.control._mean_survival.copy()
+    machine.control.decide(machine.rows, machine.rows + 5000)
+    assert np.allclose(machine.control._survival[machine.rows], before)
+
+
+def test_a_longer_step_is_never_predicted_to_be_faster() -> None:
+    costs = StepCosts()
+    for size, seconds in ((1, 0.02), (4, 0.015), (16, 0.03)):
+        costs.observe(size, seconds)
+    assert costs.seconds(1) <= costs.seconds(4) <= costs.seconds(10) < costs.seconds(64)
+    assert costs.knows(5)
+    assert not costs.knows(8)
