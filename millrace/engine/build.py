@@ -148,7 +148,14 @@ def build_engine(
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size))
     work = step_work(spec, plan.weights_bytes, kv_token_bytes)
     has_figures = config.observe.figures
-    engine = Engine(scheduler, runner, device, channel, constrained=constrained, work=work, has_figures=has_figures)
+    drafter = "suffix" if config.plan.speculate == "auto" else config.plan.speculate
+    engine = Engine(
+        *(scheduler, runner, device, channel),
+        constrained=constrained,
+        work=work,
+        has_figures=has_figures,
+        drafter=drafter,
+    )
     return engine, ready
 
 

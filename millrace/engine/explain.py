@@ -55,6 +55,10 @@ def _sequence(entry: Entry, now: float) -> dict[str, Any]:
             "count": finish.preemptions if finish is not None else None,
             "reasons": diagnostics.preempted_for,
         },
+        "drafts": {
+            drafter: {"steps": steps, "proposed": drafts, "accepted": accepted}
+            for drafter, (steps, drafts, accepted) in entry.drafts.items()
+        },
         "stages_s": _stages(entry, now),
     }
 

@@ -36,8 +36,8 @@ class Entry:
     priority: int = 1
     num_prompt: int = 0
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
-    predicted_tokens: int = 0
-    predicted_accepted: int = 0
+    drafts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """By drafter: steps that verified its drafts, drafts, and those accepted."""
     finish: Finish | None = None
     last_token: float = math.nan
     """While it has no row: when it got its last token."""
@@ -109,11 +109,12 @@ class Ledger:
             entry.is_running, entry.last_token = False, last_token
             self.tenants.pause(entry.tenant)
 
-    def on_predicted(self, request_id: int, num_drafts: int, num_accepted: int) -> None:
+    def on_drafts(self, request_id: int, drafter: str, num_drafts: int, num_accepted: int) -> None:
+        """A step verified drafts of the request."""
         entry = self._entries.get(request_id)
         if entry is not None:
-            entry.predicted_tokens += num_drafts
-            entry.predicted_accepted += num_accepted
+            steps, drafts, accepted = entry.drafts.get(drafter, (0, 0, 0))
+            entry.drafts[drafter] = steps + 1, drafts + num_drafts, accepted + num_accepted
 
     def on_first_token(self, request_id: int, now: float) -> bool:
         """Note the time. Returns True, once, if the prompt's log-probabilities must be sent with this token."""
@@ -129,6 +130,7 @@ class Ledger:
     def close(self, ended: Ended, now: float) -> Finish:
         """Record the end of a request."""
         entry = self._entries.pop(ended.request_id)
+        _, predicted, predicted_accepted = entry.drafts.get("prediction", (0, 0, 0))
         entry.finish = Finish(
             id=ended.request_id,
             reason=ended.reason,
@@ -141,8 +143,8 @@ class Ledger:
             queued_s=(entry.admitted or now) - entry.arrival,
             first_token_s=entry.first_token - entry.arrival if entry.first_token is not None else 0.0,
             total_s=now - entry.arrival,
-            predicted_tokens=entry.predicted_tokens,
-            predicted_accepted=entry.predicted_accepted,
+            predicted_tokens=predicted,
+            predicted_accepted=predicted_accepted,
         )
         self._count(entry, entry.finish)
         if entry.names:

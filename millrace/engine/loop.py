@@ -17,6 +17,7 @@ import msgspec
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import SLOW_STEP_S, Confirmed, Cycle
 from millrace.engine.explain import explain
+from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.step_figures import StepFigures, StepWork
 from millrace.engine.figures.step_log import StepLog
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes, UnloggedSteps
@@ -49,7 +50,6 @@ from millrace.plan.request import BATCH, INTERACTIVE, Request, end_of
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.device.device import Device
-from millrace.run.drafting.drafters import PREDICTION
 from millrace.run.runner import AnyRunner
 
 log = logging.getLogger(__name__)
@@ -80,9 +80,11 @@ class Engine:
         constrained: ConstrainedRequests | None = None,
         work: StepWork | None = None,
         has_figures: bool = True,
+        drafter: str = "ngram",
     ) -> None:
         """`constrained`: None if the model's tokenizer cannot be used with grammars. `work`: bytes and FLOPs of the
-        model's steps; None if unknown. `has_figures`: False counts no more than reports need."""
+        model's steps; None if unknown. `has_figures`: False counts no more than reports need.
+        `drafter`: who proposes drafts on a GPU."""
         self._scheduler = scheduler
         self._constrained = constrained
         self._device = device
@@ -94,6 +96,7 @@ class Engine:
         self._step_log = StepLog() if has_figures else UnloggedSteps()
         count_steps = StepFigures if has_figures else UncountedSteps
         self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or StepWork())
+        self._drafts = DraftFigures(drafter)
         self.ready: EngineReady | None = None
         """Sent to fronts that connect late."""
         self.on_hang: Callable[[], None] | None = None
@@ -190,8 +193,7 @@ class Engine:
     def on_tokens(self, done: Confirmed) -> None:
         self._step_no = done.plan.step_no
         for part in done.result.drafted:
-            if part.source == PREDICTION:
-                self._ledger.on_predicted(part.request_id, part.num_drafts, part.num_accepted)
+            self._ledger.on_drafts(part.request_id, part.source, part.num_drafts, part.num_accepted)
         for finish in self._outbox.send_step(done.outcome, done.result, done.at):
             self._used_at = done.at
             if finish.output_tokens:
@@ -201,7 +203,8 @@ class Engine:
 
     def on_step_done(self, done: Confirmed) -> None:
         self._rates.on_step(done.plan.num_tokens, done.device_s)
-        self._figures.on_step(done.plan, done.outcome, done.at)
+        self._figures.on_step(done.plan, done.outcome, done.at, done.result.num_drafts)
+        self._drafts.on_step(done.plan, done.result)
         self._step_log.note(done, self._figures)
         if done.at - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
             self._report(done.at)
@@ -376,6 +379,11 @@ class Engine:
             padded_tokens=figures.padded_tokens,
             drafted_tokens=figures.drafted_tokens,
             accepted_tokens=figures.accepted_tokens,
+            drafts=self._drafts.stats(),
+            draft_steps=self._drafts.num_steps,
+            draft_length=scheduler.draft_control.length,
+            draft_probes=scheduler.draft_control.num_probes,
+            draft_stops=scheduler.draft_control.num_stops,
             cached_tokens=ledger.cached_tokens,
             evictions=pool.num_evicted,
             evicted_for_arrivals=pool.num_evicted_for_arrivals,

@@ -163,6 +163,13 @@ class TenantFigures(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int = 0
 
 
+class DraftStats(msgspec.Struct, frozen=True):
+    """Drafts of one drafter since the start, by place: the first draft of a row in a step, the second ..."""
+
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters and gauges, sent a few times per second at most. Fronts export them as metrics."""
 
@@ -228,6 +235,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Places for drafts in all steps."""
     accepted_tokens: int = 0
     """Drafts that became output."""
+    drafts: dict[str, DraftStats] = {}
+    """By drafter. On a GPU places without a draft count as proposed."""
+    draft_steps: int = 0
+    """Steps that verified drafts."""
+    draft_length: int = 0
+    """Drafts per request and step that the controller allows now; 0 while drafts do not pay."""
+    draft_probes: int = 0
+    """Steps that tried drafts again after they had lost."""
+    draft_stops: int = 0
+    """Times that drafts were turned off because they lost."""
     cached_tokens: int = 0
     """Prompt tokens of ended requests that were found in the prefix cache."""
     evictions: int = 0

@@ -126,8 +126,11 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens),
         ("cached_tokens", "Prompt tokens of ended requests found in the prefix cache.", stats.cached_tokens),
         ("output_tokens", "Output tokens.", stats.output_tokens),
-        ("drafted_tokens", "Places for drafts.", stats.drafted_tokens),
+        ("drafted_tokens", "Drafts verified; on a GPU places for them.", stats.drafted_tokens),
         ("accepted_tokens", "Drafts that became output.", stats.accepted_tokens),
+        ("draft_steps", "Steps that verified drafts.", stats.draft_steps),
+        ("draft_probes", "Steps that tried drafts again after they had lost.", stats.draft_probes),
+        ("draft_stops", "Times that drafts were turned off because they lost.", stats.draft_stops),
         ("step_rows", "Rows, summed over all steps.", stats.step_rows),
         ("step_seconds", "Time of steps, from launch to result.", stats.step_seconds),
         ("plan_seconds", "Time spent in the scheduler.", stats.plan_seconds),
@@ -170,6 +173,19 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     for reason, count in stats.finished.items():
         finished.add_metric([reason], count)
     yield finished
+    drafts = CounterMetricFamily(
+        "millrace_engine_drafts",
+        "Drafts by drafter, by place among the drafts of a step, and by result.",
+        labels=["drafter", "place", "result"],
+    )
+    for drafter, counts in stats.drafts.items():
+        for place, (proposed, accepted) in enumerate(zip(counts.proposed, counts.accepted, strict=True), 1):
+            drafts.add_metric([drafter, str(place), "proposed"], proposed)
+            drafts.add_metric([drafter, str(place), "accepted"], accepted)
+    yield drafts
+    length = GaugeMetricFamily("millrace_engine_draft_length", "Drafts per request and step allowed now; 0 = none.")
+    length.add_metric([], stats.draft_length)
+    yield length
 
 
 def tenant_metrics(engine: EngineView) -> Iterator[Metric]:

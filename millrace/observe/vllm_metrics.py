@@ -79,7 +79,7 @@ def _counters(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
     yield "generation_tokens", "Output tokens.", stats.output_tokens
     yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_query_tokens
     yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens
-    yield "spec_decode_num_draft_tokens", "Places for drafts.", stats.drafted_tokens
+    yield "spec_decode_num_draft_tokens", "Drafts verified; on a GPU places for them.", stats.drafted_tokens
     yield "spec_decode_num_accepted_tokens", "Drafts that became output.", stats.accepted_tokens
 
 

@@ -125,7 +125,11 @@ class CudaRunner:
         self._drafts: DeviceDrafts | None = None
         if speculate != "off":
             self._drafts = DeviceDrafts(
-                device, max_rows=max_rows + 1, max_context=max_context, holds_drafts=drafter is not None
+                device,
+                max_rows=max_rows + 1,
+                max_context=max_context,
+                speculate=speculate,
+                holds_drafts=drafter is not None,
             )
         self._chain: DeviceChain | None = None
         if drafter is not None and self._drafts is not None:

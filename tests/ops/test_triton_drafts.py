@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,37 @@ class Rows:
             return None
         room = min(allowed, self.places - 1, limit - known - 1)
         return propose_ngram(self.history[row, :known].astype(np.int32), room).tolist()
+
+
+def suffix_drafts(history: list[int], count: int, longest: int) -> list[int]:
+    """What follows the latest of the longest matches, which repeats where the text ends."""
+    best, first = 1, len(history)
+    for end in range(2, len(history)):
+        length = 0
+        while length < min(end, longest) and history[end - 1 - length] == history[-1 - length]:
+            length += 1
+        if length >= 2 and length >= best:
+            best, first = length, end
+    following = history[first:]
+    return [following[place % len(following)] for place in range(count)] if following else []
+
+
+@pytest.mark.parametrize("places", [2, 8])
+def test_suffix_drafts_follow_the_longest_match(places: int) -> None:
+    num_drafted = 0
+    for seed in range(12 if interpreted else 200):
+        case = Rows(50 * places + seed, places)
+        place_drafts(case.step, replace(case.columns, max_match=5, repeats=True))
+        tokens = case.step.tokens_in.cpu().numpy()[: len(case.rows) * places].reshape(-1, places)
+        for at, (row, allowed) in enumerate(zip(case.rows.tolist(), case.max_drafts.tolist(), strict=True)):
+            known, limit = int(case.known[row]), int(case.limit[row])
+            if allowed < 0 or known >= limit:
+                continue
+            history = case.history[row, :known].tolist()
+            drafts = suffix_drafts(history, min(allowed, places - 1, limit - known - 1), 5)
+            num_drafted += len(drafts)
+            assert tokens[at].tolist() == [history[-1], *drafts] + [UNUSED] * (places - 1 - len(drafts))
+    assert num_drafted > 10
 
 
 @pytest.mark.parametrize("places", [1, 2, 4, 8])

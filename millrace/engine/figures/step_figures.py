@@ -54,7 +54,8 @@ class StepFigures:
         self._store_common()
         self._last_token[row] = last_token
 
-    def on_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+    def on_step(self, plan: StepPlan, outcome: StepOutcome, now: float, num_drafts: Int32s | None = None) -> None:
+        """`num_drafts`: drafts of each drawing row; None if only the places are known."""
         num_rows = len(plan.rows)
         self.step_rows += num_rows
         self.output_tokens += len(outcome.tokens)
@@ -66,7 +67,7 @@ class StepFigures:
         elif num_rows:
             self._count_composition(plan)
         if plan.draft_places is not None:
-            self._count_drafts(plan, outcome)
+            self._count_drafts(plan.draft_places if num_drafts is None else num_drafts, outcome)
         if len(outcome.tokens):
             self._note_gaps(plan, outcome, now, repeats=repeats)
 
@@ -93,9 +94,8 @@ class StepFigures:
         self.bytes_read += work.weights_bytes + work.context_bytes * context
         self.flops += work.token_flops * num_tokens + work.pair_flops * pairs
 
-    def _count_drafts(self, plan: StepPlan, outcome: StepOutcome) -> None:
-        assert plan.draft_places is not None
-        self.drafted_tokens += int(plan.draft_places.sum())
+    def _count_drafts(self, num_drafts: Int32s, outcome: StepOutcome) -> None:
+        self.drafted_tokens += int(num_drafts.sum())
         index = outcome.sample_index
         self.accepted_tokens += int((index[1:] == index[:-1]).sum()) - outcome.num_appended
 

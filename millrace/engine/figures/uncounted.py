@@ -14,7 +14,9 @@ from millrace.plan.step import StepOutcome, StepPlan
 
 
 class UncountedSteps(StepFigures):
-    def on_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+    def on_step(
+        self, plan: StepPlan, outcome: StepOutcome, now: float, num_drafts: npt.NDArray[int32] | None = None
+    ) -> None:
         self.output_tokens += len(outcome.tokens)
 
 

@@ -37,39 +37,48 @@ class DraftColumns:
     """[rows, longest context]"""
     holds_drafts: bool = False
     """True if a drafter writes its drafts to `history`, behind the known tokens; False for n-gram drafts."""
+    max_match: int = 3
+    """Tokens that are compared to find the longest match."""
+    repeats: bool = False
+    """Drafts go on beyond the end of the text, as a phrase that repeats does."""
 
 
 @triton.jit
-def _latest_match(history, known, TILE: tl.constexpr):
-    """Where the continuation of the last three tokens, else of the last two, begins at their latest earlier
-    occurrence; `known` if there is none."""
+def _longest_match(history, known, TILE: tl.constexpr, MATCH: tl.constexpr):
+    """Where the continuation of the last tokens begins at their earlier occurrence: of those in which most tokens are
+    equal, two at least and MATCH at most, the latest. `known` if there is none."""
     lane = tl.arange(0, TILE)
-    third = tl.load(history + known - 3, mask=known >= 3, other=-1)
     second = tl.load(history + known - 2, mask=known >= 2, other=-1)
     first = tl.load(history + known - 1)
-    triple = tl.full([TILE], -1, tl.int32)
-    pair = tl.full([TILE], -1, tl.int32)
+    best = tl.full([TILE], -1, tl.int32)
+    longest = tl.zeros([TILE], tl.int32)
     for start in range(0, known - 2, TILE):
-        # A pair at `at` and `at + 1`, and the token before it.
+        # A pair at `at` and `at + 1`, and the tokens before it.
         at = start + lane
         inside = at < known - 2
-        before = tl.load(history + at - 1, mask=inside & (at > 0), other=-2)
         here = tl.load(history + at, mask=inside, other=-2)
         after = tl.load(history + at + 1, mask=inside, other=-2)
-        is_pair = inside & (here == second) & (after == first)
-        pair = tl.where(is_pair, at, pair)
-        triple = tl.where(is_pair & (before == third), at, triple)
-    best_triple = tl.max(triple, 0)
-    best_pair = tl.max(pair, 0)
-    best = tl.where(best_triple >= 0, best_triple, best_pair)
-    return tl.where(best >= 0, best + 2, known)
+        equal = inside & (here == second) & (after == first)
+        if tl.max(equal.to(tl.int32), 0) > 0:
+            length = tl.where(equal, 2, 0)
+            for back in tl.static_range(3, MATCH + 1):
+                wanted = tl.load(history + known - back, mask=known >= back, other=-1)
+                equal = equal & (at + 2 >= back)
+                equal = equal & (tl.load(history + at + 2 - back, mask=equal, other=-2) == wanted)
+                length += equal.to(tl.int32)
+            is_best = (length > 0) & (length >= longest)
+            best = tl.where(is_best, at, best)
+            longest = tl.where(is_best, length, longest)
+    most = tl.max(longest, 0)
+    found = tl.max(tl.where(longest == most, best, -1), 0)
+    return tl.where(found >= 0, found + 2, known)
 
 
 @triton.jit
 def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows, max_drafts, starts, seq_lens,
-                  tokens_in, PLACES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
-                  HOLDS_DRAFTS: tl.constexpr):  # fmt: skip
-    """One row per program."""
+                  tokens_in, PLACES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, HOLDS_DRAFTS: tl.constexpr,
+                  MATCH: tl.constexpr, REPEATS: tl.constexpr):  # fmt: skip
+    """One row per program. REPEATS: drafts go on beyond the end of the text, as a phrase that repeats does."""
     row = tl.program_id(0)
     drafts = tl.load(max_drafts + row)
     if drafts < 0:
@@ -82,13 +91,17 @@ def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows,
     drafts = tl.minimum(tl.minimum(drafts, PLACES - 1), limit - known - 1)
     first = known
     num_found = drafts
+    behind = place - 1
     if PLACES > 1 and not HOLDS_DRAFTS:
         if drafts > 0:
-            first = _latest_match(history, known, TILE)
+            first = _longest_match(history, known, TILE, MATCH)
         num_found = known - first
+        if REPEATS:
+            behind = (place + LANES - 1) % LANES % tl.maximum(num_found, 1)
+            num_found = tl.where(num_found > 0, drafts, 0)
     used = 1 + tl.maximum(tl.minimum(drafts, num_found), 0)
+    at = tl.where(place == 0, known - 1, first + behind)
     used = tl.where(known < limit, used, 0)
-    at = tl.where(place == 0, known - 1, first + place - 1)
     token = tl.load(history + at, mask=place < used, other=_UNUSED)
     tl.store(tokens_in + row * PLACES + place, token, mask=place < PLACES)
     tl.store(starts + row, known - 1)
@@ -177,13 +190,13 @@ class DraftedStep:
 
 
 def place_drafts(step: DraftedStep, columns: DraftColumns) -> None:
-    """Write start, length, tokens and draw positions of the step's rows from the device's columns, with n-gram drafts:
-    what followed the last tokens of a row when they last occurred in it. States of unused places become ENDED."""
+    """Write start, length, tokens and draw positions of the step's rows from the device's columns, with drafts: what
+    followed the last tokens of a row where most of them occurred before. States of unused places become ENDED."""
     history = columns.history
     _place_kernel[(len(step.table_rows),)](
         columns.known, columns.limit, history, history.stride(0), step.table_rows, step.max_drafts, step.starts,
         step.seq_lens, step.tokens_in, PLACES=step.places, LANES=triton.next_power_of_2(max(2, step.places)), TILE=TILE,
-        HOLDS_DRAFTS=columns.holds_drafts, num_warps=4,
+        HOLDS_DRAFTS=columns.holds_drafts, MATCH=columns.max_match, REPEATS=columns.repeats, num_warps=4,
     )  # fmt: skip
     _state_kernel[(len(step.states),)](
         step.states, step.rows, step.positions, step.max_drafts, step.starts, step.tokens_in, len(step.table_rows),

@@ -9,19 +9,40 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from millrace.config import Speculation
 from millrace.ops.triton.drafts import DraftColumns
 from millrace.plan.step import StepPlan
 from millrace.run.device.device import Device
+from millrace.run.drafting.ngram import MAX_NGRAM
+
+MAX_SUFFIX = 16
+"""Tokens that suffix drafts compare. More seldom choose another place, and each takes time."""
 
 
 class DeviceDrafts:
-    def __init__(self, device: Device, *, max_rows: int, max_context: int, holds_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        max_rows: int,
+        max_context: int,
+        speculate: Speculation = "ngram",
+        holds_drafts: bool = False,
+    ) -> None:
         """`max_rows`: table rows, padding's included. `holds_drafts`: see `DraftColumns`."""
         place = device.torch_device
         known, limit = torch.zeros((2, max_rows), dtype=torch.int32, device=place)
         history = torch.zeros((max_rows, max_context + 1), dtype=torch.int32, device=place)
         self._device = device
-        self.columns = DraftColumns(known, limit, history, holds_drafts)
+        is_ngram = speculate == "ngram" or holds_drafts
+        self.columns = DraftColumns(
+            known,
+            limit,
+            history,
+            holds_drafts,
+            max_match=MAX_NGRAM if is_ngram else MAX_SUFFIX,
+            repeats=not is_ngram,
+        )
 
     def admit(self, plan: StepPlan) -> None:
         for appended in plan.appended:
