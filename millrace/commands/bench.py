@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands import bench_gpu, bench_observe, bench_peers, bench_serve
+from millrace.commands import bench_gpu, bench_observe, bench_peers, bench_serve, bench_speculate
 from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import add_settings, load_settings
 from millrace.terminal.settings_table import toml_lines
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from millrace.bench.http.suite import SuiteOptions
     from millrace.bench.http.workloads import Workload
 
-BENCHMARKS = "local, peers, plan, counting, step, front, serve, observe, smooth, policies, replay, gpu"
+BENCHMARKS = "local, peers, plan, counting, step, front, serve, observe, speculate, smooth, policies, replay, gpu"
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
 """The exit code that shells report after SIGTERM."""
@@ -49,7 +49,7 @@ examples:
   millrace bench smooth --seconds 30                     streams beside a long prompt, a small tenant beside 60 streams
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
-_MODULES = (bench_peers, bench_serve, bench_observe, bench_gpu)
+_MODULES = (bench_peers, bench_serve, bench_observe, bench_speculate, bench_gpu)
 EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
 
 
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what != "peers":
-        bench_peers.reject_own_options(args, allowed=("rounds",) if args.what == "observe" else ())
+        bench_peers.reject_own_options(args, allowed=("rounds",) if args.what in ("observe", "speculate") else ())
     if args.what == "gpu":
         return bench_gpu.run(args)
     if args.what == "serve":
@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         "step": _bench_step,
         "front": _bench_front,
         "observe": bench_observe.run,
+        "speculate": bench_speculate.run,
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
         "policies": _bench_policies,
         "replay": _bench_replay,
