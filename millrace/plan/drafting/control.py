@@ -130,7 +130,7 @@ class DraftControl:
     @property
     def length(self) -> int:
         """Drafts of each row in use; 0 while they lose."""
-        return self._length
+        return self._max_drafts if self._fixed else self._length
 
     def decide(self, rows: Int64s, request_ids: Int64s) -> DraftDecision:
         """For a step in which these rows decode."""
@@ -186,11 +186,12 @@ class DraftControl:
         if self._plain_left:
             self._plain_left -= 1
             return True
-        self._until_plain -= 1
+        # Soon if steps of this size were never measured, else now and then.
+        every = PLAIN_EVERY if self._plain.knows(num_rows) else NUM_PLAIN + 1
+        self._until_plain = min(self._until_plain, every) - 1
         if self._until_plain > 0:
             return False
-        # Right away if steps of this size were never measured, else now and then.
-        self._until_plain = PLAIN_EVERY if self._plain.knows(num_rows) else NUM_PLAIN + 1
+        self._until_plain = every
         self._plain_left = NUM_PLAIN - 1
         return True
 
