@@ -148,13 +148,13 @@ def build_engine(
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size))
     work = step_work(spec, plan.weights_bytes, kv_token_bytes)
     has_figures = config.observe.figures
-    drafter = "suffix" if config.plan.speculate == "auto" else config.plan.speculate
+    drafter_name = "suffix" if config.plan.speculate == "auto" else config.plan.speculate
     engine = Engine(
         *(scheduler, runner, device, channel),
         constrained=constrained,
         work=work,
         has_figures=has_figures,
-        drafter=drafter,
+        drafter=drafter_name,
     )
     return engine, ready
 

@@ -75,7 +75,9 @@ class DraftPlaces:
     def observe(self, plan: StepPlan, counts: Int32s, num_drafts: Int32s | None) -> None:
         """A step with places was confirmed. `counts`: tokens of each sampling row. `num_drafts`: drafts that each had;
         None if only the places are known."""
-        if plan.draft_places is None or self._settings.is_fixed or not _only_decodes(plan):
+        if plan.draft_places is None or self._settings.is_fixed or not plan.draft_places.any():
+            return
+        if not _only_decodes(plan):
             return
         drafts = plan.draft_places if num_drafts is None else num_drafts
         drawn = counts > 0  # The others are past their limit.
