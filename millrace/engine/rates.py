@@ -7,7 +7,8 @@ from collections import deque
 WINDOW_S = 10.0
 """Rates are averages over this window."""
 DECAY = 0.05
-"""Weight of a new value in moving averages."""
+"""Weight of a new value in moving averages. The first values are averaged evenly: the first step is often a slow one
+(cold caches, a graph being captured) and must not count for long."""
 FULL_STEP_TOKENS = 256
 """Smaller steps say little about the throughput of full ones."""
 BURST_S = 2.0
@@ -16,23 +17,39 @@ Sample = tuple[float, int, tuple[int, ...]]
 """Time, number admitted so far, and number arrived so far by class."""
 
 
+class MovingMean:
+    """Even over the first values, then with weight `DECAY` for each new one."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._weight = 1.0
+
+    def add(self, value: float) -> None:
+        self.value += self._weight * (value - self.value)
+        self._weight = max(DECAY, self._weight / (1 + self._weight))
+
+
 class MeasuredRates:
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
         self._num_arrived = [0, 0, 0]
         self._num_admitted = 0
-        self._mean_row_s = 0.0
-        """Average time for which a request holds its row."""
-        self.tokens_per_s = 0.0
-        """Throughput of full steps; 0 until there was one."""
-        self.step_s = 0.0
-        """Average time of a step."""
+        self._row_s, self._step_s, self._full_step_rate = MovingMean(), MovingMean(), MovingMean()
 
     def on_step(self, num_tokens: int, step_s: float) -> None:
-        self.step_s += (DECAY if self.step_s else 1.0) * (step_s - self.step_s)
+        self._step_s.add(step_s)
         if num_tokens >= FULL_STEP_TOKENS and step_s > 0:
-            weight = DECAY if self.tokens_per_s else 1.0
-            self.tokens_per_s += weight * (num_tokens / step_s - self.tokens_per_s)
+            self._full_step_rate.add(num_tokens / step_s)
+
+    @property
+    def step_s(self) -> float:
+        """Average time of a step."""
+        return self._step_s.value
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of full steps; 0 until there was one."""
+        return self._full_step_rate.value
 
     def on_admitted(self, count: int) -> None:
         self._num_admitted += count
@@ -42,8 +59,7 @@ class MeasuredRates:
 
     def on_ended(self, row_s: float) -> None:
         """A request ended that held a row for `row_s` seconds."""
-        weight = DECAY if self._mean_row_s else 1.0
-        self._mean_row_s += weight * (row_s - self._mean_row_s)
+        self._row_s.add(row_s)
 
     def sample(self, now: float) -> None:
         """Called a few times per second. Rates are differences between samples in the window."""
@@ -54,7 +70,7 @@ class MeasuredRates:
     def admissions_per_s(self, num_rows: int) -> float:
         """The measured rate, or the rate at which `num_rows` rows become free, whichever is higher: while no request
         waits, the measured rate only shows how many arrived."""
-        possible = num_rows / self._mean_row_s if self._mean_row_s else 0.0
+        possible = num_rows / self._row_s.value if self._row_s.value else 0.0
         if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
             return possible
         (began, before, _), (now, admitted, _) = self._samples[0], self._samples[-1]

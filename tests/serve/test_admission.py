@@ -120,6 +120,21 @@ def test_the_measured_rate_is_capacity_not_demand() -> None:
     assert rates.tokens_per_s == 2000.0
 
 
+def test_one_slow_first_step_does_not_refuse_for_long() -> None:
+    rates = MeasuredRates()
+    rates.on_step(512, 20.0)  # Cold caches, or a graph being captured.
+    for _ in range(10):
+        rates.on_step(512, 0.1)
+    report = stats(free=5, tokens=512, speed=rates.tokens_per_s, step_s=rates.step_s)
+    Admission(Config()).check(report, 0, 0, 1)
+    for _ in range(30):
+        rates.on_step(512, 0.1)
+    assert rates.step_s < 0.5
+    assert rates.tokens_per_s == pytest.approx(5120, rel=0.1)
+    rates.on_step(512, 20.0)
+    assert rates.step_s < 1.5, "a late one counts little"
+
+
 def test_a_refusal_over_http_is_a_counted_429_with_retry_after() -> None:
     with running_front(saying("ok"), config=replace(CONFIG, server__port=0)) as front:
         front.call(lambda: setattr(front.state.client, "stats", stats((35, 0, 0))))
