@@ -25,7 +25,15 @@ def test_shares_of_the_limits_over_the_last_seconds(front: Front) -> None:
         return Sample(second, msgspec.structs.replace(stats, bytes_read=read, step_no=step), FrontCounts())
 
     samples = [at(0.0, 0.0), at(100.0, 1e6), at(105.0, 1.002e6), at(110.0, 1.005e6)]
-    found = {family.name: family.samples[0].value for family in device_use(samples, ready)}
-    assert found == {"millrace_engine_memory_bandwidth_ratio": pytest.approx(0.5)}, "of the last 10 s"
-    assert list(device_use([at(100.0, 1e6, step=9), at(101.0, 5.0, step=1)], ready)) == [], "the engine restarted"
-    assert list(device_use([Sample(100.0, None, FrontCounts())], ready)) == list(device_use(samples, None)) == []
+
+    def shares(*samples: Sample) -> dict[str, float]:
+        return {family.name: family.samples[0].value for family in device_use(list(samples), ready)}
+
+    name = "millrace_engine_memory_bandwidth_ratio"
+    assert shares(*samples) == {name: pytest.approx(0.5)}, "of the last 10 s"
+    before = at(100.0, 1e6, step=9)
+    assert shares(before, at(101.0, 5.0, step=1)) == {name: 0.0}, "the engine restarted"
+    assert shares(before, at(101.0, 5.0, step=1), at(102.0, 205.0, step=2)) == {name: pytest.approx(0.2)}
+    for first in ((), (Sample(100.0, None, FrontCounts()),), (at(100.0, 5.0),)):
+        assert shares(*first) == {name: 0.0}, "the first page has it too"
+    assert list(device_use(samples, None)) == []
