@@ -32,5 +32,5 @@ def _fold(line: str, width: int) -> Iterator[str]:
         yield from textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         return
     yield from _fold(found["start"], width)
-    meaning = textwrap.wrap(found["meaning"], width - len(indent) - 2)
+    meaning = textwrap.wrap(found["meaning"], max(1, width - len(indent) - 2))
     yield from (f"{indent}  {part}" for part in meaning)

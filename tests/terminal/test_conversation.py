@@ -119,8 +119,11 @@ def test_load_reads_what_save_wrote(tmp_path: Path) -> None:
     assert second.load(tmp_path / "talk.json").startswith("Loaded 2 messages")
     assert second.messages == first.messages
     (tmp_path / "bad.json").write_text('[{"role": "user"}]')
-    (tmp_path / "text.md").write_text("## user")
     assert "not a list of messages" in second.load(tmp_path / "bad.json")
+    for content in ("[1]", '[{"type": "text"}]', '[{"type": "text", "text": 1}]', '[{"text": "hi"}]', "{}"):
+        (tmp_path / "bad.json").write_text(f'[{{"role": "system", "content": {content}}}]')
+        assert "not a list of messages" in second.load(tmp_path / "bad.json")
+    (tmp_path / "text.md").write_text("## user")
     assert "not JSON" in second.load(tmp_path / "text.md")
     assert "Cannot read" in second.load(tmp_path / "absent.json")
     assert second.messages == first.messages
@@ -186,3 +189,7 @@ def test_an_image_goes_with_the_next_message_only(tmp_path: Path) -> None:
     assert again.turns == conversation.turns
     conversation.save(tmp_path / "saved.md")
     assert "(image)\nWhat is this?" in (tmp_path / "saved.md").read_text()
+    conversation.attach(picture)
+    run_slash("/clear", conversation, {}, "m", "")
+    conversation.add_user_message("Hello.")
+    assert conversation.messages == [{"role": "user", "content": "Hello."}]

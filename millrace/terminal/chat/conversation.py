@@ -120,8 +120,19 @@ def _is_message(value: object) -> bool:
     return (
         isinstance(value, dict)
         and value.get("role") in ("system", "user", "assistant")
-        and isinstance(value.get("content"), str | list)
+        and _is_content(value.get("content"))
     )
+
+
+def _is_content(value: object) -> bool:
+    """Text, or parts as `add_user_message` writes them."""
+    return all(map(_is_part, value)) if isinstance(value, list) else isinstance(value, str)
+
+
+def _is_part(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("text"), str) if value.get("type") == "text" else "image_url" in value
 
 
 def _text_of(content: str | list[dict[str, Any]]) -> str:
@@ -170,6 +181,7 @@ def run_slash(line: str, conversation: Conversation, fields: dict[str, object], 
 
 def _clear(conversation: Conversation) -> Reply:
     conversation.turns.clear()
+    conversation.images.clear()
     return Reply("Conversation cleared.")
 
 
