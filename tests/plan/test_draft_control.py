@@ -89,6 +89,13 @@ def test_drafts_that_lose_are_tried_again_seldom_and_come_back() -> None:
     assert machine.control.num_probes > 0
 
 
+def test_drafts_that_are_never_accepted_end_even_if_they_seem_free() -> None:
+    machine = Machine(4, 0.0, lambda num_rows, computed: PLAIN_S)
+    machine.run(300)
+    _, _, used = machine.run(2000)
+    assert used[0] > 1900
+
+
 def test_rows_of_new_requests_start_from_the_average() -> None:
     machine = Machine(4, 0.8, memory_bound)
     machine.run(300)

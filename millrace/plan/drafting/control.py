@@ -26,6 +26,9 @@ TIME_WEIGHT = 1 / 12
 LOSES, WINS = 0.98, 1.05
 """Drafts end when they give less than the first share of the tokens per second without, and begin again from the
 second on."""
+MIN_ACCEPTED = 0.05
+"""Where every row is computed with all places: drafts of a row accepted per step, below which drafts lose whatever the
+measured times say. What they cost between steps is not in those times."""
 KEEPS = 1.03
 """Another number of drafts must be better by this much than the one in use."""
 FIRST_PROBE, LAST_PROBE, LAST_CHEAP_PROBE = 16, 256, 32
@@ -208,8 +211,15 @@ class DraftControl:
         num_rows = len(rows)
         if length == 0:
             return num_rows / self._plain.seconds(num_rows)
-        accepted = float(self._survival[rows, :length].sum())
+        accepted = self._accepted(rows, length) * num_rows
         return (num_rows + accepted) / self._drafted_s(num_rows, self._computed(rows, length))
+
+    def _accepted(self, rows: Int64s, length: int) -> float:
+        """Expected accepted drafts of a row in a step."""
+        return float(self._survival[rows, :length].sum()) / len(rows)
+
+    def _is_worth_trying(self, rows: Int64s, length: int, min_accepted: float) -> bool:
+        return not self._is_padded or self._accepted(rows, length) >= min_accepted
 
     def _drafted_s(self, num_rows: int, num_tokens: float) -> float:
         """Predicted time of a step with places. Below all that were measured, it approaches that of a plain one."""
@@ -237,7 +247,8 @@ class DraftControl:
         current = self._rate(rows, self._length)
         if rate > KEEPS * current:
             self._length, current = best, rate
-        if self._plain.knows(len(rows)) and current < LOSES * self._rate(rows, 0):
+        loses = self._plain.knows(len(rows)) and current < LOSES * self._rate(rows, 0)
+        if loses or not self._is_worth_trying(rows, self._length, MIN_ACCEPTED):
             self._stop()
 
     def _stop(self) -> None:
@@ -250,7 +261,8 @@ class DraftControl:
     def _judge_probe(self, rows: Int64s) -> None:
         """Begin again, or wait longer."""
         best, rate = self._best(rows)
-        if not self._plain.is_known or rate > WINS * self._rate(rows, 0):
+        wins = not self._plain.is_known or rate > WINS * self._rate(rows, 0)
+        if wins and self._is_worth_trying(rows, best, 2 * MIN_ACCEPTED):
             self._length = best
         else:
             self._num_judged += 1

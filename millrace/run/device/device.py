@@ -155,6 +155,7 @@ class CudaDevice:
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         # The caching host allocator reuses a pinned buffer only after the copies that read it are done.
+        array = array if array.flags.writeable else array.copy()  # PyTorch warns of arrays that are not writable
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def launch(self, work: Callable[[], T], to_host: Callable[[T], T]) -> Pending[T]:
