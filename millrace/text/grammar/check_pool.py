@@ -15,7 +15,7 @@ from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 
 CHECK_LIMIT_S = 6.0
-"""Time for one grammar; the largest real ones take a tenth of a second."""
+"""Time for one grammar on a machine that is busy; the process itself limits its CPU time."""
 START_LIMIT_S = 30.0
 """Time for the first reply of a process, which imports llguidance."""
 _READ_BYTES = 1 << 16
@@ -33,10 +33,7 @@ class CheckPool:
 
     def __call__(self, grammar: Grammar) -> None:
         """Raise `GrammarError` if no answer can be held to the grammar."""
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None:
-            process = _CheckProcess()
+        process: _CheckProcess | None = self._take()
         try:
             problem = process.check(grammar, self._limit_s)
         except BaseException:
@@ -50,6 +47,18 @@ class CheckPool:
             process.end()
         if problem is not None:
             raise GrammarError(problem)
+
+    def _take(self) -> _CheckProcess:
+        """A process that runs: somebody else, such as the kernel when memory is short, may have ended an idle one."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
+                process = self._idle.pop()
+            if process.is_running:
+                return process
+            process.end()
+        return _CheckProcess()
 
     def close(self) -> None:
         with self._lock:
@@ -68,9 +77,12 @@ class _CheckProcess:
         )
         self._is_new = True
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def check(self, grammar: Grammar, limit_s: float) -> str | None:
         """What is wrong with the grammar. Raises `GrammarError` if it takes too much; then the process is of no use."""
-        assert self._process.stdin is not None
         if self._is_new:  # Loading does not count: the first reply is to a grammar that takes no time.
             self._send(Grammar("json_object"))
             if self._reply(START_LIMIT_S) is None:

@@ -1,7 +1,8 @@
 """A process that checks grammars: `python -m millrace.text.grammar.check_server`.
 
 Each line on standard input is a grammar in JSON. The reply is a line: what is wrong with it, or null. A grammar that
-takes too much memory ends this process; its client ends it when one takes too long. It exits when its input has ended.
+takes too much memory or CPU time ends this process; its client ends it when one takes too long. It exits when its
+input has ended.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from millrace.text.grammar.compiler import GrammarError
 
 MAX_BYTES = 512 << 20
 """Memory for one grammar, beyond what the process takes for itself."""
+MAX_CPU_S = 2.0
+"""CPU time for one grammar; the largest real ones take a tenth of a second. Others wait behind it."""
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then ends this process.
+    for one in (signal.SIGINT, signal.SIGTERM):  # For the server, which answers what it has begun, then ends this.
+        signal.signal(one, signal.SIG_IGN)
     check = GrammarCheck()
     check.check(Grammar("json_object"))
     _limit_memory()
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(msgspec.json.encode(_problem(check, line)) + b"\n")
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # Ends the process, also if its client was killed.
+        problem = _problem(check, line)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(msgspec.json.encode(problem) + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import resource
+import signal
+import subprocess
+import sys
 import threading
 
+import msgspec
 import pytest
 
 from millrace.errors import BadRequest, Overloaded
@@ -16,6 +20,8 @@ from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusab
 from millrace.text.grammar.problems import sentence_of
 
 CHECK = GrammarCheck()
+SLOW = Grammar("json_schema", '{"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}')
+"""Two multiples in one number: their least common multiple has a state for each remainder."""
 
 
 def numbered(number: int, size: int = 0) -> Grammar:
@@ -119,11 +125,9 @@ def test_a_long_error_is_cut() -> None:
 
 
 def test_a_grammar_that_takes_too_long_costs_only_its_sender() -> None:
-    """Two multiples in one number: their least common multiple has a state for each remainder."""
     pool = CheckPool(limit_s=1.0)
-    multiples = '{"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}'
     compiler = GrammarCompiler(pool, on_close=pool.close)
-    slow = compiler.submit(Grammar("json_schema", multiples))
+    slow = compiler.submit(SLOW)
     quick = compiler.submit(Grammar("json_schema", '{"type": "integer"}'))
     wrong = compiler.submit(Grammar("json_schema", '{"not": {}}'))
     assert quick.result(60) is None
@@ -144,3 +148,26 @@ def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
         pool(numbered(1, 120_000))
     pool(numbered(1))
     pool.close()
+
+
+def test_a_check_process_that_somebody_ended_is_replaced() -> None:
+    pool = CheckPool()
+    pool(numbered(1))
+    [process] = pool._idle
+    process._process.terminate()  # As a service manager does with all processes of a server that shall drain.
+    pool(numbered(2))
+    assert pool._idle == [process]
+    process._process.kill()
+    process._process.wait()
+    pool(numbered(3))
+    assert pool._idle != [process]
+    pool.close()
+
+
+def test_a_check_whose_client_was_killed_ends() -> None:
+    code = "from millrace.text.grammar import check_server; check_server.MAX_CPU_S = 0.3; check_server.main()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(SLOW) + b"\n")
+        process.stdin.close()
+        assert process.wait(60) == -signal.SIGPROF
