@@ -13,6 +13,8 @@ from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import post
 
 from millrace.params import MAX_GRAMMAR_BYTES, Grammar
+from millrace.serve.generate import grammars
+from millrace.text.grammar.compiler import NUM_THREADS, GrammarCompiler
 
 CHAT = "/v1/chat/completions"
 PERSON = {
@@ -171,3 +173,19 @@ def test_a_slow_check_stalls_no_other_request(front: Front) -> None:
         watcher.join()
     assert gaps
     assert max(gaps) < max(0.2, took / 2), (max(gaps), took)
+
+
+def test_a_grammar_behind_slow_ones_is_not_blamed(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+
+    def wait(grammar: Grammar) -> None:
+        is_over.wait(30)
+
+    monkeypatch.setattr(front.state, "grammar_check", GrammarCompiler(wait))
+    monkeypatch.setattr(grammars, "CHECK_LIMIT_S", 0.2)
+    wanted = [json_schema({"const": number}) for number in range(NUM_THREADS + 1)]
+    replies = [post(front.port, CHAT, body(response_format=one)) for one in wanted]
+    is_over.set()
+    assert [reply.status for reply in replies] == [400] * NUM_THREADS + [429]
+    assert int(replies[-1].headers["retry-after"]) > 0
+    front.state.grammar_check.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millrace.errors import BadRequest, RequestFailed
+from millrace.errors import BadRequest, Overloaded, RequestFailed
 from millrace.params import Grammar, GrammarKind
 from millrace.serve.generate.generation import Generation
 from millrace.serve.state import FrontState
@@ -17,6 +17,7 @@ from millrace.text.grammar.compiler import Unusable
 from millrace.text.grammar.inline import closed_schema
 
 CHECK_LIMIT_S = 10.0
+RETRY_S = 5.0
 
 log = logging.getLogger("millrace.serve")
 
@@ -72,6 +73,9 @@ async def check_grammar(state: FrontState, generation: Generation, owner: str) -
         # `wait` cancels nothing: other requests may wait for the same result.
         await asyncio.wait([asyncio.wrap_future(future)], timeout=CHECK_LIMIT_S)
     if not future.done():
+        if not future.running():
+            message = "Other grammars are being checked, and this one was not reached; try again in a few seconds."
+            raise Overloaded(message, retry_after_s=RETRY_S)
         raise BadRequest(
             f"The {grammar.noun} was not checked within {CHECK_LIMIT_S:g} s; simplify it or try again.", param=param
         )
