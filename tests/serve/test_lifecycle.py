@@ -12,6 +12,7 @@ from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import CHAT, Reply, connected, events, eventually, get, post, raw_post, read_all
 
 from millrace.config import Config, replace
+from millrace.serve.generate import early_stream
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def test_before_the_engine_is_ready() -> None:
         assert ready.status == 503
         assert "loading" in ready.json["reason"]
         front.state.loading_wait_s = 0.1
+        assert post(front.port, CHAT, body(stream=True)).status == 503, "no stream begins before its first comment"
         reply = post(front.port, CHAT, body())
         assert reply.status == 503
         assert reply.error["code"] == "engine_unavailable"
@@ -55,6 +57,16 @@ def test_a_request_during_loading_waits_for_the_engine() -> None:
         front.call(front.engine.become_ready)
         thread.join(timeout=10)
         assert [reply.status for reply in replies] == [200]
+
+
+def test_a_stream_without_a_model_tells_that_the_first_one_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.05)
+    fields = {name: value for name, value in body(stream=True).items() if name != "model"}
+    with running_front(saying("ok"), is_ready=False) as front:
+        front.loop.call_soon_threadsafe(front.loop.call_later, 0.3, front.engine.become_ready)
+        reply = post(front.port, CHAT, fields)
+        assert reply.body.startswith(b": The model")
+        assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
 def test_ready_means_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ WriteError = Callable[[MillraceError], bytes]
 
 
 class _Asked(msgspec.Struct):
-    model: str = ""
+    model: str | None = None
     stream: bool = False
 
 
@@ -56,7 +56,7 @@ async def begin_while_loading(request: web.Request, data: bytes, write_error: Wr
     client.want()
     while client.ready is None and client.failure is None and not state.draining:
         with contextlib.suppress(EngineUnavailable):
-            await client.wait_ready(COMMENT_EVERY_S)
+            await client.wait_ready(max(0.0, min(COMMENT_EVERY_S, deadline - time.monotonic())))
         if client.ready is not None or client.failure is not None:
             break
         text = loading_state(model.name, client)
@@ -81,9 +81,10 @@ def _model_to_wait_for(state: FrontState, data: bytes) -> ServedModel[FrontState
         asked = msgspec.json.decode(data, type=_Asked)
     except msgspec.MsgspecError:
         return None  # The dialect says what is wrong.
-    if not asked.stream or not state.models.knows(asked.model):
+    name = state.model_name if asked.model is None else asked.model
+    if not asked.stream or not state.models.knows(name):
         return None
-    model = state.models.find(asked.model)
+    model = state.models.find(name)
     return model if model.client.ready is None else None
 
 
