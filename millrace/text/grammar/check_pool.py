@@ -33,18 +33,13 @@ class CheckPool:
 
     def __call__(self, grammar: Grammar) -> None:
         """Raise `GrammarError` if no answer can be held to the grammar."""
-        process: _CheckProcess | None = self._take()
+        process = self._take()
         try:
             problem = process.check(grammar, self._limit_s)
         except BaseException:
             process.end()
             raise
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(process)
-                process = None
-        if process is not None:
-            process.end()
+        self._give_back(process)
         if problem is not None:
             raise GrammarError(problem)
 
@@ -59,6 +54,13 @@ class CheckPool:
                 return process
             process.end()
         return _CheckProcess()
+
+    def _give_back(self, process: _CheckProcess) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(process)
+                return
+        process.end()
 
     def close(self) -> None:
         with self._lock:
