@@ -92,7 +92,9 @@ class ModelConfig:
     offline: bool = setting(False, "never download: use only models that are on this machine")
     served_name: str = setting("", "model name in the API; if empty, the name of the source")
     dtype: Dtype = setting(
-        "auto", "compute dtype; auto = bfloat16 where the hardware has instructions for it, else float32"
+        "auto",
+        "compute dtype; auto = float32 with INT8 products of quantised weights (see --quantization), else bfloat16"
+        " where the hardware has instructions for it, else float32",
     )
     quantization: QuantizationSetting = setting(
         "auto",

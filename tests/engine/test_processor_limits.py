@@ -27,3 +27,10 @@ def test_limits_are_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
     found = module._measure(torch.bfloat16)
     assert 1e7 < found.bytes_per_s < 1e13
     assert 1e7 < found.flops < 1e15
+
+
+def test_slow_work_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    monkeypatch.setattr(module, "MAX_S", -1.0)
+    module._best_s(lambda: runs.append(1))
+    assert len(runs) == 1

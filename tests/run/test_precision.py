@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millrace.config import ModelConfig
+from millrace.errors import ConfigError
 from millrace.run.device import device as device_module
 from millrace.run.device import precision as module
 from millrace.run.device.precision import choose_precision
@@ -47,7 +48,17 @@ def test_precision(
     monkeypatch.setattr(module, "has_fast_int8", lambda: bool(features & {"avx512f", "asimddp"}))
     for owner in (device_module, module):
         monkeypatch.setattr(owner, "processor_features", lambda: frozenset(features))
-    device: Any = SimpleNamespace(kind=kind)
+    device: Any = SimpleNamespace(kind=kind, torch_device=torch.device(kind))
     found = choose_precision(ModelConfig(**settings), device, is_quantised)
     assert (found.dtype, found.quantization) == expected
     assert bool(found.notes) == (found.quantization == "int8")
+
+
+@pytest.mark.parametrize(("is_quantised", "missing", "reason"), [(False, "", "GGUF"), (True, "needs g++", "needs g++")])
+def test_int8_that_would_change_nothing_is_refused(
+    is_quantised: bool, missing: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "native_missing", lambda device: missing)
+    device: Any = SimpleNamespace(kind="cpu", torch_device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=reason):
+        choose_precision(ModelConfig(quantization="int8"), device, is_quantised)

@@ -203,8 +203,8 @@ def open_device(config: RunConfig) -> Device:
 
 
 def fast_dtype(device: Device) -> torch.dtype:
-    """What `auto` means: bfloat16 where the hardware has instructions for it, else float32. Emulated bfloat16 was
-    measured at half of float32's speed."""
+    """What `auto` means without INT8 products (`precision.py`): bfloat16 where the hardware has instructions for it,
+    else float32. Emulated bfloat16 was measured at half of float32's speed."""
     if device.kind == "cuda" or processor_features() & BF16_FEATURES:
         return torch.bfloat16
     return torch.float32

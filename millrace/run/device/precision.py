@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from millrace.config import ModelConfig, Quantization
-from millrace.ops.cpp.native import has_fast_int8
+from millrace.errors import ConfigError
+from millrace.ops.cpp.native import has_fast_int8, native_missing
 from millrace.ops.cpp.targets import AMX_FEATURES, processor_features
 from millrace.run.device.device import Device, fast_dtype
 
@@ -28,11 +29,29 @@ class Precision:
 def choose_precision(settings: ModelConfig, device: Device, has_quantised_weights: bool) -> Precision:
     """`has_quantised_weights`: the model's file has matrices that the CPU kernels read (GGUF)."""
     quantization: Quantization = "none" if settings.quantization == "auto" else settings.quantization
+    if quantization == "int8" and device.kind == "cpu":
+        _check_int8(has_quantised_weights, native_missing(device.torch_device))
     if settings.quantization == "auto" and settings.dtype == "auto" and has_quantised_weights and prefers_int8(device):
         quantization = "int8"
     if settings.dtype != "auto":
         return Precision(getattr(torch, settings.dtype), quantization)
     return Precision(torch.float32 if quantization == "int8" else fast_dtype(device), quantization)
+
+
+def _check_int8(has_quantised_weights: bool, kernels_missing: str) -> None:
+    """Raise ConfigError if no weight of the model would be multiplied in INT8."""
+    if not has_quantised_weights:
+        raise ConfigError(
+            "model.quantization is int8, but this model has no weights in a quantised GGUF format that the CPU kernels"
+            " read. Set --quantization auto, or serve a quantised GGUF file.",
+            param="model.quantization",
+        )
+    if kernels_missing:
+        raise ConfigError(
+            f"model.quantization is int8, which needs the C++ kernels, but Millrace {kernels_missing}. Set"
+            " --quantization auto.",
+            param="model.quantization",
+        )
 
 
 def prefers_int8(device: Device) -> bool:
