@@ -160,6 +160,30 @@ def test_a_spoilt_draft_model_is_right_less_often_and_changes_nothing() -> None:
     assert 0 < rows.num_accepted < rows.num_drafted
 
 
+def test_a_prompt_given_up_halfway_is_not_computed_further(monkeypatch: Any) -> None:
+    """The blocks of its other half are not its own: block tables still name those of the row's last request."""
+    left: list[int] = []
+    monkeypatch.setattr(ChainDrafter, "leave", lambda _, rows: left.extend(len(own.tokens) for own in rows))
+    decoder = load("llama_tied")
+    runner = runner_of(decoder, load("llama_tied", grouped=False), 60)
+    scheduler = Scheduler(num_blocks=60, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=16)
+    prompt = np.arange(3 * BUDGET, dtype=np.int32) % VOCAB
+    params = RowParams(SamplingParams(max_tokens=OUTPUT), ())
+    scheduler.submit(Request(id=1, prompt=prompt, max_tokens=OUTPUT, row_params=params))
+    run_step(scheduler, runner)
+    scheduler.abort(1)
+    scheduler.submit(Request(id=2, prompt=prompt[:5], max_tokens=OUTPUT, row_params=params))
+    run_step(scheduler, runner)
+    assert left == [BUDGET]
+
+
+def run_step(scheduler: Scheduler, runner: Runner) -> None:
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    result = runner.launch(plan).wait()
+    scheduler.apply(plan.step_no, result.drawn(), result.counts)
+
+
 @pytest.mark.parametrize(("kind", "make"), [("eagle", eagle), ("eagle", eagle3), ("medusa", medusa)])
 @pytest.mark.parametrize("case", ["llama", "qwen2_window"])
 def test_heads_change_no_token(kind: str, make: Any, case: str, tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ class DraftedRows:
         self._tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
         """Room for all tokens up to the limit, and the drafts of a step."""
         self._known = np.zeros(max_rows, np.int64)
+        self._computed = np.zeros(max_rows, np.int64)
+        """Tokens that the target has computed: less than all but the last while a prompt is computed in parts."""
         self._limit = np.zeros(max_rows, np.int64)
         self.num_drafted = self.num_accepted = 0
 
@@ -104,6 +106,7 @@ class DraftedRows:
             self._tokens[row] = tokens = np.zeros(max(admission.limit, known + 1), np.int32)
             tokens[:known] = admission.tokens
             self._known[row], self._limit[row] = known, admission.limit
+            self._computed[row] = admission.num_computed
             self._table.tokens[row] = tokens
             self._drafters.admit(admission)
         for appended in plan.appended:
@@ -114,10 +117,10 @@ class DraftedRows:
             self._drafters.confirm([RowProgress(row, self._tokens[row][:end], num_new, 0, 0)])
 
     def leave(self, plan: StepPlan) -> None:
-        """Call it before the table is updated. The last token of a row has not been computed."""
+        """Call it before the table is updated. A row has blocks only for what was computed."""
         rows = [gone.row for gone in plan.released if self._table.request_ids[gone.row] == gone.request_id]
         if rows:
-            self._drafters.leave([RowTokens(row, self._tokens[row][: self._known[row] - 1]) for row in rows])
+            self._drafters.leave([RowTokens(row, self._tokens[row][: self._computed[row]]) for row in rows])
 
     def feed(self, plan: StepPlan, draws: Int32s, states: Tensor | None = None) -> None:
         """The target's forward pass has computed the plan's tokens, with `states` if drafters need them. `draws`: how
@@ -128,7 +131,8 @@ class DraftedRows:
         rows = []
         for row, start, count, num_draws in columns:
             is_prompt = num_draws != count
-            rows.append(RowTokens(row, self._tokens[row][: start + (count if is_prompt else 1)], is_prompt))
+            self._computed[row] = end = start + (count if is_prompt else 1)
+            rows.append(RowTokens(row, self._tokens[row][:end], is_prompt))
         self._drafters.feed(rows)
 
     def expand(self, plan: StepPlan) -> VerifiedStep:
@@ -194,6 +198,7 @@ class DraftedRows:
             count = int(wrong[0]) + 1 if len(wrong) else num_draws
             tokens[known : known + count] = own[:count]
             self._known[row] = known + count
+            self._computed[row] = known + count - 1
             self._table.last_tokens[row] = int(own[count - 1])
             counts[place], num_drafts[place] = count, num_draws - 1
             accepted.append(own[:count])
