@@ -112,7 +112,9 @@ class Times:
 class Launched:
     plan: StepPlan
     at: float
-    pending: Pending[StepResult] | None
+    masked_ids: Int64s
+    """The requests of its masked rows. Rows change hands when a later step is planned, also in another thread."""
+    pending: Pending[StepResult] | None = None
     """None until its draw is queued."""
 
 
@@ -217,7 +219,8 @@ class Cycle:
         return True
 
     def _launch(self, plan: StepPlan, now: float) -> None:
-        launched = Launched(plan, now, None)
+        rows = plan.rows[:0] if plan.masked is None else plan.rows[plan.masked]
+        launched = Launched(plan, now, self._scheduler.rows.request_ids[rows])
         self._launched.append(launched)
         self._runner.forward(plan)
         if plan.masked is None or len(self._launched) == 1:
@@ -230,17 +233,16 @@ class Cycle:
         if plan.masked is None or self._masks is None:
             launched.pending = self._runner.draw(plan, None)
             return
-        request_ids = self._scheduler.rows.request_ids[plan.rows[plan.masked]]
-        masks = self._masks_of(plan, request_ids, self._masks)
+        masks = self._masks_of(launched, self._masks)
         launched.pending = self._runner.draw(plan, masks)
         if len(plan.rows) <= self._max_jump_rows:  # While the device draws: the next plan needs it, this draw does not.
-            self._append_forced(self._masks.forced(masks, request_ids))
+            self._append_forced(self._masks.forced(masks, launched.masked_ids))
 
-    def _masks_of(self, plan: StepPlan, request_ids: Int64s, source: MaskSource) -> Masks:
-        began = self._clock()
+    def _masks_of(self, launched: Launched, source: MaskSource) -> Masks:
+        began, plan = self._clock(), launched.plan
         assert plan.masked is not None
         states = np.flatnonzero(plan.masked[plan.samples])
-        masks = source.masks(states, request_ids, self._runner.mask_memory(len(states)))
+        masks = source.masks(states, launched.masked_ids, self._runner.mask_memory(len(states)))
         self.times.mask_s += self._clock() - began
         return masks
 
