@@ -16,7 +16,8 @@ FILES = sorted((ROOT / "deploy").iterdir())
 PAGES = [ROOT / "docs" / "deployment.md", ROOT / "docs" / "several-models.md"]
 OF_OTHER_PROGRAMS = {
     *("--no-deps", "--no-cache-dir", "--no-install-recommends", "--index-url", "--create-home", "--uid", "--gpus"),
-    *("--from", "--start-period"),
+    *("--from", "--start-period", "--plat-name"),
+    "--steps",  # Of `millrace trace`.
     "--operator",  # Of `millrace keys`.
 }
 

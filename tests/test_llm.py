@@ -129,7 +129,7 @@ def check_constrained(llm: LLM) -> None:
     assert llm.generate("ab", limit, choice=["yes", "no"])[0].text in ("yes", "no")
     assert re.fullmatch("[ab]{3}", llm.generate("ab", limit, regex="[ab]{3}")[0].text)
     assert llm.generate("ab", limit, grammar='root ::= "a" "b"')[0].text == "ab"
-    with pytest.raises(RequestFailed, match="'not'"):
+    with pytest.raises(BadRequest, match="'not'"):
         llm.generate("ab", limit, schema={"not": {}})
 
 

@@ -73,4 +73,4 @@ def test_masked_rows_need_logits_and_number_their_masks_in_plan_order() -> None:
     assert draws.masked.tolist() == [1, 3]
     assert draws.full.tolist() == [1, 2, 3]
     assert draws.mask_lines().tolist() == [0, NO_MASK, 1]
-    assert not draws.is_reusable
+    assert draws.is_reusable, "a step that repeats this one masks the same rows"

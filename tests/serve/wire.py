@@ -78,9 +78,9 @@ def events(reply: Reply) -> list[dict[str, Any]]:
     assert frames[-1] == ""
     assert frames[-2] == "data: [DONE]"
     for frame in frames[:-1]:
-        assert frame.startswith("data: ")
+        assert frame.startswith(("data: ", ": ")), frame  # the second is a comment
         assert "\n" not in frame
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2] if frame.startswith("data: ")]
 
 
 def stream(port: int, path: str, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import asdict
 
+from millrace.terminal.folding import folded
 from millrace.terminal.running_servers import running_servers
 from millrace.terminal.table import print_table
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(asdict(server)))
         return 0
     if not servers:
-        print("No Millrace server of yours runs on this machine. `millrace serve MODEL` starts one.")
+        print(folded("No Millrace server of yours runs on this machine. `millrace serve MODEL` starts one."))
         return 0
     rows = [("pid", "model", "device", "since", "url")]
     rows += [(str(s.pid), s.model, s.device, _age(time.time() - s.since), s.url) for s in servers]
