@@ -151,7 +151,7 @@ def check_neighbours(llm: LLM) -> None:
     (alone,) = llm.generate("ab", **fields)
 
     def send(given: dict[str, Any]) -> bool:
-        with contextlib.suppress(RequestFailed):
+        with contextlib.suppress(BadRequest, RequestFailed):
             llm.generate("ba", max_tokens=10, **given)
         return True
 
