@@ -14,7 +14,7 @@ import torch
 
 from millrace.config import RunConfig
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Int32s, StepPlan
+from millrace.plan.step import Admission, Int32s, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import DraftAsk, Drafter
@@ -93,7 +93,7 @@ def chi_square(params: SamplingParams, num_rows: int, num_tokens: int, rule: Rul
     drafts = ones * MAX_DRAFTS
     while True:
         plan = StepPlan(
-            0, rows, 0 * rows, ones, ones > 0, NONE, NONE, NONE, admitted, draft_places=drafts
+            0, rows, 0 * rows, ones, ones > 0, NONE, NONE, NONE, exact_shape(ones), admitted, draft_places=drafts
         )  # fmt: skip
         admitted = ()
         table.update_host(plan)
