@@ -2,7 +2,7 @@
 answers of its tenant.
 
 A row remembers where its text is being repeated. While the new tokens continue there, nothing is searched. Otherwise
-one pass of NumPy over the text finds the next place: 8 µs for 16,000 tokens, less than an index of them would cost.
+one pass of NumPy over the text finds the next place: 70 to 100 µs for 16,000 tokens (x86, loaded machine, 2026-11-17).
 How many drafts there are follows from how long the match is and how often drafts of such matches were accepted, in
 general and in this row.
 """
