@@ -53,6 +53,9 @@ class CompiledGrammar:
         if self._grown is None:
             return
         lexer, self._grown = self._grown, None
+        if lexer.first.is_error():  # What compiled once has failed now: the others serve on.
+            self._max_lexers = len(self._lexers)
+            return
         self._lexers.append(lexer)
         share = sum(len(other.matchers) for other in self._lexers) // len(self._lexers)
         movable = (matcher for matcher in self._others(lexer) if matcher.can_move)

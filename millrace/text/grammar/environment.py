@@ -86,16 +86,19 @@ class GrammarEnvironment:
     def consume(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[GrammarError | None]:
         """Advance matcher i, each of which occurs once, by token i, in parallel threads."""
         errors: list[GrammarError | None] = [None] * len(matchers)
-        pairs = list(enumerate(zip(matchers, tokens, strict=True)))
-        pairs = [(index, pair) for index, pair in pairs if not pair[0].ends(pair[1])]
-        if not pairs:
+        due = [
+            index
+            for index, (matcher, token) in enumerate(zip(matchers, tokens, strict=True))
+            if not matcher.ends(token)
+        ]
+        if not due:
             return errors
-        done = self._threads.consume_token_par([(matcher.inner, token) for _, (matcher, token) in pairs])
-        for (index, (matcher, token)), is_consumed in zip(pairs, done, strict=True):
+        done = self._threads.consume_token_par([(matchers[index].inner, tokens[index]) for index in due])
+        for index, is_consumed in zip(due, done, strict=True):
             if is_consumed:
-                matcher.note(token)
+                matchers[index].note(tokens[index])
             else:
-                errors[index] = GrammarError(matcher.problem)
+                errors[index] = GrammarError(matchers[index].problem)
         return errors
 
 

@@ -140,6 +140,20 @@ def test_answers_move_to_new_lexers(environment: GrammarEnvironment, default_tok
     assert all(not matcher.lexer.matchers for matcher in matchers)
 
 
+def test_a_lexer_that_cannot_be_compiled_again_is_not_used(
+    environment: GrammarEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = environment.compile(OBJECT)
+    matchers = [compiled.matcher() for _ in range(2)]
+    broken = environment.compile(OBJECT).first
+    assert not broken.consume_token(0)
+    monkeypatch.setattr(compiled, "_build", lambda: broken)
+    compiled.grow()
+    compiled.spread()
+    assert not compiled.is_crowded
+    assert compiled.matcher().lexer is matchers[0].lexer
+
+
 def test_tokens_are_consumed_together_as_one_by_one(
     environment: GrammarEnvironment, default_tokenizer: Tokenizer
 ) -> None:
