@@ -41,7 +41,7 @@ def settings_of_models(
     wanted = list(sources) or list(loaded.models) or [loaded.config.model.source]
     if len(wanted) == 1 and wanted[0] not in loaded.models:
         config = replace(loaded.config, model__source=wanted[0])
-        return (_settings(config.model.served_name or name_of(wanted[0]), config, is_first=True),)
+        return (_of_source(config, wanted[0], name_of, is_first=True),)
     if len(wanted) > 1:
         _refuse_one_name(loaded.config)
     models = tuple(_of_table(loaded, one, name_of, is_first=number == 0) for number, one in enumerate(wanted))
@@ -59,7 +59,7 @@ def _of_table(loaded: LoadedConfig, wanted: str, name_of: Callable[[str], str], 
     table = loaded.models.get(wanted)
     if table is None:
         config = replace(loaded.config, model__source=wanted, model__aliases="")
-        return _settings(name_of(wanted), config, is_first=is_first)
+        return _of_source(config, wanted, name_of, is_first=is_first)
     changes: dict[str, object] = {"model__source": wanted, "model__aliases": ""}
     for name, value in table.items():
         changes[_key(wanted, name).replace(".", "__")] = _joined(name, value)
@@ -68,6 +68,15 @@ def _of_table(loaded: LoadedConfig, wanted: str, name_of: Callable[[str], str], 
     except ConfigError as error:
         raise ConfigError(f"[models.{wanted}]: {error.message}", param=error.param) from error
     return _settings(config.model.served_name or wanted, config, is_first=is_first)
+
+
+def _of_source(config: Config, source: str, name_of: Callable[[str], str], *, is_first: bool) -> ModelSettings:
+    """A model asked for by its source. A short name, such as one of the catalogue, is also a name in the API."""
+    if config.model.served_name:
+        return _settings(config.model.served_name, config, is_first=is_first)
+    is_short = "/" not in source
+    also = f"{config.model.aliases},{source}" if is_short else config.model.aliases
+    return _settings(name_of(source), replace(config, model__aliases=also), is_first=is_first)
 
 
 def _settings(name: str, config: Config, *, is_first: bool) -> ModelSettings:

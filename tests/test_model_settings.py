@@ -49,6 +49,10 @@ def test_the_command_line_chooses_tables_and_further_models(tmp_path: Path) -> N
     assert (other.name, other.loads_at_start, other.config.memory.kv_gib) == ("qwen2.5-coder-1.5b", False, 1)
     [one] = models(tmp_path, "", "smollm2-135m-instruct", model__served_name="gpt", model__aliases="a, b ,gpt")
     assert (one.name, one.aliases) == ("gpt", ("a", "b"))
+    [short] = models(tmp_path, "", "smollm2", model__aliases="a")
+    assert (short.name, short.aliases) == ("smollm2-135m-instruct", ("a", "smollm2"))
+    [path] = models(tmp_path, "", f"random:{tmp_path}")
+    assert path.aliases == ()
 
 
 @pytest.mark.parametrize(
