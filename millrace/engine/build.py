@@ -19,6 +19,7 @@ from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
 from millrace.engine.step_target import make_step_target, target_step_s
+from millrace.errors import ConfigError
 from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
@@ -26,6 +27,7 @@ from millrace.models.load import check_quantization, has_quantised_weights, load
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.cpp.native import native_notes
+from millrace.plan.drafting.control import MAX_DRAFTS, MAX_PADDED_DRAFTS
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
@@ -35,7 +37,7 @@ from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.device.device import Device, available_memory, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
-from millrace.run.drafting.drafters import check_speculation, offered_drafters
+from millrace.run.drafting.drafters import offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
@@ -60,7 +62,6 @@ def build_engine(
     files = resolve_model(config.model.source, progress=on_loading)
     spec = spec_from_config(files.config)
     device = open_device(config.run)
-    check_speculation(config.plan.speculate, device.kind)
     precision = choose_precision(config.model, device, has_quantised_weights(files))
     dtype = precision.dtype
     check_quantization(precision.quantization, device.torch_device, dtype)
@@ -70,6 +71,7 @@ def build_engine(
         dtype=dtype,
         device=device.torch_device,
         deterministic=config.run.deterministic,
+        has_int8_products=precision.quantization == "int8",
     )
     limits = _limits(device)
     drafter = find_drafter(config, files, spec, precision.quantization, on_loading)
@@ -134,7 +136,7 @@ def build_engine(
         policy=make_policy(config.plan.policy),
         static_batching=config.plan.batching == "static",
         aging_s=config.plan.aging_s,
-        drafts=_drafts(config, plan, is_gpu=device.kind == "cuda"),
+        drafts=draft_settings(config, plan.max_running, is_gpu=device.kind == "cuda"),
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
         shapes=make_shape_choice(runner.shapes),
@@ -181,14 +183,16 @@ def _setup(
     )
 
 
-def _drafts(config: Config, plan: MemoryPlan, *, is_gpu: bool) -> DraftSettings:
+def draft_settings(config: Config, max_running: int, *, is_gpu: bool) -> DraftSettings:
     """A step verifies at most as many tokens as it may have rows: buffers exist for that many."""
     if config.plan.speculate == "off":
         return DraftSettings()
-    fixed = config.plan.draft_tokens
+    fixed, most = config.plan.draft_tokens, MAX_PADDED_DRAFTS if is_gpu else MAX_DRAFTS
+    if fixed > most:
+        raise ConfigError(f"--draft-tokens is {fixed}; a GPU verifies at most {most} per step.", param="draft_tokens")
     return DraftSettings(
-        max_drafts=fixed or config.plan.max_drafts,
-        max_places=plan.max_running,
+        max_drafts=fixed or min(config.plan.max_drafts, most),
+        max_places=max_running,
         is_fixed=bool(fixed),
         is_padded=is_gpu,
     )

@@ -8,8 +8,9 @@ from millrace.engine.grammars import Failure, Grammars
 from millrace.engine.thinking import ThinkingLimits
 from millrace.link.messages import GrammarStats
 from millrace.plan.request import Request
-from millrace.plan.step import Int64s, StepOutcome
-from millrace.run.sampling.masks import Masks, Uint32s
+from millrace.plan.step import Int32s, StepOutcome
+from millrace.run.drafting.drafter import DraftAsk
+from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
 
 
 class ConstrainedRequests:
@@ -69,13 +70,17 @@ class ConstrainedRequests:
         self._grammars.consume(request_ids, tokens)
         self._thinking.consume(request_ids, tokens)
 
-    def masks(self, states: Int64s, request_ids: Int64s, bits: Uint32s) -> Masks:
-        ids = request_ids.tolist()
-        self._grammars.fill(ids, bits)
-        self._thinking.restrict(ids, bits)
-        return Masks(states, bits)
+    def masks(self, rows: MaskedRows, bits: Uint32s) -> Masks:
+        ids = rows.request_ids.tolist()
+        self._grammars.fill(ids, bits, rows.drafts)
+        self._thinking.restrict(ids, bits, rows.drafts)
+        return rows.masks(bits)
 
-    def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
-        is_forced = np.bitwise_count(masks.bits).sum(axis=1) == 1
-        forced = [one for one in request_ids[is_forced].tolist() if not self._thinking.must_end(one)]
+    def guide(self, request_id: int, ask: DraftAsk, drafts: Int32s) -> tuple[Int32s, bool]:
+        return self._grammars.guide(request_id, ask.tokens[ask.num_prompt :], drafts, ask.max_drafts)
+
+    def forced(self, rows: MaskedRows, masks: Masks) -> list[tuple[int, list[int]]]:
+        first = masks.bits if masks.places is None else masks.bits[masks.places == 0]
+        is_forced = np.bitwise_count(first).sum(axis=1) == 1
+        forced = [one for one in rows.request_ids[is_forced].tolist() if not self._thinking.must_end(one)]
         return [(request_id, self._grammars.forced(request_id)) for request_id in forced]

@@ -26,7 +26,7 @@ from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, Int64s, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
-from millrace.run.sampling.masks import Masks, Uint32s
+from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,11 @@ class MaskSource(Protocol):
     def consume(self, outcome: StepOutcome) -> None:
         """These tokens were drawn. Requests without a grammar are ignored."""
 
-    def masks(self, states: Int64s, request_ids: Int64s, bits: Uint32s) -> Masks:
-        """The masks of these requests, whose tokens are drawn from these of the step's states, in `bits`. Another
-        thread can run meanwhile."""
+    def masks(self, rows: MaskedRows, bits: Uint32s) -> Masks:
+        """The masks of these rows and their drafts, in `bits`. Another thread can run meanwhile."""
 
-    def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
-        """The requests whose mask, just computed, allows one token only, each with the tokens that must come next."""
+    def forced(self, rows: MaskedRows, masks: Masks) -> list[tuple[int, list[int]]]:
+        """The requests whose next mask, just computed, allows one token only, each with the tokens that must come."""
 
 
 class Listener(Protocol):
@@ -233,18 +232,20 @@ class Cycle:
         if plan.masked is None or self._masks is None:
             launched.pending = self._runner.draw(plan, None)
             return
-        masks = self._masks_of(launched, self._masks)
+        rows = self._masked_rows(plan, launched.masked_ids)
+        began = self._clock()
+        masks = self._masks.masks(rows, self._runner.mask_memory(rows.num_masks))
+        self.times.mask_s += self._clock() - began
         launched.pending = self._runner.draw(plan, masks)
         if len(plan.rows) <= self._max_jump_rows:  # While the device draws: the next plan needs it, this draw does not.
-            self._append_forced(self._masks.forced(masks, launched.masked_ids))
+            self._append_forced(self._masks.forced(rows, masks))
 
-    def _masks_of(self, launched: Launched, source: MaskSource) -> Masks:
-        began, plan = self._clock(), launched.plan
+    def _masked_rows(self, plan: StepPlan, request_ids: Int64s) -> MaskedRows:
         assert plan.masked is not None
-        states = np.flatnonzero(plan.masked[plan.samples])
-        masks = source.masks(states, launched.masked_ids, self._runner.mask_memory(len(states)))
-        self.times.mask_s += self._clock() - began
-        return masks
+        drafts: list[list[int]] = [[] for _ in request_ids]
+        if plan.draft_places is not None and plan.draft_places[plan.masked].any():
+            drafts = [own.tolist() for own in self._runner.masked_drafts()]
+        return MaskedRows(np.flatnonzero(plan.masked[plan.samples]), request_ids, drafts)
 
     def _draw_and_launch_next(self, launched: Launched) -> None:
         """Queue the draw of a step, and the step that follows it."""

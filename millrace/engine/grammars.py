@@ -24,6 +24,7 @@ from millrace.link.messages import GrammarStats
 from millrace.params import FinishReason, Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
+from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk, Uint32s
 
 if TYPE_CHECKING:
     from millrace.text.grammar.compiled import CompiledGrammar
@@ -42,9 +43,7 @@ SLOW_MASKS_S = 0.02
 SLOW_MASK_S = 0.004
 MAX_SLOW_S = 0.5
 """CPU time that a request may spend on slow masks. Its neighbours wait for them."""
-ALL_TOKENS = np.uint32(0xFFFFFFFF)
-
-Uint32s = npt.NDArray[np.uint32]
+Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,8 @@ class Failure:
 class Grammars:
     """`open` a request's grammar, wait until `take_ready` names it, then `fill` and `consume` in turn, then `close`.
 
-    `take_failed` names requests that must end; calls for them are harmless until `close`.
+    `take_failed` names requests that must end; calls for them are harmless until `close`. `guide` may be called by
+    another thread.
     """
 
     def __init__(self, load: Callable[[], GrammarEnvironment]) -> None:
@@ -77,6 +77,8 @@ class Grammars:
         self._grown: deque[CompiledGrammar] = deque()
         """Those with a new lexer. Compile threads append."""
         self._matchers: dict[int, Matcher] = {}
+        self._following = threading.RLock()
+        """Held by whoever uses matchers."""
         self._slow_s: dict[int, float] = {}
         """CPU time of slow masks by request."""
         self._times_each = False
@@ -117,7 +119,8 @@ class Grammars:
 
     def take_ready(self, now: float) -> list[int]:
         """Requests that have become ready since the last call. Never blocks."""
-        self._spread()
+        with self._following:
+            self._spread()
         ready = []
         while self._compiled:
             request_id = self._compiled.popleft()
@@ -194,9 +197,10 @@ class Grammars:
         self._drop(request_id)
 
     def _drop(self, request_id: int) -> None:
-        matcher = self._matchers.pop(request_id, None)
-        if matcher is not None:
-            matcher.release()
+        with self._following:
+            matcher = self._matchers.pop(request_id, None)
+            if matcher is not None:
+                matcher.release()
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
@@ -206,6 +210,11 @@ class Grammars:
         if not self._matchers:
             return
         began = time.monotonic()
+        with self._following:
+            self._consume(request_ids, tokens)
+        self._consume_seconds += time.monotonic() - began
+
+    def _consume(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
         found = [(one, token) for one, token in zip(request_ids, tokens, strict=True) if one in self._matchers]
         is_once = len({request_id for request_id, _ in found}) == len(found)
         if len(found) >= MIN_PARALLEL and is_once and self._environment is not None:
@@ -217,7 +226,6 @@ class Grammars:
         else:
             for request_id, token in found:
                 self._consume_one(request_id, token)
-        self._consume_seconds += time.monotonic() - began
 
     def _consume_one(self, request_id: int, token: int) -> None:
         matcher = self._matchers.get(request_id)
@@ -227,59 +235,67 @@ class Grammars:
             except GrammarError as error:
                 self._fail(request_id, str(error))
 
-    def fill(self, request_ids: Sequence[int], out: Uint32s) -> None:
+    def fill(self, request_ids: Sequence[int], out: Uint32s, drafts: Sequence[Sequence[int]] | None = None) -> None:
         """Fill row i of `out` with the allowed next tokens of request i: bit `t % 32` of word `t // 32` for token t.
+        With `drafts`, each request has a row more for every one of its drafts: the tokens allowed after it.
 
         A request that has failed may draw any token: its draw is discarded. Other threads can run meanwhile.
         """
         began = time.monotonic()
-        found = [(row, self._matchers.get(request_id)) for row, request_id in enumerate(request_ids)]
-        rows = [row for row, matcher in found if matcher is not None]
-        matchers = [matcher for _, matcher in found if matcher is not None]
-        if len(rows) < len(found):
-            out[:] = ALL_TOKENS
-        if matchers:
-            self._fill(request_ids, rows, matchers, out)
-        self._num_masks += len(matchers)
+        asks, ids = [], []
+        row = 0
+        with self._following:
+            for request_id, own in zip(request_ids, drafts or [()] * len(request_ids), strict=True):
+                matcher = self._matchers.get(request_id)
+                if matcher is None:
+                    out[row : row + 1 + len(own)] = ALL_TOKENS
+                else:
+                    asks.append(MaskAsk(matcher, row, own))
+                    ids.append(request_id)
+                row += 1 + len(own)
+            if asks:
+                self._fill(ids, asks, out)
+        self._num_masks += sum(1 + len(ask.drafts) for ask in asks)
         self._mask_seconds += time.monotonic() - began
+
+    def guide(self, request_id: int, output: Int32s, drafts: Int32s, max_drafts: int) -> tuple[Int32s, bool]:
+        """See `DraftGuide`. `output`: the request's tokens after its prompt, also those not consumed yet."""
+        with self._following:
+            matcher = self._matchers.get(request_id)
+            if matcher is None:
+                return drafts, False
+            behind = output[matcher.num_consumed :].tolist()
+            allowed, is_forced = matcher.guided(behind, drafts.tolist(), max_drafts)
+            return np.array(allowed, np.int32), is_forced
 
     def forced(self, request_id: int) -> list[int]:
         """The tokens that must come next, one after the other."""
         matcher = self._matchers.get(request_id)
         return matcher.forced_tokens() if matcher is not None else []
 
-    def _fill(self, request_ids: Sequence[int], rows: list[int], matchers: list[Matcher], out: Uint32s) -> None:
+    def _fill(self, request_ids: Sequence[int], asks: Sequence[MaskAsk], out: Uint32s) -> None:
         assert self._environment is not None, "a matcher without an environment"
-        is_whole = len(rows) == len(out)
-        part = out if is_whole else np.empty((len(rows), out.shape[1]), np.uint32)
         began = time.monotonic()
         if self._times_each:
-            errors = [
-                self._fill_timed(request_ids[row], one, to) for row, one, to in zip(rows, matchers, part, strict=True)
-            ]
+            errors = [self._fill_timed(one, ask, out) for one, ask in zip(request_ids, asks, strict=True)]
         else:
-            errors = self._environment.fill_masks(matchers, part)
+            errors = self._environment.fill_masks(asks, out)
         self._times_each = time.monotonic() - began > SLOW_MASKS_S
-        if not is_whole:
-            out[rows] = part
-        for row, error in zip(rows, errors, strict=True):
+        for request_id, ask, error in zip(request_ids, asks, errors, strict=True):
             if error is not None:
-                self._fail(request_ids[row], str(error))
-                out[row] = ALL_TOKENS
+                self._fail(request_id, str(error))
+                ask.rows(out)[:] = ALL_TOKENS
 
-    def _fill_timed(self, request_id: int, matcher: Matcher, row: Uint32s) -> GrammarError | None:
+    def _fill_timed(self, request_id: int, ask: MaskAsk, out: Uint32s) -> GrammarError | None:
         """A grammar whose masks stay slow ends its request: every step with that row would be late."""
         began = time.thread_time()
-        try:
-            matcher.fill_mask(row)
-        except GrammarError as error:
-            return error
+        error = ask.fill(out)
         took = time.thread_time() - began
-        if took > SLOW_MASK_S:
+        if error is None and took > SLOW_MASK_S * (1 + len(ask.drafts)):
             self._slow_s[request_id] = self._slow_s.get(request_id, 0.0) + took
             if self._slow_s[request_id] > MAX_SLOW_S:
                 return GrammarError("The grammar takes too long to follow; simplify it.")
-        return None
+        return error
 
 
 def make_grammars(files: ModelFiles, num_logits: int) -> Grammars:

@@ -103,6 +103,8 @@ class Engine:
         """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
+        if constrained is not None:
+            runner.guide_drafts(constrained)
         is_cuda = device.kind == "cuda"
         self._cycle = Cycle(
             *(scheduler, runner, self),
@@ -413,7 +415,7 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
         arrival=message.arrival,
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=message.cache_salt.encode(),
-        read_cache=params.prompt_logprobs is None,
+        read_cache=params.prompt_logprobs is None and params.pooling != "mean",
         constrained=params.is_constrained,
         can_draft=_can_draft(params, is_gpu=is_gpu),
         can_jump=_can_verify(params, is_gpu=True),
@@ -423,8 +425,9 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
 
 def _can_draft(params: SamplingParams, *, is_gpu: bool) -> bool:
     """False if drafts are off, or if a token's draw depends on where earlier tokens are. A GPU verifies no drafts of
-    rows with penalties, whose draws depend on the tokens just before, or with log-probabilities."""
-    return params.speculate != "off" and _can_verify(params, is_gpu=is_gpu)
+    rows with penalties, whose draws depend on the tokens just before, with log-probabilities, or with a grammar."""
+    has_masks = is_gpu and params.is_constrained
+    return params.speculate != "off" and not has_masks and _can_verify(params, is_gpu=is_gpu)
 
 
 def _can_verify(params: SamplingParams, *, is_gpu: bool) -> bool:

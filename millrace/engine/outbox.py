@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from millrace.engine.ledger import Ledger, front_of
 from millrace.link.channel import EngineChannel
@@ -19,6 +22,8 @@ class Outbox:
         self._channel = channel
         self._ledger = ledger
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._pooled: dict[int, Tensor] = {}
+        """Vectors of requests whose prompt is being computed."""
 
     def send_step(self, outcome: StepOutcome, result: StepResult, now: float) -> list[Finish]:
         """Send the outcome to all fronts concerned. Returns the terminal events sent."""
@@ -26,6 +31,9 @@ class Outbox:
         prompt_logprobs = (
             self._complete_prompt_logprobs(first_ids, result, now) if first_ids or result.prompt_logprobs else {}
         )
+        for part in result.pooled:
+            before = self._pooled.get(part.request_id) if part.first else None
+            self._pooled[part.request_id] = part.vector if before is None else before + part.vector
         logprobs = _token_logprobs(outcome, result) if result.logprobs is not None else {}
         finished = [self._finish(ended, now) for ended in outcome.ended]
         whole = StepTokens(
@@ -62,7 +70,11 @@ class Outbox:
 
     def _finish(self, ended: Ended, now: float) -> Finish:
         self._prompt_logprobs.pop(ended.request_id, None)
-        return self._ledger.close(ended, now)
+        vector = self._pooled.pop(ended.request_id, None)
+        finish = self._ledger.close(ended, now)
+        if vector is None or ended.reason != "stop":
+            return finish
+        return msgspec.structs.replace(finish, vector=normalize(vector, dim=0).numpy().tobytes())
 
     def _complete_prompt_logprobs(self, first_ids: list[int], result: StepResult, now: float) -> PromptLogprobsById:
         """Collect log-probabilities over the chunks of a prompt; return them whole with the request's first token."""

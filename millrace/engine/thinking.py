@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -64,15 +65,24 @@ class ThinkingLimits:
                 if thinking is not None:
                     thinking.consume(token)
 
-    def restrict(self, request_ids: Sequence[int], masks: Uint32s) -> None:
-        """Row i of `masks` is that of request i, with one bit per token."""
+    def restrict(self, request_ids: Sequence[int], masks: Uint32s, drafts: Sequence[Sequence[int]]) -> None:
+        """`masks` has a row with one bit per token for each request, and one more for each of its drafts."""
         if not self._requests:
             return
-        for row, request_id in enumerate(request_ids):
-            if self.must_end(request_id):
-                end_id = self._requests[request_id].limit.end_id
-                masks[row] = 0
-                masks[row, end_id // 32] = np.uint32(1 << (end_id % 32))
+        row = 0
+        for request_id, own in zip(request_ids, drafts, strict=True):
+            if request_id in self._requests:
+                self._restrict(copy(self._requests[request_id]), masks[row : row + 1 + len(own)], own)
+            row += 1 + len(own)
+
+    def _restrict(self, thinking: _Thinking, masks: Uint32s, drafts: Sequence[int]) -> None:
+        end_id = thinking.limit.end_id
+        for place, mask in enumerate(masks):
+            if thinking.must_end:
+                mask[:] = 0
+                mask[end_id // 32] = np.uint32(1 << (end_id % 32))
+            if place < len(drafts):
+                thinking.consume(drafts[place])
 
     def must_end(self, request_id: int) -> bool:
         """True if the next token of the request must end its reasoning."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import math
 import secrets
@@ -343,7 +342,7 @@ class EngineClient:
         if num_prompt + max_tokens > room:
             raise overflow(num_prompt, max_tokens, params.max_tokens is not None, ready)
         if params.max_tokens is None:
-            params = dataclasses.replace(params, max_tokens=max_tokens)
+            params = msgspec.structs.replace(params, max_tokens=max_tokens)
         return params if params.seed is not None else params.with_seed(secrets.randbits(63))
 
     def _overloaded(self) -> Overloaded:

@@ -133,6 +133,8 @@ class Finish(msgspec.Struct, frozen=True):
     """Drafts that came from the request's `prediction`."""
     predicted_accepted: int = 0
     """Those of them that became output."""
+    vector: bytes = b""
+    """Of a request with `pooling` that succeeded: float32."""
 
 
 class GrammarStats(msgspec.Struct, frozen=True):

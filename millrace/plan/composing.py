@@ -47,7 +47,7 @@ class Composer:
             drafts = np.concatenate([drafts, np.zeros(len(chunks), np.int32)]) if chunks else drafts
         admitted = self._admissions(chunks, singles)
         shared_blocks = 0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0]))
-        scored = self._scored(table_rows, starts)
+        scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows, starts)
         shape, captures = self._shapes.choose(
             StepSizes(
                 starts,
@@ -56,7 +56,7 @@ class Composer:
                 shared_blocks=shared_blocks,
                 drafts=drafts,
                 all_draw=not chunks or bool(samples.all()),
-                scores_prompts=scored is not None,
+                scores_prompts=scored is not None or pooled is not None,
             )
         )
         self._epoch += 1
@@ -80,6 +80,7 @@ class Composer:
             draft_floor=draft_floor,
             masked=self._masked(table_rows, samples),
             scored=scored,
+            pooled=pooled,
             captures=captures,
             epoch=self._epoch,
         )
@@ -119,13 +120,20 @@ class Composer:
     def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
         if not self._seating.has_unannounced:
             return ()
-        return self._seating.take_admissions({*chunks, *singles.tolist()})
+        return self._seating.take_admissions(chunks, singles)
 
     def _masked(self, table_rows: Int64s, samples: Bools) -> Bools | None:
         if not self._rows.num_constrained:
             return None
         masked: Bools = self._rows.constrained[table_rows] & samples
         return masked if masked.any() else None
+
+    def _pooled(self, table_rows: Int64s, starts: Int32s) -> Bools | None:
+        rows = self._rows
+        if not rows.num_pooled:
+            return None
+        pooled: Bools = rows.pooled[table_rows] & (starts < rows.num_prompt[table_rows])
+        return pooled if pooled.any() else None
 
     def _scored(self, table_rows: Int64s, starts: Int32s) -> Bools | None:
         rows = self._rows

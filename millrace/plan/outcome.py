@@ -28,6 +28,13 @@ class Delivered:
     ended: list[tuple[int, Ended]]
     """Rows that ended, with their terminal events."""
 
+    def drop_pooled(self, rows: Rows) -> None:
+        """Leave out the tokens of rows whose result is no token."""
+        pooled = rows.request_ids[rows.order[rows.pooled[rows.order]]]
+        keeps = ~np.isin(self.request_ids, pooled)
+        self.request_ids, self.tokens = self.request_ids[keeps], self.tokens[keeps]
+        self.sample_index = self.sample_index[keeps]
+
     def insert_appended(self, rows: Rows) -> list[tuple[int, Int32s]]:
         """Add the tokens appended after those that this step drew. Returns them, by row."""
         inserted = []

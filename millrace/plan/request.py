@@ -61,7 +61,7 @@ class Request:
     ticket: int = -1
     """Arrival number, assigned by the scheduler."""
     history: bytearray = field(default_factory=bytearray)
-    """Tokens as int32 bytes: all that the host knows while waiting, those of full blocks while running."""
+    """Tokens as int32 bytes: all that the host knows while waiting, those of full blocks, or fewer, while running."""
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `history`, computed as needed."""
     held_by: bytes | None = None
@@ -88,6 +88,11 @@ class Request:
         return self.row_params.params.prompt_logprobs is not None
 
     @property
+    def pools(self) -> bool:
+        """True if its result is a pooled hidden state. The token drawn after its prompt is discarded."""
+        return bool(self.row_params.params.pooling)
+
+    @property
     def rank(self) -> int:
         """Order among running requests; lower goes first."""
         return self.ticket + self.priority * MAX_OVERTAKES
@@ -102,6 +107,8 @@ def end_of(
     request: Request, reason: FinishReason, num_output: int, *, message: str = "", stop_token_id: int = -1
 ) -> Ended:
     """The request's terminal event."""
+    if request.pools:
+        reason, num_output = "stop" if reason == "length" else reason, 0
     return Ended(
         request_id=request.id,
         reason=reason,

@@ -17,6 +17,8 @@ from millrace.plan.request import Request
 from millrace.plan.step import Int32s, Int64s
 
 NO_TOKEN = -1
+TAIL_BLOCKS = 16
+"""Tokens of so many blocks are moved to a request's history at once: it is the work of one row in Python."""
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -46,19 +48,18 @@ class Rows:
         """`Request.yields`."""
         self.num_known_at_admission = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
-        self.scored = np.zeros(capacity, np.bool_)
-        """`Request.scores_prompt`."""
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
-        self.tail = np.zeros((capacity, block_size), np.int32)
-        """Confirmed tokens of the last, partly filled block."""
+        self.tail = np.zeros((capacity, TAIL_BLOCKS * block_size), np.int32)
+        """Confirmed tokens that are not in the request's history yet."""
+        self.tail_start = np.zeros(capacity, np.int32)
+        """Position of the first of them, at the beginning of a block."""
         self._add_block_columns()
         self._add_flow_columns()
         self._add_grammar_columns()
+        self._add_result_columns()
         self.requests: list[Request | None] = [None] * capacity
         self.num_constrained = 0
         """Active rows with a grammar."""
-        self.num_scored = 0
-        """Active rows with prompt log-probabilities."""
         self.num_timed = 0
         """Active rows with a deadline."""
         self.num_with_ends = 0
@@ -72,9 +73,19 @@ class Rows:
         self.constrained = np.zeros(self.capacity, np.bool_)
         """`Request.constrained`."""
         self.can_draft = np.zeros(self.capacity, np.bool_)
-        """`Request.can_draft`, and not constrained."""
+        """`Request.can_draft`."""
         self.appended: dict[int, Int32s] = {}
         """By row: tokens that its grammar forces after the one that a step in flight draws. They count as known."""
+
+    def _add_result_columns(self) -> None:
+        self.scored = np.zeros(self.capacity, np.bool_)
+        """`Request.scores_prompt`."""
+        self.num_scored = 0
+        """Active rows with prompt log-probabilities."""
+        self.pooled = np.zeros(self.capacity, np.bool_)
+        """`Request.pools`."""
+        self.num_pooled = 0
+        """Active rows whose result is a pooled hidden state."""
 
     def _add_flow_columns(self) -> None:
         self.flows = Flows()
@@ -145,9 +156,11 @@ class Rows:
         self.skipped[row] = 0
         self.constrained[row] = request.constrained
         self.num_constrained += request.constrained
-        self.can_draft[row] = request.can_draft and not request.constrained
+        self.can_draft[row] = request.can_draft
         self.scored[row] = request.scores_prompt
         self.num_scored += request.scores_prompt
+        self.pooled[row] = request.pools
+        self.num_pooled += request.pools
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
         if request.end_token_ids:
@@ -174,6 +187,7 @@ class Rows:
         self.num_timed -= request.deadline < math.inf
         self.num_constrained -= request.constrained
         self.num_scored -= request.scores_prompt
+        self.num_pooled -= request.pools
         if request.end_token_ids:
             self.num_with_ends -= 1
             self.end_tokens[row] = NO_TOKEN
@@ -198,18 +212,23 @@ class Rows:
 
     def append(self, table_rows: Int64s, positions: Int32s, drawn: Int32s) -> None:
         """Append one confirmed token to each row, at the given positions."""
-        offsets = positions % self.block_size
+        offsets = positions - self.tail_start[table_rows]
         self.tail[table_rows, offsets] = drawn
         self.known_host[table_rows] = positions + 1
-        filled = (offsets == self.block_size - 1).nonzero()[0]
+        filled = (offsets == self.tail.shape[1] - 1).nonzero()[0]
         if len(filled):
-            self._fold_tails(table_rows[filled])
+            for row in table_rows[filled].tolist():
+                self.fold(row)
 
-    def _fold_tails(self, full_rows: Int64s) -> None:
-        """Move full tails to the history of their requests."""
-        tokens, width = self.tail[full_rows].tobytes(), 4 * self.block_size
-        for at, row in zip(range(0, len(tokens), width), full_rows.tolist(), strict=True):
-            self.request(row).history += tokens[at : at + width]
+    def fold(self, row: int) -> None:
+        """Move the full blocks of a row's tail to the history of its request."""
+        start = int(self.tail_start[row])
+        num_tail = int(self.known_host[row]) - start
+        full = num_tail // self.block_size * self.block_size
+        if full:
+            self.request(row).history += self.tail[row, :full].tobytes()
+            self.tail[row, : num_tail - full] = self.tail[row, full:num_tail]
+            self.tail_start[row] = start + full
 
     def rewind(self) -> None:
         """Undo all steps in flight: planned progress goes back to confirmed progress."""
@@ -241,6 +260,7 @@ class Rows:
     def _split_history(self, row: int, request: Request, num_known: int) -> None:
         """Move the tokens after the last full block from the history to the row's tail."""
         full = num_known // self.block_size * self.block_size
+        self.tail_start[row] = full
         if full < num_known:
             self.tail[row, : num_known - full] = np.frombuffer(request.history[full * 4 :], np.int32)
             del request.history[full * 4 :]

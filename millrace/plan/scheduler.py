@@ -6,13 +6,12 @@ token budget on rows further behind, and admits waiting requests with the rest. 
 No torch, no clock (time is an argument), no randomness.
 
 Its parts: `seating` (rows and their blocks), `admitting` (the queue), `budget`, `drafts`, `composing` (the plan),
-`outcome` (what a step gave).
+`confirming` (what a step gave).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from millrace.params import FinishReason
 from millrace.plan.admitting import Admitting
 from millrace.plan.budget import StepBudget, StepTarget
 from millrace.plan.composing import Composer
+from millrace.plan.confirming import Confirming
 from millrace.plan.drafting.control import DraftControl
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
@@ -28,7 +28,6 @@ from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
-from millrace.plan.outcome import Delivered, DraftedOutcome, PendingOutcome, make_pending_outcome
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import FirstCome, Policy
@@ -45,20 +44,6 @@ MAX_PREEMPTION_NOTES = 8
 """Preemptions of one request that are kept for `/explain`."""
 NO_DRAFTS = DraftSettings()
 NO_HOST_TIER = HostTierSettings()
-
-
-@dataclass(frozen=True, slots=True)
-class _DeferredWork:
-    """Bookkeeping of a confirmed step that may run after its tokens are sent."""
-
-    step_no: int
-    outcome: PendingOutcome | DraftedOutcome
-    drawn: Int32s
-    """Tokens of the outcome's rows."""
-    ended: list[tuple[int, Ended]]
-    """Rows that ended, with their terminal events."""
-    appended: list[tuple[int, Int32s]]
-    """Tokens that follow the drawn one, by row."""
 
 
 class Scheduler:
@@ -112,11 +97,7 @@ class Scheduler:
         """Preemptions in favour of a more urgent request."""
         self._next_ticket = 0
         self._ended: list[Ended] = []
-        self._pending: PendingOutcome | None = None
-        """For the oldest step in flight."""
-        self._last_outcome: PendingOutcome | None = None
-        """For the step confirmed last; None if a row was released since."""
-        self._deferred: _DeferredWork | None = None
+        self._confirming = Confirming(self._seating, self._in_flight, self._drafts)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -189,7 +170,7 @@ class Scheduler:
         tokens = np.array(forced[: min(end, int(rows.limit[row]) - known)], np.int32)
         if len(tokens) < 2:
             return 0
-        self._pending = self._last_outcome = None
+        self._confirming.forget()
         self._seating.append(row, tokens)
         return len(tokens) - 1
 
@@ -358,7 +339,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def _release_row(self, row: int, reason: ReleaseReason) -> Request:
-        self._pending = self._last_outcome = None
+        self._confirming.forget()
         return self._seating.release(row, reason)
 
     def _end(self, request: Request, reason: FinishReason, message: str = "") -> None:
@@ -375,15 +356,7 @@ class Scheduler:
     def prepare_outcome(self) -> None:
         """Compute the pending outcome of the oldest step in flight. Call it while the device runs the step."""
         self.run_deferred()
-        oldest = self._in_flight.oldest
-        if self._pending is None and oldest is not None and oldest.draft_places is None:
-            self._pending = self._make_pending(oldest)
-
-    def _make_pending(self, plan: StepPlan) -> PendingOutcome:
-        before = self._last_outcome
-        if before is not None and before.can_repeat and plan.repeats(before.epoch):
-            return before.next()
-        return make_pending_outcome(plan, self.rows)
+        self._confirming.prepare()
 
     def confirm(
         self, step_no: int, tokens: Int32s, counts: Int32s | None = None, num_drafts: Int32s | None = None
@@ -394,26 +367,7 @@ class Scheduler:
         with drafts, and `num_drafts` how many drafts each had, if the runner knows.
         """
         self.run_deferred()
-        plan = self._in_flight.complete(step_no)
-        if plan.draft_places is None:
-            pending = self._pending or self._make_pending(plan)
-            self._pending, self._last_outcome = None, pending
-            drawn = pending.active_tokens(tokens)
-            delivered = pending.deliver(self.rows, drawn)
-            appended = delivered.insert_appended(self.rows) if self.rows.appended else []
-            self._deferred = _DeferredWork(step_no, pending, drawn, delivered.ended, appended)
-        else:
-            if counts is None:
-                raise AssertionError("a step with draft places needs the number of tokens per row")
-            self._pending = self._last_outcome = None
-            self._drafts.observe(plan, counts, num_drafts)
-            drafted = DraftedOutcome(plan, self.rows, counts)
-            delivered = drafted.deliver(self.rows, tokens)
-            appended = delivered.insert_appended(self.rows) if self.rows.appended else []
-            self._deferred = _DeferredWork(step_no, drafted, tokens, delivered.ended, appended)
-        return self._step_outcome(step_no, delivered)
-
-    def _step_outcome(self, step_no: int, delivered: Delivered) -> StepOutcome:
+        delivered, num_appended = self._confirming.confirm(step_no, tokens, counts, num_drafts)
         self._ended += [event for _, event in delivered.ended]
         return StepOutcome(
             step_no=step_no,
@@ -422,26 +376,14 @@ class Scheduler:
             sample_index=delivered.sample_index,
             first_ids=delivered.first_ids,
             ended=self.take_ended(),
-            num_appended=sum(len(tokens) for _, tokens in self._deferred.appended) if self._deferred else 0,
+            num_appended=num_appended,
         )
 
     def run_deferred(self) -> None:
         """Do the bookkeeping that `plan` and `confirm` deferred: hash and register blocks, store tokens, release rows
         of ended requests. Every method that depends on it calls this first."""
         self.prefix.hash_expected()
-        if self._deferred is None:
-            return
-        done, self._deferred = self._deferred, None
-        outcome = done.outcome
-        outcome.store(self.rows, done.drawn)
-        for row, tokens in done.appended:
-            self.rows.store(row, tokens)
-        self.pool.complete(done.step_no)
-        self.rows.complete(done.step_no)
-        if not outcome.is_repeated:  # A repeated decode step only fills blocks of tokens drawn since admission.
-            self._seating.register_admitted_blocks(outcome.computed_rows)
-        self._seating.free_behind_windows(outcome.computed_rows)
-        for row, event in done.ended:
+        for row, event in self._confirming.run_deferred():
             self._admitting.learn(self._release_row(row, event.reason))
 
     def discard_in_flight(self) -> tuple[int, ...]:
@@ -454,7 +396,7 @@ class Scheduler:
         suspects = tuple(row for row in oldest.rows.tolist() if self.rows.active[row]) if oldest is not None else ()
         self._in_flight.clear()
         self._composer.forget()
-        self._pending = self._last_outcome = None
+        self._confirming.forget()
         self.pool.complete(self._in_flight.next_step)
         self.rows.complete(self._in_flight.next_step)
         self.rows.rewind()

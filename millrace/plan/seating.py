@@ -6,6 +6,7 @@ What the runner has to be told (admissions, releases, new blocks) is collected h
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 
 import numpy as np
 
@@ -122,6 +123,7 @@ class Seating:
         first = int(self.rows.num_registered[row])
         if num_full <= first:
             return
+        self.rows.fold(row)
         blocks = [ids[first:num_full] for ids in self.rows.blocks[row]]
         self.prefix.register_blocks(self.rows.request(row), first, blocks)
         self.rows.num_registered[row] = num_full
@@ -154,10 +156,12 @@ class Seating:
 
     # -- what the runner has to be told ----------------------------------------------------------------------------
 
-    def take_admissions(self, planned: set[int]) -> tuple[Admission, ...]:
-        """Announce the planned rows that the runner does not know yet, with all their blocks."""
+    def take_admissions(self, chunks: Collection[int], singles: Int64s) -> tuple[Admission, ...]:
+        """Announce the rows of the next plan that the runner does not know yet, with all their blocks."""
         admissions = []
-        told = self._unannounced & planned
+        told = {row for row in self._unannounced if row in chunks}
+        if len(told) < len(self._unannounced):
+            told |= self._unannounced.intersection(singles.tolist())
         self._unannounced -= told
         for row in sorted(told):
             request = self.rows.request(row)

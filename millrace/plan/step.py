@@ -119,7 +119,7 @@ class Appended:
     tokens: Int32s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StepPlan:
     step_no: int
     rows: Int32s
@@ -152,6 +152,8 @@ class StepPlan:
     """True for drawing rows whose next token a grammar restricts: the draw waits for their masks. None if none has."""
     scored: Bools | None = None
     """True for rows whose prompt tokens in this step get log-probabilities. None if none has."""
+    pooled: Bools | None = None
+    """True for rows whose result is a vector, pooled from the hidden states of prompt tokens. None if none is."""
     captures: bool = False
     """True if a graph of `shape` is captured with this step: the shape ran before and has none."""
     epoch: int = NO_EPOCH
@@ -194,7 +196,7 @@ class Ended:
     preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StepOutcome:
     """Tokens that a completed step delivered to requests still running, as columns over those tokens."""
 

@@ -10,21 +10,27 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1] / "real_models")
 
 
 @pytest.fixture(scope="session")
-def lone_answers():
-    """Token ids and greedy answer of each prompt, computed one at a time and checked against transformers."""
+def oracle():
     from greedy_oracle import GreedyOracle
+
+    from millrace.sources.resolve import resolve_model
+
+    return GreedyOracle(resolve_model("smollm2-135m-instruct").path)
+
+
+@pytest.fixture(scope="session")
+def lone_answers(oracle):
+    """Token ids and greedy answer of each prompt, computed one at a time and checked against transformers."""
     from held_prompts import CHATS, CODE, EMOJI, SCRIPTS, SHORT, long_texts
 
     from millrace import LLM, SamplingParams
-    from millrace.sources.resolve import resolve_model
 
     with LLM(dtype="float32", prefix_cache=False, kv_tokens=8192) as llm:
         prompts = [llm.tokenizer.encode(text) for text in (*SHORT, *SCRIPTS, *EMOJI, *CODE, *long_texts())]
         prompts += [llm.encode_chat(messages) for messages in CHATS]
         answers = []
         for prompt in prompts:
-            (generation,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+            (generation,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
             answers.append((prompt, generation.token_ids))
-    oracle = GreedyOracle(resolve_model("smollm2-135m-instruct").path)
     differences = {index: oracle.first_difference(*answer) for index, answer in enumerate(answers)}
     return answers, {index: text for index, text in differences.items() if text is not None}

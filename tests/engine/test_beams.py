@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers_oracle import load_model
 
 from millrace import LLM, SamplingParams
 from millrace.errors import BadRequest
 from millrace.params import BeamParams
-from millrace.sources.resolve import resolve_model
 
-PROMPTS = ("The capital of France is", "def add(a, b):\n", "Once upon a time, in a")
+PROMPTS = ("The capital of France is", "Once upon a time, in a")
 KINDS = (
-    (BeamParams(3), 8),
-    (BeamParams(4, length_penalty=0.0, early_stopping=True), 8),
-    (BeamParams(2, length_penalty=2.0, early_stopping="never"), 8),
+    (BeamParams(3), 6),
+    (BeamParams(4, length_penalty=0.0, early_stopping=True), 6),
+    (BeamParams(2, length_penalty=2.0, early_stopping="never"), 6),
 )
 
 
 @pytest.mark.timeout(300)
-def test_beams_equal_transformers() -> None:
-    model = load_model(resolve_model("smollm2-135m-instruct").path)
+def test_beams_equal_transformers(oracle) -> None:
+    model = oracle.model
     with LLM(dtype="float32", kv_tokens=2048) as llm:
         # A frequent token as a further end, so that beams end at different lengths.
         ends = [*llm.tokenizer.end_token_ids, llm.tokenizer.encode(",", add_special=False)[0]]

@@ -58,3 +58,10 @@ def test_another_dtype_is_named_and_changes_the_fingerprint(tmp_path: Path) -> N
 def test_an_unsupported_dtype_is_rejected_before_loading(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="memory.kv_dtype is packed, which is for a GPU"):
         ready_with(tmp_path, memory__kv_dtype="packed")
+
+
+def test_float16_halves_the_pool_of_a_float32_model_and_is_refused_for_others(tmp_path: Path) -> None:
+    half = ready_with(tmp_path, memory__kv_dtype="float16", model__dtype="float32")
+    assert half.memory_plan["KV pool, 512 tokens, float16"] == 512 * 2 * 2 * 64 * 2
+    with pytest.raises(ConfigError, match="memory.kv_dtype is float16, which is for float32 models"):
+        ready_with(tmp_path, memory__kv_dtype="float16")

@@ -62,6 +62,8 @@ class Runner:
     def forward(self, plan: StepPlan) -> None:
         self.order.append("forward")
 
+    def guide_drafts(self, guide: Any) -> None: ...
+
     def mask_memory(self, count: int) -> Uint32s:
         return new_masks(count, VOCAB)
 

@@ -28,9 +28,9 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.shapes.table import ShapeFacts
-from millrace.plan.step import BlockCopies, CapturePlan, Ended, Int64s, StepOutcome, StepPlan, StepShape
+from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepOutcome, StepPlan, StepShape
 from millrace.run.runner import StepResult
-from millrace.run.sampling.masks import Masks
+from millrace.run.sampling.masks import MaskedRows, Masks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 from toy_device import ToyDevice, allowed_tokens, digest, lone_run
@@ -49,7 +49,7 @@ class ToyGrammars:
 
     def __init__(self) -> None:
         self.states: dict[int, int] = {}
-        self.num_masks = 0
+        self.num_masks = self.num_drafted = 0
 
     def open(self, request: Request) -> None:
         self.states[request.id] = _state(request.prompt.tolist())
@@ -59,14 +59,19 @@ class ToyGrammars:
             if request_id in self.states:
                 self.states[request_id] = digest(self.states[request_id], token)
 
-    def masks(self, states: Int64s, request_ids: Int64s, bits: Any = None) -> Masks:
-        self.num_masks += len(states)
-        allowed = [allowed_tokens(self.states[one], VOCAB) for one in request_ids.tolist()]
-        words = [sum(1 << token for token in tokens) for tokens in allowed]
-        return Masks(states, np.array(words, np.uint32)[:, None])
+    def masks(self, rows: MaskedRows, bits: Any = None) -> Masks:
+        self.num_masks += rows.num_masks
+        self.num_drafted += rows.num_masks - len(rows.index)
+        words = []
+        for one, drafts in zip(rows.request_ids.tolist(), rows.drafts, strict=True):
+            state = self.states[one]
+            for place in range(1 + len(drafts)):
+                words.append(sum(1 << token for token in allowed_tokens(state, VOCAB)))
+                state = digest(state, drafts[place]) if place < len(drafts) else state
+        return rows.masks(np.array(words, np.uint32)[:, None])
 
-    def forced(self, masks: Masks, request_ids: Int64s) -> list[tuple[int, list[int]]]:
-        return [(one, list(self._forced(self.states[one]))) for one in request_ids.tolist()]
+    def forced(self, rows: MaskedRows, masks: Masks) -> list[tuple[int, list[int]]]:
+        return [(one, list(self._forced(self.states[one]))) for one in rows.request_ids.tolist()]
 
     def _forced(self, state: int) -> Iterator[int]:
         for _ in range(20):
@@ -92,16 +97,28 @@ class ToyRunner:
     def __init__(self, device: ToyDevice, rng: random.Random, shapes: ShapeFacts | None) -> None:
         self.device, self.rng, self.shapes = device, rng, shapes
         self.forwarded: StepPlan | None = None
+        self.drafts: dict[int, list[int]] = {}
+        """Of masked rows, by index in the plan."""
         self.queued: list[ToyStep] = []
         self.captured: set[object] = set()
         self.max_polls, self.failures = rng.choice([1, 4, 20]), rng.choice([0.0, 0.3])
+
+    def masked_drafts(self) -> list[np.ndarray]:
+        """Known when the step before has been run."""
+        assert self.forwarded is not None
+        while self.queued:
+            self.queued.pop(0).run()
+        plan = self.forwarded
+        self.drafts = self.device.propose(plan)
+        masked = [] if plan.masked is None else np.flatnonzero(plan.masked).tolist()
+        return [np.array(self.drafts.get(index, []), np.int32) for index in masked]
 
     def mask_memory(self, count: int) -> np.ndarray:
         return np.empty((count, 1), np.uint32)
 
     def forward(self, plan: StepPlan) -> None:
         assert self.forwarded is None, "the draw of the step before is missing"
-        self.forwarded = plan
+        self.forwarded, self.drafts = plan, {}
         self.check_shape(plan)
 
     def check_shape(self, plan: StepPlan) -> None:
@@ -124,7 +141,7 @@ class ToyRunner:
         assert self.forwarded is plan
         self.forwarded = None
         assert (masks is None) == (plan.masked is None)
-        self.queued.append(ToyStep(self, plan, masks))
+        self.queued.append(ToyStep(self, plan, masks, self.drafts))
         return self.queued[-1]
 
     def copy(self, copies: BlockCopies) -> ToyCopy:
@@ -143,8 +160,8 @@ class ToyRunner:
 
 
 class ToyStep:
-    def __init__(self, runner: ToyRunner, plan: StepPlan, masks: Masks | None) -> None:
-        self.runner, self.plan, self.masks = runner, plan, masks
+    def __init__(self, runner: ToyRunner, plan: StepPlan, masks: Masks | None, drafts: dict[int, list[int]]) -> None:
+        self.runner, self.plan, self.masks, self.drafts = runner, plan, masks, drafts
         self.result: tuple[np.ndarray, np.ndarray | None] | None = None
 
     def run(self) -> None:
@@ -152,10 +169,11 @@ class ToyStep:
         if self.masks is not None:
             due = np.flatnonzero(self.plan.samples)
             assert self.plan.masked is not None
-            assert due[self.masks.index].tolist() == np.flatnonzero(self.plan.masked).tolist()
-            lists = [[token for token in range(VOCAB) if word >> token & 1] for word in self.masks.bits[:, 0].tolist()]
-            allowed = dict(zip(due[self.masks.index].tolist(), lists, strict=True))
-        self.result = self.runner.device.run(self.plan, allowed)
+            assert np.unique(due[self.masks.index]).tolist() == np.flatnonzero(self.plan.masked).tolist()
+            allowed = {}
+            for index, word in zip(due[self.masks.index].tolist(), self.masks.bits[:, 0].tolist(), strict=True):
+                allowed.setdefault(index, []).append([token for token in range(VOCAB) if word >> token & 1])
+        self.result = self.runner.device.run(self.plan, allowed, self.drafts)
 
     def wait(self) -> StepResult:
         while self.result is None:
@@ -318,13 +336,17 @@ def test_every_request_gets_the_tokens_of_a_lone_run(seed: int) -> None:
 
 def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs() -> None:
     """The property above is only worth something if they do."""
-    undrawn = masks = jumped = accepted = loaded = copies_failed = failed = captured = beside = dropped = 0
+    undrawn = masks = drafted = refused = jumped = accepted = loaded = copies_failed = failed = captured = beside = (
+        dropped
+    ) = 0
     for seed in range(60):
         world = World(seed)
         world.run()
         world.check_end()
         undrawn += world.num_undrawn
         masks += world.grammars.num_masks
+        drafted += world.device.num_masked_accepted
+        refused += world.grammars.num_drafted - world.device.num_masked_accepted
         jumped += world.cycle.num_jumped
         accepted += world.device.num_accepted
         beside += world.device.num_accepted if world.grammars.num_masks else 0
@@ -337,6 +359,8 @@ def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs(
     found = {
         "draws that waited for masks": undrawn,
         "masks": masks,
+        "drafts under a grammar": drafted,
+        "drafts under a grammar that were wrong": refused,
         "jumps": jumped,
         "drafts": accepted,
         "drafts beside masks": beside,

@@ -11,6 +11,7 @@ import pytest
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace.config import Config, PlanConfig
+from millrace.engine.build import draft_settings
 from millrace.engine.drafting.find import DraftModelSource, find_drafter
 from millrace.errors import ConfigError
 from millrace.models.spec.families import spec_from_config
@@ -62,3 +63,14 @@ def test_a_target_whose_layers_all_have_a_window_is_refused(tmp_path: Path) -> N
     target = model_in(tmp_path / "target", "mistral_window")
     with pytest.raises(ConfigError, match="every layer of .* has a window"):
         find(target, speculate="draft", drafter=f"random:{tmp_path / 'target'}")
+
+
+def test_a_gpu_verifies_fewer_drafts_than_a_cpu() -> None:
+    def most(*, is_gpu: bool, **settings: Any) -> int:
+        config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate="auto", **settings))
+        return draft_settings(config, 64, is_gpu=is_gpu).max_drafts
+
+    assert (most(is_gpu=False), most(is_gpu=True)) == (15, 7)
+    assert most(is_gpu=True, max_drafts=3) == most(is_gpu=True, draft_tokens=3) == 3
+    with pytest.raises(ConfigError, match="draft-tokens is 8; a GPU verifies at most 7"):
+        most(is_gpu=True, draft_tokens=8)

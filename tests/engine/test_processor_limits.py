@@ -9,7 +9,18 @@ from millrace.engine.figures import processor_limits as module
 from millrace.engine.figures.processor_limits import ProcessorLimits, processor_limits
 
 
-def test_the_best_of_the_first_starts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_on_a_busy_machine_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "MAX_TRIES", 1)
+    measured = [ProcessorLimits(float(value), 1.0) for value in (2, 1, 9, 5)]
+    monkeypatch.setattr(module, "_measure", lambda dtype: measured.pop(0))
+    loads = [9999.0, 9999.0, 0.0]
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (loads.pop(0), 0.0, 0.0))
+    assert [processor_limits(torch.float32).bytes_per_s for _ in range(5)] == [2, 2, 9, 9, 9]
+
+
+def test_the_best_of_the_first_idle_starts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "MAX_TRIES", 3)
     measured = [ProcessorLimits(5.0, 1.0), ProcessorLimits(9.0, 3.0), ProcessorLimits(7.0, 4.0)]

@@ -12,7 +12,7 @@ START, END = 40, 41
 
 def is_forced(limits: ThinkingLimits) -> bool:
     masks = np.full((1, 2), 0xFFFFFFFF, np.uint32)
-    limits.restrict([7], masks)
+    limits.restrict([7], masks, [()])
     forced = masks.tolist() == [[0, 1 << (END - 32)]]
     assert forced or masks.tolist() == [[0xFFFFFFFF] * 2]
     assert limits.must_end(7) == forced
@@ -61,4 +61,12 @@ def test_closed_and_unknown_requests() -> None:
     assert is_forced(limits)
     limits.close(7)
     limits.close(8)
+    assert not is_forced(limits)
+
+
+def test_the_end_is_forced_after_drafts_too() -> None:
+    limits = opened(2, is_open=True)
+    masks = np.full((6, 2), 0xFFFFFFFF, np.uint32)
+    limits.restrict([3, 7], masks, [(5,), (1, 2, END)])
+    assert [row for row, mask in enumerate(masks.tolist()) if mask == [0, 1 << (END - 32)]] == [4]
     assert not is_forced(limits)

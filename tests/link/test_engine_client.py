@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -107,7 +107,7 @@ def test_nothing_reaches_a_front_that_has_closed() -> None:
 
 def test_a_seed_is_filled_in_and_nothing_else_changes() -> None:
     asked = SamplingParams(max_tokens=5, temperature=0.5, stop=("x",), logit_bias=((3, 1.5),), logprobs=2)
-    assert asked.with_seed(77) == dataclasses.replace(asked, seed=77)
+    assert asked.with_seed(77) == msgspec.structs.replace(asked, seed=77)
 
 
 @pytest.mark.parametrize("prompt", [[1, 50], [-1, 3], [2**40], [3, -(2**70)], [2**64]])

@@ -80,12 +80,14 @@ class ToyDevice:
         self.tables: list[dict[tuple[int, int], int]] = [{} for _ in range(max_rows)]
         self.tokens: list[list[int]] = [[] for _ in range(max_rows)]
         self.limits = [0] * max_rows
+        self.updated = -1
+        """The last step whose updates were applied."""
         self.fail_on: set[int] = set()
         self.request_of: dict[int, int] = {}
         self.ended: Container[int] = ()
         """Requests that the host has ended. Steps in flight may still have their rows."""
         self.rng = random.Random(seed)
-        self.num_accepted = 0
+        self.num_accepted = self.num_masked_accepted = 0
         self.host: dict[int, list[tuple[int, int] | None]] = {}
         """Content of each slot of host memory."""
 
@@ -108,9 +110,26 @@ class ToyDevice:
     def _write_block(self, block: int, content: list[tuple[int, int] | None]) -> None:
         self.slots[block * self.block_size : (block + 1) * self.block_size] = content
 
-    def run(self, plan: StepPlan, masks: dict[int, list[int]] | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """The tokens of the drawing rows and, with draft places, how many each row drew. `masks`: the tokens that some
-        of the plan's rows may draw, by index in the plan."""
+    def propose(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Drafts of the masked rows, by index in the plan: often right, sometimes refused by the grammar."""
+        self._update(plan)
+        drafts: dict[int, list[int]] = {}
+        for index in np.flatnonzero(plan.masked & (plan.draft_places > 0)).tolist():
+            tokens, limit = self.tokens[int(plan.rows[index])], self.limits[int(plan.rows[index])]
+            state, own = 0, []
+            for token in tokens:
+                state = digest(state, token)
+            for _ in range(min(self.rng.randrange(int(plan.draft_places[index]) + 1), limit - len(tokens) - 1)):
+                right = draw_token(state, self.vocab, allowed_tokens(state, self.vocab))
+                own.append(right if self.rng.random() < 0.7 else self.rng.randrange(self.vocab))
+                state = digest(state, own[-1])
+            drafts[index] = own
+        return drafts
+
+    def _update(self, plan: StepPlan) -> None:
+        if plan.step_no == self.updated:
+            return
+        self.updated = plan.step_no
         for admission in plan.admitted:
             self.tables[admission.row] = {}
             self.tokens[admission.row] = admission.tokens.tolist()
@@ -124,6 +143,17 @@ class ToyDevice:
         for group, row, col, block in zip(groups, plan.block_rows, plan.block_cols, plan.block_ids, strict=True):
             assert 0 < block
             self.tables[int(row)][int(group), int(col)] = int(block)
+
+    def run(
+        self,
+        plan: StepPlan,
+        masks: dict[int, list[list[int]]] | None = None,
+        drafts: dict[int, list[int]] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The tokens of the drawing rows and, with draft places, how many each row drew. `masks`: the tokens that some
+        of the plan's rows may draw at each of their places, by index in the plan, and `drafts` those before the later
+        places. Other rows have drafts that this device makes up."""
+        self._update(plan)
         if any(self.request_of[row] in self.fail_on for row in plan.rows.tolist()):
             raise RuntimeError("poison")
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
@@ -142,20 +172,37 @@ class ToyDevice:
                     continue
             state = self._compute(row, start, count)
             if plan.samples[index]:
-                own = self._draw(row, state, places, None if masks is None else masks.get(index))
+                if masks is not None and index in masks:
+                    own = self._verify(row, state, masks[index], (drafts or {}).get(index, []))
+                else:
+                    own = self._draw(row, state, places)
                 drawn += own
                 counts.append(len(own))
         return np.asarray(drawn, np.int32), None if plan.draft_places is None else np.asarray(counts, np.int32)
 
-    def _draw(self, row: int, state: int, places: int, allowed: list[int] | None) -> list[int]:
+    def _verify(self, row: int, state: int, masks: list[list[int]], drafts: list[int]) -> list[int]:
+        """A token from each mask, up to the first that is not the draft at its place."""
+        assert len(masks) == len(drafts) + 1
+        own: list[int] = []
+        for place, allowed in enumerate(masks):
+            # The draw of an ended request is discarded, and its last token may be missing in the mask.
+            is_ended = self.request_of[row] in self.ended
+            assert is_ended or allowed == allowed_tokens(state, self.vocab), "the mask is of another prefix"
+            own.append(draw_token(state, self.vocab, allowed))
+            self.tokens[row].append(own[-1])
+            if place == len(drafts) or own[-1] != drafts[place]:
+                break
+            self.num_masked_accepted += 1
+            state = self._compute(row, len(self.tokens[row]) - 1, 1)
+        if len(own) <= len(drafts) and len(self.tokens[row]) < self.limits[row]:
+            self._spoil(row, len(self.tokens[row]) - 1)
+        return own
+
+    def _draw(self, row: int, state: int, places: int) -> list[int]:
         """One token, and one more for each draft that is right, up to the limit."""
-        if self.request_of[row] in self.ended:
-            allowed = None  # its draw is discarded, and its last token may be missing in the mask
-        assert allowed is None or allowed == allowed_tokens(state, self.vocab), "the mask is of another prefix"
-        assert allowed is None or not places
         own: list[int] = []
         for place in range(places + 1):
-            token = draw_token(state, self.vocab, allowed)
+            token = draw_token(state, self.vocab, None)
             own.append(token)
             self.tokens[row].append(token)
             is_right = self.rng.random() < 0.7

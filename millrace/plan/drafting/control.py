@@ -16,11 +16,17 @@ from millrace.plan.step import Int32s, Int64s
 
 Floats = npt.NDArray[np.float64]
 
-LENGTHS = (1, 3, 7)
-"""Numbers of drafts that are compared: with the row's own token, the places that graphs exist for."""
-MAX_DRAFTS = LENGTHS[-1]
-LEARN, PROBE_LEARN = 1 / 32, 1 / 8
-"""Weight of a step in the acceptance of a row; the second for the rare steps that probe."""
+LENGTHS = (1, 3, 7, 15)
+"""Numbers of drafts that are compared. Up to MAX_PADDED_DRAFTS: with the row's own token, the places that graphs exist
+for."""
+MAX_DRAFTS, MAX_PADDED_DRAFTS = 15, 7
+"""The second where every row is computed with all places."""
+LEARN, PROBE_LEARN = (1 / 32, 1 / 8), (1 / 8, 1 / 2)
+"""Weight of a step in the acceptance of a row, with few rows and with many, whose average is less noisy; the second
+pair for the rare steps that probe."""
+MANY_ROWS = 32
+MEAN_LEARN = 1 / 32
+"""Weight of a step in what new rows start from."""
 TIME_WEIGHT = 1 / 12
 """Weight of a step in the measured times."""
 LOSES, WINS = 0.98, 1.05
@@ -162,7 +168,8 @@ class DraftControl:
         """What became of the drafts of a step. `drafts`: those that each row had, or places if that is not known."""
         self._greet(rows, request_ids)
         is_probing = self._length == 0
-        weight = PROBE_LEARN if is_probing else LEARN
+        few, many = PROBE_LEARN if is_probing else LEARN
+        weight = few + (many - few) * min(1.0, (len(rows) - 1) / MANY_ROWS)
         places = np.arange(1, MAX_DRAFTS + 1)
         deepest = int(drafts.max(initial=0))
         offered, survived = drafts[:, None] >= places, accepted[:, None] >= places
@@ -175,8 +182,9 @@ class DraftControl:
         for place in range(deepest, MAX_DRAFTS):
             survival[:, place] = survival[:, place - 1] * survival[:, 0]
         self._survival[rows] = survival
-        self._mean_survival += LEARN * (survival.mean(axis=0) - self._mean_survival)
-        self._mean_offered += LEARN * (self._offered[rows].mean(axis=0) - self._mean_offered)
+        mean_weight = MEAN_LEARN if len(rows) == 1 else weight
+        self._mean_survival += mean_weight * (survival.mean(axis=0) - self._mean_survival)
+        self._mean_offered += mean_weight * (self._offered[rows].mean(axis=0) - self._mean_offered)
         if is_probing:
             self._judge_probe(rows)
 

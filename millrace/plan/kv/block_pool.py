@@ -135,8 +135,9 @@ class BlockPool:
 
     def register(self, block: int, digest: bytes, tokens: bytes, parent: bytes = b"", group: int = 0) -> None:
         """Make a full, computed block available to `find`. Of blocks with equal content, the first stays registered."""
-        if digest not in self._by_hash[group]:
-            self._by_hash[group][digest] = block
+        by_hash = self._by_hash[group]
+        if digest not in by_hash:
+            by_hash[digest] = block
             self._group_of[block] = group
             self._hash_of[block] = digest
             self._tokens_of[block] = tokens
@@ -172,30 +173,31 @@ class BlockPool:
 
         Pass the blocks of a sequence in reverse, so that its tail is evicted before its head.
         """
-        fenced = []
+        fenced, refs, fence_of = [], self._refs, self._fence_of
         for block in blocks:
-            self._refs[block] -= 1
-            if self._refs[block] > 0:
+            refs[block] = left = refs[block] - 1
+            if left > 0:
                 continue
-            if self._refs[block] < 0:
+            if left < 0:
                 raise AssertionError(f"block {block} was released twice")
             if fence is None:
                 self._retire(block)
             else:
-                self._fence_of[block] = fence
+                fence_of[block] = fence
                 fenced.append(block)
         if fenced and fence is not None:
             self._fences.append((fence, fenced))
 
     def complete(self, step_no: int) -> None:
         """Step `step_no` and all before it have completed: lift their fences."""
+        fence_of, retire = self._fence_of, self._retire
         while self._fences and self._fences[0][0] <= step_no:
             fence, blocks = self._fences.popleft()
             for block in blocks:
                 # A block that was shared and released again since then has a newer fence.
-                if self._fence_of.get(block) == fence:
-                    del self._fence_of[block]
-                    self._retire(block)
+                if fence_of.get(block) == fence:
+                    del fence_of[block]
+                    retire(block)
 
     def _retire(self, block: int) -> None:
         if block in self._holds:

@@ -181,9 +181,10 @@ class PrefixIndex:
     def forget(self, request: Request) -> None:
         """The request leaves its row: blocks it has not filled are no longer being computed."""
         self.hash_expected()
-        for digest in request.hashes:
-            if self._pending.get(digest) == request.id:
-                del self._pending[digest]
+        pending = self._pending
+        for digest in request.hashes if pending else ():
+            if pending.get(digest) == request.id:
+                del pending[digest]
 
     def register_blocks(self, request: Request, first: int, groups: list[list[int]]) -> None:
         """Register blocks, by group, that are filled and confirmed, from the request's column `first` on."""
@@ -192,16 +193,17 @@ class PrefixIndex:
         self.hash_expected()
         self.hash_of(request, first + len(groups[0]) - 1)
         hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self.block_size
-        parent = hashes[first - 1] if first else self._root(request.salt)
-        for index, column in enumerate(zip(*groups, strict=True), first):
-            digest = hashes[index]
-            tokens = history[index * width : (index + 1) * width]
-            for group, block in enumerate(column):
+        register = self._pool.register
+        for group, blocks in enumerate(groups):
+            parent = hashes[first - 1] if first else self._root(request.salt)
+            for index, block in enumerate(blocks, first):
+                digest = hashes[index]
                 if block:
-                    self._pool.register(block, digest, tokens, parent, group)
+                    register(block, digest, history[index * width : (index + 1) * width], parent, group)
+                parent = digest
+        for digest in hashes[first : first + len(groups[0])] if pending else ():
             if pending.get(digest) == request.id:
                 del pending[digest]
-            parent = digest
 
     def divergence(self, request: Request, num_matched: int) -> int:
         """Index of the first token that differs from the block last cached at this position; -1 if none does."""

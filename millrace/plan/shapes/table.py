@@ -55,6 +55,8 @@ class ShapeFacts:
     takes_long_rows: bool = False
     """Full chunks of a prompt can use cuDNN attention."""
     has_drafts: bool = False
+    needs_all_states: bool = False
+    """A drafter reads the states of all tokens after the last layer."""
     can_capture: bool = False
 
 
@@ -155,6 +157,8 @@ class ShapeTable:
     def last_only(self, tokens: int, rows: int) -> bool:
         """True if the last layer computes only each row's last token. Never in deterministic mode, where results must
         not depend on how a prompt was cut into steps."""
+        if self.facts.needs_all_states:
+            return False
         return not self._tile_decode_rows and tokens >= MIN_TOKENS_PER_ROW * rows
 
     def _has_prompt_shape(self, tokens: int) -> bool:

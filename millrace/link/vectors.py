@@ -1,0 +1,70 @@
+"""Requests whose result is a vector: the pooled hidden state of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.errors import BadRequest, RequestFailed
+from millrace.link.client import ANONYMOUS, Caller, EngineClient
+from millrace.link.messages import Finish, TokenLogprobs
+from millrace.params import Pooling, SamplingParams
+
+Float32s = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    vector: Float32s
+    """Of length 1."""
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class VectorRequest:
+    """Submits one prompt; `done` resolves to its embedding."""
+
+    def __init__(
+        self, client: EngineClient, token_ids: list[int], pooling: Pooling, caller: Caller = ANONYMOUS
+    ) -> None:
+        if not token_ids:
+            raise BadRequest("An input has no tokens; nothing can be embedded.", param="input")
+        self._client = client
+        self.done: asyncio.Future[Embedding] = asyncio.get_running_loop().create_future()
+        params = SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling)
+        self._request_id = client.submit(token_ids, params, self, caller=caller)
+
+    def cancel(self) -> None:
+        """Abort the request unless it has finished."""
+        if not self.done.done():
+            self._client.abort(self._request_id)
+
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None: ...
+
+    def on_prompt_logprobs(self, logprobs: tuple[TokenLogprobs | None, ...]) -> None: ...
+
+    def on_finish(self, finish: Finish) -> None:
+        if self.done.done():
+            return
+        if finish.vector:
+            vector = np.frombuffer(finish.vector, np.float32)
+            self.done.set_result(Embedding(vector, finish.prompt_tokens, finish.cached_tokens))
+        else:
+            self.done.set_exception(RequestFailed(finish.message or f"The request ended early: {finish.reason}."))
+
+
+def shortened(vector: Float32s, dimensions: int | None) -> Float32s:
+    """The first dimensions, again of length 1: for models that were trained so that these say most."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if not 1 <= dimensions <= len(vector):
+        raise BadRequest(
+            f"dimensions is {dimensions}; this model's vectors have {len(vector)}, so it must be between 1 and that.",
+            param="dimensions",
+        )
+    cut = vector[:dimensions]
+    length = float(np.linalg.norm(cut))
+    return cut / np.float32(length) if length else cut
