@@ -23,13 +23,15 @@ from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_tak
 from millrace.ops.tuning.load import num_multiprocessors
 from millrace.plan.shapes.order import build_order, first_request_parts
 from millrace.plan.shapes.table import SPLIT_TOKENS, ShapeFacts, ShapeTable
-from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, StepPlan, StepShape, Variant
+from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepPlan, StepShape, Variant
 from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
-from millrace.run.drafting.device_chain import DeviceChain
+from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter
 from millrace.run.drafting.device_drafts import DeviceDrafts
-from millrace.run.drafting.models import allocate_drafter_kv
+from millrace.run.drafting.drafter import DraftGuide
+from millrace.run.drafting.make_device import make_device_drafter
+from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kv_spec_of
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, Propose, StepWork
@@ -40,6 +42,7 @@ from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.draw_plan import DrawPlan, plan_draws
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.masks import Masks, Uint32s, check_masks, new_masks
+from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.table.request_table import RequestTable
 
@@ -57,6 +60,7 @@ class Forwarded:
     draws: DrawPlan
     shape: StepShape
     prompt_logprobs: tuple[PromptLogprobs, ...]
+    pooled: tuple[PooledPart, ...]
 
 
 class CudaRunner:
@@ -74,12 +78,12 @@ class CudaRunner:
         kv_dtype: KvFormat = "full",
         build_pool: KernelBuildPool | None = None,
         speculate: Speculation = "off",
-        drafter: Decoder | None = None,
+        drafter: DrafterModel | None = None,
         host_slots: int = 0,
         max_copied: int = 1,
     ) -> None:
-        """`drafter`: the draft model. `host_slots`: KV blocks that host memory holds beside the pool; `max_copied`:
-        those copied in one batch."""
+        """`drafter`: for the kinds of `speculate` that are models. `host_slots`: KV blocks that host memory holds
+        beside the pool; `max_copied`: those copied in one batch."""
         attention, torch_device, spec = decoder.attention, device.torch_device, decoder.spec
         if not isinstance(attention, PagedAttention):
             raise TypeError("CudaRunner needs paged attention")
@@ -131,11 +135,9 @@ class CudaRunner:
                 speculate=speculate,
                 holds_drafts=drafter is not None,
             )
-        self._chain: DeviceChain | None = None
+        self._chain: DeviceDrafter | None = None
         if drafter is not None and self._drafts is not None:
-            self._chain = DeviceChain(
-                drafter,
-                self._draft_kv,
+            setup = ChainSetup(
                 self._table,
                 self._sampler,
                 self._drafts.columns,
@@ -144,6 +146,8 @@ class CudaRunner:
                 queries_per_tile=per_tile,
                 vocab_size=spec.vocab_size,
             )
+            self._chain = make_device_drafter(setup, drafter, self._draft_kv, decoder.dtype)
+        drafter_spec = None if drafter is None else kv_spec_of(drafter)
         has_windows = any(window is not None for window in spec.windows)
         takes_long_rows = (
             not tile_decode_rows
@@ -151,7 +155,7 @@ class CudaRunner:
             and not has_windows
             and all(
                 can_take_long_rows(torch_device, decoder.dtype, own.head_dim, own.attention_softcap)
-                for own in (spec, *(() if drafter is None else (drafter.spec,)))
+                for own in (spec, *(() if drafter_spec is None else (drafter_spec,)))
             )
         )
         self.shapes = ShapeFacts(
@@ -165,6 +169,7 @@ class CudaRunner:
             can_share_prefix=not tile_decode_rows and not has_windows,
             takes_long_rows=takes_long_rows,
             has_drafts=speculate != "off",
+            needs_all_states=self._chain is not None and self._chain.reads_states and not self._chain.taps,
             can_capture=graphs,
         )
         self._shape_table = ShapeTable(self.shapes)
@@ -226,6 +231,12 @@ class CudaRunner:
     def forward(self, plan: StepPlan) -> None:
         self._forwarded = self._device.queue(lambda: self._forward(plan))
 
+    def guide_drafts(self, guide: DraftGuide) -> None:
+        """The device proposes: masks alone refuse drafts."""
+
+    def masked_drafts(self) -> list[Int32s]:
+        raise AssertionError("masked rows have no drafts")
+
     def mask_memory(self, count: int) -> Uint32s:
         if self._device.kind != "cuda":  # The forward pass may not have begun.
             return new_masks(count, self._decoder.spec.vocab_size)
@@ -241,6 +252,8 @@ class CudaRunner:
         self._sampler.update(plan)
         if self._drafts is not None:
             self._drafts.admit(plan)
+        if self._chain is not None and plan.admitted:
+            self._chain.admit(self._device.upload(np.array([one.row for one in plan.admitted], np.int64)))
         repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
         draws, work = self._draw_plan(plan, repeats), self._work
         records = self._sampler.records(plan)
@@ -256,7 +269,7 @@ class CudaRunner:
             hidden = work.body(shape, long_rows=_long_rows(plan, shape.long_from), drawn_only=False)
         else:
             hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
-        return Forwarded(draws, shape, self._score_prompts(plan, hidden))
+        return Forwarded(draws, shape, *self._read_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
         host = copy_to_host(result, *self._work.drawn_on_host(len(result.tokens)))
@@ -281,7 +294,8 @@ class CudaRunner:
             self._draw_shaped(plan, draws, drawn, places)
         if logits is not None and len(draws.scored):
             logprobs = self._score(draws, logits, drawn, places)
-        result = StepResult(plan.step_no, drawn, logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
+        parts = (logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
+        result = StepResult(plan.step_no, drawn, *parts, pooled=forwarded.pooled)
         if self._drafts is None or not len(draws.due):
             return result
         self._graphs.run(Accept.of(shape), partial(work.accept_drafts, shape))
@@ -326,12 +340,16 @@ class CudaRunner:
         index = torch.from_numpy(np.stack([states, draws.scored * places])).to(logits.device, non_blocking=True)
         return score(logits[index[0]], drawn.long()[index[1]], max(1, int(draws.num_logprobs.max())))
 
-    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptLogprobs, ...]:
-        if plan.scored is None:
-            return ()
+    def _read_prompts(
+        self, plan: StepPlan, hidden: Tensor
+    ) -> tuple[tuple[PromptLogprobs, ...], tuple[PooledPart, ...]]:
+        """What rows get for their prompt tokens."""
+        if plan.scored is None and plan.pooled is None:
+            return (), ()
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
-        return score_prompts(plan, query_starts, self._table, self._decoder, hidden)
+        pooled = pool_states(plan, query_starts, self._table, hidden)
+        return score_prompts(plan, query_starts, self._table, self._decoder, hidden), pooled
 
 
 def _max_parts(queries_per_tile: int, num_kv_heads: int, device: torch.device) -> tuple[int, ...]:

@@ -25,12 +25,13 @@ from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.drafting.drafted_rows import DraftedRows, RowDrafts, VerifiedStep
-from millrace.run.drafting.drafter import Drafter
+from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
 from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, read_layers
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.masks import Masks, Uint32s, new_masks
 from millrace.run.sampling.penalties import NO_DRAFT
+from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.table.inputs import gather_inputs, last_tokens
@@ -63,6 +64,7 @@ class StepResult:
     """With draft places: how many drafts each drawing row had. None: only the device knows."""
     drafted: tuple[RowDrafts, ...] = ()
     """On a CPU: the rows that had drafts."""
+    pooled: tuple[PooledPart, ...] = ()
 
     def drawn(self) -> Int32s:
         """All tokens, row after row."""
@@ -85,6 +87,19 @@ class DrawStates:
     prompt_logprobs: tuple[PromptLogprobs, ...]
     verified: VerifiedStep | None
     """What is computed for the plan, if rows may have drafts."""
+    pooled: tuple[PooledPart, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the target's forward pass gives."""
+
+    hidden: Tensor
+    """The states of the tokens that draw."""
+    for_drafter: Tensor | None
+    """What a feature drafter reads of all tokens."""
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    pooled: tuple[PooledPart, ...]
 
 
 class AnyRunner(Protocol):
@@ -92,6 +107,13 @@ class AnyRunner(Protocol):
 
     def forward(self, plan: StepPlan) -> None:
         """Queue the forward pass of a step. Its draw must be queued before the next forward pass."""
+
+    def guide_drafts(self, guide: DraftGuide) -> None:
+        """Show it drafts of masked rows before they are verified, if they are known to the host then."""
+
+    def masked_drafts(self) -> list[Int32s]:
+        """The drafts of each masked row of the step whose forward pass was queued last, which its masks must cover.
+        Waits until they are proposed. Only for steps in which masked rows have places."""
 
     def mask_memory(self, count: int) -> Uint32s:
         """Memory for the masks of the step whose forward pass was queued last: [count, words], not initialised."""
@@ -180,6 +202,8 @@ class Runner:
         drafters = make_drafters(speculate, model)
         self._drafted = DraftedRows(self._table, max_rows, drafters) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
+        self._expanded: Callable[[], VerifiedStep | None] | None = None
+        """What the last forward pass of a step with masks computes."""
         self._forwarded: Callable[[], DrawStates] | None = None
         """The last forward pass."""
         self._whole: Pending[StepResult] | None = None
@@ -193,7 +217,17 @@ class Runner:
         if plan.masked is None:  # the draw waits for nothing: both parts are one launch, and natively one call
             self._whole = self._device.launch(lambda: self._execute(plan), copy_to_host)
         else:
-            self._forwarded = self._device.queue(lambda: self._forward(plan))
+            self._expanded = expanded = self._device.queue(lambda: self._expand(plan))
+            self._forwarded = self._device.queue(lambda: self._states(plan, expanded()))
+
+    def guide_drafts(self, guide: DraftGuide) -> None:
+        if self._drafted is not None:
+            self._drafted.guide = guide
+
+    def masked_drafts(self) -> list[Int32s]:
+        verified = self._expanded() if self._expanded is not None else None
+        assert verified is not None, "no row has places for drafts"
+        return verified.masked_drafts
 
     def mask_memory(self, count: int) -> Uint32s:
         return new_masks(count, self._decoder.spec.vocab_size)
@@ -253,12 +287,12 @@ class Runner:
         assert self._native is not None
         return self._native(plan)
 
-    def _forward(self, plan: StepPlan) -> DrawStates:
+    def _expand(self, plan: StepPlan) -> VerifiedStep | None:
         self._update(plan)
         if self._drafted is None:
-            return self._states(plan, None)
+            return None
         self._drafted.admit(plan)
-        return self._states(plan, self._drafted.expand(plan))
+        return self._drafted.expand(plan)
 
     def _update(self, plan: StepPlan) -> None:
         if self._drafted is not None:
@@ -274,15 +308,15 @@ class Runner:
         positions = np.repeat(plan.starts + plan.counts - draws, draws) + places_of(draws) + 1
         if not len(plan.rows):
             return DrawStates(self._no_states, rows, positions, (), verified)
-        hidden, all_states, prompt_logprobs = self._compute(plan, draws)
+        computed = self._compute(plan, draws)
         if self._drafted is not None:
-            self._drafted.feed(plan, draws, all_states)
-        return DrawStates(hidden, rows, positions, prompt_logprobs, verified)
+            self._drafted.feed(plan, draws, computed.for_drafter)
+        return DrawStates(computed.hidden, rows, positions, computed.prompt_logprobs, verified, computed.pooled)
 
-    def _compute(self, plan: StepPlan, draws: Int32s) -> tuple[Tensor, Tensor | None, tuple[PromptLogprobs, ...]]:
-        """The hidden states of the last `draws` tokens of each row, and what a feature drafter reads of all tokens."""
+    def _compute(self, plan: StepPlan, draws: Int32s) -> Computed:
         scores_prompts = plan.scored is not None
-        taps, needs_all = self._taps(plan.num_tokens)
+        taps, drafter_needs_all = self._taps(plan.num_tokens)
+        needs_all = drafter_needs_all or plan.pooled is not None
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -295,10 +329,11 @@ class Runner:
                 batch.last = last_tokens(batch, plan.samples.nonzero()[0], self._device)
             hidden = self._decoder.forward(batch, self._kv)
             prompt_logprobs = score_prompts(plan, query_starts, self._table, self._decoder, hidden)
-        all_states = hidden if needs_all else None if taps is None else taps.out.flatten(1)
+        pooled = pool_states(plan, query_starts, self._table, hidden)
+        all_states = hidden if drafter_needs_all else None if taps is None else taps.out.flatten(1)
         due = np.repeat(query_starts[1:] - draws, draws) + places_of(draws)
         states = hidden if len(due) == len(hidden) else hidden[self._device.upload(due).long()]
-        return states, all_states, prompt_logprobs
+        return Computed(states, all_states, prompt_logprobs, pooled)
 
     def _taps(self, num_tokens: int) -> tuple[Taps | None, bool]:
         """What a feature drafter reads: states inside the target, or those of all tokens after its final norm."""
@@ -315,11 +350,11 @@ class Runner:
         drawn = self._draw_tokens(states, masks, self._drafts_before(states))
         if verified is not None and self._drafted is not None:
             self._drafted.take_hidden(states.hidden, states.rows, states.positions)
-            return self._accept(plan, verified, drawn, states.prompt_logprobs)
+            return replace(self._accept(plan, verified, drawn, states.prompt_logprobs), pooled=states.pooled)
         if len(states.rows):
             self._table.last_tokens[self._device.upload(states.rows).long()] = drawn.tokens
         parts = (drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, states.prompt_logprobs)
-        return StepResult(plan.step_no, drawn.tokens, *parts)
+        return StepResult(plan.step_no, drawn.tokens, *parts, pooled=states.pooled)
 
     def _accept(
         self, plan: StepPlan, verified: VerifiedStep, drawn: Drawn, prompt_logprobs: tuple[PromptLogprobs, ...]
@@ -407,4 +442,5 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         places=result.places,
         num_drafts=result.num_drafts,
         drafted=result.drafted,
+        pooled=tuple(part.to_host() for part in result.pooled),
     )

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, Int64s, StepPlan, StepShape
 from millrace.run.device.device import Pending
+from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.runner import AnyRunner, StepResult
 from millrace.run.sampling.masks import Masks, Uint32s
 
@@ -72,6 +73,9 @@ class Masked(msgspec.Struct, frozen=True, tag="masks"):
     step_no: int
     index: Int64s
     bits: npt.NDArray[np.uint32]
+    places: Int64s | None = None
+    drafts: list[Int32s] = []
+    """Of each masked row of the plan; empty if none has any."""
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
@@ -133,8 +137,8 @@ class StepLog:
         else:
             self._write(Planned(plan))
 
-    def masks(self, plan: StepPlan, masks: Masks) -> None:
-        self._write(Masked(plan.step_no, masks.index, masks.bits))
+    def masks(self, plan: StepPlan, masks: Masks, drafts: list[Int32s]) -> None:
+        self._write(Masked(plan.step_no, masks.index, masks.bits, masks.places, drafts))
 
     def capture(self, plan: CapturePlan) -> None:
         part = plan.shape
@@ -166,17 +170,27 @@ class LoggedRunner:
 
     def __init__(self, runner: AnyRunner, steps: StepLog) -> None:
         self._runner, self._steps = runner, steps
+        self._drafts: list[Int32s] = []
+        """Of the masked rows of the step whose forward pass was queued last."""
 
     def forward(self, plan: StepPlan) -> None:
+        self._drafts = []
         self._steps.plan(plan)
         self._runner.forward(plan)
+
+    def guide_drafts(self, guide: DraftGuide) -> None:
+        self._runner.guide_drafts(guide)
+
+    def masked_drafts(self) -> list[Int32s]:
+        self._drafts = self._runner.masked_drafts()
+        return self._drafts
 
     def mask_memory(self, count: int) -> Uint32s:
         return self._runner.mask_memory(count)
 
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         if masks is not None:
-            self._steps.masks(plan, masks)
+            self._steps.masks(plan, masks, self._drafts)
         return _LoggedDraw(self._runner.draw(plan, masks), self._steps)
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
@@ -247,6 +261,7 @@ def _repeat(last: StepPlan, record: Repeated) -> StepPlan:
         shape=record.shape,
         captures=record.captures,
         scored=None,
+        pooled=None,
         admitted=(),
         released=(),
         appended=(),

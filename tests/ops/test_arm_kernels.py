@@ -101,7 +101,7 @@ def test_stored_weights_as_integers(kernels: EmulatedKernels, kind: str) -> None
         rounded = round_to_int8(x).double()
         expected, scale = rounded @ weight.double().T, rounded.abs() @ weight.double().abs().T
         assert ((everything - expected).abs() / scale.clamp(min=1e-30)).max() < 1e-5
-        for first, rows in ((0, 1), (7, 1), (5, 4), (3, 12), (8, 13)):  # the same whatever the batch
+        for first, rows in ((7, 1), (9, 2), (4, 3), (5, 4), (6, 8), (3, 12), (8, 13)):  # the same whatever the batch
             assert torch.equal(kernels.linear(desc, x[first : first + rows], outputs), everything[first : first + rows])
         taken = torch.empty(2, inputs)
         kernels.take_rows(desc, torch.tensor([32, 1]), taken)
@@ -135,7 +135,7 @@ def test_norm_and_activation(base_kernels: EmulatedKernels, dtype: torch.dtype) 
         close(gated, activation.gated_reference(gate_up, kind))
 
 
-@pytest.mark.parametrize("kv_kind", ["plain", "int8"])
+@pytest.mark.parametrize("kv_kind", ["plain", "int8", "float16"])
 @pytest.mark.parametrize("dtype", PLAIN)
 def test_attention(base_kernels: EmulatedKernels, dtype: torch.dtype, kv_kind: str) -> None:
     heads, kv_heads, head_dim, block_size = 6, 2, 20, 7
@@ -147,6 +147,10 @@ def test_attention(base_kernels: EmulatedKernels, dtype: torch.dtype, kv_kind: s
         block_ids, offsets = (~kv[0, :, 0, :, 0].isnan()).nonzero(as_tuple=True)
         write_kv(kv[:, block_ids, :, offsets], narrow, block_ids, offsets)
         kv = narrow
+    if kv_kind == "float16":
+        if dtype != torch.float32:
+            pytest.skip("float16 KV is for float32 models")
+        kv = kv.to(torch.float16)
     reference = ReferenceAttention(heads, kv_heads, head_dim, 0.3)
     for window in (0, 9):
         out = torch.empty(len(queries), heads * head_dim, dtype=dtype)
@@ -156,3 +160,18 @@ def test_attention(base_kernels: EmulatedKernels, dtype: torch.dtype, kv_kind: s
             *(heads, kv_heads, head_dim, kv.shape[1], block_size, window, 0.3, 0.0),
         )
         close(out, reference(queries, kv, reference.prepare(rows, block_size, window or None)))
+
+
+def test_float16_cache_write(base_kernels: EmulatedKernels) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(5, 3, 80) * torch.rand(5, 3, 80).mul(40).sub(25).exp2()
+    numbers[0, 2, :4] = torch.tensor([1e6, -1e6, 65519.0, float("nan")])
+    places = torch.tensor([3, 17, 20, 31, 9])
+    found = torch.zeros(2, 2, 1, 16, 80, dtype=torch.float16)
+    base_kernels.call(
+        *("prepare_qkv", DTYPES[torch.float32], KV_DTYPES[torch.float16], numbers.clone(), 0, 0, 0, found),
+        *(places // 16, places % 16, 5, 1, 1, 80, 0, 2, 16, 1e-6),
+    )
+    expected = torch.zeros_like(found)
+    write_kv(numbers[:, 1:, None], expected, places // 16, places % 16)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -47,7 +48,7 @@ SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_conte
 
 
 def decoder_for(case: str, device: torch.device, paged: bool, dtype: torch.dtype = torch.float32) -> Decoder:
-    model = make_reference(case)
+    model = make_reference(case, num_hidden_layers=2)
     spec = spec_from_config(config_of(model))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=dtype)
     if paged and not isinstance(decoder.attention, PagedAttention):
@@ -124,21 +125,21 @@ def warm_up(runner: CudaRunner, shapes: ShapeChoice) -> None:
         assert runner.capture(plan)
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 KINDS = {
     "greedy": [GREEDY],
     "stops": [SamplingParams(temperature=0, max_tokens=9, min_tokens=3)],
     "sampled": [
-        SamplingParams(temperature=0.9, seed=3, max_tokens=6),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=4),
         GREEDY,
-        SamplingParams(temperature=1.3, top_k=7, top_p=0.8, min_p=0.02, seed=4, max_tokens=6),
-        SamplingParams(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.4, seed=5, max_tokens=6),
-        SamplingParams(temperature=0, presence_penalty=0.5, logit_bias=((3, 4.0), (9, -50.0)), max_tokens=6),
+        SamplingParams(temperature=1.3, top_k=7, top_p=0.8, min_p=0.02, seed=4, max_tokens=4),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.4, seed=5, max_tokens=4),
+        SamplingParams(temperature=0, presence_penalty=0.5, logit_bias=((3, 4.0), (9, -50.0)), max_tokens=4),
     ],
     "scored": [
-        dataclasses.replace(GREEDY, logprobs=3),
+        msgspec.structs.replace(GREEDY, logprobs=3),
         GREEDY,
-        dataclasses.replace(GREEDY, prompt_logprobs=2),
+        msgspec.structs.replace(GREEDY, prompt_logprobs=2),
         SamplingParams(temperature=0, max_tokens=5, min_tokens=4, logprobs=0),
     ],
 }
@@ -233,10 +234,10 @@ def test_a_packed_cache_gives_the_results_of_a_full_one(monkeypatch: pytest.Monk
     def run(kv_dtype: KvFormat) -> tuple[dict[int, list[int]], list[float]]:
         decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
         runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES)
-        few = dataclasses.replace(GREEDY, max_tokens=3)
-        asked = [dataclasses.replace(few, logprobs=0), dataclasses.replace(few, prompt_logprobs=0)]
+        few = msgspec.structs.replace(GREEDY, max_tokens=2)
+        asked = [msgspec.structs.replace(few, logprobs=0), msgspec.structs.replace(few, prompt_logprobs=0)]
         with quick_interpreter() if interpreted else nullcontext():
-            return drive(runner, requests(5, 2, asked))
+            return drive(runner, with_prompts(requests(3, 2, asked), (3, BUDGET + 4, 9)))
 
     (full, full_scores), (packed, packed_scores) = run("full"), run("packed")
     assert packed == full
@@ -244,10 +245,16 @@ def test_a_packed_cache_gives_the_results_of_a_full_one(monkeypatch: pytest.Monk
     assert packed_scores != full_scores
 
 
+def with_prompts(asked: list[Request], lengths: Sequence[int]) -> list[Request]:
+    for request, length in zip(asked, lengths, strict=True):
+        request.prompt = np.array(random.Random(length).choices(range(VOCAB), k=length), np.int32)
+    return asked
+
+
 def turn(index: int, num_tokens: int, read_cache: bool) -> Request:
     """A prompt that continues shorter ones."""
     prompt = np.array(random.Random(9).choices(range(VOCAB), k=num_tokens), np.int32)
-    row_params = RowParams(dataclasses.replace(GREEDY, max_tokens=2))
+    row_params = RowParams(msgspec.structs.replace(GREEDY, max_tokens=2))
     return Request(
         id=index, prompt=prompt, max_tokens=2, end_token_ids=(5,), read_cache=read_cache, row_params=row_params
     )  # fmt: skip
@@ -334,8 +341,8 @@ def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     head = GreedyHead(decoder._weights.head)
     decoder._weights = dataclasses.replace(decoder._weights, head=head)
     fast = CudaRunner(decoder, device, token_budget=BUDGET, graphs=False, **SIZES)
-    scored = dataclasses.replace(GREEDY, logprobs=2)
-    kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=6, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
+    scored = msgspec.structs.replace(GREEDY, logprobs=2)
+    kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
     groups = []
     draw = fast._head
     monkeypatch.setattr(fast, "_head", lambda variant, count: groups.append((variant, count)) or draw(variant, count))
@@ -400,7 +407,7 @@ def test_masked_rows_draw_the_tokens_of_the_plain_runner(monkeypatch: pytest.Mon
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
-    kinds = [GREEDY, GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=6), KINDS["sampled"][3]]
+    kinds = [GREEDY, GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4), KINDS["sampled"][3]]
     free, _ = drive(plain, requests(4, 1, kinds))
     expected = drive_masked(plain, requests(4, 1, kinds), Grammar(5))
     assert expected != free
@@ -468,6 +475,13 @@ class FakeGraph:
         self.output = self._work()
 
 
+def short_requests(params: list[SamplingParams]) -> list[Request]:
+    """Two of them end before the others. The interpreter is slow with long prompts."""
+    lengths = (2, 2, 4, 4)
+    params = [msgspec.structs.replace(params[i % len(params)], max_tokens=n) for i, n in enumerate(lengths)]
+    return with_prompts(requests(len(lengths), 4, params), (1, 2, 3, 3))
+
+
 @pytest.mark.skipif(not interpreted, reason="a GPU captures real graphs")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +495,7 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
 
     monkeypatch.setattr(fast._graphs, "capture", fake_capture)
     fast._graphs.is_capturing = True
-    expected, _ = drive(plain, requests(5, 4, KINDS[kind]))
+    expected, _ = drive(plain, short_requests(KINDS[kind]))
     shapes = PaddedShapes(dataclasses.replace(fast.shapes, can_capture=True))
     shapes.captures._waiting.clear()
     with quick_interpreter():
@@ -490,10 +504,10 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
             shapes.captures.want(part)
         warm_up(fast, shapes)
         assert set(fast._graphs.captured) == given
-        assert drive(fast, requests(5, 4, KINDS[kind]), shapes=shapes)[0] == expected
+        assert drive(fast, short_requests(KINDS[kind]), shapes=shapes)[0] == expected
         missed = {*shapes.captures._waiting, *fast._missed}
         assert HeadShape(2, "greedy" if kind == "greedy" else "full") in missed
         assert not missed & set(fast._graphs.captured)
         warm_up(fast, shapes)
         assert missed <= set(fast._graphs.captured)
-        assert drive(fast, requests(5, 4, KINDS[kind]), shapes=shapes)[0] == expected
+        assert drive(fast, short_requests(KINDS[kind]), shapes=shapes)[0] == expected

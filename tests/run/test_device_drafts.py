@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import nullcontext
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatc
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     plain = Runner(decoder_for(torch.device("cpu"), False), CpuDevice(1), **SIZES)
     fast = CudaRunner(decoder_for(place, True), device, token_budget=BUDGET, speculate="ngram", **SIZES)
-    kinds = [GREEDY, SAMPLED, dataclasses.replace(GREEDY, max_tokens=9)]
+    kinds = [GREEDY, SAMPLED, msgspec.structs.replace(GREEDY, max_tokens=9)]
     asked, later = requests(kinds)[:2], requests(kinds)[2:]
     expected = Drive(plain, DraftSettings()).run(asked, later)
     drive = Drive(fast, DraftSettings(max_drafts=3, max_places=ROWS))
@@ -184,7 +185,7 @@ def test_a_draft_model_changes_no_token(is_own: bool, monkeypatch: pytest.Monkey
     )
     # Interpreted, two rows that start together must do.
     num_rows, length = (2, 6) if interpreted else (3, 14)
-    kinds = [dataclasses.replace(kind, max_tokens=length) for kind in (GREEDY, SAMPLED, GREEDY)[:num_rows]]
+    kinds = [msgspec.structs.replace(kind, max_tokens=length) for kind in (GREEDY, SAMPLED, GREEDY)[:num_rows]]
     expected = Drive(plain, DraftSettings()).run(requests(kinds)[:2], requests(kinds)[2:])
     drive = Drive(fast, DraftSettings(max_drafts=3, max_places=ROWS))
     with quick_interpreter() if interpreted else nullcontext():

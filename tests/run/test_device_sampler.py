@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -182,7 +182,7 @@ def test_masked_tokens_equal_those_of_the_reference(vocab: int, dtype: torch.dty
     rng = np.random.default_rng(vocab)
     count = 8
     pair = Pair(vocab, cut=SMALL)
-    specs = [dataclasses.replace(some_params(rng, vocab), logprobs=None) for _ in range(count)]
+    specs = [msgspec.structs.replace(some_params(rng, vocab), logprobs=None) for _ in range(count)]
     specs[0] = SamplingParams(temperature=0)
     pair.admit(
         *(admission(row, spec, rng.integers(0, vocab, 12), 8, rng.integers(0, vocab, 3).tolist())

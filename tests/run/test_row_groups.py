@@ -37,6 +37,6 @@ def test_rows_of_all_kinds_in_one_step(tmp_path: Path) -> None:
 
 
 def _with(params: SamplingParams, **fields: object) -> SamplingParams:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     return replace(params, **fields)  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ import pytest
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission
 from millrace.run.drafting.drafter import DraftAsk, RowProgress
-from millrace.run.drafting.suffix import MAX_SCOPE_TOKENS, MAX_SCOPES, SuffixDrafter, find_longest
+from millrace.run.drafting.suffix import MAX_SCOPE_TOKENS, MAX_SCOPES, SuffixDrafter
+from millrace.run.drafting.text_index import TextIndex
 
 
 def ids(tokens: Sequence[int]) -> np.ndarray:
@@ -39,8 +40,26 @@ def test_the_longest_and_latest_match_is_found(seed: int) -> None:
                 length += 1
             if length >= 2 and (best is None or length >= best[1]):
                 best = position, length
-        found = find_longest(ids(text), ids(tail))
+        index, length = TextIndex(), 0
+        while length < len(text):
+            length = min(len(text), length + rng.choice((1, 2, 7, 30)))
+            index.extend(ids(text[:length]))
+        found = index.find(ids(text), ids(tail))
         assert (None if found is None else (found.position, found.length)) == best
+
+
+def test_a_long_text_may_be_indexed_at_once_or_in_parts() -> None:
+    text = np.random.default_rng(1).integers(0, 40, 3000).astype(np.int32)
+    whole, parts = TextIndex(), TextIndex()
+    whole.extend(text)
+    for end in (1, 2, 9, 255, 256, 257, 300, *range(301, 320), 1500, 3000):
+        parts.extend(text[:end])
+    for end in range(100, 3000, 97):
+        tail = np.concatenate([text[end - 5 : end], text[:2]])[: 3 + end % 3]
+        found = whole.find(text, tail)
+        assert found == parts.find(text, tail)
+        assert found is not None
+        assert (text[found.position - found.length : found.position] == tail[-found.length :]).all()
 
 
 def test_a_match_is_followed_and_survives_one_changed_token() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from millrace.ops.attention.rows import AttentionRows, PlainRows, plain_rows
 from millrace.ops.elementwise.softcap import softcap as apply_softcap
-from millrace.ops.kv.cache import CacheFormat, is_eight_bit, read_kv
+from millrace.ops.kv.cache import CacheFormat, read_kv
 
 MAX_SCORES = 1 << 26
 """Maximum scores per KV head in one piece; bounds the memory of masks and of the float32 path."""
@@ -144,7 +144,7 @@ class BatchedAttention:
 
     def _gather(self, kv: Tensor, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Blocks of keys and of values, each [n, kv_heads, block_size, head_dim]."""
-        if is_eight_bit(kv):
+        if kv.dtype != dtype:
             keys, values = read_kv(kv, group.block_ids).to(dtype)
             return keys, values
         # Indexing a transposed view would make torch copy the whole cache first.

@@ -113,8 +113,8 @@ inline void rotate(vf a, vf b, vf cosine, vf sine, vf& first, vf& second) {
 }
 
 // The common case: the whole head is rotated, without a norm.
-template <typename T>
-void rotate_head(const T* x, T* out, const float* angles, int64_t half) {
+template <typename T, typename O>
+void rotate_head(const T* x, O* out, const float* angles, int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
         vf first, second;
         rotate(load(x + i), load(x + half + i), load(angles + i), load(angles + half + i), first, second);
@@ -124,8 +124,8 @@ void rotate_head(const T* x, T* out, const float* angles, int64_t half) {
 }
 
 // Normalises and rotates one head into `out`, which may be `x` itself.
-template <typename T>
-void prepare_head(const T* x, T* out, const float* weight, const float* angles, const QkvShape& s) {
+template <typename T, typename O>
+void prepare_head(const T* x, O* out, const float* weight, const float* angles, const QkvShape& s) {
     if (!weight && angles && s.rotary_dim == s.head_dim && s.head_dim % (2 * LANES) == 0)
         return rotate_head(x, out, angles, s.head_dim / 2);
     constexpr int MAX_HEAD = 512;
@@ -171,18 +171,19 @@ void quantise_head(const T* x, int8_t* out, float* scale, int64_t dim) {
     }
 }
 
-// Writes keys and values to a cache in the model's dtype.
-template <typename T>
+// Writes keys and values to a cache of items C: the model's dtype, or float16 if that is float32.
+template <typename T, typename C>
 struct WideCache {
-    T* kv;
+    C* kv;
     const QkvShape& s;
 
     void put(int64_t block, int64_t head, int64_t offset, const T* key, const T* value, const float* norm,
              const float* angles) const {
         int64_t values_at = s.num_blocks * s.kv_heads * s.block_size * s.head_dim;
-        T* place = kv + ((block * s.kv_heads + head) * s.block_size + offset) * s.head_dim;
+        C* place = kv + ((block * s.kv_heads + head) * s.block_size + offset) * s.head_dim;
         prepare_head(key, place, norm, angles, s);
-        memcpy(place + values_at, value, s.head_dim * sizeof(T));
+        for (int64_t i = 0; i < s.head_dim; i += LANES)
+            store_upto(place + values_at + i, load_upto(value + i, s.head_dim - i), s.head_dim - i);
     }
 };
 
@@ -226,8 +227,10 @@ void prepare_qkv(int kv_dtype, T* qkv, const float* step_angles, const float* q_
                  const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     if (kv_dtype == INT8)
         prepare_qkv(qkv, step_angles, q_norm, k_norm, NarrowCache<T>{(int8_t*)kv, s}, block_ids, offsets, tokens, s);
+    else if (kv_dtype == F16)
+        prepare_qkv(qkv, step_angles, q_norm, k_norm, WideCache<T, f16>{(f16*)kv, s}, block_ids, offsets, tokens, s);
     else
-        prepare_qkv(qkv, step_angles, q_norm, k_norm, WideCache<T>{(T*)kv, s}, block_ids, offsets, tokens, s);
+        prepare_qkv(qkv, step_angles, q_norm, k_norm, WideCache<T, T>{(T*)kv, s}, block_ids, offsets, tokens, s);
 }
 
 }  // namespace

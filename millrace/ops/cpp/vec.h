@@ -28,9 +28,13 @@ struct bf16 {
     uint16_t bits;
 };
 
-// Values of the `dtype` and `kv_dtype` arguments; the same numbers as in ops/cpp/native.py. INT8 is for a KV cache
-// only.
-enum { F32 = 0, BF16 = 1, INT8 = 2 };
+struct f16 {
+    uint16_t bits;
+};
+
+// Values of the `dtype` and `kv_dtype` arguments; the same numbers as in ops/cpp/native.py. INT8 and F16 are for a KV
+// cache only, F16 for that of a float32 model.
+enum { F32 = 0, BF16 = 1, INT8 = 2, F16 = 3 };
 
 inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
@@ -76,9 +80,47 @@ inline vf load(const bf16* p) {
 }
 
 inline vf load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
     vb v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, vf);
+#endif
+}
+
+inline float to_float(f16 half) {
+    uint32_t sign = (half.bits & 0x8000u) << 16, exponent = half.bits >> 10 & 31, fraction = half.bits & 1023;
+    if (exponent == 0) {
+        float value = fraction * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline vf load(const f16* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+                        _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+    vf v;
+    memcpy(&v, halves, sizeof v);
+    return v;
+#elif defined(__aarch64__)
+    float32x4_t parts[4];
+    for (int i = 0; i < 4; i++) parts[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits + 4 * i)));
+    vf v;
+    memcpy(&v, parts, sizeof v);
+    return v;
+#else
+    float values[LANES];
+    for (int i = 0; i < LANES; i++) values[i] = to_float(p[i]);
+    return load(values);
+#endif
 }
 
 inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
@@ -97,6 +139,45 @@ inline vh to_bf16(vf v) {
 inline void store(bf16* p, vf v) {
     vh h = to_bf16(v);
     memcpy(p, &h, sizeof h);
+}
+
+// Rounds to nearest even; NaN stays NaN.
+inline f16 to_f16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu, half;
+    if (size > 0x7f800000u) {
+        half = 0x7e00;
+    } else if (size < 0x38800000u) {  // below 2^-14: the sum with 0.5 is rounded to units of 2^-24
+        float sum;
+        memcpy(&sum, &size, sizeof sum);
+        sum += 0.5f;
+        memcpy(&half, &sum, sizeof half);
+        half -= 0x3f000000u;
+    } else {
+        half = ((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10);
+    }
+    return {uint16_t(sign | half)};
+}
+
+// Numbers beyond the range of float16 become its largest.
+inline void store(f16* p, vf v) {
+    constexpr float LARGEST = 65504;
+    v = v > LARGEST ? splat(LARGEST) : v;
+    v = v < -LARGEST ? splat(-LARGEST) : v;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    __m256 halves[2];
+    memcpy(halves, &v, sizeof v);
+    for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i*)p + i, _mm256_cvtps_ph(halves[i], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    float32x4_t parts[4];
+    memcpy(parts, &v, sizeof v);
+    for (int i = 0; i < 4; i++) vst1_u16(&p->bits + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(parts[i])));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = to_f16(v[i]);
+#endif
 }
 
 // Only the first n lanes: the others are loaded as zero and not stored.

@@ -1,6 +1,7 @@
 """Layouts of the paged KV cache, and the reference that writes and reads it.
 
-Plain: each layer is [2, blocks, kv_heads, block_size, head_dim] in the model's dtype; index 0 holds keys, 1 values.
+Plain: each layer is [2, blocks, kv_heads, block_size, head_dim] in the model's dtype, or in float16
+under a float32 model (CPU), with larger numbers clamped to its range; index 0 holds keys, 1 values.
 
 Eight bits: each layer is [2, blocks, kv_heads, block_size, head_dim + SCALE_BYTES] of bytes, uint8 holding FP8 (GPU) or
 int8 (CPU). Within a block, each head stores the items of all its tokens, then their float32 scales. Every key and value
@@ -33,6 +34,7 @@ SCALE_WORDS = 2
 """16-bit words per token and head for scales in a packed cache: two after the keys; after the values they are
 unused."""
 INT8_MAX = 127
+FLOAT16_MAX = 65504
 
 
 def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
@@ -45,6 +47,8 @@ def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor
         items[:, block_ids, :, offsets] = words.view(*words.shape[:-1], *items.shape[-2:])
         return
     if not is_eight_bit(kv):
+        if kv.dtype == torch.float16:
+            keys_values = keys_values.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
         kv[:, block_ids, :, offsets] = keys_values
         return
     max_number = FP8_MAX if is_fp8(kv) else INT8_MAX

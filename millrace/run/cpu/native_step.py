@@ -74,7 +74,7 @@ class NativeStep:
     def can_run(self, plan: StepPlan) -> bool:
         """True if no row needs more than its token: log-probabilities, a bias, penalties or a minimum length."""
         rows = plan.rows
-        return plan.scored is None and not self._sampler.row_params.is_adjusted[rows].any()
+        return plan.scored is None and plan.pooled is None and not self._sampler.row_params.is_adjusted[rows].any()
 
     def __call__(self, plan: StepPlan) -> Tensor:
         """`forward` and `draw` in one call, only if `can_run`. int64: the drawn tokens, in plan order."""

@@ -25,23 +25,35 @@ from millrace.ops.kv.packed import can_pack, packed_items
 from millrace.ops.linear.fp8 import FP8_CAPABILITY, fp8_missing
 from millrace.ops.triton import hopper_missing, triton_missing
 
-KvFormat = Literal["full", "packed", "fp8", "int8"]
+KvFormat = Literal["full", "packed", "fp8", "float16", "int8"]
 """memory.kv_dtype with `auto` resolved."""
 HEAD_UNIT = 16
 """In the 8-bit formats head_dim must be a multiple of this, so that heads are read in whole words."""
 
 
 def resolve_kv_dtype(
-    requested: KvDtype, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+    requested: KvDtype,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool = False,
+    has_int8_products: bool = False,
 ) -> KvFormat:
-    """Resolve `auto`; raise ConfigError for a format that this device or model does not support."""
+    """Resolve `auto`; raise ConfigError for a format that this device or model does not support.
+
+    `has_int8_products`: activations are rounded to INT8 anyway, which is coarser than float16 keys and values."""
     if requested == "full":
         return requested
     if requested == "auto":
+        if has_int8_products and not float16_objection(dtype, device):
+            return "float16"
         pays = not _packed_objection(spec, dtype, device, deterministic) and not hopper_missing(device)
         return "packed" if pays else "full"
     if requested == "packed":
         objection = _packed_objection(spec, dtype, device, deterministic)
+    elif requested == "float16":
+        objection = float16_objection(dtype, device)
     else:
         objection = _eight_bits_objection(requested, device, spec.head_dim)
     if objection:
@@ -75,6 +87,16 @@ def _packed_objection(spec: ModelSpec, dtype: torch.dtype, device: torch.device,
         return f"needs heads of 64, 128 or 256 items, but the model's have {spec.head_dim}. Set --kv-dtype auto."
     if not spec.rotates_whole_heads:
         return "needs heads that are rotated fully or not at all, but the model rotates a part. Set --kv-dtype auto."
+    return ""
+
+
+def float16_objection(dtype: torch.dtype, device: torch.device) -> str:
+    """Why a cache cannot hold float16, as a clause; empty if it can."""
+    if device.type != "cpu":
+        return "is for a CPU, but the model would run on a GPU. Set --kv-dtype auto."
+    if dtype != torch.float32:
+        named = str(dtype).removeprefix("torch.")
+        return f"is for float32 models, but the model would run in {named}, which is as small. Set --kv-dtype auto."
     return ""
 
 
@@ -121,6 +143,8 @@ def _head_size(head_dim: int, dtype: torch.dtype, kv_dtype: KvFormat) -> tuple[i
         return head_dim + SCALE_BYTES, torch.uint8
     if kv_dtype == "int8":
         return head_dim + SCALE_BYTES, torch.int8
+    if kv_dtype == "float16":
+        return head_dim, torch.float16
     return head_dim, dtype
 
 

@@ -113,8 +113,9 @@ class ChainDrafter(Drafter):
         """What follows a rejected draft must be computed again; and by a feature drafter everything that it computed
         from its own guesses of the target's states, now that the true ones are known."""
         for progress in rows:
-            # A draft model has computed all but the last token at most.
-            num_void = 1 if self._states is None else progress.num_new
+            # A draft model has computed its own drafts, and so all but the last token at most.
+            has_own = self._states is None and progress.num_drafts
+            num_void = 1 if has_own else progress.num_new
             valid = len(progress.tokens) - num_void
             self._computed[progress.row] = min(int(self._computed[progress.row]), valid)
 

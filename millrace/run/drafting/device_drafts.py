@@ -11,7 +11,7 @@ import torch
 
 from millrace.config import Speculation
 from millrace.ops.triton.drafts import DraftColumns
-from millrace.plan.step import StepPlan
+from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.drafting.ngram import MAX_NGRAM
 
@@ -29,11 +29,13 @@ class DeviceDrafts:
         speculate: Speculation = "ngram",
         holds_drafts: bool = False,
     ) -> None:
-        """`max_rows`: table rows, padding's included. `holds_drafts`: see `DraftColumns`."""
+        """`max_rows`: table rows, padding's included. `holds_drafts`: see `DraftColumns`. Replayed drafts are written
+        there when a request is admitted."""
         place = device.torch_device
         known, limit = torch.zeros((2, max_rows), dtype=torch.int32, device=place)
         history = torch.zeros((max_rows, max_context + 1), dtype=torch.int32, device=place)
-        self._device = device
+        self._device, self._replays = device, speculate == "replay"
+        holds_drafts = holds_drafts or self._replays
         is_ngram = speculate == "ngram" or holds_drafts
         self.columns = DraftColumns(
             known,
@@ -53,7 +55,14 @@ class DeviceDrafts:
             return
         columns, admitted = self.columns, plan.admitted
         for admission in admitted:
-            columns.history[admission.row, : len(admission.tokens)] = self._device.upload(admission.tokens)
+            tokens = self._with_replayed(admission) if self._replays else admission.tokens
+            columns.history[admission.row, : len(tokens)] = self._device.upload(tokens)
         numbers = [(admission.row, len(admission.tokens), admission.limit) for admission in admitted]
         rows, known, limit = self._device.upload(np.array(numbers, np.int32).T.copy())
         columns.known[rows.long()], columns.limit[rows.long()] = known, limit
+
+    def _with_replayed(self, admission: Admission) -> Int32s:
+        """The known tokens, and what is drafted after them; up to the limit."""
+        num_output = len(admission.tokens) - admission.num_prompt
+        recorded = np.array(admission.row_params.params.prediction[num_output:], np.int32)
+        return np.concatenate([admission.tokens, recorded])[: max(admission.limit, len(admission.tokens))]

@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.drafting.drafter import DraftAsk, RowProgress, RowTokens
-from millrace.run.drafting.drafters import PREDICTION, Drafters
+from millrace.run.drafting.drafter import DraftAsk, DraftGuide, RowProgress, RowTokens
+from millrace.run.drafting.drafters import GRAMMAR, PREDICTION, Drafters
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.table.request_table import RequestTable
@@ -33,6 +33,8 @@ class VerifiedStep:
     """Index, among the drawing rows of the original plan, of each row here that draws."""
     num_drawing: int
     """Drawing rows of the original plan."""
+    masked_drafts: list[Int32s]
+    """Drafts of each masked row of the original plan."""
 
     @property
     def has_drafts(self) -> bool:
@@ -48,12 +50,14 @@ class VerifiedStep:
         return np.arange(int(draws.sum())) - np.repeat(np.cumsum(draws) - draws, draws)
 
     def state_masks(self, masks: Masks) -> Masks:
-        """Masks by drawing row of the original plan, as masks by state to draw from. Masked rows have no drafts."""
+        """Masks by drawing row of the original plan and place, as masks by state to draw from."""
         draws = self.draws[self.plan.samples]
         state_of = np.full(self.num_drawing, -1, np.int64)
         state_of[self.drawing] = np.cumsum(draws) - draws
-        states = state_of[masks.index]
-        return Masks(states[states >= 0], masks.bits[states >= 0])
+        states, is_kept = state_of[masks.index], state_of[masks.index] >= 0
+        if masks.places is not None:
+            states = states + masks.places
+        return Masks(states[is_kept], masks.bits[is_kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class RowDrafts:
 
     request_id: int
     source: str
-    """The drafter, or "prediction"."""
+    """The drafter, "prediction", or "grammar" for tokens that the grammar forces."""
     num_drafts: int
     num_accepted: int
 
@@ -88,6 +92,8 @@ class DraftedRows:
         self._computed = np.zeros(max_rows, np.int64)
         """Tokens that the target has computed: less than all but the last while a prompt is computed in parts."""
         self._limit = np.zeros(max_rows, np.int64)
+        self.guide: DraftGuide | None = None
+        """Shown the drafts of masked rows before they are verified."""
         self.num_drafted = self.num_accepted = 0
 
     @property
@@ -153,7 +159,10 @@ class DraftedRows:
                 indices.append(index)
                 num_prompt = int(self._table.num_prompt[row])
                 asks.append(DraftAsk(row, self._tokens[row][:known], num_prompt, max_drafts, plan.draft_floor))
+        masked = {} if plan.masked is None else dict.fromkeys(np.flatnonzero(plan.masked).tolist(), _NO_TOKENS)
         for index, ask, drafts in zip(indices, asks, self._drafters.propose(asks), strict=True):
+            if index in masked:
+                drafts = masked[index] = self._guided(ask, drafts)
             known, num_drafts = len(ask.tokens), len(drafts)
             self._tokens[ask.row][known : known + num_drafts] = drafts
             counts[index] += num_drafts
@@ -168,8 +177,17 @@ class DraftedRows:
             counts=counts[keeps],
             samples=plan.samples[keeps],
             scored=None if plan.scored is None else plan.scored[keeps],
+            pooled=None if plan.pooled is None else plan.pooled[keeps],
         )
-        return VerifiedStep(true_plan, draws[keeps], drawing, int(plan.samples.sum()))
+        return VerifiedStep(true_plan, draws[keeps], drawing, int(plan.samples.sum()), list(masked.values()))
+
+    def _guided(self, ask: DraftAsk, drafts: Int32s) -> Int32s:
+        if self.guide is None:
+            return drafts
+        allowed, is_forced = self.guide.guide(int(self._table.request_ids[ask.row]), ask, drafts)
+        if is_forced:
+            self._drafters.claim(ask.row, GRAMMAR)
+        return allowed
 
     def before(self, step: VerifiedStep) -> Int32s:
         """For each state to draw from: the draft before it, or NO_DRAFT for a row's first. Call it before `accept`."""
@@ -214,7 +232,7 @@ class DraftedRows:
         if num_drafts:
             self.num_accepted += num_accepted
             drafted.append(RowDrafts(int(self._table.request_ids[row]), source, num_drafts, num_accepted))
-        if not num_drafts or source == PREDICTION:
+        if not num_drafts or source in (PREDICTION, GRAMMAR):
             return RowProgress(row, tokens, num_new, 0, 0)
         return RowProgress(row, tokens, num_new, num_drafts, num_accepted)
 

@@ -55,6 +55,15 @@ class RowTokens:
     """False for a row that decodes."""
 
 
+class DraftGuide(Protocol):
+    """Knows the grammars of masked rows before their masks are computed. Called on the thread that runs the steps."""
+
+    def guide(self, request_id: int, ask: DraftAsk, drafts: Int32s) -> tuple[Int32s, bool]:
+        """The first of the drafts, as far as the grammar allows them after the ask's tokens. Where the grammar forces
+        other tokens: those, at most `ask.max_drafts`, and True."""
+        ...
+
+
 class Drafter(Protocol):
     """Called in step order, on the thread that runs the steps. Only `propose` must be written."""
 

@@ -8,24 +8,27 @@ import numpy as np
 from torch import Tensor
 
 from millrace.config import Speculation
-from millrace.errors import ConfigError
 from millrace.plan.step import Admission, Int32s
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress, RowTokens
 from millrace.run.drafting.ngram import NgramDrafter
 from millrace.run.drafting.prediction import PredictionDrafter
+from millrace.run.drafting.replay import ReplayDrafter
 from millrace.run.drafting.suffix import SuffixDrafter
 
 PREDICTION = "prediction"
 """Source of drafts that the client sent with its request."""
+GRAMMAR = "grammar"
+"""Source of drafts that are the only tokens which the request's grammar allows."""
 TEXT_DRAFTERS: tuple[Speculation, ...] = ("ngram", "suffix")
 MODEL_DRAFTERS: tuple[Speculation, ...] = ("draft", "medusa", "eagle")
 _NONE = np.zeros(0, np.int32)
 
 
 class Drafters:
-    def __init__(self, by_name: Mapping[str, Drafter], default: str) -> None:
-        """`default` serves rows whose request names no drafter."""
-        self._by_name, self._default = by_name, default
+    def __init__(self, by_name: Mapping[str, Drafter], default: str, *, takes_predictions: bool = True) -> None:
+        """`default` serves rows whose request names no drafter. `takes_predictions`: drafts come first from what the
+        client expects."""
+        self._by_name, self._default, self._takes_predictions = by_name, default, takes_predictions
         self._prediction = PredictionDrafter()
         self._chosen: dict[int, str] = {}
         """Drafter by row."""
@@ -36,7 +39,8 @@ class Drafters:
     def admit(self, admission: Admission) -> None:
         wanted = admission.row_params.params.speculate
         self._chosen[admission.row] = wanted if wanted in self._by_name else self._default
-        self._prediction.admit(admission)
+        if self._takes_predictions:
+            self._prediction.admit(admission)
         for drafter in self._by_name.values():
             drafter.admit(admission)
 
@@ -69,6 +73,10 @@ class Drafters:
         """Who proposed the row's drafts in the current step."""
         return self._sources[row]
 
+    def claim(self, row: int, source: str) -> None:
+        """The row's drafts in the current step were replaced by those of another source."""
+        self._sources[row] = source
+
     def confirm(self, rows: Sequence[RowProgress]) -> None:
         """`num_drafts` counts those of the row's own drafter."""
         for name, drafter in self._by_name.items():
@@ -100,6 +108,8 @@ def make_drafters(speculate: Speculation, model: Drafter | None = None) -> Draft
     drafters: dict[str, Drafter] = {"suffix": SuffixDrafter(), "ngram": NgramDrafter()}
     if model is not None:
         drafters[speculate] = model
+    if speculate == "replay":
+        return Drafters({"replay": ReplayDrafter()}, "replay", takes_predictions=False)
     return Drafters(drafters, "suffix" if speculate == "auto" else speculate)
 
 
@@ -108,11 +118,6 @@ def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...
     if speculate == "off":
         return ("off",)
     named = {"off": None, speculate: None}
-    if device_kind != "cuda":
+    if device_kind != "cuda" and speculate != "replay":
         named |= dict.fromkeys(TEXT_DRAFTERS)
     return tuple(name for name in named if name != "auto")
-
-
-def check_speculation(speculate: Speculation, device_kind: str) -> None:
-    if speculate in ("medusa", "eagle") and device_kind == "cuda":
-        raise ConfigError(f"--speculate {speculate} runs on a CPU only; use draft, ngram or off.", param="speculate")

@@ -2,7 +2,7 @@
 answers of its tenant.
 
 A row remembers where its text is being repeated. While the new tokens continue there, nothing is searched. Otherwise
-one pass of NumPy over the text finds the next place: 70 to 100 µs for 16,000 tokens (x86, loaded machine, 2026-11-17).
+an index finds the next place in constant time (text_index.py).
 How many drafts there are follows from how long the match is and how often drafts of such matches were accepted, in
 general and in this row.
 """
@@ -17,19 +17,14 @@ import numpy as np
 
 from millrace.plan.step import Admission, Int32s
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
+from millrace.run.drafting.text_index import Match, TextIndex
 
-MIN_MATCH = 2
-"""Tokens that must be equal for a new match."""
-MAX_CANDIDATES = 64
-"""Places that are compared to find the longest match: the latest ones."""
-MAX_COMPARED = 64
-"""Tokens that are compared at each place."""
 MIN_RESUMED = 8
 """Length of a match from which on it is resumed one token later if a single token differs."""
 MAX_SCOPE_TOKENS = 16_384
 """Recent answers that are kept for one scope."""
 MAX_SCOPES = 64
-"""Scopes with recent answers. The one unused for longest goes first; all together take at most 4 MiB."""
+"""Scopes with recent answers. The one unused for longest goes first; all together take at most 24 MiB."""
 
 PRIOR = (0.0, 0.4, 0.35, 0.55, 0.75, 0.85, 0.9, 0.95)
 """Assumed acceptance of a draft, by length class: class 1 is a resumed match, class n a match of 2 ** (n - 1) tokens or
@@ -41,41 +36,8 @@ DECAY, ROW_DECAY = 0.995, 0.9
 _NONE = np.zeros(0, np.int32)
 
 
-@dataclass(slots=True)
-class Match:
-    """The end of a row's text equals `length` tokens before `position` of `text`."""
-
-    position: int
-    length: int
-    resumed: bool = False
-    """The token before `position` differs; `length` was the length until there."""
-
-    @property
-    def length_class(self) -> int:
-        return 1 if self.resumed else min(self.length.bit_length(), len(PRIOR) - 1)
-
-
-def find_longest(text: Int32s, tail: Int32s) -> Match | None:
-    """The longest match of the end of `tail` that something follows in `text`, of those equally long the latest."""
-    if len(text) <= MIN_MATCH or len(tail) < MIN_MATCH:
-        return None
-    ends = np.flatnonzero(text[:-1] == tail[-1])
-    for length in range(1, MIN_MATCH):
-        ends = ends[ends >= length]
-        ends = ends[text[ends - length] == tail[-1 - length]]
-    if not len(ends):
-        return None
-    ends, length, longest = ends[-MAX_CANDIDATES:], MIN_MATCH, min(len(tail), MAX_COMPARED)
-    while len(ends) > 1 and length < longest:
-        further = ends[ends >= length]
-        further = further[text[further - length] == tail[-1 - length]]
-        if not len(further):
-            break
-        ends, length = further, length + 1
-    end = int(ends[-1])
-    longest = min(longest, end + 1)
-    differs = np.flatnonzero(text[end + 1 - longest : end + 1] != tail[len(tail) - longest :])
-    return Match(end + 1, longest - 1 - int(differs[-1]) if len(differs) else longest)
+def length_class(match: Match) -> int:
+    return 1 if match.resumed else min(match.length.bit_length(), len(PRIOR) - 1)
 
 
 @dataclass(slots=True)
@@ -83,6 +45,7 @@ class RecentAnswers:
     """The last answers of one scope, one after the other."""
 
     tokens: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    index: TextIndex = field(default_factory=TextIndex)
     generation: int = 0
     """Changes when positions do."""
 
@@ -92,13 +55,17 @@ class RecentAnswers:
             # Half is dropped at once, so that positions change seldom.
             joined = joined[-MAX_SCOPE_TOKENS // 2 :]
             self.generation += 1
+            self.index = TextIndex()
         self.tokens = joined
+        self.index.extend(joined)
 
 
 @dataclass(slots=True)
 class _Row:
     scope: str
     num_prompt: int
+    index: TextIndex = field(default_factory=TextIndex)
+    """Of the row's own text; catches up when it is searched."""
     own: Match | None = None
     recent: Match | None = None
     generation: int = -1
@@ -135,11 +102,12 @@ class SuffixDrafter(Drafter):
     def _propose(self, ask: DraftAsk) -> Int32s:
         state, recent = self._rows[ask.row], self._recent.get(self._rows[ask.row].scope)
         if state.own is None or state.own.resumed:
-            state.own = find_longest(ask.tokens, ask.tokens) or state.own
+            state.index.extend(ask.tokens)
+            state.own = state.index.find(ask.tokens, ask.tokens) or state.own
         if recent is not None and (
             state.recent is None or state.recent.resumed or state.generation != recent.generation
         ):
-            state.recent = find_longest(recent.tokens, ask.tokens) or self._resumable(state, recent)
+            state.recent = recent.index.find(recent.tokens, ask.tokens) or self._resumable(state, recent)
             state.generation = recent.generation
         text, match = ask.tokens, state.own
         if recent is not None and state.recent is not None and (match is None or _is_better(state.recent, match)):
@@ -147,18 +115,18 @@ class SuffixDrafter(Drafter):
         state.drafted = 0
         if match is None:
             return _NONE
-        num_drafts = self._num_drafts(state, match.length_class, ask)
+        num_drafts = self._num_drafts(state, length_class(match), ask)
         if not num_drafts:
             return _NONE
-        state.drafted = match.length_class
+        state.drafted = length_class(match)
         return _continuation(text, match.position, num_drafts, repeats=match is state.own)
 
     def _resumable(self, state: _Row, recent: RecentAnswers) -> Match | None:
         return state.recent if state.generation == recent.generation else None
 
-    def _num_drafts(self, state: _Row, length_class: int, ask: DraftAsk) -> int:
+    def _num_drafts(self, state: _Row, at: int, ask: DraftAsk) -> int:
         """As many as are likely enough to be accepted."""
-        probability = float(self._accepted[length_class] / self._tried[length_class])
+        probability = float(self._accepted[at] / self._tried[at])
         probability = (state.accepted + ROW_WEIGHT * probability) / (state.tried + ROW_WEIGHT)
         count, together = 0, probability
         while count < ask.max_drafts and together >= ask.min_probability:

@@ -7,12 +7,13 @@ write buffers that never move, so either can be captured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens
+from millrace.models.batch import DrawnStates, ForwardBatch, LastTokens, Taps
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.long_rows import LongRow
@@ -24,7 +25,7 @@ from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.shapes.table import PLACES
 from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
-from millrace.run.drafting.device_chain import DeviceChain
+from millrace.run.drafting.device_chain import DeviceDrafter, FedRows
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.packet.decode_rows import num_words
 from millrace.run.packet.layout import ALIGN, Section
@@ -77,7 +78,7 @@ class StepWork:
         max_tokens: int,
         tile_decode_rows: bool,
         drafts: DeviceDrafts | None = None,
-        chain: DeviceChain | None = None,
+        chain: DeviceDrafter | None = None,
     ) -> None:
         """`smallest`: any shape; it gives the packet layout of the sections that the head reads."""
         device, spec = kv[0].device, decoder.spec
@@ -164,14 +165,28 @@ class StepWork:
         max_drawn = min(shape.rows if shape.last_only else shape.tokens, self._max_rows)
         both = slice(layout.middle - max_drawn, layout.middle + max_drawn)
         index, out = part(layout.sample_states)[both], self._draw_states[both]
-        if self._chain is not None and decoder is self.decoder:
-            self._chain.feed(batch)
-        if drawn_only:
+        chain = self._chain if decoder is self.decoder else None
+        reads_states = chain is not None and chain.reads_states
+        fed = FedRows(part(layout.starts), shape.tokens_per_row if shape.is_decode else 0, None)
+        if chain is not None and not reads_states:
+            chain.feed(batch, fed)
+        if chain is not None and chain.taps:
+            batch.taps = self._taps(chain.taps, shape.tokens)
+        if drawn_only and (not reads_states or batch.taps is not None):
             batch.drawn = DrawnStates(index, out)
-            return decoder.forward(batch, self._kv)
-        hidden = decoder.forward(batch, self._kv)
-        torch.index_select(hidden, 0, index, out=out)
-        return hidden
+            hidden = decoder.forward(batch, self._kv)
+        else:
+            hidden = decoder.forward(batch, self._kv)
+            torch.index_select(hidden, 0, index, out=out)
+        if chain is not None and reads_states:
+            states = hidden if batch.taps is None else batch.taps.out.flatten(1)
+            chain.feed(batch, replace(fed, states=states))
+        return out if drawn_only else hidden
+
+    def _taps(self, layers: tuple[int, ...], num_tokens: int) -> Taps:
+        shape = (num_tokens, len(layers), self.decoder.spec.hidden_size)
+        out = torch.empty(shape, dtype=self.decoder.dtype, device=self._packet.device)
+        return Taps(np.array(layers, np.int64), out)
 
     def _rows(
         self, shape: StepShape, part: Callable[[Section], Tensor], long_rows: tuple[LongRow, ...] | None

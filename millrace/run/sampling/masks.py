@@ -25,13 +25,38 @@ def new_masks(count: int, vocab_size: int) -> Uint32s:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """The rows of a step that need masks: one for each place of a row, so one more than it has drafts."""
+
+    index: Int64s
+    """Indices of these rows among those that draw, ascending."""
+    request_ids: Int64s
+    drafts: list[list[int]]
+    """Drafts of each row."""
+
+    @property
+    def num_masks(self) -> int:
+        return len(self.index) + sum(map(len, self.drafts))
+
+    def masks(self, bits: Uint32s) -> Masks:
+        """`bits`: of all places, row after row."""
+        if len(bits) == len(self.index):
+            return Masks(self.index, bits)
+        counts = np.array([1 + len(own) for own in self.drafts])
+        places = np.arange(len(bits)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Masks(np.repeat(self.index, counts), bits, places)
+
+
+@dataclass(frozen=True, slots=True)
 class Masks:
     """One mask for each drawn token that a grammar restricts."""
 
     index: Int64s
-    """Indices of these tokens among those that the step draws, ascending."""
+    """Of each token: its row's index among the rows that draw, ascending. In a head: its index among the tokens."""
     bits: Uint32s
     """[n, words_per_mask(vocab)]: bit t % 32 of word t // 32 is 1 if token t may be drawn."""
+    places: Int64s | None = None
+    """Of each token: its place in its row, after that many drafts. None: all are the first."""
 
     def of(self, draws: Int64s) -> Masks | None:
         """The masks of some of the drawn tokens, ascending, which are then numbered from 0; None if none has one."""

@@ -152,8 +152,7 @@ struct Attention : UnitRows<T, C, MAX_QUERIES> {
                     rows[k] = load_upto(now->keys[first + k] + d, s.head_dim - d);
                     if (SCALED) rows[k] *= now->key_scales[first + k];
                 }
-                transpose(rows);
-                for (int k = 0; k < LANES; k++) store(&m.keys[d + k][first], rows[k]);
+                transpose(rows, &m.keys[d][first], KEYS);
             }
         }
     }
@@ -316,6 +315,8 @@ void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_
     bool parallel = is_worth_threads(s, num_rows);
     if (dtype == F32 && kv_dtype == INT8)
         attend(s, (const float*)queries, (const int8_t*)kv, (float*)out, num_rows, parallel);
+    else if (dtype == F32 && kv_dtype == F16)
+        attend(s, (const float*)queries, (const f16*)kv, (float*)out, num_rows, parallel);
     else if (dtype == F32)
         attend(s, (const float*)queries, (const float*)kv, (float*)out, num_rows, parallel);
     else if (kv_dtype == INT8)

@@ -144,10 +144,10 @@ struct UnitRows {
     }
 };
 
-// Transposes a 16 x 16 matrix of 32-bit items, by four perfect shuffles of its rows.
-inline void transpose(vf* rows) {
+// out[j][i] = rows[i][j] for 16 x 16 floats; overwrites `rows`. Without AVX-512 by four perfect shuffles of the rows.
+inline void transpose(vf* rows, float* out, int64_t out_stride) {
 #if defined(__AVX512F__)
-    return transpose16((const uint32_t*)rows, LANES, (uint32_t*)rows, LANES);
+    return transpose16((const uint32_t*)rows, LANES, (uint32_t*)out, out_stride);
 #endif
     const vi low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
     const vi high = low + 8;
@@ -162,6 +162,7 @@ inline void transpose(vf* rows) {
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) rows[i] = next[i];
     }
+    for (int i = 0; i < LANES; i++) store(out + i * out_stride, rows[i]);
 }
 
 // Saved partial sums of query i of a unit: `size` floats per query of the step.

@@ -62,7 +62,7 @@ struct Int8Attention : AmxUnit<int8_t> {
                 for (int64_t chunk = 0; chunk < chunks; chunk++) {
                     vf words[LANES];
                     for (int i = 0; i < QUERIES; i++) memcpy(&words[i], rows[half][i] + chunk * CHUNK, CHUNK);
-                    transpose(words);
+                    transpose(words, (float*)words, LANES);
                     memcpy(m.queries[part][half][chunk], words, sizeof words);
                 }
         }
@@ -327,9 +327,9 @@ struct Int8Attention : AmxUnit<int8_t> {
             low[four] = (vf)_mm512_ternarylogic_epi32(even, first, _mm512_slli_epi32(second, 8), CHOOSE);
             high[four] = (vf)_mm512_ternarylogic_epi32(even, _mm512_srli_epi32(first, 8), second, CHOOSE);
         }
-        transpose(high);
+        transpose(high, (float*)high, LANES);
         memcpy(m.weights[0], high, sizeof high);
-        transpose(low);
+        transpose(low, (float*)low, LANES);
         memcpy(m.weights[1], low, sizeof low);
     }
 

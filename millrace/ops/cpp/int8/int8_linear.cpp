@@ -21,7 +21,7 @@ using Multiply = void (*)(const quantised::Panel& panel, const RowBlock& x, int6
 
 // The functions for one format.
 struct Functions {
-    Multiply multiply[3];  // by index of BLOCK_ROWS
+    Multiply multiply[BLOCK_ROWS[0] + 1];  // by number of rows; null where there is no block of this size
     void (*unpack_row)(const quantised::Panel& panel, int64_t k, int r, float* out);
 };
 
@@ -43,15 +43,17 @@ void unpack_row(const quantised::Panel& panel, int64_t k, int r, float* out) {
     }
 }
 
-template <int F>
-constexpr Functions functions() {
-    return {{multiply_panel<F, BLOCK_ROWS[0]>, multiply_panel<F, BLOCK_ROWS[1]>, multiply_panel<F, BLOCK_ROWS[2]>},
-            unpack_row<F>};
+template <int F, int... I>
+constexpr Functions functions(std::integer_sequence<int, I...>) {
+    Functions all{{}, unpack_row<F>};
+    ((all.multiply[BLOCK_ROWS[I]] = multiply_panel<F, BLOCK_ROWS[I]>), ...);
+    return all;
 }
 
 template <int... I>
 const Functions& functions_of(int format, std::integer_sequence<int, I...>) {
-    static constexpr Functions all[] = {functions<quantised::FIRST_FORMAT + I>()...};
+    static constexpr Functions all[] = {
+        functions<quantised::FIRST_FORMAT + I>(std::make_integer_sequence<int, NUM_BLOCKS>{})...};
     return all[format - quantised::FIRST_FORMAT];
 }
 
@@ -68,8 +70,7 @@ void multiply_panels(const Layer& layer, const Rows& x, float* out, int64_t firs
         quantised::Panel weights = quantised::panel_at(layer.format, layer.packed, layer.k, panel);
         for (int64_t row = first_row; row < last_row;) {
             int size = block_rows(x.count() - row);
-            use.multiply[size == BLOCK_ROWS[0] ? 0 : size == BLOCK_ROWS[1] ? 1 : 2](weights, x.block(row),
-                                                                                    layer.tiles(), sums);
+            use.multiply[size](weights, x.block(row), layer.tiles(), sums);
             for (int r = 0; r < size; r++) finish(layer, out, row + r, panel, load(sums + r * PANEL));
             row += size;
         }

@@ -85,7 +85,8 @@ inline Rounded round_tile(const float* x, int8_t* out) {
 Rows::Rows(const float* x, int64_t stride, int64_t rows, int64_t k) : rows_(rows), k_(k) {
     using namespace linear_layer;
     int64_t tiles = k / TILE_K, value_bytes = round_up(rows * k, 64);
-    auto* memory = static_cast<char*>(scratch<INT8_ROWS>(value_bytes + 4 * rows * tiles * sizeof(float)));
+    constexpr int64_t PADDING = 16;  // kernels load the scales of four rows at once, also where a block has fewer
+    auto* memory = static_cast<char*>(scratch<INT8_ROWS>(value_bytes + 4 * rows * tiles * sizeof(float) + PADDING));
     values_ = reinterpret_cast<int8_t*>(memory);
     scales_ = reinterpret_cast<float*>(memory + value_bytes);
     sums_ = scales_ + rows * tiles;

@@ -7,8 +7,14 @@ namespace int8 {
 
 constexpr int64_t TILE_K = 32;
 
-// Rows are multiplied in blocks of these sizes.
-constexpr int BLOCK_ROWS[] = {12, 4, 1};
+// Rows are multiplied in blocks of these sizes. A step that verifies drafts has few rows: one block of their number
+// unpacks the weights once.
+#if defined(__AVX2__)
+constexpr int BLOCK_ROWS[] = {12, 8, 7, 6, 5, 4, 3, 2, 1};
+#else
+constexpr int BLOCK_ROWS[] = {12, 8, 4, 2, 1};
+#endif
+constexpr int NUM_BLOCKS = sizeof BLOCK_ROWS / sizeof BLOCK_ROWS[0];
 
 // The largest block that fits into the remaining rows.
 inline int block_rows(int64_t left) {

@@ -7,31 +7,7 @@
 
 namespace quantised {
 
-inline float widen(uint16_t half) {
-    uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
-    if (exponent == 0) {
-        float value = fraction * 0x1p-24f;
-        return sign ? -value : value;
-    }
-    uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline vf load_halves(const char* p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-    float values[ROWS];
-    for (int i = 0; i < ROWS; i++) {
-        uint16_t half;
-        memcpy(&half, p + 2 * i, sizeof half);
-        values[i] = widen(half);
-    }
-    return load(values);
-#endif
-}
+inline vf load_halves(const char* p) { return load(reinterpret_cast<const f16*>(p)); }
 
 typedef uint8_t vb __attribute__((vector_size(16)));
 typedef int8_t vsb __attribute__((vector_size(16)));

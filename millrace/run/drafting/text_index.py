@@ -1,0 +1,119 @@
+"""Finds earlier occurrences of the last tokens of a text, in constant time.
+
+Hash chains: a table holds the latest position of each pair of tokens, by hash, and every position links to the one
+before it with the same hash. 12 to 20 bytes per token; a token is added in constant time, amortised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from millrace.plan.step import Int32s, Int64s
+
+MIN_MATCH = 2
+"""Tokens that must be equal for a match: the pair that is hashed."""
+MAX_CANDIDATES = 64
+"""Places that are compared to find the longest match: the latest ones."""
+MAX_COMPARED = 64
+"""Tokens that are compared at each place."""
+_FIRST_SIZE = 256
+_FEW = 8
+"""Below this many tokens a Python loop beats NumPy calls."""
+_Tokens = TypeVar("_Tokens", int, Int64s)
+_BACK = np.arange(MAX_COMPARED)
+
+
+@dataclass(slots=True)
+class Match:
+    """The end of a row's text equals `length` tokens before `position` of `text`."""
+
+    position: int
+    length: int
+    resumed: bool = False
+    """The token before `position` differs; `length` was the length until there."""
+
+
+class TextIndex:
+    """Of a text that only grows. The text itself is given to each call."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        """Tokens added so far."""
+        self._heads = np.full(_FIRST_SIZE, -1, np.int32)
+        """By hash: position of the last token of the latest pair; -1: none."""
+        self._before = np.zeros(_FIRST_SIZE, np.int32)
+        """By position: the previous one with the same hash, or -1."""
+
+    def extend(self, text: Int32s) -> None:
+        """Add the tokens of `text` beyond those added before."""
+        first, end = max(1, self.length), len(text)
+        if end <= self.length:
+            return
+        self.length = end
+        if end > len(self._heads):
+            self._grow(end)
+            first = 1
+        if end - first < _FEW:
+            heads, before, mask = self._heads, self._before, len(self._heads) - 1
+            for position, pair in enumerate(pairwise(text[first - 1 : end].tolist()), first):
+                at = _hash(*pair) & mask
+                before[position] = heads[at]
+                heads[at] = position
+        else:
+            wide = text[first - 1 : end].astype(np.int64)
+            self._link(first, _hash(wide[:-1], wide[1:]) & (len(self._heads) - 1))
+
+    def find(self, text: Int32s, tail: Int32s) -> Match | None:
+        """The longest match of the end of `tail` that something follows in `text`, all of which was added; of those
+        equally long the latest."""
+        if len(tail) < MIN_MATCH or len(text) <= MIN_MATCH:
+            return None
+        ends = self._candidates(tail, len(text) - 2)
+        if not len(ends):
+            return None
+        span = min(len(tail), MAX_COMPARED)
+        places = ends[:, None] - _BACK[:span]
+        is_equal = (text[np.maximum(places, 0)] == tail[len(tail) - span :][::-1]) & (places >= 0)
+        lengths = np.where(is_equal.all(axis=1), span, is_equal.argmin(axis=1))
+        best = int(lengths.argmax())  # the first of several: the latest place
+        return Match(int(ends[best]) + 1, int(lengths[best])) if lengths[best] >= MIN_MATCH else None
+
+    def _candidates(self, tail: Int32s, last: int) -> Int64s:
+        """Places up to `last` where the pair may end, the latest first."""
+        found: list[int] = []
+        at = int(self._heads[_hash(int(tail[-2]), int(tail[-1])) & (len(self._heads) - 1)])
+        for _ in range(MAX_CANDIDATES):
+            if at < 0:
+                break
+            if at <= last:
+                found.append(at)
+            at = int(self._before[at])
+        return np.array(found, np.int64)
+
+    def _grow(self, length: int) -> None:
+        size = 1 << (2 * length - 1).bit_length()
+        self._heads = np.full(size, -1, np.int32)
+        self._before = np.zeros(size, np.int32)
+
+    def _link(self, first: int, hashes: Int64s) -> None:
+        """`hashes` of the pairs that end at position `first` and later."""
+        order = np.argsort(hashes, kind="stable")
+        ordered, positions = hashes[order], (order + first).astype(np.int32)
+        is_first = np.ones(len(order), np.bool_)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        before = np.empty(len(order), np.int32)
+        before[1:] = positions[:-1]
+        before[is_first] = self._heads[ordered[is_first]]
+        self._before[positions] = before
+        # The last write to an entry stays: the latest position.
+        is_last = np.append(is_first[1:], True)
+        self._heads[ordered[is_last]] = positions[is_last]
+
+
+def _hash(first: _Tokens, second: _Tokens) -> _Tokens:
+    mixed = first * 1000003 + second * 7919
+    return mixed ^ (mixed >> 15)

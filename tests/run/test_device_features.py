@@ -1,0 +1,153 @@
+"""EAGLE, EAGLE-3 and Medusa heads on CudaRunner: tokens are those without drafts, and drafts are those that the drafter
+makes of the same tokens at once, from empty caches.
+
+On a GPU this replays graphs; elsewhere the same code runs uncaptured, its kernels interpreted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from helpers.decode_table import want_few_programs
+from helpers.quick_interpreter import quick_interpreter
+from helpers.tiny_models import StateDictSource, config_of, make_reference
+from helpers.triton_mode import device as place
+from helpers.triton_mode import interpreted
+from run.test_device_drafts import BUDGET, GREEDY, SIZES, Drive, requests
+from run.test_model_drafters import drafts_at_once, eagle, eagle3, medusa
+
+from millrace.config import RunConfig
+from millrace.models.decoder import Decoder
+from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
+from millrace.models.load import build_decoder
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.attention import PagedAttention
+from millrace.plan.drafts import DraftSettings
+from millrace.run.cuda_runner import CudaRunner
+from millrace.run.device.device import CpuDevice, open_device
+from millrace.run.drafting.device_chain import FedRows
+from millrace.run.drafting.device_features import RowStates
+from millrace.run.runner import Runner
+
+CPU = torch.device("cpu")
+
+
+def paged_attention(spec: Any) -> PagedAttention:
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    return PagedAttention(*heads, spec.attention_scale, spec.attention_softcap)
+
+
+def target_on(device: torch.device, *, paged: bool) -> Decoder:
+    model = make_reference("llama")
+    spec = spec_from_config(config_of(model))
+    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
+    if paged and not isinstance(decoder.attention, PagedAttention):
+        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=paged_attention(spec))
+        decoder.native_stack = None
+    return decoder
+
+
+def with_paged_attention(drafter: Any) -> Any:
+    if isinstance(drafter, EagleDrafter) and not isinstance(drafter.attention, PagedAttention):
+        assert drafter.spec.decoder is not None
+        drafter._ops = dataclasses.replace(drafter._ops, attention=paged_attention(drafter.spec.decoder))
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"), [("eagle", eagle), ("eagle", eagle3), ("medusa", medusa)], ids=["eagle", "eagle3", "medusa"]
+)
+def test_drafts_follow_from_the_tokens_and_change_none(
+    kind: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if interpreted and make is not eagle:
+        pytest.skip("takes long interpreted; what is special about it is held to the reference elsewhere")
+    if interpreted:
+        want_few_programs(monkeypatch)
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    target, reference = target_on(place, paged=True), target_on(CPU, paged=False)
+    torch.manual_seed(5)
+    drafter = with_paged_attention(make(tmp_path, target))
+    runner = CudaRunner(target, device, token_budget=BUDGET, speculate=kind, drafter=drafter, **SIZES)
+    seen: list[tuple[list[int], list[int]]] = []
+    record_drafts(runner, seen, monkeypatch)
+    num_rows, length = (1, 4) if interpreted else (3, 14)
+    kinds = [msgspec.structs.replace(GREEDY, max_tokens=length)] * num_rows
+    plain = Runner(reference, CpuDevice(1), **SIZES)
+    expected = Drive(plain, DraftSettings()).run(requests(kinds)[:2], requests(kinds)[2:])
+    drive = Drive(runner, DraftSettings(max_drafts=3, max_places=SIZES["max_rows"]))
+    with quick_interpreter() if interpreted else nullcontext():
+        assert drive.run(requests(kinds)[:2], requests(kinds)[2:]) == expected
+    torch.manual_seed(5)
+    own = make(tmp_path, reference)
+    assert len(seen) >= (1 if interpreted else 8)
+    for tokens, drafts in seen:
+        assert drafts == at_once(reference, own, tokens, len(drafts)), tokens
+
+
+def record_drafts(runner: CudaRunner, seen: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each row had, and its drafts, after each proposal."""
+    run, work = runner._graphs.run, runner._work
+    propose = work.propose_drafts
+
+    def recorded(key: Any, call: Any) -> Any:
+        result = run(key, call)
+        if getattr(call, "func", None) == propose:
+            layout = runner._writer.layout(call.args[0])
+            sections = (layout.table_rows, layout.max_drafts)
+            rows, most = (work._packet[own.start :][: own.length].tolist() for own in sections)
+            columns = runner._drafts.columns if runner._drafts is not None else None
+            assert columns is not None
+            for row, count in zip(rows, most, strict=True):
+                known, limit = int(columns.known[row]), int(columns.limit[row])
+                count = min(count, limit - known - 1)
+                if count > 0:
+                    tokens = columns.history[row, : known + count].tolist()
+                    seen.append((tokens[:known], tokens[known:]))
+        return result
+
+    monkeypatch.setattr(runner._graphs, "run", recorded)
+
+
+def at_once(target: Decoder, drafter: Any, tokens: list[int], count: int) -> list[int]:
+    if isinstance(drafter, MedusaDrafter):
+        from helpers.paged import make_batch
+        from run.test_model_drafters import BLOCK, CONTEXT
+
+        kv = [torch.zeros(target.spec.kv_shape(CONTEXT // BLOCK, BLOCK)) for _ in range(target.spec.num_layers)]
+        batch = make_batch([(tokens[:-1], 0, list(range(1, CONTEXT // BLOCK)))], BLOCK)
+        logits = drafter.logits(target.forward(batch, kv)[-1:])
+        return [int(drafter.token_ids(own.argmax(-1))) for own in logits[:count]]
+    return drafts_at_once(target, drafter, tokens, count)
+
+
+def test_states_are_kept_by_row_and_position() -> None:
+    states = RowStates(4, 2, torch.float32, CPU)
+    rows = torch.tensor([2, 1])
+
+    def fed(starts: list[int], places: int) -> FedRows:
+        return FedRows(torch.tensor(starts, dtype=torch.int32), places, None)
+
+    def tiled(query_starts: list[int]) -> Any:
+        class Rows:
+            table_rows = torch.tensor([2, 1], dtype=torch.int32)
+
+        own: Any = Rows()
+        own.query_starts = torch.tensor(query_starts, dtype=torch.int32)
+        return own
+
+    values = torch.arange(8.0).view(4, 2)
+    states.keep(tiled([0, 2, 4]), fed([5, 7], 2), values)
+    assert states.at(rows, torch.tensor([6, 7])).tolist() == values[[1, 2]].tolist()
+    assert states.at(rows, torch.tensor([4, 20])).abs().sum() == 0
+    # A chunk of three tokens, and a single one: as many tokens as places, but ragged.
+    states.keep(tiled([0, 3, 4]), fed([7, 9], 0), values)
+    assert states.at(rows, torch.tensor([9, 9])).tolist() == values[[2, 3]].tolist()
+    states.clear(torch.tensor([2]))
+    assert states.at(rows, torch.tensor([9, 9])).tolist() == [[0, 0], values[3].tolist()]
